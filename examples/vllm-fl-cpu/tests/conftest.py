@@ -1,0 +1,23 @@
+"""What the tests of this backend share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.types import OpImpl
+from vllm_fl_cpu.plugin import register_ops
+
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@pytest.fixture(params=list(NAMES), ids=NAMES.get)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Each dtype in which models are served."""
+    return request.param
+
+
+@pytest.fixture(params=register_ops(), ids=lambda impl: impl.op_name)
+def impl(request: pytest.FixtureRequest) -> OpImpl:
+    """Each implementation of this backend."""
+    return request.param

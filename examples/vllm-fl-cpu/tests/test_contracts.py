@@ -1,0 +1,202 @@
+"""Every sample of every contract is right within its tolerance, or refused with a reason."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.contracts import ModelSizes, OpSpec, Sample, contracts
+from vllm_fl.dispatch.types import OpImpl
+from vllm_fl_cpu.plugin import register_ops
+
+IMPLS = {impl.op_name: impl for impl in register_ops()}
+
+CPU = torch.device("cpu")
+QWEN3_06B = ModelSizes(1024, 3072, 16, 8, 128, 128, tokens=(1, 16, 256))
+PARTIAL = ModelSizes(2560, 10240, 32, 32, 80, 32, tokens=(1, 7))
+
+NEVER_REFUSED = {
+    "silu_and_mul": {"1 token", "16 tokens", "0 tokens", "3-D", "gate far from zero",
+                     "slice of a wider buffer", "every other row"},
+    "gelu_and_mul": {f"{name}, approximate={how}" for name in ("1 token", "0 tokens", "3-D")
+                     for how in ("none", "tanh")},
+    "rms_norm": {"1 token", "1 token, residual", "16 tokens, residual", "0 tokens", "weight=None",
+                 "query heads, strided out of qkv", "key heads, strided out of qkv",
+                 "first columns of a wider buffer, residual"},
+    "rotary_embedding": {"1 token, strided out of qkv", "16 tokens, strided out of qkv",
+                         "0 tokens, strided out of qkv", "interleaved", "key=None",
+                         "int32 positions", "strided positions", "partial rotary"},
+}  # fmt: skip
+
+
+def assert_right(impl: OpImpl, spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
+    """Compare one call with the oracle, and the arguments that must stay with what they were."""
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in sample.args]
+    wanted = spec.oracle(*sample.args)
+    got = impl.fn(*sample.args)
+    tolerance = spec.tolerance(dtype)
+    for want, have in zip(_many(wanted), _many(got), strict=True):
+        if want is None:
+            assert have is None
+            continue
+        assert have.dtype == dtype
+        torch.testing.assert_close(
+            have.double(),
+            want,
+            rtol=tolerance.rtol,
+            atol=tolerance.atol,
+            msg=lambda m: f"{sample.name}: {m}",
+        )
+    for name, old, now in zip(spec.parameters, before, sample.args, strict=True):
+        if name not in impl.consumes and isinstance(now, torch.Tensor):
+            assert torch.equal(old, now), f"{sample.name}: {name} was overwritten"
+
+
+def _many(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def test_samples_are_right_or_refused(impl: OpImpl, dtype: torch.dtype) -> None:
+    spec = contracts()[impl.op_name]
+    for sample in spec.samples(dtype, CPU):
+        verdict = impl.supports(*sample.args)
+        if verdict is True:
+            assert_right(impl, spec, sample, dtype)
+        else:
+            assert isinstance(verdict, str)
+            assert verdict
+            assert sample.name not in NEVER_REFUSED[impl.op_name], verdict
+
+
+def test_the_list_of_what_is_never_refused_names_samples(impl: OpImpl) -> None:
+    names = {sample.name for sample in contracts()[impl.op_name].samples(torch.bfloat16, CPU)}
+    assert NEVER_REFUSED[impl.op_name] <= names
+
+
+@pytest.mark.parametrize("sizes", [QWEN3_06B, PARTIAL], ids=["Qwen3-0.6B", "partial rotary"])
+def test_a_served_model_is_right(impl: OpImpl, dtype: torch.dtype, sizes: ModelSizes) -> None:
+    spec = contracts()[impl.op_name]
+    samples = list(spec.served(sizes, dtype, CPU))
+    assert samples
+    for sample in samples:
+        assert impl.supports(*sample.args) is True, sample.name
+        assert_right(impl, spec, sample, dtype)
+
+
+def test_parameters_are_the_contracts(impl: OpImpl) -> None:
+    wanted = contracts()[impl.op_name].signature.parameters.values()
+    for fn in (impl.fn, impl.supports):
+        found = inspect.signature(fn).parameters.values()
+        assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in wanted]
+    assert impl.consumes <= contracts()[impl.op_name].consumable
+
+
+def test_rms_norm_without_residual_leaves_x(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(4, 64).to(dtype), torch.ones(64, dtype=dtype)
+    before = x.clone()
+    IMPLS["rms_norm"].fn(x, None, weight, 1e-6)
+    assert torch.equal(x, before)
+
+
+def test_kernels_work_in_place_where_they_can(dtype: torch.dtype) -> None:
+    x, residual = torch.randn(4, 64).to(dtype), torch.randn(4, 64).to(dtype)
+    normed, total = IMPLS["rms_norm"].fn(x, residual, None, 1e-6)
+    assert normed is x
+    assert total is residual
+    query = torch.randn(4, 3 * 64).to(dtype)[:, :128].view(4, 2, 64)
+    cos, sin = torch.randn(8, 64).to(dtype).chunk(2, dim=-1)
+    turned, none = IMPLS["rotary_embedding"].fn(query, None, cos, sin, torch.arange(4))
+    assert turned is query
+    assert none is None
+
+
+REFUSED = [
+    ("silu_and_mul", lambda d: (torch.zeros(2, 24, dtype=d),), "multiple of 16"),
+    ("silu_and_mul", lambda d: (torch.zeros(2, 32, dtype=torch.float64),), "float64"),
+    ("silu_and_mul", lambda d: (torch.zeros(2, 32, dtype=d, device="meta"),), "not on the CPU"),
+    ("gelu_and_mul", lambda d: (torch.zeros(2, 32, dtype=d), "erf"), "approximate"),
+    ("rms_norm", lambda d: (torch.zeros(2, 12, dtype=d), None, None, 1e-6), "multiple of 8"),
+    ("rms_norm", lambda d: (torch.zeros(2, 16, dtype=d), None, None, 1e-6, 8), "variance_size"),
+    (
+        "rms_norm",
+        lambda d: (torch.zeros(2, 16, dtype=d), None, torch.zeros(32, dtype=d)[::2], 1e-6),
+        "not contiguous",
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "reason"), REFUSED)
+def test_what_the_kernels_cannot_do_is_refused(
+    op: str, args: Any, reason: str, dtype: torch.dtype
+) -> None:
+    verdict = IMPLS[op].supports(*args(dtype))
+    assert verdict is not True
+    assert reason in verdict
+
+
+def test_an_fp32_weight_or_table_for_bf16_is_refused() -> None:
+    x, query = torch.zeros(2, 16).bfloat16(), torch.zeros(2, 1, 16).bfloat16()
+    assert "weight" in IMPLS["rms_norm"].supports(x, None, torch.ones(16), 1e-6)
+    cos, sin = torch.zeros(4, 16).chunk(2, dim=-1)
+    assert "cos" in IMPLS["rotary_embedding"].supports(query, None, cos, sin, torch.arange(2))
+
+
+def test_separate_tables_are_refused_before_anything_is_written(dtype: torch.dtype) -> None:
+    rotary = IMPLS["rotary_embedding"]
+    query = torch.randn(2, 1, 16).to(dtype)
+    before = query.clone()
+    args = (
+        query,
+        None,
+        torch.zeros(4, 8, dtype=dtype),
+        torch.zeros(4, 8, dtype=dtype),
+        torch.arange(2),
+    )
+    assert "halves" in rotary.supports(*args)
+    with pytest.raises(NotImplementedError):
+        rotary.fn(*args)
+    assert torch.equal(query, before)
+
+
+@pytest.mark.parametrize(("head_size", "rotary"), [(80, 24), (12, 8)])
+def test_bf16_pairs_that_would_end_the_process_are_refused(head_size: int, rotary: int) -> None:
+    query = torch.zeros(2, 1, head_size).bfloat16()
+    cos, sin = torch.zeros(4, rotary).bfloat16().chunk(2, dim=-1)
+    verdict = IMPLS["rotary_embedding"].supports(query, None, cos, sin, torch.arange(2))
+    assert "multiples of 8" in verdict
+
+
+def _layouts(*shape: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """One tensor per layout that the kernels alone would get wrong, or crash on."""
+    size = torch.Size(shape).numel()
+    return {
+        "unaligned": torch.randn(size + 1).to(dtype)[1:].view(shape),
+        "unaligned rows": torch.randn(shape[0], size // shape[0] + 1).to(dtype)[:, 1:].view(shape),
+        "transposed": torch.randn(*shape[1:], shape[0]).to(dtype).movedim(-1, 0),
+        "every other feature": torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)[..., ::2],
+        "slice of each head": torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)[..., shape[-1] :],
+        "expanded": torch.randn(shape[1:]).to(dtype).expand(shape),
+    }
+
+
+@pytest.mark.parametrize("layout", sorted(_layouts(2, 1, 16, dtype=torch.float32)))
+def test_any_layout_is_right(layout: str, dtype: torch.dtype) -> None:
+    def draw(*shape: int) -> torch.Tensor:
+        return _layouts(*shape, dtype=dtype)[layout]
+
+    cos, sin = (table.to(dtype) for table in (torch.rand(16, 32), torch.rand(16, 32)))
+    cos, sin = torch.cat((cos, sin), dim=-1).chunk(2, dim=-1)
+    calls: dict[str, tuple[Any, ...]] = {
+        "silu_and_mul": (draw(3, 64),),
+        "gelu_and_mul": (draw(3, 64), "tanh"),
+        "rms_norm": (draw(3, 64), draw(3, 64), None, 1e-6, None),
+        "rotary_embedding": (draw(3, 4, 64), draw(3, 2, 64), cos, sin, torch.tensor([5, 0, 9])),
+    }
+    for op, args in calls.items():
+        spec = contracts()[op]
+        full = (*args, *(p.default for p in list(spec.signature.parameters.values())[len(args) :]))
+        assert IMPLS[op].supports(*full) is True
+        assert_right(IMPLS[op], spec, Sample(f"{op}, {layout}", full), dtype)

@@ -1,0 +1,187 @@
+"""How everything in this repository is run: `nox -l` lists the sessions, `nox -s NAME` runs one.
+
+`nox` alone runs every test. Tests see built wheels, installed into a fresh environment that lies
+over a shared one (tools/envs.py), so that entry points are real and nothing leaks between sessions.
+What follows `--` goes to the session's command: `nox -s tests-core -- -k registry`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import envs  # noqa: E402 (its folder is no package, and is on the path only from here on)
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "none"
+
+CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
+
+
+def timed(name: str, *, default: bool = True) -> Callable[..., Callable[..., None]]:
+    """A nox session called `name` that prints its wall time, also when it fails."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(session: nox.Session, *args: str, **kwargs: str) -> None:
+            start = time.monotonic()
+            try:
+                function(session, *args, **kwargs)
+            except envs.EnvironmentFailed as error:
+                session.error(str(error))
+            finally:
+                session.log(f"{session.name}: {time.monotonic() - start:.0f} s")
+
+        return nox.session(run, name=name, default=default)
+
+    return decorate
+
+
+def python(session: nox.Session, env: envs.Env, *args: str, **variables: str) -> None:
+    """Run `env`'s Python, without the caller's VLLM_* and PYTHON* variables."""
+    environment = env.variables(**variables)
+    session.run(env.python, *args, env=environment, include_outer_env=False, external=True)
+
+
+def over(session: nox.Session, base: envs.Env, *distributions: str) -> envs.Env:
+    """A fresh environment over `base` with the wheels of these distributions."""
+    path = envs.VENVS / "thin" / re.sub(r"[^\w.-]+", "-", session.name).strip("-")
+    return envs.thin(base, envs.wheels(*distributions) if distributions else (), path)
+
+
+def with_vllm(session: nox.Session, vllm: str = envs.VLLM) -> envs.Env:
+    """The shared environment that holds vLLM; without one, the session ends and says why."""
+    base = envs.engine(vllm)
+    if problem := envs.cuda_build(base):
+        session.error(problem)
+    return base
+
+
+def with_torch(session: nox.Session) -> envs.Env:
+    """The same environment for sessions that need torch only, be it a CUDA build."""
+    base = envs.engine()
+    if problem := envs.cuda_build(base):
+        session.warn(f"Going on without vLLM: {problem}")
+    return base
+
+
+def pytest(session: nox.Session, env: envs.Env, *args: str, **variables: str) -> None:
+    """Run pytest on `args`; finding no test at all is a failure."""
+    python(session, env, "-m", "pytest", *args, *session.posargs, **variables)
+
+
+ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+"""One GiB of KV cache, and nothing fetched from or reported to anywhere."""
+
+
+@timed("lint")
+def lint(session: nox.Session) -> None:
+    """Check the style of all Python files (ruff check, ruff format)."""
+    tools = envs.tools()
+    python(session, tools, "-m", "ruff", "check", ".")
+    python(session, tools, "-m", "ruff", "format", "--check", ".")
+
+
+@timed("typing")
+def typing(session: nox.Session) -> None:
+    """Check the types of every distribution (mypy --strict)."""
+    sources = [str(folder / "src") for folder in envs.distributions().values()]
+    python(session, with_torch(session), "-m", "mypy", *sources, "tools", *session.posargs)
+
+
+@timed("tests-core")
+def tests_core(session: nox.Session) -> None:
+    """Test core, with no backend installed."""
+    pytest(session, over(session, with_torch(session), CORE), "packages/vllm-fl-core/tests")
+
+
+@timed("tests-reference")
+def tests_reference(session: nox.Session) -> None:
+    """Test the reference backend (plain PyTorch)."""
+    env = over(session, with_torch(session), CORE, REFERENCE)
+    pytest(session, env, "packages/vllm-fl-reference/tests")
+
+
+@timed("tests-cpu")
+def tests_cpu(session: nox.Session) -> None:
+    """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
+    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    pytest(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
+
+
+@timed("tests-flaggems")
+def tests_flaggems(session: nox.Session) -> None:
+    """Test the FlagGems backend."""
+    env = over(session, with_torch(session), CORE, "vllm-fl-flaggems")
+    pytest(session, env, "packages/vllm-fl-flaggems/tests")
+
+
+@timed("tests-cuda")
+def tests_cuda(session: nox.Session) -> None:
+    """Test the NVIDIA CUDA backend."""
+    env = over(session, with_torch(session), CORE, "vllm-fl-cuda")
+    pytest(session, env, "packages/vllm-fl-cuda/tests")
+
+
+@timed("tests-ascend")
+def tests_ascend(session: nox.Session) -> None:
+    """Test the Huawei Ascend backend."""
+    env = over(session, with_torch(session), CORE, "vllm-fl-ascend")
+    pytest(session, env, "packages/vllm-fl-ascend/tests")
+
+
+@timed("isolation")
+def isolation(session: nox.Session) -> None:
+    """Install core alone, with one, all and broken plugins, and look at what the user sees."""
+    with_vllm(session)  # made here, so that a first run's minutes do not count in a test
+    tests = ["tests/isolation", "tests/test_import.py", "tests/test_repository.py"]
+    pytest(session, over(session, envs.light()), *tests)
+
+
+@timed("engine")
+def engine(session: nox.Session) -> None:
+    """Run vLLM's CPU engine with the plugins, eager and compiled."""
+    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    pytest(session, env, "tests/engine", "-m", "not slow", **ENGINE)
+
+
+@timed("quickstart")
+def quickstart(session: nox.Session) -> None:
+    """Generate with stock vLLM and with vllm-fl, and print the plan, calls, speed, difference."""
+    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    python(session, env, "quickstart.py", *session.posargs, **ENGINE)
+
+
+@timed("bench", default=False)
+def bench(session: nox.Session) -> None:
+    """Measure the call path and the engine against a direct call and stock vLLM."""
+    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    python(session, env, "benchmarks/run.py", *session.posargs, **ENGINE)
+
+
+@timed("full", default=False)
+@nox.parametrize("vllm", envs.VLLM_RANGE)
+def full(session: nox.Session, vllm: str) -> None:
+    """Run all engine tests, the slow ones too, on every vLLM release that is supported here."""
+    env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
+    pytest(session, env, "tests/engine", **ENGINE)
+
+
+@timed("wheels", default=False)
+def wheels(session: nox.Session) -> None:
+    """Build sdist and wheel of every distribution, or of those named after `--`, into dist/."""
+    folders = envs.distributions()
+    for name in session.posargs or folders:
+        if name not in folders:
+            session.error(f"No distribution is called {name!r}; there are {', '.join(folders)}")
+        envs.build(folders[name], ROOT / "dist")
+        session.log(f"built {name}")

@@ -1,0 +1,1 @@
+"""The Huawei Ascend backend of vllm-fl."""

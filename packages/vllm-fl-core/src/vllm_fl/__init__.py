@@ -1,0 +1,72 @@
+'''vllm-fl: which implementation of an operator runs in vLLM, on any chip.
+
+**Write a backend.** A backend is a distribution with an entry point in the group
+`vllm_fl.plugin`; installing it enables it::
+
+    [project.entry-points."vllm_fl.plugin"]
+    acme = "vllm_fl_acme.plugin"
+
+and `vllm_fl_acme/plugin.py` is, complete::
+
+    """Operators of vllm-fl on Acme's kernels."""
+
+    from vllm_fl import BackendImplKind, OpImpl, hookimpl
+
+
+    def available():
+        from importlib.util import find_spec
+
+        return True if find_spec("acme_kernels") else "acme-kernels is not installed"
+
+
+    def silu_and_mul(x):
+        import acme_kernels
+
+        return acme_kernels.swiglu(x)
+
+
+    @hookimpl
+    def register_ops():
+        return [
+            OpImpl(
+                "silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme",
+                available=available,
+            )
+        ]
+
+Parameters are those of the op's contract (`vllm-fl ops`); `vllm-fl plugins` shows whether it was
+found, `vllm-fl explain silu_and_mul` whether it is chosen, and why not.
+
+**Call an op.** `from vllm_fl.dispatch import call_op`.
+'''
+
+from __future__ import annotations
+
+from .dispatch.types import (
+    AttentionImpl,
+    AttentionRequest,
+    BackendImplKind,
+    BackendPriority,
+    OpImpl,
+    PolicyDefaults,
+)
+from .hookspecs import HOOK_API, hookimpl
+
+__all__ = [
+    "HOOK_API",
+    "AttentionImpl",
+    "AttentionRequest",
+    "BackendImplKind",
+    "BackendPriority",
+    "OpImpl",
+    "PolicyDefaults",
+    "hookimpl",
+]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("vllm-fl-core")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,52 @@
+"""The command `vllm-fl`: what is installed, what is chosen, and why. One file per verb."""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ..errors import SettingsError, VllmFLError
+
+__all__ = ["main"]
+
+GOOD, FINDING, USAGE = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Returns:
+        0: good. 1: a finding (a plugin that failed, an op without implementation). 2: usage, or
+        a setting that is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="vllm-fl",
+        description="Which implementation of an operator runs in vLLM, and why.",
+        epilog="Exit status: 0 good, 1 a finding, 2 usage or settings.",
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for module in pkgutil.iter_modules(__path__):
+        if module.name.startswith("_"):
+            continue
+        verb = import_module(f"{__name__}.{module.name}")
+        summary = str(verb.__doc__).split(": ", 1)[1].splitlines()[0].rstrip(".")
+        sub = verbs.add_parser(module.name, help=summary, description=f"{summary}.")
+        sub.add_argument("--json", action="store_true", help="print JSON for programs")
+        verb.add_arguments(sub)
+        sub.set_defaults(run=verb.run)
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except BrokenPipeError:  # `vllm-fl ops | head`
+        sys.stderr.close()
+        return GOOD
+    except SettingsError as error:
+        print(f"vllm-fl: {error}", file=sys.stderr)
+        return USAGE
+    except VllmFLError as error:
+        print(f"vllm-fl: {error}", file=sys.stderr)
+        return FINDING
+    return status

@@ -1,0 +1,42 @@
+"""`vllm-fl ops`: every op, with what is selected for it."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..dispatch import get_default_manager
+from ..dispatch.contracts import contracts
+from ._candidates import as_rows
+from ._show import print_json, print_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 1 when an op has no implementation that may run."""
+    manager = get_default_manager()
+    names = sorted({*contracts(), *manager.registry.snapshot().impls_by_op})
+    ops = []
+    for name in names:
+        trace = manager.trace(name)
+        selected = trace.selected.impl_id if trace.selected else None
+        ops.append({"op": name, "selected": selected, "candidates": as_rows(manager, trace)})
+    if arguments.json:
+        print_json(ops=ops)
+    else:
+        print_table(
+            ["op", "selected", "eligible", "rejected"],
+            [
+                (op["op"], op["selected"], _ids(op, "eligible"), _ids(op, "rejected"))
+                for op in ops
+            ],
+        )
+        print("`vllm-fl explain OP` shows why.")
+    return 0 if all(op["selected"] for op in ops) else 1
+
+
+def _ids(op: dict[str, object], status: str) -> str:
+    rows: list[dict[str, str]] = op["candidates"]  # type: ignore[assignment]
+    return ", ".join(row["impl_id"] for row in rows if row["status"] == status) or "-"

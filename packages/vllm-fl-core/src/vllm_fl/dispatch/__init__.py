@@ -1,0 +1,157 @@
+"""Deciding which implementation of an op runs, and running it.
+
+`call_op` and `resolve_op` are for scripts and tests; layers use `dispatch_method`. Under vLLM the
+same rules make the engine's plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..plugins import Plugin, discover, load
+from .config import policy_from_config
+from .context import override, policy_context
+from .logs import get_logger, set_log_level
+from .manager import OpManager
+from .method import dispatch_method
+from .policy import SelectionPolicy
+from .registry import OpRegistry
+from .types import (
+    AttentionImpl,
+    AttentionRequest,
+    BackendImplKind,
+    BackendPriority,
+    OpImpl,
+    PolicyDefaults,
+)
+
+__all__ = [
+    "AttentionImpl",
+    "AttentionRequest",
+    "BackendImplKind",
+    "BackendPriority",
+    "OpImpl",
+    "OpManager",
+    "OpRegistry",
+    "PolicyDefaults",
+    "SelectionPolicy",
+    "call_method_op",
+    "call_op",
+    "clear_discovered_plugins",
+    "discover_plugins",
+    "dispatch_method",
+    "get_default_manager",
+    "get_discovered_plugins",
+    "get_logger",
+    "get_policy",
+    "policy_context",
+    "policy_from_config",
+    "reset_default_manager",
+    "reset_global_policy",
+    "resolve_op",
+    "set_global_policy",
+    "set_log_level",
+    "with_allowed_vendors",
+    "with_denied_vendors",
+    "with_preference",
+    "with_strict_mode",
+]
+
+_default = OpManager()
+
+# The call path is the manager's own method: one function call less than a wrapper around it.
+call_op = _default.call
+call_method_op = _default.call_as_method
+
+
+def resolve_op(op_name: str) -> Callable[..., Any]:
+    """The function that `call_op(op_name, …)` runs now, with the same guards.
+
+    Raises:
+        UnknownOpError: neither a contract nor a plugin names the op.
+        NoImplementationError: no implementation may run.
+    """
+    return _default.resolve(op_name)
+
+
+def get_default_manager() -> OpManager:
+    """The manager behind `call_op`."""
+    return _default
+
+
+def reset_default_manager() -> None:
+    """Forget everything: plugins, settings and demotions are found anew at the next use."""
+    _default.reset()
+
+
+def get_policy() -> SelectionPolicy:
+    """The policy in force: that of the running block, or the global one."""
+    return override.get() or _default.policy
+
+
+def set_global_policy(policy: SelectionPolicy) -> None:
+    """Replace the global policy; ends every demotion.
+
+    Raises:
+        PolicySealedError: an engine's layers are bound to a plan.
+    """
+    _default.set_policy(policy)
+
+
+def reset_global_policy() -> None:
+    """Go back to the policy that the settings give; ends every demotion.
+
+    Raises:
+        PolicySealedError: an engine's layers are bound to a plan.
+    """
+    _default.set_policy(None)
+
+
+def with_strict_mode(strict: bool = True) -> AbstractContextManager[SelectionPolicy]:
+    """In the block, raise the first failure and try nothing else."""
+    return policy_context(dataclasses.replace(get_policy(), strict=strict))
+
+
+def with_preference(prefer: str) -> AbstractContextManager[SelectionPolicy]:
+    """In the block, prefer a kind: flagos, vendor or reference.
+
+    Lists that a platform file brought are re-sorted; lists that the user wrote stand.
+    """
+    return policy_context(get_policy().preferring(prefer))
+
+
+def with_allowed_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
+    """In the block, allow these vendors only."""
+    return policy_context(dataclasses.replace(get_policy(), allow_vendors=frozenset(vendors)))
+
+
+def with_denied_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
+    """In the block, deny these vendors too."""
+    policy = get_policy()
+    return policy_context(
+        dataclasses.replace(policy, deny_vendors=policy.deny_vendors | frozenset(vendors))
+    )
+
+
+def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
+    """Find and load every installed plugin into `registry`, and say what became of each."""
+    plugins = load(registry, discover())
+    _discovered[:] = plugins
+    return plugins
+
+
+def get_discovered_plugins() -> tuple[Plugin, ...]:
+    """The plugins that were found, and what became of each."""
+    startup = _default.startup
+    return (*(startup.plugins if startup else ()), *_discovered)
+
+
+def clear_discovered_plugins() -> None:
+    """Forget what `discover_plugins` found."""
+    _discovered.clear()
+
+
+_discovered: list[Plugin] = []

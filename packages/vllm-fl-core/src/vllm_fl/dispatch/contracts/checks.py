@@ -1,0 +1,52 @@
+"""What is wrong with an argument: the pieces from which contracts build their `check`.
+
+Each returns None, or (parameter, problem), so that `a(...) or b(...)` gives the first problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Problem", "floating_tensor", "gated_tensor", "on_device_of", "shaped"]
+
+Problem = tuple[str, str] | None
+
+FLOATING = ("float32", "float16", "bfloat16")
+
+
+def floating_tensor(name: str, value: Any) -> Problem:
+    """`value` must be a tensor of a dtype in which models are served."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return name, f"must be a torch.Tensor, got {type(value).__name__}"
+    if str(value.dtype).removeprefix("torch.") not in FLOATING:
+        return name, f"must be float32, float16 or bfloat16, got {value.dtype}"
+    return None
+
+
+def gated_tensor(name: str, value: Any) -> Problem:
+    """`value` must be a floating tensor of shape (..., 2 * d)."""
+    problem = floating_tensor(name, value)
+    if problem:
+        return problem
+    if value.ndim == 0:
+        return name, "must have at least one dimension, got a scalar tensor"
+    if value.shape[-1] % 2:
+        return name, f"must have an even last dimension, got {value.shape[-1]}"
+    return None
+
+
+def on_device_of(name: str, value: Any, other_name: str, other: Any) -> Problem:
+    """The tensor `value` must be on the device of the tensor `other`."""
+    if value.device == other.device:
+        return None
+    return name, f"must be on {other_name}'s device {other.device}, got {value.device}"
+
+
+def shaped(name: str, value: Any, shape: Sequence[int], meaning: str) -> Problem:
+    """The tensor `value` must have exactly `shape`; `meaning` says where that comes from."""
+    if tuple(value.shape) == tuple(shape):
+        return None
+    return name, f"must have {meaning} {tuple(shape)}, got {tuple(value.shape)}"

@@ -1,0 +1,82 @@
+"""Random inputs for contracts: the same on every device, and never from the global generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .spec import ModelSizes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Source", "bad_gated_inputs", "gated_inputs", "served_gated_inputs"]
+
+UNIQUE_ROWS = 257
+"""Rows that are drawn; a larger tensor repeats them. Prime, so that a kernel which takes a wrong
+row of a block is still seen, while the largest batch of a model costs no time to draw."""
+
+
+class Source:
+    """A private stream of random tensors; two with equal arguments give equal tensors.
+
+    Args:
+        dtype: dtype of the tensors, unless a draw names another.
+        device: where they are put. Numbers are drawn on the CPU in fp32 and rounded.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        import torch
+
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._generator = torch.Generator("cpu").manual_seed(20240229)
+
+    def normal(
+        self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A contiguous tensor of normal numbers with standard deviation `scale`."""
+        import torch
+
+        rows = min(shape[0], UNIQUE_ROWS)
+        block = torch.randn(
+            (rows, *shape[1:]), generator=self._generator, dtype=torch.float32, device="cpu"
+        )
+        block = (block * scale).to(self.device, dtype or self.dtype)
+        if rows == shape[0]:
+            return block
+        return block[torch.arange(shape[0], device=self.device) % rows]
+
+
+def gated_inputs(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, x) for an op of the form act(x[..., :d]) * x[..., d:]."""
+    yield "1 token", source.normal(1, 2 * 3072)
+    yield "16 tokens", source.normal(16, 2 * 3072)
+    yield "0 tokens", source.normal(0, 2 * 3072)
+    yield "1 feature", source.normal(3, 2)
+    yield "odd sizes", source.normal(7, 2 * 37)
+    yield "odd sizes beyond one block", source.normal(3, 2 * 1031)
+    yield "3-D", source.normal(2, 3, 2 * 64)
+    far = source.normal(5, 2 * 256)
+    far[:, :256] *= 300.0  # act(x) is x or 0 here; exp(x) overflows
+    yield "gate far from zero", far
+    yield "small values", source.normal(4, 2 * 256, scale=1e-2)
+    yield "slice of a wider buffer", source.normal(6, 2 * 96 + 32)[:, 16 : 16 + 2 * 96]
+    yield "every other row", source.normal(8, 2 * 64)[::2]
+
+
+def served_gated_inputs(sizes: ModelSizes, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, x) of the gated MLP of a served model."""
+    for tokens in sizes.tokens:
+        yield f"{tokens} x 2*{sizes.intermediate}", source.normal(tokens, 2 * sizes.intermediate)
+
+
+def bad_gated_inputs(source: Source) -> Iterator[tuple[str, object]]:
+    """(name, x) that no op of this form accepts."""
+    import torch
+
+    yield "not a tensor", [1.0, 2.0]
+    yield "integers", torch.ones(4, 8, dtype=torch.int64, device=source.device)
+    yield "odd last dimension", source.normal(4, 7)
+    yield "three features, which would broadcast", source.normal(4, 3)
+    yield "no dimension", source.normal(1)[0]

@@ -1,0 +1,316 @@
+"""The function that a caller gets: an implementation with the rules of fallback around it.
+
+For each op and policy one small function of the contract's own signature is compiled, so that a
+call costs some tens of nanoseconds over the implementation itself. Everything that decides comes
+after an exception or a refusal, in `Chain`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from ..errors import AllFailedError, CallError
+from .contracts import OpSpec
+from .types import OpImpl, parameters_of
+
+__all__ = ["NEEDS_LAYER", "Chain", "Failures", "call_guard", "method_guard"]
+
+NEEDS_LAYER = "it takes the calling layer first (self); only call_method_op and layers pass one"
+
+
+class Failures(Protocol):
+    """Who keeps count of what went wrong, and decides whether a failure ends a candidacy."""
+
+    def refused(self, impl: OpImpl, reason: str) -> None:
+        """`impl` refused one call before it started."""
+
+    def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
+        """`impl` failed. True: it is out from now on. False: nothing is demoted here; raise."""
+
+    def is_demoted(self, impl: OpImpl) -> bool:
+        """Whether `impl` failed before."""
+
+    def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
+        """`impl`, a later candidate, took over one call from the `first`."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call in the contract's form. Ops without a contract may carry keywords."""
+
+    args: tuple[Any, ...]
+    layer: object = None
+    keywords: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The candidates of one op under one policy, in order, and what happens when one fails.
+
+    Args:
+        op: the op's name.
+        impls: the candidates, first choice first; not empty.
+        spec: the contract, or None for an op that only plugins name.
+        strict: the first failure is raised and nothing else is tried.
+        failures: who keeps count and decides on demotion.
+        grants: parameters whose owner lets an implementation overwrite them; others are copied.
+    """
+
+    op: str
+    impls: tuple[OpImpl, ...]
+    spec: OpSpec | None
+    strict: bool
+    failures: Failures
+    grants: frozenset[str] = frozenset()
+
+    def refuse(self, reason: str, call: Call) -> Any:
+        """Go on after the first candidate's `supports` said no."""
+        return self._go_on(str(reason), call)
+
+    def recover(self, error: Exception, call: Call) -> Any:
+        """Go on after the first candidate raised."""
+        return self._go_on(error, call)
+
+    def _go_on(self, outcome: Exception | str, call: Call) -> Any:
+        causes: list[tuple[str, BaseException | str]] = []
+        for index, impl in enumerate(self.impls):
+            if index > 0:
+                if self.failures.is_demoted(impl):
+                    continue
+                try:
+                    refusal, result = self._attempt(impl, call)
+                except Exception as error:
+                    outcome = error
+                else:
+                    if refusal is None:
+                        self.failures.fell_back(self.impls[0], impl)
+                        return result
+                    outcome = refusal
+            self._judge(impl, outcome, call, last=index == len(self.impls) - 1)
+            causes.append((impl.impl_id, outcome))
+        self._blame_caller(call, outcome)
+        tried = "; ".join(f"{impl_id}: {_text(cause)}" for impl_id, cause in causes)
+        raise AllFailedError(
+            f"All {len(causes)} implementation(s) failed for op='{self.op}'. "
+            f"Last error: {_text(outcome)}. Tried: {tried}. "
+            f"`vllm-fl explain {self.op}` shows every candidate.",
+            op=self.op,
+            causes=causes,
+        )
+
+    def _attempt(self, impl: OpImpl, call: Call) -> tuple[str | None, Any]:
+        """A later candidate: (refusal, None) or (None, result). Overwrites only what is granted."""
+        keywords = call.keywords or {}
+        if impl.needs_layer:
+            if call.layer is None:
+                return NEEDS_LAYER, None
+            return None, impl.fn(call.layer, *self._for_layer(call.args), **keywords)
+        if impl.supports is not None:
+            verdict = impl.supports(*call.args, **keywords)
+            if verdict is not True:
+                return str(verdict), None
+        copied = impl.consumes - self.grants
+        args = (
+            arg.clone() if name in copied and arg is not None else arg
+            for name, arg in zip(self.names, call.args, strict=False)
+        )
+        return None, impl.fn(*(args if copied else call.args), **keywords)
+
+    def _judge(self, impl: OpImpl, outcome: Exception | str, call: Call, *, last: bool) -> None:
+        """Raise what must be raised; otherwise note it, so that the next candidate is tried."""
+        if isinstance(outcome, Exception):
+            if _poisons_the_device(outcome):
+                raise outcome
+            self._blame_caller(call, outcome)
+        if isinstance(outcome, str | NotImplementedError):
+            self.failures.refused(impl, _text(outcome))
+            if self.strict:
+                raise AllFailedError(
+                    f"Implementation '{impl.impl_id}' refused op '{self.op}': {_text(outcome)}. "
+                    "Strict mode tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
+                    op=self.op,
+                    causes=[(impl.impl_id, outcome)],
+                )
+        elif self.strict or impl.consumes or not self.failures.demote(impl, outcome, last=last):
+            # A consuming implementation may have left its inputs half written: no second try.
+            raise outcome
+
+    def _blame_caller(self, call: Call, outcome: Exception | str) -> None:
+        if self.spec is None:
+            return
+        try:
+            mistake = self.spec.check(*call.args)
+        except Exception as error:  # arguments so odd that even the check trips over them
+            mistake = ("(call)", f"cannot be read: {type(error).__name__}: {error}")
+        if mistake is not None:
+            cause = outcome if isinstance(outcome, Exception) else None
+            raise CallError(self.op, *mistake, cause=cause)
+
+    def _for_layer(self, args: Sequence[Any]) -> list[Any]:
+        provided = self.spec.from_layer if self.spec else {}
+        names = self.names or ("",) * len(args)
+        return [arg for name, arg in zip(names, args, strict=True) if name not in provided]
+
+    @cached_property
+    def parameters(self) -> tuple[inspect.Parameter, ...] | None:
+        """The op's parameters, or None for an op without contract that takes anything."""
+        if self.spec is not None:
+            return tuple(self.spec.signature.parameters.values())
+        first = self.impls[0]
+        parameters = parameters_of(first.fn)[1 if first.needs_layer else 0 :]
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if not parameters or any(p.kind is not plain for p in parameters):
+            return None
+        return parameters
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the op's parameters."""
+        return tuple(p.name for p in self.parameters or ())
+
+
+def call_guard(chain: Chain) -> Callable[..., Any]:
+    """The op as a plain function of the contract's parameters.
+
+    Strict and unguarded by `supports`, it is the implementation and one `try`.
+    """
+    return _compile(chain, layer=None, provided={})
+
+
+def method_guard(chain: Chain, layer: object, *, bare: bool = False) -> Callable[..., Any]:
+    """The op bound to `layer`: the contract's parameters without those that the layer provides.
+
+    Args:
+        chain: the candidates.
+        layer: what provides the rest, read at each call: a layer's weights may be replaced.
+        bare: nothing around the first candidate, for code that a compiler traces.
+    """
+    provided = chain.spec.from_layer if chain.spec else {}
+    return _compile(chain, layer=layer, provided=provided, bare=bare)
+
+
+def _compile(
+    chain: Chain,
+    *,
+    layer: object,
+    provided: Mapping[str, Callable[[Any], Any]],
+    bare: bool = False,
+) -> Callable[..., Any]:
+    """Write the guard for the first candidate out as source, as `dataclasses` does, and compile."""
+    if chain.parameters is None:
+        return _guard_of_anything(chain, layer)
+    first = chain.impls[0]
+    taken = [p for p in chain.parameters if p.name not in provided]
+    nullable = _nullable(chain.spec)
+    scope: dict[str, Any] = {
+        "_fn": first.fn,
+        "_layer": layer,
+        "_Call": Call,
+        "_supports": first.supports,
+        "_chain": chain,
+    }
+    heads: list[str] = []
+    defaults_so_far = True  # a default may only be followed by defaults
+    for p in reversed(taken):
+        default = p.default
+        if default is p.empty and layer is not None and p.name in nullable:
+            default = None
+        if default is p.empty or not defaults_so_far:
+            defaults_so_far = False
+            heads.insert(0, p.name)
+        else:
+            scope[f"_default_{p.name}"] = default
+            heads.insert(0, f"{p.name}=_default_{p.name}")
+    for name, read in provided.items():
+        scope[f"_read_{name}"] = read
+    values = {
+        p.name: f"_read_{p.name}(_layer)" if p.name in provided else p.name
+        for p in chain.parameters
+    }
+    everything = ", ".join(values.values())
+    copied = first.consumes - chain.grants
+    if first.needs_layer:
+        invoke = f"_fn({', '.join(['_layer', *(p.name for p in taken)])})"
+    else:
+        invoke = "_fn({})".format(
+            ", ".join(
+                f"{value} if {value} is None else {value}.clone()" if name in copied else value
+                for name, value in values.items()
+            )
+        )
+    lines = [f"def {chain.op}({', '.join(heads)}):"]
+    if bare:
+        lines += [f"    return {invoke}"]
+    else:
+        lines += _guarded(invoke, everything, asks=first.supports is not None and not first.needs_layer)
+    exec("\n".join(lines), scope)
+    guard: Callable[..., Any] = scope[chain.op]
+    if chain.spec is not None:
+        guard.__doc__ = chain.spec.oracle.__doc__
+    guard.__module__ = __name__
+    return guard
+
+
+def _guarded(invoke: str, everything: str, *, asks: bool) -> list[str]:
+    """The body of a guard: the first candidate, and what to call when it raises or refuses."""
+    call = f"_Call(({everything},), _layer)"
+    lines = ["    try:"]
+    if asks:
+        lines += [
+            f"        _verdict = _supports({everything})",
+            "        if _verdict is True:",
+            f"            return {invoke}",
+        ]
+    else:
+        lines += [f"        return {invoke}"]
+    lines += [
+        "    except Exception as _error:",
+        f"        return _chain.recover(_error, {call})",
+    ]
+    if asks:
+        lines += [f"    return _chain.refuse(_verdict, {call})"]
+    return lines
+
+
+def _guard_of_anything(chain: Chain, layer: object) -> Callable[..., Any]:
+    """The guard of an op without contract whose parameters nobody states."""
+    first = chain.impls[0]
+
+    def guard(*args: Any, **keywords: Any) -> Any:
+        call = Call(args, layer, keywords)
+        try:
+            refusal, result = chain._attempt(first, call)
+        except Exception as error:
+            return chain.recover(error, call)
+        return result if refusal is None else chain.refuse(refusal, call)
+
+    guard.__name__ = chain.op
+    return guard
+
+
+def _nullable(spec: OpSpec | None) -> frozenset[str]:
+    """The parameters that may be None: those that some torch schema of the op leaves out."""
+    if spec is None:
+        return frozenset()
+    return frozenset(
+        name for v in spec.variants for name in set(spec.parameters) - set(v.parameters)
+    )
+
+
+def _poisons_the_device(error: Exception) -> bool:
+    """Out of memory, or a device error: sticky, so that every later kernel would fail too."""
+    if isinstance(error, MemoryError):
+        return True
+    kinds = {c.__name__ for c in type(error).__mro__}
+    if kinds & {"OutOfMemoryError", "AcceleratorError"}:  # torch's, without importing torch
+        return True
+    marks = ("CUDA error", "CUDNN_STATUS", "out of memory", "NPU error", "HIP error", "aclrt")
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+
+
+def _text(outcome: BaseException | str) -> str:
+    return outcome if isinstance(outcome, str) else f"{type(outcome).__name__}: {outcome}"

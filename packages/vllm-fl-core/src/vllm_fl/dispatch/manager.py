@@ -1,0 +1,490 @@
+"""The manager: it starts what a process needs, resolves, and remembers what it resolved to."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import (
+    CallError,
+    NoImplementationError,
+    PluginError,
+    PolicySealedError,
+    UnknownOpError,
+)
+from .config import Settings
+from .context import override
+from .contracts import contracts
+from .guard import NEEDS_LAYER, Chain, call_guard, method_guard
+from .logs import get_logger
+from .policy import Mode, SelectionPolicy, closest
+from .registry import OpRegistry
+from .resolver import Trace, describe, resolve
+from .startup import Startup, read_settings, start
+from .types import AttentionImpl, BackendImplKind, OpImpl
+
+__all__ = ["OpManager"]
+
+log = get_logger("dispatch")
+
+Bound = Callable[..., Any]
+
+
+class OpManager:
+    """Resolves ops and calls them. One per process is enough: `get_default_manager()`.
+
+    Args:
+        registry: what is installed; by default the installed plugins, found at the first use.
+        policy: the global policy; by default the one that the settings give.
+    """
+
+    def __init__(
+        self, registry: OpRegistry | None = None, policy: SelectionPolicy | None = None
+    ) -> None:
+        self._given = (registry, policy)
+        self._lock = threading.RLock()
+        self._reset()
+        _managers.add(self)
+
+    def _reset(self) -> None:
+        registry, policy = self._given
+        self._registry = registry if registry is not None else OpRegistry()
+        self._policy = policy
+        self._startup: Startup | None = None
+        self._sealed: str | None = None
+        self._demoted: dict[tuple[str, str], str] = {}
+        self._announced: dict[str, str] = {}
+        self._said: set[tuple[str, ...]] = set()
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+        """(op, impl id) -> calls that this later candidate took over."""
+        self.calls: Counter[tuple[str, str]] = Counter()
+        """(op, impl id) -> calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was resolved; the next call of each op resolves anew."""
+        # Tables are replaced, never emptied: a thread that reads one meanwhile sees a whole table.
+        self._tables: dict[SelectionPolicy | None, dict[str, Bound]] = {None: {}}
+
+    # What there is.
+
+    @property
+    def registry(self) -> OpRegistry:
+        """What is installed. Reading it starts the plugins."""
+        self.ensure_initialized()
+        return self._registry
+
+    @property
+    def startup(self) -> Startup | None:
+        """The plugins and settings found at start; None for a manager with its own registry."""
+        self.ensure_initialized()
+        return self._startup
+
+    @property
+    def settings(self) -> Settings | None:
+        """The effective settings; None for a manager with its own registry."""
+        return self.startup.settings if self.startup else None
+
+    @property
+    def policy(self) -> SelectionPolicy:
+        """The global policy."""
+        self.ensure_initialized()
+        assert self._policy is not None
+        return self._policy
+
+    @property
+    def demotions(self) -> Mapping[tuple[str, str], str]:
+        """(op, impl id) -> why it is out since it failed."""
+        return dict(self._demoted)
+
+    def ensure_initialized(self, platform: str | None = None) -> None:
+        """Find and load the plugins and read the settings, once per process.
+
+        Args:
+            platform: whose settings files count, where the caller knows it.
+
+        Raises:
+            SettingsError: a setting is wrong. The next use tries again.
+            PluginError: a plugin failed and VLLM_FL_STRICT_PLUGINS=1.
+        """
+        if self._policy is not None:
+            return
+        with self._lock:
+            if self._policy is not None:
+                return
+            if self._given[0] is not None:
+                self._policy = SelectionPolicy()
+                return
+            registry = OpRegistry()
+            startup = start(registry, platform=platform)
+            self._registry, self._startup = registry, startup
+            self._policy = startup.settings.policy
+
+    def adopt(self, startup: Startup, registry: OpRegistry) -> None:
+        """Take over what somebody else started, as an engine's worker does with its settings."""
+        with self._lock:
+            self._registry, self._startup = registry, startup
+            self._policy = startup.settings.policy
+            self._forget()
+
+    # Resolving.
+
+    def trace(
+        self,
+        op: str,
+        *,
+        mode: Mode = "eager",
+        engine: bool = False,
+        policy: SelectionPolicy | None = None,
+        bars_layers: bool = False,
+    ) -> Trace:
+        """Every candidate of `op` with what was decided about it.
+
+        Args:
+            op: the op's name.
+            mode: the engine's mode.
+            engine: whether vLLM's own path is a candidate.
+            policy: the policy; by default the one in force.
+            bars_layers: reject implementations that need a layer, as `call_op` does.
+
+        Raises:
+            UnknownOpError: neither a contract nor a plugin names `op`.
+            PluginError: the policy names an implementation whose plugin failed.
+        """
+        self.ensure_initialized()
+        policy = policy or override.get() or self.policy
+        snapshot = self._registry.snapshot()
+        impls = snapshot.impls_by_op.get(op, ())
+        if not impls and op not in contracts() and op != "attention_backend":
+            raise self._unknown(op)
+        barred = self._barred(op, impls)
+        if bars_layers:
+            barred |= {
+                i.impl_id: NEEDS_LAYER for i in impls if isinstance(i, OpImpl) and i.needs_layer
+            }
+        trace = resolve(op, impls, policy, mode=mode, barred=barred, engine=engine)
+        self._check_named(trace, impls)
+        return trace
+
+    def _barred(self, op: str, impls: tuple[OpImpl | AttentionImpl, ...]) -> dict[str, str]:
+        settings = self._startup.settings if self._startup else None
+        barred = {}
+        for impl in impls:
+            reason = self._demoted.get((op, impl.impl_id))
+            if reason is None and settings and impl.kind is BackendImplKind.DEFAULT:
+                if not settings.use_flaggems:
+                    reason = "USE_FLAGGEMS=false"
+                elif settings.flagos_whitelist is not None:
+                    reason = None if op in settings.flagos_whitelist else "flagos_whitelist"
+                elif op in settings.flagos_blacklist:
+                    reason = "flagos_blacklist"
+            if reason is not None:
+                barred[impl.impl_id] = reason
+        return barred
+
+    def _check_named(self, trace: Trace, impls: tuple[OpImpl | AttentionImpl, ...]) -> None:
+        """A name that was asked for and whose plugin failed is an error, never passed over."""
+        for token in trace.order:
+            if token.name is None or any(token.matches(impl) for impl in impls):
+                continue
+            for plugin in self._startup.failed if self._startup else ():
+                if plugin.error is not None and plugin.may_bring(token.name):
+                    raise PluginError(
+                        f"The settings ask for '{token}' for op '{trace.op}', but the plugin that "
+                        f"would bring it failed. {plugin.error}",
+                        op=trace.op,
+                        impl=token.name,
+                        plugin=plugin.owner.plugin,
+                        distribution=plugin.error.distribution,
+                        cause=plugin.error,
+                    )
+
+    def resolve_candidates(self, op: str) -> list[OpImpl]:
+        """The implementations of `op` that `call` would try, in order."""
+        return self._candidates(self.trace(op))
+
+    def resolve(self, op: str) -> Bound:
+        """The function that a call of `op` runs, with the rules of fallback around it.
+
+        It stays what it is: after a change of policy, resolve again.
+
+        Raises:
+            UnknownOpError: nobody names `op`.
+            NoImplementationError: no candidate may run.
+        """
+        return self._bound(op)
+
+    def get_selected_impl_id(self, op: str) -> str:
+        """The id of the implementation that a call of `op` tries first."""
+        return self._candidates(self.trace(op, bars_layers=True))[0].impl_id
+
+    def _candidates(self, trace: Trace) -> list[OpImpl]:
+        impls = [i for i in trace.admitted if isinstance(i, OpImpl)]
+        if not impls:
+            raise self._nothing_for(trace)
+        return impls
+
+    def _chain(
+        self, op: str, *, bars_layers: bool, grants: frozenset[str] = frozenset()
+    ) -> Chain:
+        policy = override.get() or self.policy
+        trace = self.trace(op, policy=policy, bars_layers=bars_layers)
+        impls = self._candidates(trace)
+        self._announce(op, impls[0], trace)
+        return Chain(
+            op, tuple(impls), contracts().get(op), policy.strict, _Failures(self, op), grants
+        )
+
+    def _bound(self, op: str) -> Bound:
+        policy = override.get()
+        with self._lock:
+            self.ensure_initialized()
+            tables = self._tables
+            bound = tables.get(policy, {}).get(op)
+            if bound is None:
+                chain = self._chain(op, bars_layers=True)
+                bound = self._counted(call_guard(chain), op, chain.impls[0])
+                tables.setdefault(policy, {})[op] = bound
+            return bound
+
+    def _counted(self, bound: Bound, op: str, impl: OpImpl) -> Bound:
+        if not (self._startup and self._startup.settings.debug):
+            return bound
+
+        @functools.wraps(bound)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls[op, impl.impl_id] += 1
+            return bound(*args, **kwargs)
+
+        return counted
+
+    # Calling.
+
+    def call(self, op: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call `op` with the contract's arguments. They are left intact.
+
+        Raises:
+            CallError: the arguments break the contract.
+            UnknownOpError, NoImplementationError, AllFailedError: nothing could run.
+        """
+        try:
+            bound = self._tables[override.get()][op]
+        except KeyError:
+            bound = self._bound(op)
+        try:
+            return bound(*args, **kwargs)
+        except TypeError as error:
+            _blame_signature(op, bound, args, kwargs, error)
+            raise
+
+    def call_as_method(self, op: str, instance: object, /, *args: Any, **kwargs: Any) -> Any:
+        """Call `op` as a method of a layer, which provides what the contract says it provides."""
+        bound = self.bind(op, instance)
+        try:
+            return bound(*args, **kwargs)
+        except TypeError as error:
+            _blame_signature(op, bound, args, kwargs, error)
+            raise
+
+    def bind(self, op: str, instance: object, grants: frozenset[str] = frozenset()) -> Bound:
+        """`op` as a method of `instance`: the contract without what the layer provides.
+
+        Args:
+            op: the op's name.
+            instance: the layer.
+            grants: arguments that the layer owns, so that an implementation may overwrite them.
+        """
+        with self._lock:
+            chain = self._chain(op, bars_layers=False, grants=grants)
+            return self._counted(method_guard(chain, instance), op, chain.impls[0])
+
+    # Changing.
+
+    def set_policy(self, policy: SelectionPolicy | None) -> None:
+        """Make `policy` the global one; None reads the settings again. Ends every demotion.
+
+        Raises:
+            PolicySealedError: an engine's layers are bound to a plan.
+        """
+        if policy is not None and not isinstance(policy, SelectionPolicy):
+            raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
+        with self._lock:
+            self._refuse_if_sealed("the policy")
+            if policy is None and self._startup is not None:
+                settings = read_settings(self._registry, self._startup.plugins)
+                self._startup = Startup(self._startup.plugins, settings)
+                policy = settings.policy
+            self._policy = policy
+            self._demoted.clear()
+            self._forget()
+
+    def clear_failed_impls(self, op: str | None = None) -> None:
+        """End the demotions of `op`, or of every op.
+
+        Raises:
+            PolicySealedError: an engine's layers are bound to a plan.
+        """
+        with self._lock:
+            self._refuse_if_sealed("demotions")
+            for key in [k for k in self._demoted if op is None or k[0] == op]:
+                del self._demoted[key]
+            self._forget()
+
+    def seal(self, by: str) -> None:
+        """From now on the policy stands: `by` says who relies on it."""
+        self._sealed = by
+
+    def _refuse_if_sealed(self, what: str) -> None:
+        if self._sealed:
+            raise PolicySealedError(
+                f"{what} cannot change any more: {self._sealed} is bound to the sealed plan, and "
+                "compiled code would not see the change. Set it before the engine starts "
+                "(VLLM_FL_CONFIG, VLLM_FL_*); `with policy_context(...)` still steers call_op."
+            )
+
+    def reset(self) -> None:
+        """Forget everything; the next use starts anew."""
+        with self._lock:
+            self._reset()
+
+    # What is said.
+
+    def _announce(self, op: str, impl: OpImpl, trace: Trace) -> None:
+        before = self._announced.get(op)
+        if before is None:
+            log.info("Op '%s' using %s", op, describe(impl))
+        elif before != impl.impl_id:
+            log.info("Op '%s' switched from '%s' to %s", op, before, describe(impl))
+        self._announced[op] = impl.impl_id
+        log.debug("%s", trace)
+
+    def _once(self, *what: str) -> bool:
+        if what in self._said:
+            return False
+        self._said.add(what)
+        return True
+
+    def _unknown(self, op: str) -> UnknownOpError:
+        known = sorted({*contracts(), *self._registry.snapshot().impls_by_op})
+        return UnknownOpError(
+            f"No contract and no installed plugin names the op '{op}'.{closest(op, known)} "
+            f"Known: {', '.join(known)}.",
+            op=op,
+        )
+
+    def _nothing_for(self, trace: Trace) -> NoImplementationError:
+        rejected = trace.rejected
+        if rejected:
+            why = "every candidate was rejected: " + "; ".join(f"{i}: {r}" for i, r in rejected)
+            todo = f"`vllm-fl explain {trace.op}` shows where each setting comes from."
+        else:
+            brought = sorted(
+                {
+                    str(owner.distribution or owner.plugin)
+                    for owner in self._registry.snapshot().owners.values()
+                }
+            )
+            why = f"no installed plugin has one (installed: {', '.join(brought) or 'none'})"
+            todo = (
+                "Install a backend: pip install vllm-fl-reference (plain PyTorch), "
+                "vllm-fl-flaggems, or your hardware vendor's."
+            )
+        failed = self._startup.failed if self._startup else ()
+        if failed:
+            names = ", ".join(str(p.owner.distribution or p.owner.plugin) for p in failed)
+            todo += f" These plugins failed to load: {names}; see `vllm-fl plugins`."
+        return NoImplementationError(
+            f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",
+            op=trace.op,
+            rejected=rejected,
+        )
+
+
+class _Failures:
+    """The manager as a chain sees it: one op's demotions and fallbacks."""
+
+    def __init__(self, manager: OpManager, op: str) -> None:
+        self.manager = manager
+        self.op = op
+
+    def refused(self, impl: OpImpl, reason: str) -> None:
+        if self.manager._once("refused", self.op, impl.impl_id, reason):
+            log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, self.op, reason)
+
+    def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
+        manager, key = self.manager, (self.op, impl.impl_id)
+        with manager._lock:
+            if key not in manager._demoted:
+                manager._demoted[key] = f"failed earlier: {type(error).__name__}: {error}"
+                manager._forget()
+        if last:
+            line = "Last implementation '%s' failed for op '%s': %s"
+            log.error(line, impl.impl_id, self.op, error)
+        else:
+            line = "Implementation '%s' failed for op '%s': %s"
+            log.warning(line, impl.impl_id, self.op, error)
+        return True
+
+    def is_demoted(self, impl: OpImpl) -> bool:
+        return (self.op, impl.impl_id) in self.manager._demoted
+
+    def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
+        manager = self.manager
+        manager.fallbacks[self.op, impl.impl_id] += 1
+        if manager._once("fallback", self.op, first.impl_id, impl.impl_id):
+            log.info("Op '%s' fallback to %s", self.op, describe(impl))
+        if self.is_demoted(first):
+            manager._announced[self.op] = impl.impl_id
+
+
+def _blame_signature(
+    op: str, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
+) -> None:
+    """Raise CallError when the call does not fit the signature; another TypeError is not ours."""
+    signature = inspect.signature(bound)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as mismatch:
+        quoted = str(mismatch).split("'")
+        argument = quoted[1] if len(quoted) > 2 else "(call)"
+        problem = f"does not fit {op}{signature}: {mismatch}"
+        raise CallError(op, argument, problem, cause=error) from error
+
+
+_managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
+
+
+def _hold_for_fork() -> None:
+    """A fork waits for a start that another thread is in the middle of."""
+    for manager in sorted(_managers, key=id):
+        manager._lock.acquire()
+
+
+def _release_after_fork() -> None:
+    for manager in sorted(_managers, key=id):
+        manager._lock.release()
+
+
+def _start_clean_in_child() -> None:
+    """A child keeps what is registered and decides anew: its device may be another one."""
+    for manager in _managers:
+        manager._lock = threading.RLock()
+        manager._demoted.clear()
+        manager._announced.clear()
+        manager._said.clear()
+        manager.fallbacks.clear()
+        manager.calls.clear()
+        manager._forget()
+
+
+os.register_at_fork(
+    before=_hold_for_fork,
+    after_in_parent=_release_after_fork,
+    after_in_child=_start_clean_in_child,
+)

@@ -1,0 +1,68 @@
+"""`dispatch_method`: an op as a method of a layer class, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .plan import Plan, active_plan
+from .types import OpImpl
+
+__all__ = ["dispatch_method"]
+
+PLAN = "_vllm_fl_plan"
+
+Bound = Callable[..., Any]
+
+
+class dispatch_method:
+    """A descriptor that binds an op to a layer: `forward_oot = dispatch_method("rms_norm")`.
+
+    It resolves when the attribute is read, and gives a plain function. vLLM reads it once, in
+    `CustomOp.__init__`, and keeps the result, so that a call costs an attribute look-up. A layer
+    that is built inside an engine binds to the engine's plan; where the plan leaves the op to
+    vLLM, the attribute is the base class's own method.
+
+    Args:
+        op: the op's name. The method's parameters are the contract's, without those that the
+            contract says a layer provides.
+        grants: arguments that the layer owns, so that an implementation may overwrite them.
+        adapt: (layer, the bound op) -> the method, for a layer whose own parameters are others.
+        last: vLLM's own form of the op, for a call that every candidate of a plan refused.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        grants: Iterable[str] = (),
+        *,
+        adapt: Callable[[Any, Bound], Bound] | None = None,
+        last: OpImpl | None = None,
+    ) -> None:
+        self.op = op
+        self.grants = frozenset(grants)
+        self.adapt = adapt
+        self.last = last
+        self.owner: type | None = None
+        self.name = op
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Bound:
+        if instance is None:
+            return self  # type: ignore[return-value]  # read on the class: the descriptor
+        plan: Plan | None = instance.__dict__.setdefault(PLAN, active_plan())
+        if plan is None:
+            from . import get_default_manager
+
+            bound = get_default_manager().bind(self.op, instance, self.grants)
+        elif plan.is_stock(self.op):
+            method: Bound = getattr(super(self.owner, instance), self.name)  # type: ignore[arg-type]
+            return method
+        else:
+            bound = plan.bind(self.op, instance, self.grants, last=self.last)
+        return self.adapt(instance, bound) if self.adapt else bound
+
+    def __repr__(self) -> str:
+        return f"dispatch_method({self.op!r})"

@@ -1,0 +1,242 @@
+"""The plan: op -> implementation, as one engine runs with it. Layers bind to it while they are built."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .contracts import contracts
+from .guard import Chain, method_guard
+from .logs import get_logger
+from .policy import Mode
+from .resolver import Stock, Trace, describe
+from .types import OpImpl
+
+if TYPE_CHECKING:
+    from .manager import OpManager
+
+__all__ = ["Plan", "PlanEntry", "active_plan", "make_plan"]
+
+log = get_logger("engine")
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """What one op runs with.
+
+    Args:
+        op: the op's name.
+        trace: every candidate with what was decided about it.
+        note: why vLLM's own path is kept against the trace (a setting of vLLM's), or empty.
+    """
+
+    op: str
+    trace: Trace
+    note: str = ""
+
+    @property
+    def impls(self) -> tuple[OpImpl, ...]:
+        """The candidates before vLLM's own path, in order."""
+        impls: list[OpImpl] = []
+        for impl in () if self.note else self.trace.admitted:
+            if isinstance(impl, Stock):
+                break
+            if isinstance(impl, OpImpl):
+                impls.append(impl)
+        return tuple(impls)
+
+    @property
+    def impl(self) -> OpImpl | None:
+        """The first choice; None where the op is left to vLLM."""
+        return self.impls[0] if self.impls else None
+
+    @property
+    def label(self) -> str:
+        """The implementation's id, or `stock`."""
+        return self.impl.impl_id if self.impl else "stock"
+
+    @property
+    def reason(self) -> str:
+        """Why it was chosen, in a few words."""
+        if self.note:
+            return self.note
+        return self.trace.candidates[0].reason if self.trace.candidates else "no candidate"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The table op -> implementation of one engine.
+
+    Args:
+        mode: how the engine runs the model.
+        entries: by op name.
+        strict: whether a failure is raised instead of falling to the next candidate.
+        counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
+    """
+
+    mode: Mode
+    entries: Mapping[str, PlanEntry]
+    strict: bool = False
+    counts_calls: bool = False
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def is_stock(self, op: str) -> bool:
+        """Whether the op's layers are left to vLLM."""
+        entry = self.entries.get(op)
+        return entry is None or entry.impl is None
+
+    def chain(
+        self,
+        op: str,
+        grants: frozenset[str] = frozenset(),
+        *,
+        first: OpImpl | None = None,
+        last: OpImpl | None = None,
+    ) -> Chain:
+        """The op's candidates, with what happens when one refuses a call.
+
+        Args:
+            op: the op's name; it must not be stock.
+            grants: arguments that the caller owns.
+            first: the candidate to begin with, where something else has passed over those before.
+            last: vLLM's own form of the op, tried when every candidate refused.
+        """
+        impls = self.entries[op].impls
+        impls = (*impls[impls.index(first) if first else 0 :], *((last,) if last else ()))
+        return Chain(op, impls, contracts()[op], self.strict, _Sealed(self, op), grants)
+
+    def bind(
+        self, op: str, layer: object, grants: frozenset[str], *, last: OpImpl | None = None
+    ) -> Callable[..., Any]:
+        """`op` as a method of `layer`: what the layer calls at every step."""
+        chain = self.chain(op, grants, last=last)
+        first = chain.impls[0]
+        if self.mode == "compiled":
+            from .opaque import is_opaque, opaque_op
+
+            if is_opaque(first):
+                first = opaque_op(chain, self)
+            elif self.counts_calls:
+                first = self._counting_traces(first)
+            # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
+            return method_guard(
+                Chain(op, (first,), chain.spec, self.strict, chain.failures), layer, bare=True
+            )
+        return self.counted(method_guard(chain, layer), op, first)
+
+    def counted(self, bound: Callable[..., Any], op: str, impl: OpImpl) -> Callable[..., Any]:
+        """`bound`, counting its calls where the user asked for it."""
+        if not self.counts_calls:
+            return bound
+        key = (op, impl.impl_id)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.calls[key] += 1
+            return bound(*args, **kwargs)
+
+        return counting
+
+    def _counting_traces(self, impl: OpImpl) -> OpImpl:
+        """A traceable implementation leaves no call behind: count when it is traced."""
+        import dataclasses
+
+        from torch._dynamo import assume_constant_result
+
+        key = (impl.op_name, impl.impl_id)
+
+        @assume_constant_result  # runs while Dynamo traces, and is a constant afterwards
+        def count() -> int:
+            self.calls[key] += 1
+            return 0
+
+        fn = impl.fn
+
+        def traced(*args: Any) -> Any:
+            count()
+            return fn(*args)
+
+        return dataclasses.replace(impl, fn=traced)
+
+    def line(self) -> str:
+        """The plan in one line, for the log at start."""
+        planned = " ".join(f"{op}={entry.label}" for op, entry in self.entries.items())
+        notes = [f"{op}: {entry.note}" for op, entry in self.entries.items() if entry.note]
+        count = sum(1 for entry in self.entries.values() if entry.impl is not None)
+        return (
+            f"vllm-fl: {count} ops planned: {planned} ({'; '.join([self.mode, *notes])}; "
+            "`vllm-fl explain OP` tells why)"
+        )
+
+
+class _Sealed:
+    """A plan as a chain sees it: a refusal is counted, and nothing is demoted any more."""
+
+    def __init__(self, plan: Plan, op: str) -> None:
+        self.plan = plan
+        self.op = op
+        self._said: set[tuple[str, str]] = set()
+
+    def refused(self, impl: OpImpl, reason: str) -> None:
+        if (impl.impl_id, reason) not in self._said:
+            self._said.add((impl.impl_id, reason))
+            log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, self.op, reason)
+
+    def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
+        log.error("Implementation '%s' failed for op '%s': %s", impl.impl_id, self.op, error)
+        return False
+
+    def is_demoted(self, impl: OpImpl) -> bool:
+        return False
+
+    def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
+        self.plan.fallbacks[self.op, impl.impl_id] += 1
+        if ("fallback", impl.impl_id) not in self._said:
+            self._said.add(("fallback", impl.impl_id))
+            log.info("Op '%s' fallback to %s", self.op, describe(impl))
+
+
+def make_plan(
+    manager: OpManager, mode: Mode, *, notes: Mapping[str, str] | None = None
+) -> Plan:
+    """Resolve every contract's op for an engine.
+
+    Args:
+        manager: what is installed, and the policy.
+        mode: how the engine runs the model.
+        notes: op -> why it is left to vLLM whatever the policy says.
+    """
+    notes = notes or {}
+    settings = manager.settings
+    entries = {
+        op: PlanEntry(op, manager.trace(op, mode=mode, engine=True), notes.get(op, ""))
+        for op in contracts()
+    }
+    return Plan(
+        mode,
+        entries,
+        strict=manager.policy.strict,
+        counts_calls=bool(settings and settings.debug),
+    )
+
+
+_active: Plan | None = None
+
+
+def active_plan() -> Plan | None:
+    """The plan of the model that is being built, or None outside an engine."""
+    return _active
+
+
+@contextmanager
+def building(plan: Plan) -> Iterator[None]:
+    """Layers that are built inside the block bind to `plan`."""
+    global _active
+    before, _active = _active, plan
+    try:
+        yield
+    finally:
+        _active = before

@@ -1,0 +1,223 @@
+"""What decides between implementations: tokens, orders and the policy that holds them.
+
+Values only. Where they come from is `config`; what they lead to is `resolver`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from .types import AttentionImpl, BackendImplKind, OpImpl
+
+__all__ = ["DEFAULT_ORDERS", "KINDS", "Mode", "OpOrder", "SelectionPolicy", "Token", "closest"]
+
+Mode = Literal["eager", "compiled"]
+"""How the engine runs a model. Calls from a script are eager."""
+
+KINDS = tuple(kind.value for kind in BackendImplKind)
+"""The kinds as settings spell them: flagos, vendor, reference."""
+
+DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
+    "flagos": ("flagos", "vendor", "reference"),
+    "vendor": ("vendor", "flagos", "reference"),
+    "reference": ("reference", "flagos", "vendor"),
+}
+"""The order of an op that no list names, by preference."""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'rms_norm'?`, or nothing when no known word is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One entry of an order: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`, `stock`."""
+
+    kind: Literal["flagos", "vendor", "reference", "impl", "stock"]
+    name: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Token:
+        """Read one token. Raises ValueError that says what was likely meant."""
+        if not isinstance(text, str):
+            raise ValueError(f"a token is text such as 'vendor:cuda', got {text!r}")
+        head, colon, name = text.strip().partition(":")
+        if head in (*KINDS, "stock") and not colon:
+            return cls(head)  # type: ignore[arg-type]
+        if head in ("vendor", "impl") and name:
+            return cls(head, name)  # type: ignore[arg-type]
+        raise ValueError(
+            f"{text!r} is no token; use flagos, reference, vendor, vendor:NAME, impl:ID or stock."
+            + closest(text.strip(), (*KINDS, "stock"))
+        )
+
+    def __str__(self) -> str:
+        return self.kind if self.name is None else f"{self.kind}:{self.name}"
+
+    def matches(self, impl: OpImpl | AttentionImpl) -> bool:
+        """Whether `impl` stands under this token."""
+        if self.kind == "impl":
+            return impl.impl_id == self.name
+        if self.kind != impl.kind.value:
+            return False
+        return self.name is None or impl.vendor == self.name
+
+    @property
+    def preference(self) -> str | None:
+        """The kind of what it selects, for re-sorting; an impl id tells it by its first part."""
+        if self.kind == "impl" and self.name is not None:
+            return {"default": "flagos"}.get(head := self.name.split(".")[0], head)
+        return self.kind
+
+
+@dataclass(frozen=True)
+class OpOrder:
+    """The listed tokens of one op: only these are tried, in this order.
+
+    Args:
+        eager, compiled: the tokens of each mode; None where the list leaves the mode open.
+        pinned: written by the user, so that no `prefer` re-sorts it.
+    """
+
+    eager: tuple[Token, ...] | None
+    compiled: tuple[Token, ...] | None
+    pinned: bool = True
+
+    @classmethod
+    def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
+        """From what settings hold: a token, a list of tokens, or `{eager: …, compiled: …}`.
+
+        Raises:
+            ValueError: an unknown token or mode, an empty list, or another type.
+        """
+        if isinstance(value, OpOrder):
+            return value
+        if isinstance(value, Mapping):
+            unknown = [str(mode) for mode in value if mode not in get_args(Mode)]
+            if unknown or not value:
+                raise ValueError(
+                    f"expected the keys eager and compiled, got {', '.join(unknown) or 'none'}."
+                    + (closest(unknown[0], get_args(Mode)) if unknown else "")
+                )
+            sides = {mode: _tokens(tokens) for mode, tokens in value.items()}
+            return cls(sides.get("eager"), sides.get("compiled"), pinned)
+        tokens = _tokens(value)
+        return cls(tokens, tokens, pinned)
+
+    def preferring(self, kind: str) -> OpOrder:
+        """This order with the preferred kind first, otherwise as it stands; nothing is added."""
+        if self.pinned:
+            return self
+
+        def front(tokens: tuple[Token, ...] | None) -> tuple[Token, ...] | None:
+            return tokens and tuple(sorted(tokens, key=lambda token: token.preference != kind))
+
+        return dataclasses.replace(self, eager=front(self.eager), compiled=front(self.compiled))
+
+    def __str__(self) -> str:
+        if self.eager == self.compiled:
+            return _text(self.eager)
+        return f"eager {_text(self.eager)}, compiled {_text(self.compiled)}"
+
+
+def _tokens(value: object) -> tuple[Token, ...]:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, Sequence) or not value:
+        raise ValueError(f"expected a token or a non-empty list of tokens, got {value!r}")
+    tokens = tuple(item if isinstance(item, Token) else Token.parse(item) for item in value)
+    if len(set(tokens)) != len(tokens):
+        raise ValueError(f"a token stands twice in [{', '.join(map(str, tokens))}]")
+    return tokens
+
+
+def _text(tokens: tuple[Token, ...] | None) -> str:
+    return "(default order)" if tokens is None else "|".join(map(str, tokens))
+
+
+@dataclass(frozen=True)
+class SelectionPolicy:
+    """What decides between implementations. Frozen, hashable, printable.
+
+    Args:
+        prefer: the kind tried first where no list names the op: a preference, not an exclusion.
+        strict: the first failure is raised and nothing else is tried.
+        per_op_order: op -> OpOrder, or what `OpOrder.of` reads.
+        allow_vendors: the vendors that may be used; None allows all.
+        deny_vendors: vendors that may not; deny beats allow. Both look at kind VENDOR only.
+
+    Raises:
+        ValueError: an unknown kind or token.
+    """
+
+    prefer: str = "flagos"
+    strict: bool = False
+    per_op_order: Mapping[str, OpOrder] = field(default_factory=dict)
+    allow_vendors: frozenset[str] | None = None
+    deny_vendors: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.prefer not in KINDS:
+            raise ValueError(
+                f"prefer is one of {', '.join(KINDS)}, got {self.prefer!r}."
+                + closest(str(self.prefer), KINDS)
+            )
+        orders = {op: OpOrder.of(order) for op, order in sorted(dict(self.per_op_order).items())}
+        object.__setattr__(self, "per_op_order", _FrozenDict(orders))
+        object.__setattr__(self, "strict", bool(self.strict))
+        if self.allow_vendors is not None:
+            object.__setattr__(self, "allow_vendors", _names("allow_vendors", self.allow_vendors))
+        object.__setattr__(self, "deny_vendors", _names("deny_vendors", self.deny_vendors))
+        # A policy is a key of the call path's table: hash it once, not at every call.
+        fields = (self.prefer, self.strict, tuple(orders.items()))
+        object.__setattr__(self, "_hash", hash((fields, self.allow_vendors, self.deny_vendors)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def order(self, op: str, mode: Mode = "eager") -> tuple[Token, ...]:
+        """The tokens tried for `op`, in order."""
+        listed = self.per_op_order.get(op)
+        tokens = listed and (listed.eager if mode == "eager" else listed.compiled)
+        return tokens or tuple(Token.parse(kind) for kind in DEFAULT_ORDERS[self.prefer])
+
+    def preferring(self, kind: str) -> SelectionPolicy:
+        """This policy with another preference, as a higher layer than its lists sets it."""
+        policy = dataclasses.replace(self, prefer=kind)
+        orders = {op: order.preferring(kind) for op, order in self.per_op_order.items()}
+        return dataclasses.replace(policy, per_op_order=orders)
+
+    def refuses(self, impl: OpImpl | AttentionImpl) -> str | None:
+        """The vendor filter that keeps `impl` out, or None."""
+        if impl.kind is not BackendImplKind.VENDOR:
+            return None
+        if impl.vendor in self.deny_vendors:
+            return f"deny_vendors names {impl.vendor}"
+        if self.allow_vendors is not None and impl.vendor not in self.allow_vendors:
+            allowed = ", ".join(sorted(self.allow_vendors)) or "none"
+            return f"allow_vendors lists {allowed}"
+        return None
+
+
+class _FrozenDict(dict[str, OpOrder]):
+    """A dict inside a frozen value: reading only."""
+
+    def _refuse(self, *_: object, **__: object) -> None:
+        raise TypeError("a SelectionPolicy is frozen; make another with dataclasses.replace")
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, OpOrder]]]:
+        return (_FrozenDict, (dict(self),))
+
+
+def _names(what: str, value: Iterable[str]) -> frozenset[str]:
+    if isinstance(value, str):
+        raise ValueError(f"{what} is a set of vendor names, got the text {value!r}")
+    return frozenset(value)

@@ -1,0 +1,182 @@
+"""What is installed: implementations by op, each with the distribution that brought it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..errors import PluginError
+from .contracts import contracts
+from .types import AttentionImpl, OpImpl, parameters_of
+
+__all__ = ["OpRegistry", "Owner", "RegistrySnapshot"]
+
+Impl = OpImpl | AttentionImpl
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who brought an implementation.
+
+    Args:
+        plugin: the entry point's name, or the module's.
+        distribution: the installed distribution, or None for a module that is none.
+        version: its version, or None.
+        path: where its module lies.
+    """
+
+    plugin: str
+    distribution: str | None = None
+    version: str | None = None
+    path: str | None = None
+
+    def __str__(self) -> str:
+        name = f"{self.distribution} {self.version}" if self.distribution else self.plugin
+        return f"{name} ({self.path})" if self.path else name
+
+
+SCRIPT = Owner(plugin="(registered by a script)")
+
+
+@dataclass(frozen=True)
+class RegistrySnapshot:
+    """The registry at one moment, read-only.
+
+    Args:
+        impls_by_op: op -> its implementations, ordered by impl id. Attention backends stand under
+            `attention_backend`.
+        owners: (op, impl id) -> who brought it.
+    """
+
+    impls_by_op: Mapping[str, tuple[Impl, ...]]
+    owners: Mapping[tuple[str, str], Owner]
+
+    def find(self, op: str, impl_id: str) -> Impl | None:
+        """The implementation of `op` with this id."""
+        return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)
+
+
+class OpRegistry:
+    """The implementations that plugins brought. Writes are all or nothing; reads take no lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._snapshot = RegistrySnapshot(MappingProxyType({}), MappingProxyType({}))
+
+    def snapshot(self) -> RegistrySnapshot:
+        """What is registered now."""
+        return self._snapshot
+
+    def register_impl(self, impl: Impl, owner: Owner = SCRIPT) -> None:
+        """Add one implementation.
+
+        Raises:
+            PluginError: its (op, id) is taken, or its parameters are not the contract's.
+        """
+        self.register_many([impl], owner)
+
+    def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
+        """Add several implementations: all of them, or none when one is refused.
+
+        Raises:
+            PluginError: one's (op, id) is taken, or its parameters are not the contract's.
+        """
+        with self._lock:
+            by_op = {op: list(found) for op, found in self._snapshot.impls_by_op.items()}
+            owners = dict(self._snapshot.owners)
+            for impl in impls:
+                if not isinstance(impl, OpImpl | AttentionImpl):
+                    raise _refusal(
+                        owner, None, f"returned {impl!r}; expected OpImpl or AttentionImpl"
+                    )
+                key = (impl.op_name, impl.impl_id)
+                if key in owners:
+                    raise _refusal(
+                        owner,
+                        impl,
+                        f"{impl.op_name} already has an implementation {impl.impl_id!r}, from "
+                        f"{owners[key]}. Uninstall one of the two, or name the ones to load in "
+                        "VLLM_FL_PLUGINS",
+                    )
+                if isinstance(impl, OpImpl):
+                    _check_parameters(impl, by_op.get(impl.op_name, []), owner)
+                by_op.setdefault(impl.op_name, []).append(impl)
+                owners[key] = owner
+            self._snapshot = RegistrySnapshot(
+                MappingProxyType(
+                    {
+                        op: tuple(sorted(found, key=lambda i: i.impl_id))
+                        for op, found in sorted(by_op.items())
+                    }
+                ),
+                MappingProxyType(owners),
+            )
+
+    def remove(self, owner: Owner) -> None:
+        """Take out everything that `owner` brought."""
+        with self._lock:
+            gone = {key for key, brought_by in self._snapshot.owners.items() if brought_by == owner}
+            kept = {
+                op: tuple(i for i in found if (op, i.impl_id) not in gone)
+                for op, found in self._snapshot.impls_by_op.items()
+            }
+            self._snapshot = RegistrySnapshot(
+                MappingProxyType({op: found for op, found in kept.items() if found}),
+                MappingProxyType(
+                    {k: o for k, o in self._snapshot.owners.items() if k not in gone}
+                ),
+            )
+
+    def clear(self) -> None:
+        """Take out everything."""
+        with self._lock:
+            self._snapshot = RegistrySnapshot(MappingProxyType({}), MappingProxyType({}))
+
+
+def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:
+    """An implementation is called by position and by name: both must be the contract's."""
+    if impl.needs_layer:
+        return  # the older form: its parameters are the layer's, which the contract does not state
+    spec = contracts().get(impl.op_name)
+    if spec is not None:
+        wanted, source = tuple(spec.signature.parameters.values()), "the contract"
+    else:
+        twin = next((i for i in siblings if isinstance(i, OpImpl) and not i.needs_layer), None)
+        if twin is None:
+            return
+        wanted, source = parameters_of(twin.fn), f"{twin.impl_id}, which was registered first,"
+    for what, function in (("fn", impl.fn), ("supports", impl.supports)):
+        got = parameters_of(function) if function is not None else ()
+        if got and _shape(got) != _shape(wanted):
+            raise _refusal(
+                owner,
+                impl,
+                f"its {what} takes ({_words(got)}), but {source} has ({_words(wanted)}): "
+                "use the same names, order and defaults",
+            )
+    stray = impl.consumes - (spec.consumable if spec else {p.name for p in wanted})
+    if stray:
+        raise _refusal(
+            owner, impl, f"consumes names {', '.join(sorted(stray))}, which may not be overwritten"
+        )
+
+
+def _shape(parameters: Iterable[object]) -> list[tuple[object, ...]]:
+    return [(p.name, p.default) for p in parameters]  # type: ignore[attr-defined]
+
+
+def _words(parameters: Iterable[object]) -> str:
+    return ", ".join(str(p).split(":")[0] for p in parameters)
+
+
+def _refusal(owner: Owner, impl: Impl | None, problem: str) -> PluginError:
+    what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "what it registers"
+    return PluginError(
+        f"Plugin {owner.plugin!r} of {owner}: {what} refused: {problem}.",
+        op=impl.op_name if impl else None,
+        impl=impl.impl_id if impl else None,
+        plugin=owner.plugin,
+        distribution=f"{owner.distribution} {owner.version}" if owner.distribution else None,
+    )

@@ -1,0 +1,142 @@
+"""Resolving: (what is installed, policy, what is barred) -> the candidates in order, with reasons.
+
+One pure function. Log lines, errors, the command line and the engine's plan all render its trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from .policy import Mode, SelectionPolicy, Token
+from .types import AttentionImpl, Availability, OpImpl, availability_of
+
+__all__ = ["STOCK", "Candidate", "Stock", "Trace", "describe", "resolve"]
+
+
+@dataclass(frozen=True)
+class Stock:
+    """vLLM's own path, left untouched. Inside the engine it is the implicit last candidate."""
+
+    impl_id: str = "stock.vllm"
+    vendor: None = None
+    priority: None = None
+
+
+STOCK = Stock()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation and what was decided about it.
+
+    Args:
+        impl: the implementation.
+        status: `selected`, `eligible` (would be next) or `rejected`.
+        reason: why it was rejected; the token that admits it otherwise.
+    """
+
+    impl: OpImpl | AttentionImpl | Stock
+    status: Literal["selected", "eligible", "rejected"]
+    reason: str
+
+    @property
+    def impl_id(self) -> str:
+        """The implementation's id."""
+        return self.impl.impl_id
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Every candidate of one op: those that may run in their order, then the rejected ones."""
+
+    op: str
+    mode: Mode
+    order: tuple[Token, ...]
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def selected(self) -> OpImpl | AttentionImpl | Stock | None:
+        """The first choice, or None when every candidate was rejected."""
+        first = self.candidates[0] if self.candidates else None
+        return first.impl if first and first.status == "selected" else None
+
+    @property
+    def admitted(self) -> tuple[OpImpl | AttentionImpl | Stock, ...]:
+        """The implementations that may run, in order."""
+        return tuple(c.impl for c in self.candidates if c.status != "rejected")
+
+    @property
+    def rejected(self) -> tuple[tuple[str, str], ...]:
+        """(impl id, reason) of those that may not."""
+        return tuple((c.impl_id, c.reason) for c in self.candidates if c.status == "rejected")
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} ({self.mode}), order {'|'.join(map(str, self.order))}:"]
+        lines += [f"  {c.status:<9} {c.impl_id}: {c.reason}" for c in self.candidates]
+        return "\n".join(lines)
+
+
+def resolve(
+    op: str,
+    impls: Iterable[OpImpl | AttentionImpl],
+    policy: SelectionPolicy,
+    *,
+    mode: Mode = "eager",
+    barred: Mapping[str, str] | None = None,
+    engine: bool = False,
+    availability: Callable[[OpImpl | AttentionImpl], Availability] = availability_of,
+) -> Trace:
+    """Order the candidates of one op.
+
+    A vendor filter or a bar rejects first, then a list that does not name the candidate, then the
+    machine. Only listed tokens count; inside a token the higher priority comes first, then the
+    impl id; priority never crosses tokens.
+
+    Args:
+        op: the op's name.
+        impls: what is installed for it.
+        policy: what decides.
+        mode: the engine's mode; lists may differ by it.
+        barred: impl id -> why it is out whatever the policy says (demoted, blacklisted).
+        engine: whether `stock` is a candidate: where a list names it, else at the end.
+        availability: how to ask an implementation whether the machine can run it.
+    """
+    order = policy.order(op, mode)
+    barred = barred or {}
+    admitted: list[tuple[tuple[int, int, str], OpImpl | AttentionImpl, str]] = []
+    rejected: list[Candidate] = []
+    for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
+        place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
+        refusal = policy.refuses(impl) or barred.get(impl.impl_id)
+        if refusal is None and place is None:
+            refusal = f"not listed: {'|'.join(map(str, order))}"
+        if refusal is None:
+            verdict = availability(impl)
+            refusal = None if verdict is True else f"not available: {verdict}"
+        if refusal is not None or place is None:
+            rejected.append(Candidate(impl, "rejected", refusal or ""))
+        else:
+            rank = (place, -(impl.priority or 0), impl.impl_id)
+            admitted.append((rank, impl, f"token {order[place]}"))
+    admitted.sort(key=lambda entry: entry[0])
+    ranked: list[tuple[int, OpImpl | AttentionImpl | Stock, str]] = [
+        (rank[0], impl, reason) for rank, impl, reason in admitted
+    ]
+    if engine:
+        named = next((n for n, token in enumerate(order) if token.kind == "stock"), None)
+        place = len(order) if named is None else named
+        at = sum(1 for rank, _, _ in ranked if rank < place)
+        ranked.insert(at, (place, STOCK, "implicit last" if named is None else "token stock"))
+    candidates = [
+        Candidate(impl, "selected" if n == 0 else "eligible", reason)
+        for n, (_, impl, reason) in enumerate(ranked)
+    ]
+    return Trace(op, mode, order, (*candidates, *rejected))
+
+
+def describe(impl: OpImpl | AttentionImpl | Stock) -> str:
+    """`'vendor.cpu' (kind=vendor, vendor=cpu)`: an implementation in a log line."""
+    kind = "stock" if isinstance(impl, Stock) else impl.kind.value
+    return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"

@@ -1,0 +1,119 @@
+"""What a process starts with: its plugins, its platform, its settings, in that order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .. import plugins as plugin_loader
+from ..errors import PluginError
+from ..plugins import Plugin
+from .config import Settings, check_names, load_settings, load_startup
+from .contracts import contracts
+from .logs import get_logger, set_log_level
+from .registry import OpRegistry
+
+__all__ = ["Startup", "detect_platform", "read_settings", "start"]
+
+log = get_logger("plugins")
+
+
+@dataclass(frozen=True)
+class Startup:
+    """What was found: the plugins, what became of each, and the effective settings."""
+
+    plugins: tuple[Plugin, ...]
+    settings: Settings
+
+    @property
+    def failed(self) -> tuple[Plugin, ...]:
+        """The plugins that could not be loaded."""
+        return tuple(p for p in self.plugins if p.status == "failed")
+
+
+def detect_platform() -> str:
+    """The platform that settings files are named after: `ascend`, `cuda` or `cpu`.
+
+    For scripts; inside the engine vLLM knows. Does not import torch for its own sake: without a
+    torch that was imported already, nothing could run on a device.
+    """
+    torch = sys.modules.get("torch")
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_available():
+        return "ascend"
+    if torch is not None and torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
+
+
+def start(
+    registry: OpRegistry,
+    env: Mapping[str, str] | None = None,
+    *,
+    platform: str | None = None,
+) -> Startup:
+    """Load the plugins into `registry` and read the settings.
+
+    Args:
+        registry: what plugins register into.
+        env: the environment; None is the process's own.
+        platform: the platform, where the caller knows it; VLLM_FL_PLATFORM beats it.
+
+    Raises:
+        SettingsError: a setting is wrong.
+        PluginError: a plugin failed and VLLM_FL_STRICT_PLUGINS=1.
+    """
+    env = os.environ if env is None else env
+    early = load_startup(env)
+    set_log_level("DEBUG" if early.debug else early.log_level)
+    found = plugin_loader.discover(early.plugin_modules)
+    plugins = plugin_loader.load(registry, found, only=early.plugins)
+    for plugin in plugins:
+        _report(plugin.error, strict=early.strict_plugins)
+    return Startup(plugins, read_settings(registry, plugins, env, platform=platform))
+
+
+def read_settings(
+    registry: OpRegistry,
+    plugins: Sequence[Plugin],
+    env: Mapping[str, str] | None = None,
+    *,
+    platform: str | None = None,
+) -> Settings:
+    """The effective settings, given what is installed. Arguments and errors as for `start`."""
+    env = os.environ if env is None else env
+    early = load_startup(env)
+    platform = early.platform or platform or detect_platform()
+    files, errors = plugin_loader.policy_files(plugins, platform)
+    for error in errors.values():
+        _report(error, strict=early.strict_plugins)
+    settings = load_settings(env, platform=platform, platform_files=files)
+    snapshot = registry.snapshot()
+    settings = check_names(
+        settings,
+        ops={*contracts(), *snapshot.impls_by_op, "attention_backend"},
+        vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
+        layers=None,
+        flagos=None,
+    )
+    for warning in settings.warnings:
+        log.warning("%s", warning)
+    return settings
+
+
+def _report(failure: PluginError | None, *, strict: bool) -> None:
+    if failure is None:
+        return
+    if not strict:
+        log.error("%s", failure)
+        return
+    raise PluginError(
+        f"{failure} (VLLM_FL_STRICT_PLUGINS=1 makes this an error.)",
+        op=failure.op,
+        impl=failure.impl,
+        plugin=failure.plugin,
+        distribution=failure.distribution,
+        cause=failure,
+    )

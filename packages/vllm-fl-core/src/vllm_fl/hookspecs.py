@@ -1,0 +1,77 @@
+"""The hooks that a backend may implement, and the marker that it implements them with.
+
+Hooks are called while a process starts, never on a call path. Each returns values; none changes
+what it is handed. Results of several plugins unite, in the order of their distributions' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from .dispatch.types import AttentionImpl, OpImpl, PolicyDefaults
+
+__all__ = ["HOOK_API", "PROJECT", "attention_backend", "hookimpl", "policy", "register_ops"]
+
+PROJECT = "vllm_fl"
+
+HOOK_API = 1
+"""The version of this page. A plugin that was written for another one says so in a module-level
+`HOOK_API = <number>`; one that says nothing is taken to be written for this version."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a plugin's function as the implementation of the hook of the same name."""
+
+
+@hookspec
+def register_ops() -> Iterable[OpImpl]:  # type: ignore[empty-body]
+    """Return the implementations that this backend brings.
+
+    Called once per process, before the first call or before the engine's layers are built; a
+    device may not exist yet, so look for it in `OpImpl.available`. All plugins' implementations
+    are candidates side by side; two with one (op, impl id) are an error that names both.
+
+    Example::
+
+        @hookimpl
+        def register_ops():
+            return [OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu, "acme")]
+    """
+
+
+@hookspec
+def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
+    """Return the attention backends that this backend brings, by class path.
+
+    Called once per process, with `register_ops`. The policy orders all plugins' candidates; vLLM's
+    own choice is the implicit last one.
+
+    Example::
+
+        @hookimpl
+        def attention_backend():
+            return [AttentionImpl("vendor.acme", "acme.attention.AcmeBackend",
+                                  BackendImplKind.VENDOR, "acme")]
+    """
+
+
+@hookspec
+def policy(platform: str) -> PolicyDefaults | None:
+    """Return this backend's default settings for `platform`, or None.
+
+    Called once per process when settings are read, with the platform's lower-case name (`cuda`,
+    `ascend`, `cpu`). Items of several plugins unite and blacklists add up; two plugins that set
+    one item differently are an error that names both. `allow_vendors` is refused here: it would
+    shut out third parties.
+
+    Example::
+
+        @hookimpl
+        def policy(platform):
+            return PolicyDefaults(HERE / "acme.yaml") if platform == "acme" else None
+    """
+    return None

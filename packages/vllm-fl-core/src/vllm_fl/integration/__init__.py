@@ -1,0 +1,1 @@
+"""vllm-fl inside vLLM: the only folder that imports vllm."""

@@ -1,0 +1,74 @@
+"""The two doors by which vLLM lets us in. Both are opened in every process, more than once.
+
+vLLM hides what a platform plugin raises and dies of what a general plugin raises; so the first one
+says what is wrong, and the second one ends a start that the user's own settings made wrong.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ..dispatch import get_default_manager
+from ..dispatch.config import load_startup
+from ..dispatch.logs import get_logger
+from ..errors import PluginError, VllmFLError
+from ..plugins import rivals
+
+__all__ = ["general_plugin", "platform_plugin"]
+
+log = get_logger("engine")
+
+
+def platform_plugin() -> str | None:
+    """The platform class for vLLM: its own with our overlay, or None where we step aside."""
+    try:
+        if not load_startup(os.environ).enabled:
+            return None
+        from .compat import obstacle
+        from .platform import overlay_path
+
+        problem = obstacle()
+        if problem:
+            log.warning("vllm-fl steps aside, vLLM runs as stock: %s", problem)
+            return None
+        return overlay_path()
+    except VllmFLError as error:
+        log.error("%s", error)  # the general plugin raises it where vLLM cannot swallow it
+        return None
+    except Exception as error:
+        log.exception("vllm-fl steps aside, vLLM runs as stock: %s", error)
+        return None
+
+
+def general_plugin() -> None:
+    """Make our variables known to vLLM and our layers ready.
+
+    Raises:
+        SettingsError: a setting is wrong; the engine must not start with another meaning.
+        PluginError: another distribution owns what is ours.
+    """
+    from .compat import hide_our_variables, obstacle
+
+    hide_our_variables()
+    if not load_startup(os.environ).enabled:
+        return
+    others = rivals()
+    if others:
+        raise PluginError(f"vllm-fl: {others[0]}", plugin="fl", distribution=others[0].split()[0])
+    if obstacle():
+        return
+    from vllm.platforms import current_platform
+
+    from .platform import is_overlay, platform_name
+
+    if not is_overlay(current_platform):
+        log.warning(
+            "vllm-fl steps aside, vLLM runs as stock: its platform is %s, not ours (VLLM_PLUGINS "
+            "or VLLM_TARGET_DEVICE leaves us out of one of the two plugin groups)",
+            type(current_platform).__name__,
+        )
+        return
+    get_default_manager().ensure_initialized(platform=platform_name(current_platform))
+    from .layers import replace_layers
+
+    replace_layers()

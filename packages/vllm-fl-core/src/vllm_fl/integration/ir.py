@@ -1,0 +1,160 @@
+"""The norms: installed implementations as providers of vLLM's IR ops.
+
+`rms_norm` and `fused_add_rms_norm` of `vllm.ir` are the contract's `rms_norm` without and with a
+residual. Inside the engine the reference is PyTorch, which for these ops is vLLM's own `native`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..dispatch import get_default_manager
+from ..dispatch.opaque import is_opaque, opaque_op
+from ..dispatch.plan import Plan
+from ..dispatch.types import BackendImplKind, OpImpl
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["bind_providers", "native_norm", "prioritise", "provider_names", "register_providers"]
+
+IR_OPS = ("rms_norm", "fused_add_rms_norm")
+
+_bound: dict[str, Callable[..., Any]] = {}
+"""Provider -> what it calls: the plan's, once the worker has one."""
+
+
+def provider_name(impl: OpImpl) -> str:
+    """An implementation's id as vLLM's IR spells names: `fl_vendor_cpu`."""
+    return "fl_" + re.sub(r"[^a-z0-9_]", "_", impl.impl_id.lower())
+
+
+def _norms() -> list[OpImpl]:
+    impls = get_default_manager().registry.snapshot().impls_by_op.get("rms_norm", ())
+    return [
+        i
+        for i in impls
+        if isinstance(i, OpImpl) and not i.needs_layer and i.kind is not BackendImplKind.REFERENCE
+    ]
+
+
+def provider_names() -> frozenset[str]:
+    """The names of the providers that are ours."""
+    return frozenset(provider_name(impl) for impl in _norms())
+
+
+def register_providers() -> None:
+    """Give every installed norm to vLLM as a provider, once per process."""
+    from vllm import ir
+
+    for impl in _norms():
+        name = provider_name(impl)
+        if name in ir.ops.rms_norm.impls:
+            continue
+        plain, fused, supports_plain, supports_fused = _provider(impl, name)
+        available = impl.is_available()
+        ir.ops.rms_norm.register_impl(name, supported=available, supports_args=supports_plain)(plain)
+        ir.ops.fused_add_rms_norm.register_impl(
+            name, supported=available, supports_args=supports_fused, inplace=bool(impl.consumes)
+        )(fused)
+
+
+def _provider(impl: OpImpl, name: str) -> tuple[Callable[..., Any], ...]:
+    """The provider's functions. Their signatures are vLLM's: it compares them with its own."""
+    _bound[name] = impl.fn
+
+    def plain(
+        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> Tensor:
+        result: Tensor = _bound[name](x, None, weight, epsilon, variance_size)
+        return result
+
+    def fused(
+        x: Tensor,
+        x_residual: Tensor,
+        weight: Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = _bound[name](
+            x, x_residual, weight, epsilon, variance_size
+        )
+        return result
+
+    supports = impl.supports
+    if supports is None:
+        return plain, fused, None, None  # type: ignore[return-value]
+
+    def supports_plain(
+        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> bool:
+        return supports(x, None, weight, epsilon, variance_size) is True
+
+    def supports_fused(
+        x: Tensor,
+        x_residual: Tensor,
+        weight: Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> bool:
+        return supports(x, x_residual, weight, epsilon, variance_size) is True
+
+    return plain, fused, supports_plain, supports_fused
+
+
+def prioritise(default: Any, vllm_config: VllmConfig) -> Any:
+    """vLLM's default priorities with the plan's providers in front, in the plan's order."""
+    from .planning import plan_for
+
+    entry = plan_for(vllm_config).entries["rms_norm"]
+    names: list[str] = []
+    for impl in entry.impls:
+        if impl.kind is BackendImplKind.REFERENCE:
+            names.append("native")
+            break
+        names.append(provider_name(impl))
+    if names:
+        for op in IR_OPS:
+            rest = [p for p in getattr(default, op) if p not in names]
+            setattr(default, op, [*names, *(rest if "native" not in names else ())])
+    return default
+
+
+def bind_providers(plan: Plan) -> None:
+    """Let the providers call what the plan says, for the model that is built next."""
+    for impl in _norms():
+        if impl not in plan.entries["rms_norm"].impls:
+            continue
+        if plan.mode == "eager":
+            # vLLM has asked `supports` just before: the implementation itself is enough.
+            bound = plan.counted(impl.fn, "rms_norm", impl)
+        elif is_opaque(impl):
+            bound = opaque_op(plan.chain("rms_norm", first=impl, last=native_norm()), plan).fn
+        else:
+            bound = impl.fn
+        _bound[provider_name(impl)] = bound
+
+
+def native_norm() -> OpImpl:
+    """vLLM's own norm in the contract's form."""
+    from vllm import ir
+
+    plain = ir.ops.rms_norm.impls["native"].impl_fn
+    fused = ir.ops.fused_add_rms_norm.impls["native"].impl_fn
+
+    def rms_norm(
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Any:
+        if residual is None:
+            return plain(x, weight, epsilon, variance_size)
+        return fused(x, residual, weight, epsilon, variance_size)
+
+    return OpImpl("rms_norm", "stock.vllm", BackendImplKind.REFERENCE, rms_norm, traceable=True)

@@ -1,0 +1,136 @@
+"""vLLM's layers with their forward methods bound to the plan.
+
+All four forwards are bound, `forward_native` included: in compiled mode a traceable implementation
+is then what the compiler sees, whatever `custom_ops` says of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers import activation
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+from ..dispatch import dispatch_method
+from ..dispatch.logs import get_logger
+from ..dispatch.types import BackendImplKind, OpImpl
+
+__all__ = ["replace_layers"]
+
+log = get_logger("engine")
+
+FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
+
+
+def _stock(op: str, fn: Callable[..., Any]) -> OpImpl:
+    """vLLM's own form of an op, for a call that every candidate refused."""
+    return OpImpl(op, "stock.vllm", BackendImplKind.REFERENCE, fn, traceable=True)
+
+
+def _silu_and_mul(x: Tensor) -> Tensor:
+    return activation.SiluAndMul.forward_native(x)
+
+
+def _gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    half = x.shape[-1] // 2
+    return F.gelu(x[..., :half], approximate=approximate) * x[..., half:]
+
+
+def _rotary_embedding(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    rotary_interleaved: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    import torch
+
+    cache = torch.cat((cos, sin), dim=-1)
+    return RotaryEmbedding.forward_static(
+        position_ids, query, key, query.shape[-1], cache.shape[-1], cache, not rotary_interleaved
+    )
+
+
+def _from_positions(layer: Any, rotate: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's rope (positions, flat query, flat key) over the contract's (heads apart, cos, sin).
+
+    cos and sin are views of the layer's one cache: nothing is allocated per call.
+    """
+
+    def forward(
+        positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        positions = positions.flatten()
+        tokens = positions.shape[0]
+        cos, sin = layer._match_cos_sin_cache_dtype(query).chunk(2, dim=-1)
+        heads = (tokens, -1, layer.head_size)
+        q, k = rotate(
+            query.view(heads),
+            None if key is None else key.view(heads),
+            cos,
+            sin,
+            positions,
+            not layer.is_neox_style,
+        )
+        return q.reshape(query.shape), None if key is None else k.reshape(key.shape)
+
+    return forward
+
+
+def replace_layers() -> None:
+    """Register our layers with vLLM, once per process. Another plugin's replacement is left alone."""
+    from vllm.model_executor import custom_op
+
+    taken = custom_op.op_registry_oot
+    for base, op, options in _replacements():
+        name = base.__name__
+        if name in taken:
+            if not taken[name].__module__.startswith(__name__):
+                log.warning(
+                    "Layer %s is left to %s.%s, which another plugin registered before vllm-fl",
+                    name, taken[name].__module__, taken[name].__qualname__,
+                )
+            continue
+        layer = type(
+            f"{name}FL",
+            (base,),
+            {"__module__": __name__}
+            | {forward: dispatch_method(op, **options) for forward in FORWARDS},
+        )
+        registered_name = base.name  # type: ignore[attr-defined]
+        CustomOp.register_oot(name=name)(layer)
+        # `custom_ops` speaks of the registered name; register_oot puts the class name there.
+        layer.name = registered_name  # type: ignore[attr-defined]
+        globals()[layer.__name__] = layer
+
+
+def _replacements() -> list[tuple[type, str, dict[str, Any]]]:
+    """(vLLM's class, op, how its forwards are bound)."""
+    rope = {
+        "grants": ("query", "key"),  # vLLM's own kernels write into the projections too
+        "adapt": _from_positions,
+        "last": _stock("rotary_embedding", _rotary_embedding),
+    }
+    return [
+        (activation.SiluAndMul, "silu_and_mul", {"last": _stock("silu_and_mul", _silu_and_mul)}),
+        (activation.GeluAndMul, "gelu_and_mul", {"last": _stock("gelu_and_mul", _gelu_and_mul)}),
+        *((cls, "rotary_embedding", rope) for cls in _ropes()),
+    ]
+
+
+def _ropes() -> list[type]:
+    """RotaryEmbedding and those of its subclasses that inherit every forward of it."""
+    ropes: list[type] = [RotaryEmbedding]
+    for cls in ropes:
+        ropes += [
+            sub
+            for sub in cls.__subclasses__()
+            if not any(name.startswith("forward") for name in vars(sub))
+            and sub.__module__.startswith("vllm.")
+        ]
+    return ropes

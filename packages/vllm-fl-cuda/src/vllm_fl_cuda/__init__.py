@@ -1,0 +1,1 @@
+"""The NVIDIA CUDA backend of vllm-fl."""

@@ -1,0 +1,1 @@
+"""The FlagGems backend of vllm-fl."""

@@ -1,0 +1,1 @@
+"""The reference backend of vllm-fl: every operator in plain PyTorch."""

@@ -1,0 +1,1 @@
+"""The operators, each with its contract's parameters."""

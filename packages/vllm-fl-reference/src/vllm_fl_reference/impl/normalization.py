@@ -1,0 +1,66 @@
+"""RMS normalisation, as `vllm.ir.ops.rms_norm` and `fused_add_rms_norm` compute it."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["rms_norm"]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y * rsqrt(mean(y**2) + epsilon) * weight in fp32, where y = x + residual.
+
+    The normed fp32 value is rounded to weight's dtype before the product with the weight.
+
+    Args:
+        x: (..., hidden), floating.
+        residual: of x's shape, dtype and device, or None.
+        weight: (hidden,), of x's dtype or float32, or None for 1.
+        epsilon: added to the mean of squares, not negative.
+        variance_size: the mean goes over this many first features; None for all.
+
+    Returns:
+        The normed tensor; with a residual the pair (normed, y), both in x's dtype.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast, clamped or truncated in silence.
+        RuntimeError: shapes or devices that PyTorch cannot combine.
+    """
+    _refuse_silent_mistakes(x, residual, weight, epsilon, variance_size)
+    dtype = x.dtype
+    y = x.to(torch.float32)
+    if residual is not None:
+        y = y + residual.to(torch.float32)
+        residual = y.to(dtype)
+    head = y if variance_size is None else y[..., :variance_size]
+    variance = head.pow(2).mean(dim=-1, keepdim=True)
+    normed = y * torch.rsqrt(variance + epsilon)
+    if weight is not None:
+        normed = normed.to(weight.dtype) * weight
+    normed = normed.to(dtype)
+    return normed if residual is None else (normed, residual)
+
+
+def _refuse_silent_mistakes(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None,
+) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating, got {x.dtype}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError("residual must have x's shape and dtype")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError("weight must have the shape (hidden,)")
+    if epsilon < 0:
+        raise ValueError(f"epsilon must not be negative, got {epsilon}")
+    if variance_size is not None and not 0 < variance_size <= x.shape[-1]:
+        raise ValueError(f"variance_size must be from 1 to {x.shape[-1]}, got {variance_size}")

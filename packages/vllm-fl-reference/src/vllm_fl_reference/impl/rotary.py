@@ -1,0 +1,79 @@
+"""Rotary embedding, with the arithmetic of vLLM's `RotaryEmbedding.forward_native`."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["rotary_embedding"]
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turn the first 2 * cos.shape[-1] features of each head; each product is rounded.
+
+    Args:
+        query: (tokens, heads, head_size), floating.
+        key: (tokens, kv_heads, head_size), of query's dtype, or None.
+        cos, sin: (max_position, half) tables, rounded to query's dtype after the look-up.
+        position_ids: (tokens,), int64 or int32.
+        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
+
+    Returns:
+        New tensors of the shapes and dtypes of query and key; None for a key of None.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast or rounded to integers in silence.
+        RuntimeError, IndexError: shapes, dtypes or positions that PyTorch cannot combine.
+    """
+    _refuse_silent_mistakes(query, key, cos, sin, position_ids)
+    cos = cos.index_select(0, position_ids).unsqueeze(1).to(query.dtype)
+    sin = sin.index_select(0, position_ids).unsqueeze(1).to(query.dtype)
+    return (
+        _turn(query, cos, sin, rotary_interleaved),
+        None if key is None else _turn(key, cos, sin, rotary_interleaved),
+    )
+
+
+def _refuse_silent_mistakes(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+) -> None:
+    if not query.is_floating_point():
+        raise TypeError(f"query must be floating, got {query.dtype}")
+    if query.ndim != 3 or position_ids.shape != query.shape[:1]:
+        raise ValueError("query must be (tokens, heads, head_size), position_ids (tokens,)")
+    if key is not None:
+        if key.dtype != query.dtype:
+            raise TypeError(f"key must have query's dtype {query.dtype}, got {key.dtype}")
+        if key.ndim != 3 or key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2]:
+            raise ValueError("key must have query's tokens and head_size")
+    if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > query.shape[2]:
+        raise ValueError("cos and sin must be (max_position, half), 2 * half <= head_size")
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    half = cos.shape[-1]
+    rotary = 2 * half
+    if interleaved:
+        a, b = x[..., 0:rotary:2], x[..., 1:rotary:2]
+    else:
+        a, b = x[..., :half], x[..., half:rotary]
+    turned_a = a * cos - b * sin
+    turned_b = b * cos + a * sin
+    if interleaved:
+        parts = [torch.stack((turned_a, turned_b), dim=-1).flatten(-2)]
+    else:
+        parts = [turned_a, turned_b]
+    if rotary < x.shape[-1]:
+        parts.append(x[..., rotary:])
+    # one copy: vLLM's form joins the halves first and the passing features after, even if none
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]

@@ -1,0 +1,47 @@
+"""The plugin: what it returns, and that core's contracts agree with it."""
+
+from __future__ import annotations
+
+import inspect
+
+import pluggy
+import pytest
+
+from vllm_fl import hookspecs
+from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl_reference import plugin
+
+IMPLS = {impl.op_name: impl for impl in plugin.register_ops()}
+
+
+def test_pluggy_finds_the_hook() -> None:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(plugin)
+    manager.check_pending()
+    (found,) = manager.hook.register_ops()
+    assert [impl.op_name for impl in found] == list(IMPLS)
+
+
+def test_every_contract_has_an_implementation() -> None:
+    assert set(IMPLS) == set(contracts())
+
+
+@pytest.mark.parametrize("impl", IMPLS.values(), ids=lambda impl: impl.op_name)
+def test_identity(impl: OpImpl) -> None:
+    assert impl.impl_id == "reference.torch"
+    assert impl.kind is BackendImplKind.REFERENCE
+    assert impl.traceable
+    assert impl.vendor is None
+    assert not impl.consumes
+    assert impl.is_available()
+
+
+@pytest.mark.parametrize("impl", IMPLS.values(), ids=lambda impl: impl.op_name)
+def test_parameters_are_the_contracts(impl: OpImpl) -> None:
+    own = inspect.signature(impl.fn).parameters.values()
+    theirs = contracts()[impl.op_name].signature.parameters.values()
+    assert [(p.name, p.kind, p.default) for p in own] == [
+        (p.name, p.kind, p.default) for p in theirs
+    ]

@@ -1,0 +1,86 @@
+"""Bit for bit what vLLM's own native forms give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.contracts import Sample, contracts
+from vllm_fl_reference import plugin
+
+pytest.importorskip("vllm", reason="vllm is not installed: there is no native form to compare with")
+
+from vllm import ir
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    return SiluAndMul.forward_native(x)
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    return GeluAndMul.forward_native(SimpleNamespace(approximate=approximate), x)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None,
+) -> Any:
+    if residual is None:
+        native = ir.ops.rms_norm.impls["native"].impl_fn
+        return native(x, weight, epsilon, variance_size)
+    native = ir.ops.fused_add_rms_norm.impls["native"].impl_fn
+    return native(x, residual, weight, epsilon, variance_size)
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotary_interleaved: bool,
+) -> Any:
+    if not query.shape[0]:  # vLLM's view(0, -1, head_size) is ambiguous
+        return torch.empty_like(query), None if key is None else torch.empty_like(key)
+    cache = torch.cat((cos, sin), dim=-1)
+    return RotaryEmbedding.forward_static(
+        position_ids, query, key, query.shape[-1], cache.shape[-1], cache, not rotary_interleaved
+    )
+
+
+NATIVE: dict[str, Callable[..., Any]] = {
+    op.__name__: op for op in (silu_and_mul, gelu_and_mul, rms_norm, rotary_embedding)
+}
+CASES = [
+    pytest.param(impl.op_name, impl.fn, sample, id=f"{impl.op_name}-{str(dtype)[6:]}-{sample.name}")
+    for impl in plugin.register_ops()
+    for dtype in DTYPES
+    for sample in contracts()[impl.op_name].samples(dtype, CPU)
+]
+
+
+@pytest.mark.parametrize(("name", "function", "sample"), CASES)
+def test_bit_equal(name: str, function: Callable[..., Any], sample: Sample) -> None:
+    got, want = function(*sample.args), NATIVE[name](*sample.args)
+    if not isinstance(got, tuple):
+        got, want = (got,), (want,)
+    for own, theirs in zip(got, want, strict=True):
+        if theirs is None:
+            assert own is None
+            continue
+        assert own.dtype == theirs.dtype
+        assert own.shape == theirs.shape
+        assert torch.equal(own, theirs)
+        assert torch.equal(own.signbit(), theirs.signbit())

@@ -1,0 +1,33 @@
+"""Installing distributions: a test says which, and gets an environment with just those."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import envs
+from installed import Install, Installed
+
+PLUGINS = Path(__file__).parent / "plugins"
+
+
+@pytest.fixture(scope="session")
+def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
+    """`install(*names, engine=False)`: core and these, in an environment of their own.
+
+    A name is one of this repository's distributions or a folder of tests/plugins. With `engine`
+    torch and vLLM are there too. Asking twice for the same set gives the same environment.
+    """
+    known: dict[tuple[bool, tuple[str, ...]], Installed] = {}
+    ours = envs.distributions()
+
+    def make(*names: str, engine: bool = False) -> Installed:
+        key = (engine, names)
+        if key not in known:
+            wheels = [envs.wheel(ours.get(n, PLUGINS / n)) for n in ("vllm-fl-core", *names)]
+            base = envs.engine() if engine else envs.light()
+            known[key] = Installed(envs.thin(base, wheels, tmp_path_factory.mktemp("env") / "env"))
+        return known[key]
+
+    return make

@@ -1,0 +1,60 @@
+"""An environment with some of our distributions, seen as a user sees it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import envs
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment, and the ways to look into it."""
+
+    env: envs.Env
+
+    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run `python *args` outside of the repository, so that only what is installed counts."""
+        return self.env.run(*args, check=False, cwd=self.env.path, **variables)
+
+    def script(self, code: str, **variables: str) -> Any:
+        """Run `code` and return the JSON that it prints last."""
+        done = self.run("-c", code, **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def command(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run the installed command `vllm-fl`."""
+        return subprocess.run(
+            [str(self.env.path / "bin" / "vllm-fl"), *args],
+            check=False,
+            env=self.env.variables(**variables),
+            cwd=self.env.path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+
+    def plugins(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
+        """What `vllm-fl plugins --json` lists, by distribution; `status` is its exit status."""
+        found = self._json("plugins", status, variables)["plugins"]
+        return {plugin["distribution"]: plugin for plugin in found}
+
+    def ops(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
+        """What `vllm-fl ops --json` lists, by op; `status` is its exit status."""
+        return {op["op"]: op for op in self._json("ops", status, variables)["ops"]}
+
+    def _json(self, verb: str, status: int, variables: dict[str, str]) -> dict[str, Any]:
+        done = self.command(verb, "--json", **variables)
+        assert done.returncode == status, done.stdout + done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        assert answer["schema"] == 1
+        return answer
+
+
+Install = Callable[..., Installed]
+"""The fixture `install`: distributions -> an environment with core and them."""

@@ -1,0 +1,61 @@
+"""Core with each backend of this repository alone, and with all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+import envs
+from installed import Install
+
+BACKENDS = sorted(set(envs.distributions()) - {"vllm-fl-core"})
+WITHOUT_OPS = {"vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"}
+OPS = ["gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_backend_is_seen_and_no_other(install: Install, backend: str) -> None:
+    installed = install(backend, engine=True)
+    (plugin,) = installed.plugins(status=0).values()
+    assert plugin["distribution"] == backend
+    assert plugin["name"] == backend.removeprefix("vllm-fl-")
+    assert plugin["status"] == "ok"
+    assert plugin["error"] is None
+    assert plugin["version"]
+    assert plugin["path"].startswith(str(installed.env.path))
+    assert "register_ops" in plugin["hooks"]
+
+
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - WITHOUT_OPS))
+def test_every_candidate_is_from_the_one_backend(install: Install, backend: str) -> None:
+    ops = install(backend, engine=True).ops(status=0)
+    assert set(OPS) <= set(ops)
+    for op in OPS:
+        (candidate,) = ops[op]["candidates"]
+        assert candidate["distribution"] == backend
+        assert candidate["status"] == "selected"
+        assert ops[op]["selected"] == candidate["impl_id"]
+
+
+@pytest.mark.parametrize("backend", sorted(WITHOUT_OPS))
+def test_a_backend_without_ops_adds_no_candidate(install: Install, backend: str) -> None:
+    done = install(backend, engine=True).command("ops", "--json")
+    ops = install(backend, engine=True).ops(status=done.returncode)
+    assert [ops[op]["candidates"] for op in OPS] == [[], [], [], []]
+
+
+def test_all_backends_together(install: Install) -> None:
+    installed = install(*BACKENDS, engine=True)
+    plugins = installed.plugins(status=0)
+    assert sorted(plugins) == BACKENDS
+    assert {plugin["status"] for plugin in plugins.values()} == {"ok"}
+    for op in OPS:
+        candidates = installed.ops(status=0)[op]["candidates"]
+        assert [c["status"] for c in candidates].count("selected") == 1
+        assert {c["distribution"] for c in candidates} == set(BACKENDS) - WITHOUT_OPS
+        assert all(c["reason"] for c in candidates if c["status"] == "rejected")
+
+
+def test_what_our_wheels_depend_on_is_installed(install: Install) -> None:
+    """pip's own check, for our distributions: a dependency that is not declared cannot hide."""
+    done = install(*BACKENDS, engine=True).run("-m", "pip", "check", "--disable-pip-version-check")
+    assert not [line for line in done.stdout.splitlines() if line.startswith("vllm-fl-")]

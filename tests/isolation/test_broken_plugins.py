@@ -1,0 +1,125 @@
+"""Core with a plugin that is broken, beside one that is sound: the broken one costs itself only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from installed import Install
+
+# distribution, what the user must be able to read, the op at fault when there is one
+BROKEN = [
+    ("fl-broken-import", "libacme.so.3: cannot open shared object file", None),
+    ("fl-half-registers", "the device table of acme is missing", None),
+    ("fl-wrong-type", "dict", None),
+    ("fl-wrong-parameters", "eps", "rms_norm"),
+    ("fl-other-hook-api", "99", None),
+]
+broken = pytest.mark.parametrize(
+    ("distribution", "cause", "op"), BROKEN, ids=[name for name, _, _ in BROKEN]
+)
+
+ERRORS = """
+import json
+from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.errors import PluginError
+from vllm_fl.plugins import discover, load
+errors = [plugin.error for plugin in load(OpRegistry(), discover()) if plugin.error]
+assert all(type(error) is PluginError for error in errors)
+print(json.dumps([
+    {"plugin": e.plugin, "distribution": e.distribution, "op": e.op, "cause": repr(e.cause),
+     "message": str(e)} for e in errors
+]))
+"""
+
+
+def distributions_of(op: dict[str, Any]) -> set[str]:
+    return {candidate["distribution"] for candidate in op["candidates"]}
+
+
+@broken
+def test_it_is_shown_with_its_cause_and_the_sound_one_works(
+    install: Install, distribution: str, cause: str, op: str | None
+) -> None:
+    plugins = install("fl-sound", distribution).plugins(status=1)
+    assert set(plugins) == {"fl-sound", distribution}
+    assert plugins["fl-sound"]["status"] == "ok"
+    failed = plugins[distribution]
+    assert failed["status"] == "failed"
+    assert failed["name"] == distribution.removeprefix("fl-")
+    assert failed["version"] == "1.0"
+    assert cause in json.dumps(failed["error"])
+
+
+@broken
+def test_nothing_of_it_is_left_among_the_candidates(
+    install: Install, distribution: str, cause: str, op: str | None
+) -> None:
+    installed = install("fl-sound", distribution)
+    ops = installed.ops(status=installed.command("ops", "--json").returncode)
+    assert ops["silu_and_mul"]["selected"] == "vendor.sound"
+    for listed in ops.values():
+        assert distribution not in distributions_of(listed)
+
+
+@broken
+def test_the_error_carries_its_facts_as_fields(
+    install: Install, distribution: str, cause: str, op: str | None
+) -> None:
+    (error,) = install("fl-sound", distribution).script(ERRORS)
+    assert error["plugin"] == distribution.removeprefix("fl-")
+    assert error["distribution"] == f"{distribution} 1.0"
+    assert error["op"] == op
+    assert cause in error["cause"] + error["message"]
+
+
+def test_asking_by_name_for_what_a_failed_plugin_brings_quotes_the_cause(install: Install) -> None:
+    done = install("fl-sound", "fl-half-registers").run(
+        "-c",
+        "from vllm_fl.dispatch import call_op; call_op('silu_and_mul', 1)",
+        VLLM_FL_PER_OP="silu_and_mul=impl:vendor.half",
+    )
+    assert done.returncode != 0
+    assert "the device table of acme is missing" in done.stderr
+
+
+def test_a_broken_plugin_that_is_left_out_is_no_finding(install: Install) -> None:
+    installed = install("fl-sound", "fl-broken-import")
+    plugins = installed.plugins(status=0, VLLM_FL_PLUGINS="fl-sound")
+    assert plugins["fl-broken-import"]["status"] == "disabled"
+    assert plugins["fl-sound"]["status"] == "ok"
+
+
+def test_two_distributions_with_one_implementation_id(install: Install) -> None:
+    installed = install("fl-twin-a", "fl-twin-b", "fl-sound")
+    plugins = installed.plugins(status=1)
+    assert plugins["fl-sound"]["status"] == "ok"
+    failed = [plugin for plugin in plugins.values() if plugin["status"] == "failed"]
+    assert failed
+    for plugin in failed:
+        text = json.dumps(plugin["error"])
+        for fact in ("silu_and_mul", "vendor.twin", "fl-twin-a", "fl-twin-b", "1.0"):
+            assert fact in text
+        assert text.count(str(installed.env.path)) >= 2  # the path of each
+    for error in installed.script(ERRORS):
+        assert error["op"] == "silu_and_mul"
+
+
+def test_the_older_form_works(install: Install) -> None:
+    installed = install("fl-old-form")
+    assert installed.plugins(status=0)["fl-old-form"]["status"] == "ok"
+    op = installed.ops(status=installed.command("ops", "--json").returncode)["silu_and_mul"]
+    (candidate,) = op["candidates"]
+    assert (candidate["impl_id"], candidate["vendor"]) == ("vendor.older", "older")
+    assert candidate["priority"] == 100
+    assert candidate["distribution"] == "fl-old-form"
+    assert op["selected"] == "vendor.older"
+
+
+def test_an_older_vllm_plugin_fl_is_one_error_with_the_line_that_ends_it(install: Install) -> None:
+    done = install("fl-sound", "vllm-plugin-fl").command("plugins", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["schema"] == 1
+    assert (done.stdout + done.stderr).count("pip uninstall -y vllm-plugin-fl") == 1

