@@ -29,7 +29,6 @@ CORE = "vllm-fl-core"
 ENGINE_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
 
-
 @dataclass(frozen=True)
 class Plugin:
     """One installed plugin and what became of it.

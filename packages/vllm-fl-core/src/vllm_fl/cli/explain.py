@@ -40,13 +40,20 @@ def run(arguments: argparse.Namespace) -> int:
         print_table(
             ["implementation", "kind", "priority", "distribution", "status", "reason"],
             [
-                (r["impl_id"], r["kind"], r["priority"],
-                 f"{r['distribution']} {r['version']}" if r["distribution"] else None,
-                 r["status"], r["reason"])
+                (
+                    r["impl_id"],
+                    r["kind"],
+                    r["priority"],
+                    f"{r['distribution']} {r['version']}" if r["distribution"] else None,
+                    r["status"],
+                    r["reason"],
+                )
                 for r in rows
             ],
         )
         if selected is None:
-            print("Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
-                  "one of the rejected ones.")
+            print(
+                "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
+                "one of the rejected ones."
+            )
     return 0 if selected else 1

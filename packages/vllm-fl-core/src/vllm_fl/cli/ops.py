@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.contracts import contracts
@@ -18,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when an op has no implementation that may run."""
     manager = get_default_manager()
     names = sorted({*contracts(), *manager.registry.snapshot().impls_by_op})
-    ops = []
+    ops: list[dict[str, Any]] = []
     for name in names:
         trace = manager.trace(name)
         selected = trace.selected.impl_id if trace.selected else None
@@ -28,15 +29,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_table(
             ["op", "selected", "eligible", "rejected"],
-            [
-                (op["op"], op["selected"], _ids(op, "eligible"), _ids(op, "rejected"))
-                for op in ops
-            ],
+            [(op["op"], op["selected"], _ids(op, "eligible"), _ids(op, "rejected")) for op in ops],
         )
         print("`vllm-fl explain OP` shows why.")
     return 0 if all(op["selected"] for op in ops) else 1
 
 
-def _ids(op: dict[str, object], status: str) -> str:
-    rows: list[dict[str, str]] = op["candidates"]  # type: ignore[assignment]
+def _ids(op: dict[str, Any], status: str) -> str:
+    rows = op["candidates"]
     return ", ".join(row["impl_id"] for row in rows if row["status"] == status) or "-"

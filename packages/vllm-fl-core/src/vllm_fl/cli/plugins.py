@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from ..dispatch import get_default_manager
 from ..plugins import rivals
@@ -18,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when a plugin failed, or when another distribution owns what is ours."""
     startup = get_default_manager().startup
     assert startup is not None
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": plugin.owner.plugin,
             "distribution": plugin.owner.distribution,
@@ -39,8 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
         print_table(
             ["plugin", "distribution", "version", "status", "hooks", "path"],
             [
-                (r["name"], r["distribution"], r["version"], r["status"],
-                 ", ".join(r["hooks"]), r["path"])  # type: ignore[arg-type]
+                (
+                    r["name"],
+                    r["distribution"],
+                    r["version"],
+                    r["status"],
+                    ", ".join(r["hooks"]),
+                    r["path"],
+                )
                 for r in rows
             ],
         )

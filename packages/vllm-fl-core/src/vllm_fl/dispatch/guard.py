@@ -246,7 +246,9 @@ def _compile(
     if bare:
         lines += [f"    return {invoke}"]
     else:
-        lines += _guarded(invoke, everything, asks=first.supports is not None and not first.needs_layer)
+        lines += _guarded(
+            invoke, everything, asks=first.supports is not None and not first.needs_layer
+        )
     exec("\n".join(lines), scope)
     guard: Callable[..., Any] = scope[chain.op]
     if chain.spec is not None:

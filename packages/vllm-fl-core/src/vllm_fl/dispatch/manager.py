@@ -53,10 +53,11 @@ class OpManager:
         _managers.add(self)
 
     def _reset(self) -> None:
-        registry, policy = self._given
+        registry = self._given[0]
         self._registry = registry if registry is not None else OpRegistry()
-        self._policy = policy
+        self._policy = self._given_policy()
         self._startup: Startup | None = None
+        self._ready = registry is not None
         self._sealed: str | None = None
         self._demoted: dict[tuple[str, str], str] = {}
         self._announced: dict[str, str] = {}
@@ -70,7 +71,9 @@ class OpManager:
     def _forget(self) -> None:
         """Drop what was resolved; the next call of each op resolves anew."""
         # Tables are replaced, never emptied: a thread that reads one meanwhile sees a whole table.
+        seen = self._registry.snapshot()
         self._tables: dict[SelectionPolicy | None, dict[str, Bound]] = {None: {}}
+        self._seen = seen
 
     # What there is.
 
@@ -113,24 +116,24 @@ class OpManager:
             SettingsError: a setting is wrong. The next use tries again.
             PluginError: a plugin failed and VLLM_FL_STRICT_PLUGINS=1.
         """
-        if self._policy is not None:
+        if self._ready:
             return
         with self._lock:
-            if self._policy is not None:
-                return
-            if self._given[0] is not None:
-                self._policy = SelectionPolicy()
+            if self._ready:
                 return
             registry = OpRegistry()
             startup = start(registry, platform=platform)
             self._registry, self._startup = registry, startup
-            self._policy = startup.settings.policy
+            if self._policy is None:  # one that was set before the first use stands
+                self._policy = startup.settings.policy
+            self._ready = True
 
     def adopt(self, startup: Startup, registry: OpRegistry) -> None:
         """Take over what somebody else started, as an engine's worker does with its settings."""
         with self._lock:
             self._registry, self._startup = registry, startup
             self._policy = startup.settings.policy
+            self._ready = True
             self._forget()
 
     # Resolving.
@@ -230,9 +233,7 @@ class OpManager:
             raise self._nothing_for(trace)
         return impls
 
-    def _chain(
-        self, op: str, *, bars_layers: bool, grants: frozenset[str] = frozenset()
-    ) -> Chain:
+    def _chain(self, op: str, *, bars_layers: bool, grants: frozenset[str] = frozenset()) -> Chain:
         policy = override.get() or self.policy
         trace = self.trace(op, policy=policy, bars_layers=bars_layers)
         impls = self._candidates(trace)
@@ -273,6 +274,8 @@ class OpManager:
             CallError: the arguments break the contract.
             UnknownOpError, NoImplementationError, AllFailedError: nothing could run.
         """
+        if self._seen is not self._registry._snapshot:  # something was registered since
+            self._forget()
         try:
             bound = self._tables[override.get()][op]
         except KeyError:
@@ -320,9 +323,13 @@ class OpManager:
                 settings = read_settings(self._registry, self._startup.plugins)
                 self._startup = Startup(self._startup.plugins, settings)
                 policy = settings.policy
-            self._policy = policy
+            self._policy = policy if policy is not None else self._given_policy()
             self._demoted.clear()
             self._forget()
+
+    def _given_policy(self) -> SelectionPolicy | None:
+        registry, policy = self._given
+        return SelectionPolicy() if policy is None and registry is not None else policy
 
     def clear_failed_impls(self, op: str | None = None) -> None:
         """End the demotions of `op`, or of every op.
@@ -460,19 +467,25 @@ def _blame_signature(
 _managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 
 
+_held: list[threading.RLock] = []
+
+
 def _hold_for_fork() -> None:
     """A fork waits for a start that another thread is in the middle of."""
-    for manager in sorted(_managers, key=id):
-        manager._lock.acquire()
+    locks = [manager._lock for manager in sorted(_managers, key=id)]
+    for lock in locks:
+        lock.acquire()
+    _held.extend(locks)  # those, whatever managers come and go meanwhile
 
 
 def _release_after_fork() -> None:
-    for manager in sorted(_managers, key=id):
-        manager._lock.release()
+    while _held:
+        _held.pop().release()
 
 
 def _start_clean_in_child() -> None:
     """A child keeps what is registered and decides anew: its device may be another one."""
+    _held.clear()
     for manager in _managers:
         manager._lock = threading.RLock()
         manager._demoted.clear()

@@ -58,7 +58,7 @@ class dispatch_method:
 
             bound = get_default_manager().bind(self.op, instance, self.grants)
         elif plan.is_stock(self.op):
-            method: Bound = getattr(super(self.owner, instance), self.name)  # type: ignore[arg-type]
+            method: Bound = getattr(super(self.owner, instance), self.name)
             return method
         else:
             bound = plan.bind(self.op, instance, self.grants, last=self.last)

@@ -49,7 +49,9 @@ def opaque_op(chain: Chain, plan: Plan) -> OpImpl:
     ids = "|".join(impl.impl_id for impl in chain.impls)
     digest = hashlib.sha256(f"{ids} strict={chain.strict}".encode()).hexdigest()[:8]
     # Inputs of an operator stay intact unless its schema says otherwise; ours says nothing.
-    guard = plan.counted(call_guard(dataclasses.replace(chain, grants=frozenset())), chain.op, first)
+    guard = plan.counting(
+        call_guard(dataclasses.replace(chain, grants=frozenset())), chain.op, first.impl_id
+    )
     operators = {
         variant.name: _operator(spec, variant, f"{_word(first.impl_id)}_{digest}", guard)
         for variant in spec.variants
@@ -64,14 +66,17 @@ def _operator(
 ) -> Callable[..., Any]:
     """One torch.library operator: the schema's arguments in, the contract's call inside."""
     name = "_".join(filter(None, (spec.name, variant.name, suffix)))
+    absent = {
+        p.name: None if p.default is p.empty else p.default
+        for p in spec.signature.parameters.values()
+    }
     fresh = name not in _bodies
-    slots = [
-        variant.parameters.index(p) if p in variant.parameters else None for p in spec.parameters
-    ]
     single = variant.returns == 1
 
     def contract_args(args: tuple[Any, ...]) -> list[Any]:
-        return [None if slot is None else args[slot] for slot in slots]
+        # torch leaves out trailing arguments that equal the schema's defaults.
+        given = dict(zip(variant.parameters, args, strict=False))
+        return [given.get(p, absent[p]) for p in spec.parameters]
 
     def body(*args: Any) -> Any:
         result = guard(*contract_args(args))
@@ -104,19 +109,25 @@ def _router(spec: OpSpec, operators: dict[str, Callable[..., Any]]) -> Callable[
         call = f"_op{number}({', '.join(variant.parameters)})"
         left_out = [p for p in spec.parameters if p not in variant.parameters]
         test = " and ".join(f"{p} is None" for p in left_out) or "True"
-        lines += [f"    if {test}:", f"        return {f'({call}, None)' if variant.pads else call}"]
+        lines += [
+            f"    if {test}:",
+            f"        return {f'({call}, None)' if variant.pads else call}",
+        ]
     exec("\n".join(lines), scope)
     router: Callable[..., Any] = scope[spec.name]
     return router
 
 
 def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
-    """An operator may not return one of its own inputs: copy where an implementation does."""
-    if isinstance(result, tuple):
-        return tuple(_fresh(part, args) for part in result)
-    if any(result is arg for arg in args if isinstance(arg, torch.Tensor)):
-        return result.clone()
-    return result
+    """An operator may return neither an input, nor a view of one, nor one tensor twice: copy."""
+    taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    parts = []
+    for part in result if isinstance(result, tuple) else (result,):
+        if any(torch._C._is_alias_of(part, other) for other in taken):  # type: ignore[attr-defined]
+            part = part.clone()
+        taken.append(part)
+        parts.append(part)
+    return tuple(parts) if isinstance(result, tuple) else parts[0]
 
 
 def _word(impl_id: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -120,46 +122,42 @@ class Plan:
 
             if is_opaque(first):
                 first = opaque_op(chain, self)
-            elif self.counts_calls:
-                first = self._counting_traces(first)
+            else:
+                counting = self.counting(first.fn, op, first.impl_id)
+                first = dataclasses.replace(first, fn=counting)
             # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
             return method_guard(
                 Chain(op, (first,), chain.spec, self.strict, chain.failures), layer, bare=True
             )
-        return self.counted(method_guard(chain, layer), op, first)
+        return self.counting(method_guard(chain, layer), op, first.impl_id)
 
-    def counted(self, bound: Callable[..., Any], op: str, impl: OpImpl) -> Callable[..., Any]:
-        """`bound`, counting its calls where the user asked for it."""
+    def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
+        """`bound`, counted where the user asked for it: its calls, or its tracings when compiled.
+
+        A compiler leaves no call of traced code behind, and an opaque operator is never traced.
+        """
         if not self.counts_calls:
             return bound
-        key = (op, impl.impl_id)
+        count = self._counter((op, impl_id))
 
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            self.calls[key] += 1
+        @functools.wraps(bound)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            count()
             return bound(*args, **kwargs)
 
-        return counting
+        return counted
 
-    def _counting_traces(self, impl: OpImpl) -> OpImpl:
-        """A traceable implementation leaves no call behind: count when it is traced."""
-        import dataclasses
-
-        from torch._dynamo import assume_constant_result
-
-        key = (impl.op_name, impl.impl_id)
-
-        @assume_constant_result  # runs while Dynamo traces, and is a constant afterwards
+    def _counter(self, key: tuple[str, str]) -> Callable[[], int]:
         def count() -> int:
             self.calls[key] += 1
             return 0
 
-        fn = impl.fn
+        if self.mode == "eager":
+            return count
+        from torch._dynamo import assume_constant_result
 
-        def traced(*args: Any) -> Any:
-            count()
-            return fn(*args)
-
-        return dataclasses.replace(impl, fn=traced)
+        marked: Callable[[], int] = assume_constant_result(count)  # runs while Dynamo traces
+        return marked
 
     def line(self) -> str:
         """The plan in one line, for the log at start."""
@@ -199,9 +197,7 @@ class _Sealed:
             log.info("Op '%s' fallback to %s", self.op, describe(impl))
 
 
-def make_plan(
-    manager: OpManager, mode: Mode, *, notes: Mapping[str, str] | None = None
-) -> Plan:
+def make_plan(manager: OpManager, mode: Mode, *, notes: Mapping[str, str] | None = None) -> Plan:
     """Resolve every contract's op for an engine.
 
     Args:

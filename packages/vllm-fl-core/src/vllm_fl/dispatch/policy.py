@@ -50,7 +50,7 @@ class Token:
         head, colon, name = text.strip().partition(":")
         if head in (*KINDS, "stock") and not colon:
             return cls(head)  # type: ignore[arg-type]
-        if head in ("vendor", "impl") and name:
+        if head in ("vendor", "impl") and name and not any(map(str.isspace, name)):
             return cls(head, name)  # type: ignore[arg-type]
         raise ValueError(
             f"{text!r} is no token; use flagos, reference, vendor, vendor:NAME, impl:ID or stock."
@@ -177,6 +177,11 @@ class SelectionPolicy:
         # A policy is a key of the call path's table: hash it once, not at every call.
         fields = (self.prefer, self.strict, tuple(orders.items()))
         object.__setattr__(self, "_hash", hash((fields, self.allow_vendors, self.deny_vendors)))
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        # Built anew where it arrives: another process hashes text differently.
+        lists = (dict(self.per_op_order), self.allow_vendors, self.deny_vendors)
+        return (SelectionPolicy, (self.prefer, self.strict, *lists))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]

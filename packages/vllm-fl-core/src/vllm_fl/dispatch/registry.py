@@ -124,9 +124,7 @@ class OpRegistry:
             }
             self._snapshot = RegistrySnapshot(
                 MappingProxyType({op: found for op, found in kept.items() if found}),
-                MappingProxyType(
-                    {k: o for k, o in self._snapshot.owners.items() if k not in gone}
-                ),
+                MappingProxyType({k: o for k, o in self._snapshot.owners.items() if k not in gone}),
             )
 
     def clear(self) -> None:

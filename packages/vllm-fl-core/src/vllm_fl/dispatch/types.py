@@ -205,10 +205,11 @@ def availability_of(impl: OpImpl | AttentionImpl) -> Availability:
 
 
 def _probe(impl: OpImpl | AttentionImpl) -> Availability:
-    if impl.available is None:
+    available = impl.available or _older_probe(getattr(impl, "fn", None))
+    if available is None:
         return True
     try:
-        verdict = impl.available()
+        verdict = available()
     except Exception as error:  # a probe that breaks is a negative with a reason, never a crash
         return f"its availability check raised {type(error).__name__}: {error}"
     if verdict is True:
@@ -216,6 +217,13 @@ def _probe(impl: OpImpl | AttentionImpl) -> Availability:
     if isinstance(verdict, str) and verdict:
         return verdict
     return "its availability check said no and gave no reason"
+
+
+def _older_probe(fn: object) -> Callable[[], Availability] | None:
+    """How the older form says it: on the function, or on the backend that it is a method of."""
+    probe = getattr(fn, "_is_available", None)
+    probe = probe or getattr(getattr(fn, "__self__", None), "is_available", None)
+    return probe if callable(probe) else None
 
 
 def _check_identity(who: str, impl: OpImpl | AttentionImpl) -> None:

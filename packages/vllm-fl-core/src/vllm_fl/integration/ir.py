@@ -57,7 +57,9 @@ def register_providers() -> None:
             continue
         plain, fused, supports_plain, supports_fused = _provider(impl, name)
         available = impl.is_available()
-        ir.ops.rms_norm.register_impl(name, supported=available, supports_args=supports_plain)(plain)
+        ir.ops.rms_norm.register_impl(name, supported=available, supports_args=supports_plain)(
+            plain
+        )
         ir.ops.fused_add_rms_norm.register_impl(
             name, supported=available, supports_args=supports_fused, inplace=bool(impl.consumes)
         )(fused)
@@ -80,9 +82,7 @@ def _provider(impl: OpImpl, name: str) -> tuple[Callable[..., Any], ...]:
         epsilon: float,
         variance_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = _bound[name](
-            x, x_residual, weight, epsilon, variance_size
-        )
+        result: tuple[Tensor, Tensor] = _bound[name](x, x_residual, weight, epsilon, variance_size)
         return result
 
     supports = impl.supports
@@ -126,17 +126,34 @@ def prioritise(default: Any, vllm_config: VllmConfig) -> Any:
 
 def bind_providers(plan: Plan) -> None:
     """Let the providers call what the plan says, for the model that is built next."""
+    _count_native(plan)
     for impl in _norms():
         if impl not in plan.entries["rms_norm"].impls:
             continue
         if plan.mode == "eager":
             # vLLM has asked `supports` just before: the implementation itself is enough.
-            bound = plan.counted(impl.fn, "rms_norm", impl)
+            bound = plan.counting(impl.fn, "rms_norm", impl.impl_id)
         elif is_opaque(impl):
             bound = opaque_op(plan.chain("rms_norm", first=impl, last=native_norm()), plan).fn
         else:
             bound = impl.fn
         _bound[provider_name(impl)] = bound
+
+
+def _count_native(plan: Plan) -> None:
+    """Count vLLM's native norms as the reference that they are to us, where counting is on."""
+    from vllm import ir
+
+    impl = plan.entries["rms_norm"].impl
+    for op in IR_OPS:
+        native = getattr(ir.ops, op).impls["native"]
+        native.impl_fn = original = _native.setdefault(op, native.impl_fn)
+        if plan.counts_calls and impl is not None and impl.kind is BackendImplKind.REFERENCE:
+            native.impl_fn = plan.counting(original, "rms_norm", impl.impl_id)
+
+
+_native: dict[str, Callable[..., Any]] = {}
+"""IR op -> vLLM's native function, as it was before anything counted it."""
 
 
 def native_norm() -> OpImpl:

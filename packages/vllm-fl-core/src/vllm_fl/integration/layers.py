@@ -32,7 +32,8 @@ def _stock(op: str, fn: Callable[..., Any]) -> OpImpl:
 
 
 def _silu_and_mul(x: Tensor) -> Tensor:
-    return activation.SiluAndMul.forward_native(x)
+    result: Tensor = activation.SiluAndMul.forward_native(x)
+    return result
 
 
 def _gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
@@ -51,9 +52,10 @@ def _rotary_embedding(
     import torch
 
     cache = torch.cat((cos, sin), dim=-1)
-    return RotaryEmbedding.forward_static(
+    rotated: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
         position_ids, query, key, query.shape[-1], cache.shape[-1], cache, not rotary_interleaved
     )
+    return rotated
 
 
 def _from_positions(layer: Any, rotate: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +95,9 @@ def replace_layers() -> None:
             if not taken[name].__module__.startswith(__name__):
                 log.warning(
                     "Layer %s is left to %s.%s, which another plugin registered before vllm-fl",
-                    name, taken[name].__module__, taken[name].__qualname__,
+                    name,
+                    taken[name].__module__,
+                    taken[name].__qualname__,
                 )
             continue
         layer = type(
@@ -126,11 +130,10 @@ def _replacements() -> list[tuple[type, str, dict[str, Any]]]:
 def _ropes() -> list[type]:
     """RotaryEmbedding and those of its subclasses that inherit every forward of it."""
     ropes: list[type] = [RotaryEmbedding]
-    for cls in ropes:
-        ropes += [
-            sub
-            for sub in cls.__subclasses__()
-            if not any(name.startswith("forward") for name in vars(sub))
-            and sub.__module__.startswith("vllm.")
-        ]
+    for cls in ropes:  # grows while it is walked: subclasses of subclasses count too
+        subclasses: list[type] = cls.__subclasses__()
+        for rope in subclasses:
+            own_forward = any(name.startswith("forward") for name in vars(rope))
+            if rope.__module__.startswith("vllm.") and not own_forward:
+                ropes.append(rope)
     return ropes

@@ -15,7 +15,12 @@ __all__ = ["PlatformOverlay", "is_overlay", "overlay_path", "platform_name"]
 
 PREFIX = "Overlay__"
 
-KNOWN = {"CpuPlatform": "cpu", "ZenCpuPlatform": "cpu", "CudaPlatform": "cuda", "NvmlCudaPlatform": "cuda"}
+KNOWN = {
+    "CpuPlatform": "cpu",
+    "ZenCpuPlatform": "cpu",
+    "CudaPlatform": "cuda",
+    "NvmlCudaPlatform": "cuda",
+}
 """vLLM's platform classes that we lay ourselves over, with the name that settings use."""
 
 

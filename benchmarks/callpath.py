@@ -1,0 +1,269 @@
+"""What a call costs over a direct call of the same function, in nanoseconds.
+
+Every form is called in turn, round after round, beside the direct call that it is compared with;
+the figure is the median of the differences inside a round. The implementation does nothing, so
+that only the way to it counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import timeit
+from contextvars import copy_context
+from typing import Any
+
+from figures import Figure, figure, paired
+
+from vllm_fl.dispatch import (
+    BackendImplKind,
+    OpImpl,
+    OpManager,
+    OpRegistry,
+    SelectionPolicy,
+    dispatch_method,
+    policy_context,
+    set_log_level,
+)
+from vllm_fl.dispatch.plan import building, make_plan
+from vllm_fl.dispatch.registry import Owner
+
+__all__ = ["measure"]
+
+ROUNDS, CALLS, OPAQUE_CALLS = 300, 5_000, 500
+OP = "silu_and_mul"
+
+
+def silu_and_mul(x: Any) -> Any:
+    """The implementation: what it gets, at once."""
+    return x
+
+
+def rms_norm(
+    x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
+) -> Any:
+    """The same for an op whose layer provides half of the arguments."""
+    return x
+
+
+def supports(x: Any) -> bool:
+    """A predicate that costs nothing but its call."""
+    return True
+
+
+class Case:
+    """A statement that is timed.
+
+    Args:
+        stmt: one call.
+        given: the names in it.
+    """
+
+    def __init__(self, stmt: str, **given: Any) -> None:
+        # Local names: the look-up of a global is no part of any form of call.
+        setup = f"{', '.join(given)}, = given"
+        self.timer = timeit.Timer(stmt, setup, globals={"given": tuple(given.values())})
+        self.context = copy_context()  # a case that is made inside a policy_context stays inside
+        self.times: list[float] = []
+
+    def run(self, calls: int) -> None:
+        """One round, in nanoseconds per call."""
+        self.times.append(self.context.run(self.timer.timeit, calls) / calls * 1e9)
+
+
+Comparison = tuple[str, Case, Case, float | None]
+"""What is compared, the case, the case that it is compared with, and the bar in nanoseconds."""
+
+
+class Plain:
+    """A layer whose method is the implementation, kept as vLLM's CustomOp keeps it."""
+
+    def __init__(self) -> None:
+        self._forward_method = self.forward_oot
+
+    def forward_oot(self, x: Any) -> Any:
+        return x
+
+
+class Calling(Plain):
+    """A layer whose method calls the implementation, as a hand-written `forward_oot` does."""
+
+    def forward_oot(self, x: Any) -> Any:
+        return silu_and_mul(x)
+
+
+class Bound:
+    """A layer whose method is bound to the plan while it is built."""
+
+    forward_oot = dispatch_method(OP)
+
+    def __init__(self) -> None:
+        self._forward_method = self.forward_oot
+
+
+class Norm:
+    """What a norm's layer provides."""
+
+    weight = type("Weight", (), {"data": object()})
+    variance_epsilon = 1e-6
+    variance_size_override = None
+    has_weight = True
+
+
+class CallingNorm(Norm):
+    """A norm that calls the implementation by hand."""
+
+    def __init__(self) -> None:
+        self._forward_method = self.forward_oot
+
+    def forward_oot(self, x: Any, residual: Any = None) -> Any:
+        return rms_norm(
+            x, residual, self.weight.data, self.variance_epsilon, self.variance_size_override
+        )
+
+
+class BoundNorm(Norm):
+    """A norm bound to the plan."""
+
+    forward_oot = dispatch_method("rms_norm")
+
+    def __init__(self) -> None:
+        self._forward_method = self.forward_oot
+
+
+def manager(
+    impls: int, policy: SelectionPolicy | None = None, *, others: int = 0, **options: Any
+) -> OpManager:
+    """A manager with so many implementations of the op, each from a plugin of its own.
+
+    Args:
+        impls: implementations of the op that is called.
+        policy: the global policy.
+        others: further ops, each with one implementation.
+        options: of the implementations of the op.
+    """
+    registry = OpRegistry()
+    for n in range(impls):
+        registry.register_many(
+            [
+                OpImpl(OP, f"vendor.v{n}", BackendImplKind.VENDOR, silu_and_mul, f"v{n}", **options),
+                OpImpl("rms_norm", f"vendor.v{n}", BackendImplKind.VENDOR, rms_norm, f"v{n}"),
+            ],
+            Owner(f"v{n}"),
+        )
+    registry.register_many(
+        OpImpl(f"op_{n}", "vendor.v0", BackendImplKind.VENDOR, silu_and_mul, "v0")
+        for n in range(others)
+    )
+    return OpManager(registry, policy)
+
+
+def measure(options: argparse.Namespace) -> list[Figure]:
+    """The figures of the call path."""
+    set_log_level("WARNING")
+    rounds = options.rounds or ROUNDS
+    return [
+        *compare([*layers(), *functions()], rounds, CALLS),
+        *compare(opaque(), rounds, OPAQUE_CALLS),
+    ]
+
+
+def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figure]:
+    """Run all cases in turn, round after round, each round from another one on."""
+    cases = list(dict.fromkeys(case for _, *pair, _ in comparisons for case in pair))
+    for case in cases:
+        case.run(calls)
+        case.times.clear()
+    for n in range(rounds):
+        start = n % len(cases)
+        for case in (*cases[start:], *cases[:start]):
+            case.run(calls)
+    return [
+        figure(what, "ns", paired(case.times, over.times), at_most=bar)
+        for what, case, over, bar in comparisons
+    ]
+
+
+def layers() -> list[Comparison]:
+    """Calls of a layer's method, in an eager engine."""
+    x = object()
+
+    def method(layer: object) -> Case:
+        return Case("layer._forward_method(x)", layer=layer, x=x)
+
+    def norm(layer: object) -> Case:
+        return Case("layer._forward_method(x, x)", layer=layer, x=x)
+
+    plain, bound = method(Plain()), method(engine_layer(Bound, manager(10)))
+    asking = method(engine_layer(Bound, manager(10, supports=supports)))
+    return [
+        ("bound layer call over a plain method call", bound, plain, 30),
+        ("  over a method that calls the function by hand", bound, method(Calling()), None),
+        ("  with supports, over a plain method call", asking, plain, None),
+        (
+            "  rms_norm over a method that calls it by hand",
+            norm(engine_layer(BoundNorm, manager(10))),
+            norm(CallingNorm()),
+            None,
+        ),
+    ]
+
+
+def functions() -> list[Comparison]:
+    """Calls from a script: `resolve_op` and `call_op`."""
+    x = object()
+    direct = Case("f(x)", f=silu_and_mul, x=x)
+
+    def resolved(owner: OpManager) -> Case:
+        return Case("f(x)", f=owner.resolve(OP), x=x)
+
+    def called(owner: OpManager, arguments: str = "x") -> Case:
+        return Case(f"f({OP!r}, {arguments})", f=owner.call, x=x)
+
+    strict = SelectionPolicy(strict=True)
+    with policy_context(strict):
+        inside = called(manager(10))
+    ten, hundred, thousand = (called(manager(n)) for n in (10, 100, 1000))
+    return [
+        ("resolve_op result over the function, strict", resolved(manager(10, strict)), direct, 50),
+        ("  not strict", resolved(manager(10)), direct, None),
+        ("  with supports", resolved(manager(10, supports=supports)), direct, None),
+        ("call_op over a direct call, 10 implementations", ten, direct, 300),
+        ("  100 implementations", hundred, direct, 300),
+        ("  1000 implementations, of 1000 plugins", thousand, direct, 300),
+        ("  1000 further ops", called(manager(10, others=1000)), direct, 300),
+        ("  100 implementations over 10: flat", hundred, ten, None),
+        ("  1000 implementations over 10: flat", thousand, ten, None),
+        ("  with supports", called(manager(10, supports=supports)), direct, None),
+        ("  by keyword", called(manager(10), "x=x"), direct, None),
+        ("  inside policy_context", inside, direct, None),
+    ]
+
+
+def opaque() -> list[Comparison]:
+    """What torch.library costs, which a compiled plan puts around an opaque implementation."""
+    import torch
+
+    out = torch.empty(1)
+
+    def ready(x: Any) -> Any:
+        return out
+
+    registry = OpRegistry()
+    registry.register_impl(OpImpl(OP, "vendor.v0", BackendImplKind.VENDOR, ready, "v0"))
+    layer = engine_layer(Bound, OpManager(registry), mode="compiled")
+    x = torch.empty(2)
+    called = Case("layer._forward_method(x)", layer=layer, x=x)
+    return [
+        (
+            "opaque op of a compiled plan over a direct call",
+            called,
+            Case("f(x)", f=ready, x=x),
+            None,
+        )
+    ]
+
+
+def engine_layer(cls: type, owner: OpManager, mode: Any = "eager") -> Any:
+    """A layer of this class, built as inside an engine: on a plan."""
+    with building(make_plan(owner, mode)):
+        return cls()

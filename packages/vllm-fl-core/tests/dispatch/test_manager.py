@@ -1,0 +1,602 @@
+"""The manager: calling, falling back, demoting, what it says, and what ends a demotion."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from making import X, failing, half, managing, norm, refusing, silu
+from vllm_fl.dispatch.context import policy_context
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.errors import (
+    AllFailedError,
+    CallError,
+    NoImplementationError,
+    PolicySealedError,
+    UnknownOpError,
+    VllmFLError,
+)
+
+OP = "silu_and_mul"
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """The (level, line)s of the log, while they are written."""
+    caplog.set_level(logging.INFO, logger="vllm_fl")
+    seen: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda r: seen.append((r.levelname, r.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm_fl.dispatch")
+    logger.addHandler(handler)
+    yield seen
+    logger.removeHandler(handler)
+
+
+class TestLogLines:
+    def test_using_is_said_once(self, lines: list[tuple[str, str]]) -> None:
+        manager = managing(silu("vendor.acme"), silu("default.flagos"))
+        for _ in range(3):
+            manager.call(OP, X)
+        assert lines == [
+            ("INFO", "Op 'silu_and_mul' using 'default.flagos' (kind=flagos, vendor=None)")
+        ]
+
+    def test_switched(self, lines: list[tuple[str, str]]) -> None:
+        manager = managing(silu("vendor.acme"), silu("default.flagos"))
+        manager.call(OP, X)
+        manager.set_policy(SelectionPolicy(prefer="vendor"))
+        for _ in range(2):
+            manager.call(OP, X)
+        assert lines[1:] == [
+            (
+                "INFO",
+                "Op 'silu_and_mul' switched from 'default.flagos' to 'vendor.acme' "
+                "(kind=vendor, vendor=acme)",
+            )
+        ]
+
+    def test_failed_then_fallback(self, lines: list[tuple[str, str]]) -> None:
+        manager = managing(failing("default.flagos", ValueError("boom")), silu("reference.torch"))
+        for _ in range(3):
+            manager.call(OP, X)
+        assert lines == [
+            ("INFO", "Op 'silu_and_mul' using 'default.flagos' (kind=flagos, vendor=None)"),
+            ("WARNING", "Implementation 'default.flagos' failed for op 'silu_and_mul': boom"),
+            (
+                "INFO",
+                "Op 'silu_and_mul' fallback to 'reference.torch' (kind=reference, vendor=None)",
+            ),
+        ]
+
+    def test_the_last_one_and_all(self, lines: list[tuple[str, str]]) -> None:
+        manager = managing(
+            failing("default.flagos", ValueError("boom")),
+            failing("reference.torch", ValueError("bang")),
+        )
+        with pytest.raises(AllFailedError) as caught:
+            manager.call(OP, X)
+        assert lines[-1] == (
+            "ERROR",
+            "Last implementation 'reference.torch' failed for op 'silu_and_mul': bang",
+        )
+        assert str(caught.value).startswith(
+            "All 2 implementation(s) failed for op='silu_and_mul'. Last error: ValueError: bang"
+        )
+
+    def test_a_refusal_is_said_once(self, lines: list[tuple[str, str]]) -> None:
+        manager = managing(refusing("vendor.acme", "needs bf16"), silu("reference.torch"))
+        for _ in range(3):
+            manager.call(OP, X)
+        assert [line for _, line in lines] == [
+            "Op 'silu_and_mul' using 'vendor.acme' (kind=vendor, vendor=acme)",
+            "Implementation 'vendor.acme' refused op 'silu_and_mul': needs bf16",
+            "Op 'silu_and_mul' fallback to 'reference.torch' (kind=reference, vendor=None)",
+        ]
+
+
+class TestFallback:
+    def test_a_refusal_goes_on_for_that_call_and_demotes_nothing(self) -> None:
+        def supports(x: torch.Tensor) -> bool | str:
+            return True if x.dtype == torch.bfloat16 else "needs bf16"
+
+        manager = managing(silu("vendor.acme", 10.0, supports=supports), silu("reference.torch", 1))
+        assert manager.call(OP, X)[0, 0] == 2
+        assert manager.call(OP, X.bfloat16())[0, 0] == 11
+        assert manager.demotions == {}
+        assert manager.fallbacks == {(OP, "reference.torch"): 1}
+
+    def test_not_implemented_is_a_refusal(self) -> None:
+        manager = managing(
+            failing("vendor.acme", NotImplementedError("no fp32")), silu("reference.torch", 1)
+        )
+        assert [manager.call(OP, X)[0, 0] for _ in range(2)] == [2, 2]
+        assert manager.demotions == {}
+        assert manager.fallbacks == {(OP, "reference.torch"): 2}
+
+    def test_an_exception_demotes_and_is_not_run_again(self) -> None:
+        runs = []
+
+        def broken(x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            raise ValueError("boom")
+
+        manager = managing(silu("vendor.acme", fn=broken), silu("reference.torch", 1))
+        for _ in range(3):
+            assert manager.call(OP, X)[0, 0] == 2
+        assert runs == [1]
+        assert manager.demotions == {(OP, "vendor.acme"): "failed earlier: ValueError: boom"}
+        assert manager.fallbacks == {(OP, "reference.torch"): 1}
+        assert manager.get_selected_impl_id(OP) == "reference.torch"
+        rejected = dict(manager.trace(OP).rejected)
+        assert rejected == {"vendor.acme": "failed earlier: ValueError: boom"}
+
+    def test_what_was_resolved_or_bound_before_the_demotion_keeps_to_it(self) -> None:
+        runs = []
+
+        def broken(x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            raise ValueError("boom")
+
+        manager = managing(silu("vendor.acme", fn=broken), silu("reference.torch", 1))
+        resolved, bound = manager.resolve(OP), manager.bind(OP, object())
+        for function in (resolved, bound, resolved, bound):
+            assert function(X)[0, 0] == 2
+        assert runs == [1]
+        manager.clear_failed_impls()
+        assert resolved(X)[0, 0] == 2
+        assert runs == [1, 1]
+
+    def test_a_demotion_is_of_one_op(self) -> None:
+        manager = managing(
+            failing("vendor.acme", ValueError("boom")),
+            silu("reference.torch"),
+            norm("vendor.acme", lambda x, residual: x),
+        )
+        manager.call(OP, X)
+        assert manager.get_selected_impl_id("rms_norm") == "vendor.acme"
+
+    @pytest.mark.parametrize("how", ["clear", "clear this op", "policy", "reset policy"])
+    def test_what_ends_a_demotion(self, how: str) -> None:
+        manager = managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))
+        manager.call(OP, X)
+        assert manager.demotions
+        {
+            "clear": lambda: manager.clear_failed_impls(),
+            "clear this op": lambda: manager.clear_failed_impls(OP),
+            "policy": lambda: manager.set_policy(SelectionPolicy()),
+            "reset policy": lambda: manager.set_policy(None),
+        }[how]()
+        assert manager.demotions == {}
+        assert manager.get_selected_impl_id(OP) == "vendor.acme"
+
+    def test_clearing_another_op_or_a_block_does_not_end_it(self) -> None:
+        manager = managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))
+        manager.call(OP, X)
+        manager.clear_failed_impls("rms_norm")
+        with policy_context(SelectionPolicy(prefer="vendor")):
+            assert manager.get_selected_impl_id(OP) == "reference.torch"
+        assert set(manager.demotions) == {(OP, "vendor.acme")}
+
+    def test_when_all_are_demoted_the_next_call_still_says_each_cause(self) -> None:
+        manager = managing(
+            failing("default.flagos", ValueError("boom")),
+            failing("reference.torch", KeyError("bang")),
+        )
+        with pytest.raises(AllFailedError):
+            manager.call(OP, X)
+        with pytest.raises(NoImplementationError) as caught:
+            manager.call(OP, X)
+        assert dict(caught.value.rejected) == {
+            "default.flagos": "failed earlier: ValueError: boom",
+            "reference.torch": "failed earlier: KeyError: 'bang'",
+        }
+
+    def test_all_failed_has_fields(self) -> None:
+        boom, bang = ValueError("boom"), ValueError("bang")
+        manager = managing(
+            failing("default.flagos", boom),
+            refusing("vendor.acme", "needs bf16"),
+            failing("reference.torch", bang),
+        )
+        with pytest.raises(AllFailedError) as caught:
+            manager.call(OP, X)
+        error = caught.value
+        assert isinstance(error, VllmFLError)
+        assert (error.op, error.cause, error.__cause__) == (OP, bang, bang)
+        assert error.causes == (
+            ("default.flagos", boom),
+            ("vendor.acme", "needs bf16"),
+            ("reference.torch", bang),
+        )
+        for _, cause in error.causes:
+            assert str(cause) in str(error)
+        assert "vllm-fl explain silu_and_mul" in str(error)
+
+
+class TestStrict:
+    def test_the_first_failure_is_raised_itself(self) -> None:
+        boom = ValueError("boom")
+        manager = managing(failing("vendor.acme", boom), silu("reference.torch"), strict=True)
+        for _ in range(2):
+            with pytest.raises(ValueError) as caught:
+                manager.call(OP, X)
+            assert caught.value is boom
+        assert manager.demotions == {}
+        assert manager.fallbacks == {}
+
+    @pytest.mark.parametrize("cause", ["needs bf16", NotImplementedError("needs bf16")])
+    def test_a_refusal_is_an_error(self, cause: Any) -> None:
+        first = (
+            refusing("vendor.acme", cause)
+            if isinstance(cause, str)
+            else failing("vendor.acme", cause)
+        )
+        manager = managing(first, silu("reference.torch"), strict=True)
+        with pytest.raises(AllFailedError, match="needs bf16") as caught:
+            manager.call(OP, X)
+        assert caught.value.causes == (("vendor.acme", cause),)
+
+    def test_in_a_block_only(self) -> None:
+        manager = managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))
+        with policy_context(SelectionPolicy(strict=True)), pytest.raises(ValueError, match="boom"):
+            manager.call(OP, X)
+        assert manager.call(OP, X).shape == (2, 4)
+
+
+class TestConsuming:
+    @staticmethod
+    def overwriting(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        x += residual
+        residual.copy_(x)
+        return x, residual
+
+    def test_a_callers_inputs_stay_intact(self) -> None:
+        manager = managing(norm("vendor.acme", self.overwriting, consumes={"x", "residual"}))
+        x, residual = torch.ones(2, 4), torch.ones(2, 4)
+        first, second = manager.call("rms_norm", x, residual, None, 1e-6)
+        assert first.eq(2).all() and second.eq(2).all()
+        assert x.eq(1).all() and residual.eq(1).all()
+
+    def test_a_layer_grants_what_it_owns(self) -> None:
+        class Layer:
+            weight = torch.ones(4)
+            variance_epsilon = 1e-6
+
+        manager = managing(norm("vendor.acme", self.overwriting, consumes={"x", "residual"}))
+        x, residual = torch.ones(2, 4), torch.ones(2, 4)
+        manager.bind("rms_norm", Layer(), frozenset({"residual"}))(x, residual)
+        assert x.eq(1).all() and residual.eq(2).all()
+
+    def test_a_failure_is_raised_and_nothing_else_is_tried(self) -> None:
+        def half_written(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+            x[0] = float("nan")
+            raise ValueError("boom")
+
+        ran = []
+        manager = managing(
+            norm("vendor.acme", half_written, consumes={"x"}),
+            norm("reference.torch", lambda x, residual: ran.append(1)),
+        )
+        with pytest.raises(ValueError, match="boom"):
+            manager.call("rms_norm", torch.ones(2, 4), None, None, 1e-6)
+        assert ran == []
+        assert manager.demotions == {}
+
+    def test_as_a_later_candidate_it_still_works_on_copies(self) -> None:
+        manager = managing(
+            norm("default.flagos", lambda x, residual: None, verdict=lambda: "no"),
+            norm("vendor.acme", self.overwriting, consumes={"x", "residual"}),
+        )
+        x, residual = torch.ones(2, 4), torch.ones(2, 4)
+        assert manager.call("rms_norm", x, residual, None, 1e-6)[0].eq(2).all()
+        assert x.eq(1).all() and residual.eq(1).all()
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+class AcceleratorError(RuntimeError):
+    """Named as torch's."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("tried to allocate"),
+        AcceleratorError("unspecified launch failure"),
+        MemoryError(),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("NPU error 507011"),
+        torch.OutOfMemoryError("tried to allocate"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_device_errors_are_raised_and_nothing_is_demoted(error: Exception, strict: bool) -> None:
+    manager = managing(failing("vendor.acme", error), silu("reference.torch"), strict=strict)
+    with pytest.raises(type(error)) as caught:
+        manager.call(OP, X)
+    assert caught.value is error
+    assert manager.demotions == {}
+
+
+class TestCallersMistakes:
+    @pytest.mark.parametrize(
+        ("args", "kwargs", "argument"),
+        [
+            ((), {}, "x"),
+            ((X, X), {}, "(call)"),
+            ((X,), {"y": 1}, "y"),
+            ((X,), {"x": X}, "x"),
+            (([1.0],), {}, "x"),
+            ((torch.ones(2, 7),), {}, "x"),
+            ((torch.ones(2, 8, dtype=torch.int32),), {}, "x"),
+            ((torch.tensor(1.0),), {}, "x"),
+        ],
+    )
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_silu(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], argument: str, strict: bool
+    ) -> None:
+        def picky(x: torch.Tensor) -> torch.Tensor:
+            assert x.is_floating_point()
+            return x.view(-1, 2, 4)[:, 0]
+
+        manager = managing(silu("vendor.acme", fn=picky), silu("reference.torch"), strict=strict)
+        with pytest.raises(CallError) as caught:
+            manager.call(OP, *args, **kwargs)
+        assert caught.value.argument == argument
+        assert caught.value.op == OP
+        assert OP in str(caught.value) and caught.value.problem in str(caught.value)
+        assert caught.value.cause is not None
+        assert manager.demotions == {}
+
+    @pytest.mark.parametrize(
+        ("change", "argument"),
+        [
+            ({"weight": torch.ones(5)}, "weight"),
+            ({"residual": torch.ones(1, 4)}, "residual"),
+            ({"residual": torch.ones(2, 4).bfloat16()}, "residual"),
+            ({"epsilon": "small"}, "epsilon"),
+        ],
+    )
+    def test_rms_norm_names_the_argument(self, change: dict[str, Any], argument: str) -> None:
+        def broken(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+            raise RuntimeError("shapes do not match")
+
+        manager = managing(norm("vendor.acme", broken))
+        good = {"x": torch.ones(2, 4), "residual": None, "weight": None, "epsilon": 1e-6}
+        with pytest.raises(CallError) as caught:
+            manager.call("rms_norm", **(good | change))
+        assert caught.value.argument == argument
+        assert manager.demotions == {}
+
+    def test_a_missing_argument_is_named(self) -> None:
+        manager = managing(norm("vendor.acme", lambda x, residual: x))
+        with pytest.raises(CallError) as caught:
+            manager.call("rms_norm", torch.ones(2, 4), None, None)
+        assert caught.value.argument == "epsilon"
+        assert "rms_norm(x, residual, weight, epsilon, variance_size=None)" in str(caught.value)
+
+    def test_everybody_refusing_a_mistake_is_the_mistake(self) -> None:
+        manager = managing(refusing("vendor.acme", "not a tensor"))
+        with pytest.raises(CallError) as caught:
+            manager.call(OP, "text")
+        assert caught.value.argument == "x"
+
+    def test_an_implementations_own_type_error_is_its_own(self) -> None:
+        manager = managing(failing("vendor.acme", TypeError("boom")), silu("reference.torch", 1))
+        assert manager.call(OP, X)[0, 0] == 2
+        assert set(manager.demotions) == {(OP, "vendor.acme")}
+
+
+class TestNothingToCall:
+    def test_an_unknown_op_says_what_was_meant(self) -> None:
+        with pytest.raises(UnknownOpError, match="'silu_and_mul'") as caught:
+            managing().call("silu_and_mull", X)
+        assert caught.value.op == "silu_and_mull"
+
+    def test_nothing_installed_says_what_to_install(self) -> None:
+        with pytest.raises(NoImplementationError, match="pip install vllm-fl-reference") as caught:
+            managing().call(OP, X)
+        assert (caught.value.op, caught.value.rejected) == (OP, ())
+
+    def test_everything_rejected_gives_each_reason(self) -> None:
+        manager = managing(
+            silu("vendor.acme"),
+            silu("reference.torch", available=lambda: "no torch"),
+            deny_vendors={"acme"},
+        )
+        with pytest.raises(NoImplementationError) as caught:
+            manager.call(OP, X)
+        assert dict(caught.value.rejected) == {
+            "vendor.acme": "deny_vendors names acme",
+            "reference.torch": "not available: no torch",
+        }
+        for impl_id, reason in caught.value.rejected:
+            assert f"{impl_id}: {reason}" in str(caught.value)
+
+
+class TestSeal:
+    def test_what_would_not_reach_the_layers_any_more_is_refused(self) -> None:
+        manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))
+        manager.seal("the engine")
+        for change in (
+            lambda: manager.set_policy(SelectionPolicy()),
+            lambda: manager.set_policy(None),
+            manager.clear_failed_impls,
+            lambda: manager.clear_failed_impls(OP),
+        ):
+            with pytest.raises(PolicySealedError, match="the engine"):
+                change()
+        assert manager.call(OP, X)[0, 0] == 3
+        with policy_context(SelectionPolicy(prefer="vendor")):
+            assert manager.call(OP, X)[0, 0] == 2
+
+
+class TestPolicies:
+    def test_set_policy_wants_a_policy(self) -> None:
+        with pytest.raises(TypeError, match="SelectionPolicy"):
+            managing().set_policy("vendor")  # type: ignore[arg-type]
+
+    def test_none_goes_back_to_the_one_that_was_given(self) -> None:
+        manager = managing(prefer="vendor")
+        manager.set_policy(SelectionPolicy(prefer="reference"))
+        manager.set_policy(None)
+        assert manager.policy.prefer == "vendor"
+
+    def test_one_that_is_set_before_the_first_use_stands_and_the_plugins_are_found(self) -> None:
+        policy = SelectionPolicy(prefer="reference")
+        manager = OpManager()
+        manager.set_policy(policy)
+        assert manager.startup is not None
+        assert manager.policy is policy
+        assert OpManager(policy=policy).startup is not None
+        assert OpManager(policy=policy).policy is policy
+
+    def test_a_block_beats_the_global_one(self) -> None:
+        manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))
+        with policy_context(SelectionPolicy(prefer="vendor")):
+            assert manager.call(OP, X)[0, 0] == 2
+            manager.set_policy(SelectionPolicy())
+            assert manager.call(OP, X)[0, 0] == 2
+        assert manager.call(OP, X)[0, 0] == 3
+
+
+class TestRegistering:
+    def test_what_is_registered_later_is_seen_by_the_next_call(self) -> None:
+        manager = managing(silu("reference.torch", 1))
+        assert manager.call(OP, X)[0, 0] == 2
+        manager.registry.register_impl(silu("vendor.acme", 2))
+        assert manager.call(OP, X)[0, 0] == 3
+        assert manager.get_selected_impl_id(OP) == "vendor.acme"
+
+    def test_an_op_without_contract_takes_what_its_implementations_take(self) -> None:
+        def fused(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+            return x * scale
+
+        def broken(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+            raise ValueError("boom")
+
+        manager = managing(
+            OpImpl("acme_fused", "vendor.acme", BackendImplKind.VENDOR, broken, "acme"),
+            OpImpl("acme_fused", "reference.torch", BackendImplKind.REFERENCE, fused),
+        )
+        assert manager.call("acme_fused", X, scale=3.0)[0, 0] == 3
+        assert manager.call("acme_fused", X)[0, 0] == 2
+        with pytest.raises(CallError) as caught:
+            manager.call("acme_fused", X, factor=3.0)
+        assert caught.value.argument == "factor"
+
+    def test_an_op_without_contract_whose_parameters_nobody_states(self) -> None:
+        def anything(*args: Any, **kwargs: Any) -> Any:
+            return args, kwargs
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise ValueError("boom")
+
+        manager = managing(
+            OpImpl("acme_any", "vendor.acme", BackendImplKind.VENDOR, broken, "acme"),
+            OpImpl("acme_any", "reference.torch", BackendImplKind.REFERENCE, anything),
+        )
+        for _ in range(2):
+            assert manager.call("acme_any", 1, two=2) == ((1,), {"two": 2})
+        assert set(manager.demotions) == {("acme_any", "vendor.acme")}
+
+
+class TestOlderForm:
+    """Functions that take the calling layer first, and methods of a backend."""
+
+    class Layer:
+        weight = torch.full((4,), 2.0)
+        variance_epsilon = 1e-6
+
+    def test_a_function_of_self_gets_the_layer(self) -> None:
+        def rms_norm(self: Any, x: torch.Tensor, residual: Any = None) -> Any:
+            return x * self.weight
+
+        manager = managing(
+            OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme")
+        )
+        assert manager.call_as_method("rms_norm", self.Layer(), torch.ones(2, 4))[0, 0] == 2
+        with pytest.raises(NoImplementationError, match="call_method_op") as caught:
+            manager.call("rms_norm", torch.ones(2, 4), None, None, 1e-6)
+        assert [impl_id for impl_id, _ in caught.value.rejected] == ["vendor.acme"]
+
+    def test_a_function_of_obj_with_a_parameter_more(self) -> None:
+        def rotary_embedding(
+            obj: Any,
+            query: Any,
+            key: Any,
+            cos: Any,
+            sin: Any,
+            position_ids: Any,
+            rotary_interleaved: bool = False,
+            inplace: bool = True,
+        ) -> Any:
+            return obj.name, query, rotary_interleaved, inplace
+
+        class Rope:
+            name = "rope"
+
+        manager = managing(
+            OpImpl(
+                "rotary_embedding", "vendor.acme", BackendImplKind.VENDOR, rotary_embedding, "acme"
+            )
+        )
+        got = manager.call_as_method("rotary_embedding", Rope(), "q", "k", "c", "s", "p", True)
+        assert got == ("rope", "q", True, True)
+
+    def test_bound_backend_methods(self) -> None:
+        class Backend:
+            def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+                return half(x) + 5
+
+            def gelu_and_mul(self, obj: Any, x: torch.Tensor) -> Any:
+                return obj.approximate
+
+        class Gelu:
+            approximate = "tanh"
+
+        backend = Backend()
+        manager = managing(
+            OpImpl(OP, "vendor.acme", BackendImplKind.VENDOR, backend.silu_and_mul, "acme"),
+            OpImpl(
+                "gelu_and_mul", "vendor.acme", BackendImplKind.VENDOR, backend.gelu_and_mul, "acme"
+            ),
+        )
+        assert manager.call(OP, X)[0, 0] == 6
+        assert manager.call_as_method("gelu_and_mul", Gelu(), X) == "tanh"
+
+    def test_it_falls_back_and_is_fallen_back_to(self) -> None:
+        def broken(self: Any, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("boom")
+
+        def sound(self: Any, x: torch.Tensor) -> torch.Tensor:
+            return half(x) + 5
+
+        manager = managing(
+            silu("default.flagos", fn=broken), refusing("vendor.acme", "no"), silu("reference.b", 1)
+        )
+        assert manager.call_as_method(OP, self.Layer(), X)[0, 0] == 2
+        manager = managing(refusing("vendor.acme", "no"), silu("reference.b", fn=sound))
+        assert manager.call_as_method(OP, self.Layer(), X)[0, 0] == 6
+        with pytest.raises(AllFailedError, match="no"):
+            manager.call(OP, X)
+
+
+def test_reading_the_registry_of_a_manager_with_its_own_starts_nothing() -> None:
+    registry = OpRegistry()
+    manager = OpManager(registry)
+    assert manager.registry is registry
+    assert manager.startup is None
+    assert manager.settings is None

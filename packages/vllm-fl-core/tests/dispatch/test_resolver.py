@@ -1,0 +1,345 @@
+"""Resolving, against a plain restatement of its rules, and by example."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from making import kind_of
+from vllm_fl.dispatch.policy import OpOrder, SelectionPolicy
+from vllm_fl.dispatch.resolver import STOCK, Trace, describe, resolve
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+
+VENDORS = ["acme", "beta", "cuda"]
+IDS = [
+    "default.flagos",
+    "default.other",
+    "reference.torch",
+    "reference.slow",
+    *(f"vendor.{name}" for name in VENDORS),
+]
+TOKENS = [
+    "flagos",
+    "vendor",
+    "reference",
+    "stock",
+    "vendor:nobody",
+    "impl:nobody",
+    *(f"vendor:{name}" for name in VENDORS),
+    *(f"impl:{impl_id}" for impl_id in IDS),
+]
+ORDERS = {
+    "flagos": ["flagos", "vendor", "reference"],
+    "vendor": ["vendor", "flagos", "reference"],
+    "reference": ["reference", "flagos", "vendor"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One situation, in words only: nothing of the code under test is in it."""
+
+    priorities: dict[str, int]
+    unavailable: dict[str, str]
+    barred: dict[str, str]
+    prefer: str
+    eager: list[str] | None
+    compiled: list[str] | None
+    allow: set[str] | None
+    deny: set[str]
+    mode: str
+    engine: bool
+
+    @property
+    def listed(self) -> list[str]:
+        written = self.eager if self.mode == "eager" else self.compiled
+        return ORDERS[self.prefer] if written is None else written
+
+    def refused(self, impl_id: str) -> bool:
+        """A filter, a bar or the machine keeps it out, wherever it is listed."""
+        head, name = impl_id.split(".")
+        if head == "vendor":
+            if name in self.deny:
+                return True
+            if self.allow is not None and name not in self.allow:
+                return True
+        return impl_id in self.barred or impl_id in self.unavailable
+
+    def expected(self) -> list[str]:
+        """The ids in the order in which they are tried."""
+        result: list[str] = []
+        for token in self.listed:
+            if token == "stock":
+                result += ["stock.vllm"] if self.engine else []
+                continue
+            group = [i for i in self.priorities if stands_under(i, token)]
+            group = [i for i in group if not self.refused(i) and i not in result]
+            result += sorted(group, key=lambda i: (-self.priorities[i], i))
+        if self.engine and "stock" not in self.listed:
+            result.append("stock.vllm")
+        return result
+
+    def impls(self, shuffled: int) -> list[OpImpl]:
+        ids = sorted(self.priorities)
+        random.Random(shuffled).shuffle(ids)
+        impls = []
+        for impl_id in ids:
+            kind, vendor = kind_of(impl_id)
+            verdict = self.unavailable.get(impl_id, True)
+            impls.append(
+                OpImpl(
+                    "silu_and_mul",
+                    impl_id,
+                    kind,
+                    print,
+                    vendor,
+                    self.priorities[impl_id],
+                    available=lambda verdict=verdict: verdict,
+                )
+            )
+        return impls
+
+    def policy(self) -> SelectionPolicy:
+        sides = {"eager": self.eager, "compiled": self.compiled}
+        order = {mode: tokens for mode, tokens in sides.items() if tokens is not None}
+        return SelectionPolicy(
+            prefer=self.prefer,
+            per_op_order={"silu_and_mul": order} if order else {},
+            allow_vendors=self.allow,
+            deny_vendors=self.deny,
+        )
+
+    def trace(self, shuffled: int = 0) -> Trace:
+        return resolve(
+            "silu_and_mul",
+            self.impls(shuffled),
+            self.policy(),
+            mode=self.mode,
+            barred=self.barred,
+            engine=self.engine,
+        )
+
+
+def stands_under(impl_id: str, token: str) -> bool:
+    head, name = impl_id.split(".")
+    if token.startswith("impl:"):
+        return impl_id == token[len("impl:") :]
+    if token.startswith("vendor:"):
+        return head == "vendor" and name == token[len("vendor:") :]
+    return token == {"default": "flagos"}.get(head, head)
+
+
+some_ids = st.lists(st.sampled_from(IDS), unique=True)
+orders = st.none() | st.lists(st.sampled_from(TOKENS), min_size=1, max_size=6, unique=True)
+cases = st.builds(
+    Case,
+    priorities=st.dictionaries(st.sampled_from(IDS), st.sampled_from([-1, 0, 50, 100, 999])),
+    unavailable=st.dictionaries(st.sampled_from(IDS), st.just("no device"), max_size=3),
+    barred=st.dictionaries(st.sampled_from(IDS), st.just("failed earlier"), max_size=3),
+    prefer=st.sampled_from(sorted(ORDERS)),
+    eager=orders,
+    compiled=orders,
+    allow=st.none() | st.sets(st.sampled_from(VENDORS)),
+    deny=st.sets(st.sampled_from(VENDORS), max_size=2),
+    mode=st.sampled_from(["eager", "compiled"]),
+    engine=st.booleans(),
+)
+
+
+@given(cases)
+def test_the_order_is_what_the_rules_say(case: Case) -> None:
+    assert [impl.impl_id for impl in case.trace().admitted] == case.expected()
+
+
+@given(cases)
+def test_everything_installed_is_in_the_trace_and_what_is_rejected_has_a_reason(
+    case: Case,
+) -> None:
+    trace = case.trace()
+    ids = [candidate.impl_id for candidate in trace.candidates]
+    assert sorted(ids) == sorted([*case.priorities, *(["stock.vllm"] if stock(trace) else [])])
+    assert all(reason for _, reason in trace.rejected)
+    assert [c.status for c in trace.candidates].count("selected") == (1 if case.expected() else 0)
+    if case.expected():
+        assert trace.selected is trace.admitted[0]
+    else:
+        assert trace.selected is None
+    for candidate in trace.candidates:
+        assert f"{candidate.status:<9} {candidate.impl_id}: {candidate.reason}" in str(trace)
+
+
+def stock(trace: Trace) -> bool:
+    return any(candidate.impl is STOCK for candidate in trace.candidates)
+
+
+@given(cases, st.integers())
+def test_it_does_not_depend_on_the_order_of_installation(case: Case, seed: int) -> None:
+    def seen(trace: Trace) -> list[tuple[str, str, str]]:
+        return [(c.impl_id, c.status, c.reason) for c in trace.candidates]
+
+    assert seen(case.trace(seed)) == seen(case.trace(0))
+
+
+@given(cases)
+def test_deny_beats_allow_and_a_list(case: Case) -> None:
+    admitted = {impl.impl_id for impl in case.trace().admitted}
+    assert not admitted & {f"vendor.{name}" for name in case.deny}
+    for impl_id, reason in case.trace().rejected:
+        head, name = impl_id.split(".")
+        if head == "vendor" and name in case.deny:
+            assert reason == f"deny_vendors names {name}"
+
+
+@given(cases)
+def test_a_preference_is_never_an_exclusion(case: Case) -> None:
+    installed = case.impls(0)
+    sets = {
+        frozenset(
+            impl.impl_id
+            for impl in resolve(
+                "silu_and_mul", installed, SelectionPolicy(prefer=kind), barred=case.barred
+            ).admitted
+        )
+        for kind in ORDERS
+    }
+    assert len(sets) == 1
+    assert sets == {
+        frozenset(set(case.priorities) - set(case.unavailable) - set(case.barred)),
+    }
+
+
+@given(cases, st.sampled_from(sorted(ORDERS)), st.booleans())
+def test_a_higher_preference_sorts_a_platforms_list_stably_and_a_users_never(
+    case: Case, kind: str, written_by_the_user: bool
+) -> None:
+    tokens = case.eager or ["flagos", "vendor:cuda", "vendor", "reference"]
+    order = OpOrder.of(tokens, pinned=written_by_the_user)
+    policy = SelectionPolicy(per_op_order={"silu_and_mul": order}).preferring(kind)
+    got = [str(token) for token in policy.order("silu_and_mul")]
+    assert sorted(got) == sorted(tokens)
+    if written_by_the_user:
+        assert got == tokens
+    else:
+        first = {"flagos": ("flagos", "impl:default."), "reference": ("reference", "impl:ref")}
+        starts = first.get(kind, ("vendor", "impl:vendor."))
+        preferred = [t for t in tokens if t.startswith(starts)]
+        assert got == preferred + [t for t in tokens if t not in preferred]
+
+
+# By example.
+
+
+def impl(impl_id: str, priority: int | None = None, **fields: object) -> OpImpl:
+    kind, vendor = kind_of(impl_id)
+    return OpImpl("silu_and_mul", impl_id, kind, print, vendor, priority, **fields)  # type: ignore[arg-type]
+
+
+def ids(trace: Trace) -> list[str]:
+    return [i.impl_id for i in trace.admitted]
+
+
+ALL = [impl("reference.torch"), impl("vendor.acme"), impl("vendor.beta"), impl("default.flagos")]
+
+
+def test_priority_counts_inside_a_token_and_never_across() -> None:
+    impls = [impl("reference.torch", 10_000), impl("vendor.acme", 1), impl("vendor.beta", 2)]
+    trace = resolve("silu_and_mul", impls, SelectionPolicy(prefer="vendor"))
+    assert ids(trace) == ["vendor.beta", "vendor.acme", "reference.torch"]
+
+
+def test_equal_priority_goes_by_id() -> None:
+    trace = resolve("silu_and_mul", ALL, SelectionPolicy(prefer="vendor"))
+    assert ids(trace)[:2] == ["vendor.acme", "vendor.beta"]
+
+
+def test_only_listed_tokens_are_tried() -> None:
+    policy = SelectionPolicy(per_op_order={"silu_and_mul": ["vendor:beta", "reference"]})
+    trace = resolve("silu_and_mul", ALL, policy)
+    assert ids(trace) == ["vendor.beta", "reference.torch"]
+    assert dict(trace.rejected) == {
+        "default.flagos": "not listed: vendor:beta|reference",
+        "vendor.acme": "not listed: vendor:beta|reference",
+    }
+
+
+def test_the_list_of_another_op_says_nothing_about_this_one() -> None:
+    policy = SelectionPolicy(per_op_order={"rms_norm": ["reference"]})
+    assert ids(resolve("silu_and_mul", ALL, policy))[0] == "default.flagos"
+
+
+def test_lists_by_mode() -> None:
+    policy = SelectionPolicy(per_op_order={"silu_and_mul": {"compiled": ["reference"]}})
+    assert ids(resolve("silu_and_mul", ALL, policy, mode="compiled")) == ["reference.torch"]
+    assert ids(resolve("silu_and_mul", ALL, policy))[0] == "default.flagos"
+
+
+@pytest.mark.parametrize(
+    ("engine", "tokens", "want"),
+    [
+        (True, ["reference"], ["reference.torch", "stock.vllm"]),
+        (True, ["stock", "reference"], ["stock.vllm", "reference.torch"]),
+        (True, ["vendor:nobody", "stock"], ["stock.vllm"]),
+        (False, ["stock", "reference"], ["reference.torch"]),
+        (False, ["stock"], []),
+    ],
+)
+def test_stock_is_last_unless_it_is_listed_and_only_inside_the_engine(
+    engine: bool, tokens: list[str], want: list[str]
+) -> None:
+    policy = SelectionPolicy(per_op_order={"silu_and_mul": tokens})
+    assert ids(resolve("silu_and_mul", ALL, policy, engine=engine)) == want
+
+
+def test_vendor_filters_look_at_kind_vendor_only() -> None:
+    policy = SelectionPolicy(allow_vendors=set(), deny_vendors={"flagos", "torch"})
+    assert ids(resolve("silu_and_mul", ALL, policy)) == ["default.flagos", "reference.torch"]
+
+
+def test_what_is_rejected_anyway_is_not_probed() -> None:
+    def probe() -> bool:
+        raise AssertionError("probed")
+
+    probed = impl("vendor.acme", available=probe)
+    policy = SelectionPolicy(deny_vendors={"acme"})
+    trace = resolve("silu_and_mul", [probed], policy)
+    assert trace.rejected == (("vendor.acme", "deny_vendors names acme"),)
+    trace = resolve("silu_and_mul", [probed], SelectionPolicy(), barred={"vendor.acme": "gone"})
+    assert trace.rejected == (("vendor.acme", "gone"),)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reason"),
+    [
+        ("no NPU", "not available: no NPU"),
+        (False, "not available: its availability check said no and gave no reason"),
+        (OSError("libacme.so"), "raised OSError: libacme.so"),
+    ],
+)
+def test_a_negative_keeps_its_reason_and_is_asked_once(verdict: object, reason: str) -> None:
+    asked = []
+
+    def probe() -> object:
+        asked.append(1)
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
+
+    probed = impl("vendor.acme", available=probe)
+    for _ in range(3):
+        trace = resolve("silu_and_mul", [probed], SelectionPolicy())
+        assert reason in dict(trace.rejected)["vendor.acme"]
+    assert asked == [1]
+
+
+def test_describe_is_the_log_lines_tail() -> None:
+    assert describe(impl("vendor.acme")) == "'vendor.acme' (kind=vendor, vendor=acme)"
+    assert describe(impl("default.flagos")) == "'default.flagos' (kind=flagos, vendor=None)"
+    assert describe(STOCK) == "'stock.vllm' (kind=stock, vendor=None)"
+
+
+def test_kinds_are_spelled_as_the_tokens_are() -> None:
+    assert [kind.value for kind in BackendImplKind] == ["flagos", "vendor", "reference"]

@@ -1,0 +1,114 @@
+"""The main job, shown: generate with stock vLLM and with vllm-fl, and compare.
+
+`nox -s quickstart` runs this with everything installed. It makes a tiny Qwen3 model with random
+weights and starts four engines: stock; vllm-fl as installed; stock in plain PyTorch
+(`custom_ops=["none"]`) and vllm-fl's reference plan, which must give the same logits bit for bit.
+It fails when an op that the model has a layer for was neither called, nor traced, nor left to vLLM
+by the plan, or when the logits are not what they should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+
+import tiny_model
+from engine_run import STOCK, EngineFailed, Job, largest_difference, run
+
+IN_QWEN3 = ("rms_norm", "rotary_embedding", "silu_and_mul")
+"""The ops that the model has layers for."""
+
+TOLERANCE = 0.05
+"""Largest difference of logits between the plan and stock, as a share of the largest logit.
+bfloat16 has 8 bits, and two right kernels differ by their rounding (~1 % here, after 2 layers);
+a wrong one differs by far more."""
+
+REFERENCE = {
+    "VLLM_FL_PREFER": "reference",
+    "VLLM_FL_PER_OP": ";".join(
+        f"{op}=reference" for op in ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
+    ),
+}
+
+
+def main() -> int:
+    """Run it. Exit status 0: all is well; 1: a finding, printed."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--compiled", action="store_true", help="with torch.compile, not eager")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(
+            model=str(tiny_model.make(Path(folder))),
+            prompts=[[(7 * i + 3 * j) % 500 + 3 for j in range(12 + i)] for i in range(8)],
+            new_tokens=16,
+            eager=not arguments.compiled,
+            rounds=3,
+        )
+        plain = Job(**{**vars(job), "options": {"compilation_config": {"custom_ops": ["none"]}}})
+        debug = {"VLLM_FL_DISPATCH_DEBUG": "1"}
+        try:
+            print("1/4 stock vLLM …", flush=True)
+            stock = run(job, **STOCK)
+            print("2/4 vllm-fl, the plan of what is installed …", flush=True)
+            ours = run(job, **debug)
+            print('3/4 stock vLLM in plain PyTorch (custom_ops=["none"]) …', flush=True)
+            stock_plain = run(plain, **STOCK)
+            print("4/4 vllm-fl, the reference plan …", flush=True)
+            reference = run(job, **debug, **REFERENCE)
+        except EngineFailed as error:
+            print(error)
+            return 1
+    findings = [
+        *_show_plan("The plan of what is installed", ours),
+        *_show_plan("The reference plan", reference),
+        *_compare("vllm-fl against stock", stock, ours, TOLERANCE),
+        *_compare(
+            'the reference plan against stock with custom_ops=["none"]', stock_plain, reference, 0.0
+        ),
+    ]
+    tokens = len(job.prompts) * job.new_tokens
+    print(
+        "\nTokens per second, best of 3 rounds (a model this small shows that it runs, not how "
+        "fast; `nox -s bench` measures):"
+    )
+    for name, result in (("stock", stock), ("vllm-fl", ours)):
+        print(f"  {name:<8} {tokens / min(result['seconds']):8.1f}")
+    print(f"  KV blocks: stock {stock['kv_blocks']}, vllm-fl {ours['kv_blocks']}")
+    for finding in findings:
+        print(f"FINDING: {finding}")
+    print("quickstart: " + (f"{len(findings)} finding(s)" if findings else "all is well"))
+    return 1 if findings else 0
+
+
+def _show_plan(title: str, result: dict[str, Any]) -> list[str]:
+    """Print a plan with reasons and counts; say which op of the model was passed over."""
+    report = result["report"][0]
+    print(f"\n{title} ({report['mode']}):")
+    findings = []
+    for op, entry in report["ops"].items():
+        counts = report["calls"].get(op, {})
+        shown = ", ".join(f"{impl} {count}" for impl, count in counts.items()) or "-"
+        print(f"  {op:<17} {entry['impl']:<16} {entry['reason']:<28} calls: {shown}")
+        if op in IN_QWEN3 and entry["impl"] != "stock" and not counts.get(entry["impl"]):
+            findings.append(f"{op}: {entry['impl']} was planned but neither called nor traced")
+    return findings
+
+
+def _compare(what: str, a: dict[str, Any], b: dict[str, Any], tolerance: float) -> list[str]:
+    """Print the largest difference of logits; a finding when it is over the tolerance."""
+    worst, magnitude = largest_difference(a, b)
+    share = worst / magnitude
+    print(
+        f"\nLargest difference of logits, {what}: {worst:.4g} "
+        f"({share:.2%} of the largest, {magnitude:.4g}; allowed {tolerance:.0%})"
+    )
+    return [f"logits differ by {share:.2%}: {what}"] if not share <= tolerance else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

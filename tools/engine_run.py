@@ -1,0 +1,156 @@
+"""One run of vLLM's engine in a process of its own: what it planned, counted, answered and took.
+
+    python engine_run.py '{"model": DIR, "out": FILE, ...}'
+
+The environment says whether and how vllm-fl takes part. `run()` starts such a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["STOCK", "EngineFailed", "Job", "largest_difference", "run"]
+
+STOCK = {"VLLM_FL_PREFER_ENABLED": "false"}
+"""The variables under which vllm-fl steps aside."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one engine does.
+
+    Args:
+        model: the model's folder.
+        prompts: token ids of each prompt.
+        new_tokens: tokens generated for each, greedily.
+        eager: whether vLLM runs without torch.compile.
+        options: further arguments of `vllm.LLM`.
+        logits: whether to return the logits of prompt and answer.
+        rounds: timed repetitions of the whole batch, after one that warms up.
+    """
+
+    model: str
+    prompts: list[list[int]]
+    new_tokens: int = 8
+    eager: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    logits: bool = True
+    rounds: int = 0
+
+
+class EngineFailed(RuntimeError):
+    """The engine's process ended with an error; `log` is what it printed."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(f"the engine failed; it printed:\n{log}")
+        self.log = log
+
+
+def run(job: Job, *, timeout: float = 600, **variables: str) -> dict[str, Any]:
+    """Run a job in a fresh process with these environment variables added.
+
+    Returns:
+        `tokens` and `logits` per prompt, `seconds` per round, `kv_blocks`, `report` (None for
+        stock), `custom_ops`, `compile_hash`, and `log`, all that the process printed.
+
+    Raises:
+        EngineFailed: it did not end well.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        done = subprocess.run(
+            [sys.executable, __file__, json.dumps({"job": asdict(job), "out": str(out)})],
+            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if done.returncode != 0 or not out.exists():
+            raise EngineFailed(done.stdout)
+        return {**json.loads(out.read_text()), "log": done.stdout}
+
+
+def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float]:
+    """(largest difference of two runs' logits, largest magnitude in the first).
+
+    An answer's logits are compared up to and with the first token in which the two differ: after
+    it the runs see different inputs.
+    """
+    worst = magnitude = 0.0
+    for i, prompt in enumerate(a["logits"]):
+        same = 0
+        pairs = zip(a["tokens"][i], b["tokens"][i], strict=True)
+        for mine, other in pairs:
+            if mine != other:
+                break
+            same += 1
+        length = len(prompt) - len(a["tokens"][i]) + min(same + 1, len(a["tokens"][i]))
+        for row_a, row_b in zip(prompt[:length], b["logits"][i][:length], strict=True):
+            worst = max(worst, *(abs(x - y) for x, y in zip(row_a, row_b, strict=True)))
+            magnitude = max(magnitude, *map(abs, row_a))
+    return worst, magnitude
+
+
+def _main(request: dict[str, Any]) -> None:
+    job = Job(**request["job"])
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        job.model,
+        skip_tokenizer_init=True,
+        enforce_eager=job.eager,
+        logprobs_mode="raw_logits",
+        max_logprobs=-1,
+        **job.options,
+    )
+    prompts: Any = [{"prompt_token_ids": ids} for ids in job.prompts]
+
+    def sampling(logits: bool) -> SamplingParams:
+        return SamplingParams(
+            temperature=0,
+            max_tokens=job.new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=-1 if logits else None,
+            prompt_logprobs=-1 if logits else None,
+        )
+
+    outputs = llm.generate(prompts, sampling(job.logits), use_tqdm=False)
+    seconds = []
+    for _ in range(job.rounds):
+        start = time.perf_counter()
+        llm.generate(prompts, sampling(False), use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    config = llm.llm_engine.vllm_config
+    ours = os.environ.get("VLLM_FL_PREFER_ENABLED", "true").lower() not in ("0", "false")
+    result = {
+        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+        "logits": [_rows(o) for o in outputs] if job.logits else [],
+        "seconds": seconds,
+        "kv_blocks": config.cache_config.num_gpu_blocks,
+        "report": llm.collective_rpc("vllm_fl_report") if ours else None,
+        "custom_ops": list(config.compilation_config.custom_ops),
+    }
+    Path(request["out"]).write_text(json.dumps(result))
+
+
+def _rows(output: Any) -> list[list[float]]:
+    """Logits over the vocabulary, of every prompt token but the first and every new one."""
+    rows = [row for row in (output.prompt_logprobs or []) if row is not None]
+    rows += output.outputs[0].logprobs
+    return [[row[token].logprob for token in sorted(row)] for row in rows]
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))
