@@ -1,6 +1,6 @@
 """What a process pays before its first call: `import vllm_fl`, discovery, plugins.
 
-Each round is a fresh interpreter. Plugins are generated: folders with modules and the metadata of
+Each round is a fresh interpreter that finds its byte code written. Plugins are generated: folders with modules and the metadata of
 real distributions, on the path of the subprocess. Their own imports come before the clock starts.
 """
 
@@ -105,15 +105,43 @@ op_backends:
 """
 
 
+class Interpreter:
+    """Fresh interpreters that share one cache of byte code: `Interpreter(folder)("-c", code)`."""
+
+    def __init__(self, cache: str) -> None:
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        self.environment = {**kept, "PYTHONPYCACHEPREFIX": cache}
+
+    def __call__(self, *args: str, **variables: str) -> str:
+        """What it prints."""
+        done = subprocess.run(
+            [sys.executable, *args],
+            env={**self.environment, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise MeasurementFailed(f"a subprocess failed:\n{done.stderr[-3000:]}")
+        return done.stdout
+
+
 def measure(options: argparse.Namespace) -> list[Figure]:
     """The figures of the start."""
     rounds = options.rounds or ROUNDS
-    return [*importing(rounds), *discovery(rounds), *many_plugins(rounds)]
+    with tempfile.TemporaryDirectory() as cache:
+        python = Interpreter(cache)
+        return [
+            *importing(python, rounds),
+            *discovery(python, rounds),
+            *many_plugins(python, rounds),
+        ]
 
 
-def importing(rounds: int) -> list[Figure]:
+def importing(python: Interpreter, rounds: int) -> list[Figure]:
     """`import vllm_fl` over the bare interpreter: time, memory, and what it drags in."""
-    bare, ours = [], []
+    bare: list[float] = []
+    ours: list[float] = []
     for n in range(rounds + 1):
         pair = [(bare, "pass"), (ours, "import vllm_fl")]
         for runs, code in pair if n % 2 else reversed(pair):
@@ -134,22 +162,24 @@ def importing(rounds: int) -> list[Figure]:
     ]
 
 
-def discovery(rounds: int) -> list[Figure]:
+def discovery(python: Interpreter, rounds: int) -> list[Figure]:
     """Five plugins of four ops, found among everything that is installed."""
-    started, _ = start(plugins=5, ops=4, rounds=rounds)
+    started, _ = start(python, plugins=5, ops=4, rounds=rounds)
     return [figure("discovery of 5 plugins beside their imports", "ms", started, at_most=100)]
 
 
-def many_plugins(rounds: int) -> list[Figure]:
+def many_plugins(python: Interpreter, rounds: int) -> list[Figure]:
     """Fifty plugins of twenty ops."""
-    started, resolved = start(plugins=50, ops=20, rounds=rounds)
+    started, resolved = start(python, plugins=50, ops=20, rounds=rounds)
     return [
         figure("start with 50 plugins of 20 ops beside their imports", "ms", started, at_most=500),
         figure("  and resolving each op once", "ms", resolved),
     ]
 
 
-def start(plugins: int, ops: int, rounds: int) -> tuple[list[float], list[float]]:
+def start(
+    python: Interpreter, plugins: int, ops: int, rounds: int
+) -> tuple[list[float], list[float]]:
     """Milliseconds from the imported plugins to settings in force, and for resolving every op."""
     starts, resolves = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -186,17 +216,3 @@ def install(folder: Path, name: str, ops: int) -> None:
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: bench-{name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[vllm_fl.plugin]\n{name} = bench_{name}\n")
-
-
-def python(*args: str, **variables: str) -> str:
-    """What a fresh interpreter prints."""
-    done = subprocess.run(
-        [sys.executable, *args],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise MeasurementFailed(f"a subprocess failed:\n{done.stderr[-3000:]}")
-    return done.stdout

@@ -49,6 +49,8 @@ from .dispatch.types import (
     BackendPriority,
     OpImpl,
     PolicyDefaults,
+    WorkerContext,
+    WorkerReport,
 )
 from .hookspecs import HOOK_API, hookimpl
 
@@ -60,6 +62,8 @@ __all__ = [
     "BackendPriority",
     "OpImpl",
     "PolicyDefaults",
+    "WorkerContext",
+    "WorkerReport",
     "hookimpl",
 ]
 

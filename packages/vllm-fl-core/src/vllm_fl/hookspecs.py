@@ -12,9 +12,23 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from .dispatch.types import AttentionImpl, OpImpl, PolicyDefaults
+    from .dispatch.types import (
+        AttentionImpl,
+        OpImpl,
+        PolicyDefaults,
+        WorkerContext,
+        WorkerReport,
+    )
 
-__all__ = ["HOOK_API", "PROJECT", "attention_backend", "hookimpl", "policy", "register_ops"]
+__all__ = [
+    "HOOK_API",
+    "PROJECT",
+    "attention_backend",
+    "hookimpl",
+    "policy",
+    "register_ops",
+    "worker_start",
+]
 
 PROJECT = "vllm_fl"
 
@@ -73,5 +87,23 @@ def policy(platform: str) -> PolicyDefaults | None:
         @hookimpl
         def policy(platform):
             return PolicyDefaults(HERE / "acme.yaml") if platform == "acme" else None
+    """
+    return None
+
+
+@hookspec
+def worker_start(context: WorkerContext) -> WorkerReport | None:
+    """Set up this backend in a worker, and say what was done; or return None.
+
+    Called once per worker process and engine, after the device exists and before the plan is
+    verified and the weights load. All plugins' reports enter the plan's digest and the start line.
+    An exception ends the start: a half-made set-up must not serve.
+
+    Example::
+
+        @hookimpl
+        def worker_start(context):
+            acme.warm_up(context.device)
+            return WorkerReport(("acme: streams warmed up",), {"acme": acme.__version__})
     """
     return None

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from vllm_fl.dispatch.config import load_settings
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.dispatch.plan import Plan, make_plan
+from vllm_fl.dispatch.policy import Mode, SelectionPolicy
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.types import AttentionImpl, BackendImplKind, OpImpl
 
@@ -77,6 +79,13 @@ def norm(
 
     kind, vendor = kind_of(impl_id)
     return OpImpl("rms_norm", impl_id, kind, rms_norm, vendor, supports=supports, **fields)
+
+
+def planning(manager: OpManager, mode: Mode = "eager", **fields: Any) -> Plan:
+    """The plan of an engine whose settings give the manager's policy."""
+    settings = load_settings({})
+    vars(settings)["policy"] = manager.policy
+    return make_plan(manager, mode, settings, **fields)
 
 
 def managing(*impls: OpImpl | AttentionImpl, **policy: Any) -> OpManager:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from making import X, failing, half, managing, norm, refusing, silu
+
 from vllm_fl.dispatch.context import policy_context
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.policy import SelectionPolicy

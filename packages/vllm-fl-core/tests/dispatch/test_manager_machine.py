@@ -1,4 +1,4 @@
-"""Call, fallback, demotion, clearing and policies, against a model, with implementations that break.
+"""Call, fallback, demotion, clearing and policies against a model, with what breaks at random.
 
 Each implementation returns its own multiple of its inputs, so that a result says which one ran and
 that nothing had been written into what it read.
@@ -13,8 +13,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-
 from making import managing, norm
+
 from vllm_fl.dispatch.context import policy_context
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.errors import AllFailedError, CallError, NoImplementationError

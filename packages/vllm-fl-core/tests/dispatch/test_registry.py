@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from making import silu
+
 from vllm_fl.dispatch.registry import OpRegistry, Owner
 from vllm_fl.dispatch.types import AttentionImpl, BackendImplKind, OpImpl
 from vllm_fl.errors import PluginError
@@ -23,7 +23,7 @@ def test_snapshots_are_read_only_and_stand() -> None:
     with pytest.raises(TypeError):
         before.impls_by_op["silu_and_mul"] = ()  # type: ignore[index]
     with pytest.raises(TypeError):
-        before.owners.clear()  # type: ignore[attr-defined]  # noqa: B018
+        del before.owners["silu_and_mul", "vendor.acme"]  # type: ignore[attr-defined]
     registry.register_impl(silu("default.flagos"), BETA)
     assert [i.impl_id for i in before.impls_by_op["silu_and_mul"]] == ["vendor.acme"]
     after = registry.snapshot()
@@ -80,24 +80,33 @@ def defaulted(x: Any = None) -> Any:
     return x
 
 
-@pytest.mark.parametrize("fn", [renamed, with_more, defaulted, lambda: None])
-def test_parameters_must_be_the_contracts(fn: Any) -> None:
-    if fn.__name__ != "<lambda>":
-        with pytest.raises(PluginError, match=r"contract has \(x\)") as caught:
-            OpRegistry().register_impl(silu("vendor.acme", fn=fn), ACME)
+def with_none() -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (renamed, "(y)"),
+        (with_more, "(x, eps=1e-06)"),
+        (defaulted, "(x=None)"),
+        (with_none, "()"),
+    ],
+)
+def test_parameters_must_be_the_contracts(fn: Any, words: str) -> None:
+    for what, impl in (
+        ("fn", silu("vendor.acme", fn=fn)),
+        ("supports", silu("vendor.acme", supports=fn)),
+    ):
+        with pytest.raises(PluginError) as caught:
+            OpRegistry().register_impl(impl, ACME)
+        assert f"its {what} takes {words}, but the contract has (x)" in str(caught.value)
         assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
-        with pytest.raises(PluginError, match="its supports takes"):
-            OpRegistry().register_impl(silu("vendor.acme", supports=fn), ACME)
-
-
-def test_a_function_of_no_parameters_is_refused_too() -> None:
-    with pytest.raises(PluginError, match=r"contract has \(x\)"):
-        OpRegistry().register_impl(silu("vendor.acme", fn=lambda: None), ACME)
 
 
 def test_a_builtin_that_tells_no_parameters_is_taken() -> None:
     registry = OpRegistry()
-    registry.register_impl(silu("vendor.acme", fn=torch.ops.aten.silu), ACME)
+    registry.register_impl(silu("vendor.acme", fn=torch.relu), ACME)
     assert registry.snapshot().find("silu_and_mul", "vendor.acme") is not None
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from making import kind_of
+
 from vllm_fl.dispatch.policy import OpOrder, SelectionPolicy
 from vllm_fl.dispatch.resolver import STOCK, Trace, describe, resolve
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl

@@ -134,7 +134,7 @@ def _overridden(
     env: Mapping[str, str], fixed: Layer, platform_files: PlatformFiles
 ) -> tuple[Layer, list[str]]:
     config = fixed["config"]
-    own = read_settings_file(config.value, key="config")
+    own = read_settings_file(config.value, key="config", asked_by=config.origin)
     _close_pairs(own)
     variables = [name for name in OVERRIDDEN if env.get(name, "").strip()]
     unread = {
@@ -245,7 +245,7 @@ def _stacked(layers: Sequence[Layer], *, ignored: Sequence[Layer] = ()) -> Layer
             ]
             overrides = [*setting.overrides]
             for other in below:
-                if other.origin != "default" or other.value not in (None, ()):
+                if other.value not in (None, ()) or other.value != ITEMS[key].default:
                     overrides += [(other.value, other.origin), *other.overrides]
             stacked[key] = dataclasses.replace(
                 setting, overrides=tuple(overrides), variable=setting.variable or _variable(key)

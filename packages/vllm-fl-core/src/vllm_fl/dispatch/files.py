@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ __all__ = ["Layer", "read_orders", "read_settings_file"]
 Layer = dict[str, Setting]
 """What one source sets, by key."""
 
-MAX_BYTES = 256 * 1024
+MAX_BYTES = 64 * 1024
 """More is no settings file. Every line of a real one costs time at each start."""
 
 TAG = "tag:yaml.org,2002:"
@@ -44,7 +43,9 @@ TAG = "tag:yaml.org,2002:"
 T = TypeVar("T")
 
 
-def read_settings_file(path: object, *, key: str, distribution: str | None = None) -> Layer:
+def read_settings_file(
+    path: object, *, key: str, distribution: str | None = None, asked_by: str | None = None
+) -> Layer:
     """Read a YAML file of settings.
 
     Args:
@@ -52,13 +53,15 @@ def read_settings_file(path: object, *, key: str, distribution: str | None = Non
         key: the setting that names the file, for the error of a file that cannot be read.
         distribution: the one that ships it, or None for a user's own file. The orders of a
             user's file are pinned; a shipped one may not set `allow_vendors`.
+        asked_by: the origin of `path`, where a variable names it.
 
     Raises:
         SettingsError: the file cannot be read, or something in it is wrong; its line is named.
     """
     name = _path_of(path, key, distribution)
-    file = _File(name, key, f" ({distribution})" if distribution else "", distribution is None)
-    root = file.compose()
+    suffix = f" ({distribution})" if distribution else ""
+    file = _File(name, key, suffix, distribution is None)
+    root = file.compose(read_text(name, key, asked_by or f"{name}{suffix}"))
     return {} if root is None else {setting.key: setting for setting in file.settings(root)}
 
 
@@ -68,6 +71,8 @@ def read_orders(path: str) -> Layer:
     Raises:
         SettingsError: the file cannot be read, or something in it is wrong.
     """
+    import json  # few processes read one
+
     origin = f"{path} (environment {OP_CONFIG})"
     text = read_text(path, "op_config", f"environment {OP_CONFIG}")
     try:
@@ -122,15 +127,15 @@ class _File:
     suffix: str
     users: bool
 
-    def compose(self) -> Node | None:
+    def compose(self, text: str) -> Node | None:
         import yaml  # 15 ms, and many processes read no file at all
 
-        text = read_text(self.path, self.key, f"{self.path}{self.suffix}")
         try:
             root: Node | None = yaml.SafeLoader(text).get_single_node()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            raise self.broken(mark.line if mark else 0, error.problem or "broken") from error
+            problem = ", ".join(filter(None, (error.context, error.problem)))
+            raise self.broken(mark.line if mark else 0, problem) from error
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position)
             raise self.broken(line, f"character {error.character!r}: {error.reason}") from error
@@ -148,7 +153,7 @@ class _File:
                 continue
             item = ITEMS.get(key)
             if item is None or not item.in_file:
-                raise wrong(key, origin, f"unknown key.{_meant(key)}")
+                raise wrong(key or self.key, origin, f"unknown key {key!r}.{_meant(key)}")
             if key == "allow_vendors" and not self.users:
                 raise wrong(
                     key,

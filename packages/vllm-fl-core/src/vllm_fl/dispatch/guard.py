@@ -19,7 +19,9 @@ from .types import OpImpl, parameters_of
 
 __all__ = ["NEEDS_LAYER", "Chain", "Failures", "call_guard", "method_guard"]
 
-NEEDS_LAYER = "it takes the calling layer first (self); only call_method_op and layers pass one"
+NEEDS_LAYER = (
+    "it takes the calling layer first (self), which only call_method_op and eager layers pass"
+)
 
 
 class Failures(Protocol):
@@ -31,8 +33,9 @@ class Failures(Protocol):
     def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
         """`impl` failed. True: it is out from now on. False: nothing is demoted here; raise."""
 
-    def is_demoted(self, impl: OpImpl) -> bool:
-        """Whether `impl` failed before."""
+    @property
+    def demoted(self) -> Mapping[str, str]:
+        """Impl id -> why it is out. One object that stays, so that a guard sees it change."""
 
     def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
         """`impl`, a later candidate, took over one call from the `first`."""
@@ -75,11 +78,19 @@ class Chain:
         """Go on after the first candidate raised."""
         return self._go_on(error, call)
 
-    def _go_on(self, outcome: Exception | str, call: Call) -> Any:
+    def skip(self, call: Call) -> Any:
+        """Go on without the first candidate, which was demoted since this was resolved."""
+        return self._go_on(None, call)
+
+    def _go_on(self, first: Exception | str | None, call: Call) -> Any:
         causes: list[tuple[str, BaseException | str]] = []
+        outcome: Exception | str = "" if first is None else first
         for index, impl in enumerate(self.impls):
-            if index > 0:
-                if self.failures.is_demoted(impl):
+            if index > 0 or first is None:
+                demoted = self.failures.demoted.get(impl.impl_id)
+                if demoted is not None:
+                    outcome = demoted
+                    causes.append((impl.impl_id, demoted))
                     continue
                 try:
                     refusal, result = self._attempt(impl, call)
@@ -161,11 +172,11 @@ class Chain:
         if self.spec is not None:
             return tuple(self.spec.signature.parameters.values())
         first = self.impls[0]
-        parameters = parameters_of(first.fn)[1 if first.needs_layer else 0 :]
+        parameters = parameters_of(first.fn)
         plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        if not parameters or any(p.kind is not plain for p in parameters):
+        if parameters is None or any(p.kind is not plain for p in parameters):
             return None
-        return parameters
+        return parameters[1:] if first.needs_layer else parameters
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -212,6 +223,8 @@ def _compile(
         "_Call": Call,
         "_supports": first.supports,
         "_chain": chain,
+        "_first": first.impl_id,
+        "_demoted": chain.failures.demoted,
     }
     heads: list[str] = []
     defaults_so_far = True  # a default may only be followed by defaults
@@ -260,7 +273,8 @@ def _compile(
 def _guarded(invoke: str, everything: str, *, asks: bool) -> list[str]:
     """The body of a guard: the first candidate, and what to call when it raises or refuses."""
     call = f"_Call(({everything},), _layer)"
-    lines = ["    try:"]
+    lines = ["    if _demoted and _first in _demoted:", f"        return _chain.skip({call})"]
+    lines += ["    try:"]
     if asks:
         lines += [
             f"        _verdict = _supports({everything})",
@@ -284,6 +298,8 @@ def _guard_of_anything(chain: Chain, layer: object) -> Callable[..., Any]:
 
     def guard(*args: Any, **keywords: Any) -> Any:
         call = Call(args, layer, keywords)
+        if first.impl_id in chain.failures.demoted:
+            return chain.skip(call)
         try:
             refusal, result = chain._attempt(first, call)
         except Exception as error:

@@ -60,9 +60,13 @@ def normalise_platform(name: str) -> str:
 
 def wrong(key: str, origin: str, problem: str) -> SettingsError:
     """The error of one setting: where it stands, which one it is, what is wrong with it."""
-    shown = problem if len(problem) <= 600 else f"{problem[:600]}…"
     op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None
-    return SettingsError(f"{origin}: {key}: {shown}", key=key, origin=origin, op=op)
+    key = _short(key if key.isprintable() else ascii(key), 80)
+    return SettingsError(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def near(word: str, known: Iterable[str]) -> str | None:

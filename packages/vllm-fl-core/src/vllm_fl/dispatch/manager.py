@@ -7,8 +7,8 @@ import inspect
 import os
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import (
@@ -59,7 +59,8 @@ class OpManager:
         self._startup: Startup | None = None
         self._ready = registry is not None
         self._sealed: str | None = None
-        self._demoted: dict[tuple[str, str], str] = {}
+        self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        """Op -> impl id -> why. The inner tables are emptied, never replaced: guards hold them."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
@@ -104,7 +105,11 @@ class OpManager:
     @property
     def demotions(self) -> Mapping[tuple[str, str], str]:
         """(op, impl id) -> why it is out since it failed."""
-        return dict(self._demoted)
+        return {
+            (op, impl_id): why
+            for op, demoted in list(self._demoted.items())
+            for impl_id, why in list(demoted.items())
+        }
 
     def ensure_initialized(self, platform: str | None = None) -> None:
         """Find and load the plugins and read the settings, once per process.
@@ -144,6 +149,8 @@ class OpManager:
         *,
         mode: Mode = "eager",
         engine: bool = False,
+        settings: Settings | None = None,
+        demoted: Mapping[str, str] | None = None,
         policy: SelectionPolicy | None = None,
         bars_layers: bool = False,
     ) -> Trace:
@@ -153,6 +160,8 @@ class OpManager:
             op: the op's name.
             mode: the engine's mode.
             engine: whether vLLM's own path is a candidate.
+            settings: an engine's settings, policy included; by default the process's.
+            demoted: impl id -> why it is out for this engine; by default the process's demotions.
             policy: the policy; by default the one in force.
             bars_layers: reject implementations that need a layer, as `call_op` does.
 
@@ -161,12 +170,15 @@ class OpManager:
             PluginError: the policy names an implementation whose plugin failed.
         """
         self.ensure_initialized()
+        if settings is not None:
+            policy = settings.policy
         policy = policy or override.get() or self.policy
         snapshot = self._registry.snapshot()
         impls = snapshot.impls_by_op.get(op, ())
         if not impls and op not in contracts() and op != "attention_backend":
             raise self._unknown(op)
-        barred = self._barred(op, impls)
+        barred = barred_by(settings or self.settings, op, impls)
+        barred |= self._demoted[op] if demoted is None else demoted
         if bars_layers:
             barred |= {
                 i.impl_id: NEEDS_LAYER for i in impls if isinstance(i, OpImpl) and i.needs_layer
@@ -174,22 +186,6 @@ class OpManager:
         trace = resolve(op, impls, policy, mode=mode, barred=barred, engine=engine)
         self._check_named(trace, impls)
         return trace
-
-    def _barred(self, op: str, impls: tuple[OpImpl | AttentionImpl, ...]) -> dict[str, str]:
-        settings = self._startup.settings if self._startup else None
-        barred = {}
-        for impl in impls:
-            reason = self._demoted.get((op, impl.impl_id))
-            if reason is None and settings and impl.kind is BackendImplKind.DEFAULT:
-                if not settings.use_flaggems:
-                    reason = "USE_FLAGGEMS=false"
-                elif settings.flagos_whitelist is not None:
-                    reason = None if op in settings.flagos_whitelist else "flagos_whitelist"
-                elif op in settings.flagos_blacklist:
-                    reason = "flagos_blacklist"
-            if reason is not None:
-                barred[impl.impl_id] = reason
-        return barred
 
     def _check_named(self, trace: Trace, impls: tuple[OpImpl | AttentionImpl, ...]) -> None:
         """A name that was asked for and whose plugin failed is an error, never passed over."""
@@ -324,7 +320,7 @@ class OpManager:
                 self._startup = Startup(self._startup.plugins, settings)
                 policy = settings.policy
             self._policy = policy if policy is not None else self._given_policy()
-            self._demoted.clear()
+            self._end_demotions()
             self._forget()
 
     def _given_policy(self) -> SelectionPolicy | None:
@@ -339,9 +335,13 @@ class OpManager:
         """
         with self._lock:
             self._refuse_if_sealed("demotions")
-            for key in [k for k in self._demoted if op is None or k[0] == op]:
-                del self._demoted[key]
+            self._end_demotions(op)
             self._forget()
+
+    def _end_demotions(self, op: str | None = None) -> None:
+        for name, demoted in list(self._demoted.items()):
+            if op in (None, name):
+                demoted.clear()
 
     def seal(self, by: str) -> None:
         """From now on the policy stands: `by` says who relies on it."""
@@ -413,22 +413,40 @@ class OpManager:
         )
 
 
+def barred_by(
+    settings: Settings | None, op: str, impls: Iterable[OpImpl | AttentionImpl]
+) -> dict[str, str]:
+    """impl id -> the setting that keeps FlagGems out of this op."""
+    if settings is None:
+        return {}
+    if not settings.use_flaggems:
+        reason = "USE_FLAGGEMS=false"
+    elif settings.flagos_whitelist is not None and op not in settings.flagos_whitelist:
+        reason = "flagos_whitelist"
+    elif op in settings.flagos_blacklist:
+        reason = "flagos_blacklist"
+    else:
+        return {}
+    return {i.impl_id: reason for i in impls if i.kind is BackendImplKind.DEFAULT}
+
+
 class _Failures:
     """The manager as a chain sees it: one op's demotions and fallbacks."""
 
     def __init__(self, manager: OpManager, op: str) -> None:
         self.manager = manager
         self.op = op
+        self.demoted = manager._demoted[op]
 
     def refused(self, impl: OpImpl, reason: str) -> None:
         if self.manager._once("refused", self.op, impl.impl_id, reason):
             log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, self.op, reason)
 
     def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
-        manager, key = self.manager, (self.op, impl.impl_id)
+        manager = self.manager
         with manager._lock:
-            if key not in manager._demoted:
-                manager._demoted[key] = f"failed earlier: {type(error).__name__}: {error}"
+            if impl.impl_id not in self.demoted:
+                self.demoted[impl.impl_id] = f"failed earlier: {type(error).__name__}: {error}"
                 manager._forget()
         if last:
             line = "Last implementation '%s' failed for op '%s': %s"
@@ -438,15 +456,12 @@ class _Failures:
             log.warning(line, impl.impl_id, self.op, error)
         return True
 
-    def is_demoted(self, impl: OpImpl) -> bool:
-        return (self.op, impl.impl_id) in self.manager._demoted
-
     def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
         manager = self.manager
         manager.fallbacks[self.op, impl.impl_id] += 1
         if manager._once("fallback", self.op, first.impl_id, impl.impl_id):
             log.info("Op '%s' fallback to %s", self.op, describe(impl))
-        if self.is_demoted(first):
+        if first.impl_id in self.demoted:
             manager._announced[self.op] = impl.impl_id
 
 
@@ -488,7 +503,8 @@ def _start_clean_in_child() -> None:
     _held.clear()
     for manager in _managers:
         manager._lock = threading.RLock()
-        manager._demoted.clear()
+        manager._registry._lock = threading.Lock()  # perhaps held by a thread that is not here
+        manager._end_demotions()
         manager._announced.clear()
         manager._said.clear()
         manager.fallbacks.clear()

@@ -122,11 +122,11 @@ def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
     """An operator may return neither an input, nor a view of one, nor one tensor twice: copy."""
     taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
     parts = []
+    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     for part in result if isinstance(result, tuple) else (result,):
-        if any(torch._C._is_alias_of(part, other) for other in taken):  # type: ignore[attr-defined]
-            part = part.clone()
-        taken.append(part)
-        parts.append(part)
+        fresh = part.clone() if any(aliases(part, other) for other in taken) else part
+        taken.append(fresh)
+        parts.append(fresh)
     return tuple(parts) if isinstance(result, tuple) else parts[0]
 
 

@@ -18,6 +18,7 @@ from .resolver import Stock, Trace, describe
 from .types import OpImpl
 
 if TYPE_CHECKING:
+    from .config import Settings
     from .manager import OpManager
 
 __all__ = ["Plan", "PlanEntry", "active_plan", "make_plan"]
@@ -77,6 +78,8 @@ class Plan:
         entries: by op name.
         strict: whether a failure is raised instead of falling to the next candidate.
         counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
+        calls, fallbacks: (op, impl id) -> how often.
+        demotions: (op, impl id) -> why it was taken out at start.
     """
 
     mode: Mode
@@ -85,6 +88,7 @@ class Plan:
     counts_calls: bool = False
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    demotions: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def is_stock(self, op: str) -> bool:
         """Whether the op's layers are left to vLLM."""
@@ -159,14 +163,13 @@ class Plan:
         marked: Callable[[], int] = assume_constant_result(count)  # runs while Dynamo traces
         return marked
 
-    def line(self) -> str:
-        """The plan in one line, for the log at start."""
+    def line(self, *remarks: str) -> str:
+        """The plan in one line, for the log at start, with what else is worth a word."""
         planned = " ".join(f"{op}={entry.label}" for op, entry in self.entries.items())
         notes = [f"{op}: {entry.note}" for op, entry in self.entries.items() if entry.note]
         count = sum(1 for entry in self.entries.values() if entry.impl is not None)
         return (
-            f"vllm-fl: {count} ops planned: {planned} ({'; '.join([self.mode, *notes])}; "
-            "`vllm-fl explain OP` tells why)"
+            f"vllm-fl: {count} ops planned: {planned} ({'; '.join([self.mode, *notes, *remarks])})"
         )
 
 
@@ -176,6 +179,7 @@ class _Sealed:
     def __init__(self, plan: Plan, op: str) -> None:
         self.plan = plan
         self.op = op
+        self.demoted: Mapping[str, str] = {}
         self._said: set[tuple[str, str]] = set()
 
     def refused(self, impl: OpImpl, reason: str) -> None:
@@ -187,9 +191,6 @@ class _Sealed:
         log.error("Implementation '%s' failed for op '%s': %s", impl.impl_id, self.op, error)
         return False
 
-    def is_demoted(self, impl: OpImpl) -> bool:
-        return False
-
     def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
         self.plan.fallbacks[self.op, impl.impl_id] += 1
         if ("fallback", impl.impl_id) not in self._said:
@@ -197,26 +198,37 @@ class _Sealed:
             log.info("Op '%s' fallback to %s", self.op, describe(impl))
 
 
-def make_plan(manager: OpManager, mode: Mode, *, notes: Mapping[str, str] | None = None) -> Plan:
+def make_plan(
+    manager: OpManager,
+    mode: Mode,
+    settings: Settings,
+    *,
+    demoted: Mapping[tuple[str, str], str] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> Plan:
     """Resolve every contract's op for an engine.
 
     Args:
-        manager: what is installed, and the policy.
+        manager: what is installed.
         mode: how the engine runs the model.
+        settings: the engine's settings, policy included.
+        demoted: (op, impl id) -> why it is out for this engine.
         notes: op -> why it is left to vLLM whatever the policy says.
     """
-    notes = notes or {}
-    settings = manager.settings
-    entries = {
-        op: PlanEntry(op, manager.trace(op, mode=mode, engine=True), notes.get(op, ""))
-        for op in contracts()
-    }
-    return Plan(
-        mode,
-        entries,
-        strict=manager.policy.strict,
-        counts_calls=bool(settings and settings.debug),
-    )
+    demoted, notes = demoted or {}, notes or {}
+    entries = {}
+    for op in contracts():
+        out = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
+        trace = manager.trace(
+            op,
+            mode=mode,
+            engine=True,
+            settings=settings,
+            demoted=out,
+            bars_layers=mode == "compiled",  # an operator in a graph cannot be handed a layer
+        )
+        entries[op] = PlanEntry(op, trace, notes.get(op, ""))
+    return Plan(mode, entries, strict=settings.policy.strict, counts_calls=settings.debug)
 
 
 _active: Plan | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -144,10 +145,13 @@ def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:
         twin = next((i for i in siblings if isinstance(i, OpImpl) and not i.needs_layer), None)
         if twin is None:
             return
-        wanted, source = parameters_of(twin.fn), f"{twin.impl_id}, which was registered first,"
+        told = parameters_of(twin.fn)
+        if told is None:
+            return
+        wanted, source = told, f"{twin.impl_id}, which was registered first,"
     for what, function in (("fn", impl.fn), ("supports", impl.supports)):
-        got = parameters_of(function) if function is not None else ()
-        if got and _shape(got) != _shape(wanted):
+        got = parameters_of(function) if function is not None else None
+        if got is not None and _shape(got) != _shape(wanted):
             raise _refusal(
                 owner,
                 impl,
@@ -161,12 +165,12 @@ def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:
         )
 
 
-def _shape(parameters: Iterable[object]) -> list[tuple[object, ...]]:
-    return [(p.name, p.default) for p in parameters]  # type: ignore[attr-defined]
+def _shape(parameters: Iterable[inspect.Parameter]) -> list[tuple[object, ...]]:
+    return [(p.name, p.default) for p in parameters]
 
 
-def _words(parameters: Iterable[object]) -> str:
-    return ", ".join(str(p).split(":")[0] for p in parameters)
+def _words(parameters: Iterable[inspect.Parameter]) -> str:
+    return ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
 
 
 def _refusal(owner: Owner, impl: Impl | None, problem: str) -> PluginError:

@@ -72,7 +72,10 @@ def start(
     plugins = plugin_loader.load(registry, found, only=early.plugins)
     for plugin in plugins:
         _report(plugin.error, strict=early.strict_plugins)
-    return Startup(plugins, read_settings(registry, plugins, env, platform=platform))
+    settings = read_settings(registry, plugins, env, platform=platform)
+    for warning in settings.warnings:
+        log.warning("%s", warning)
+    return Startup(plugins, settings)
 
 
 def read_settings(
@@ -91,16 +94,13 @@ def read_settings(
         _report(error, strict=early.strict_plugins)
     settings = load_settings(env, platform=platform, platform_files=files)
     snapshot = registry.snapshot()
-    settings = check_names(
+    return check_names(
         settings,
         ops={*contracts(), *snapshot.impls_by_op, "attention_backend"},
         vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
         layers=None,
         flagos=None,
     )
-    for warning in settings.warnings:
-        log.warning("%s", warning)
-    return settings
 
 
 def _report(failure: PluginError | None, *, strict: bool) -> None:

@@ -21,6 +21,8 @@ __all__ = [
     "BackendPriority",
     "OpImpl",
     "PolicyDefaults",
+    "WorkerContext",
+    "WorkerReport",
     "availability_of",
 ]
 
@@ -97,7 +99,7 @@ class OpImpl:
     def needs_layer(self) -> bool:
         """Whether `fn` takes the calling layer first (its parameter is `self` or `obj`)."""
         parameters = parameters_of(self.fn)
-        return bool(parameters) and parameters[0].name in ("self", "obj")
+        return bool(parameters and parameters[0].name in ("self", "obj"))
 
     def availability(self) -> Availability:
         """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
@@ -180,12 +182,45 @@ class PolicyDefaults:
     path: str | os.PathLike[str]
 
 
-def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """The parameters of `fn`; empty for a builtin that does not tell them."""
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a plugin's `worker_start` may look at.
+
+    Args:
+        settings: the engine's effective settings (`vllm_fl.dispatch.config.Settings`).
+        device: the worker's `torch.device`.
+        dtype: the model's `torch.dtype`.
+        rank: this worker's rank, 0 for the first.
+        vllm_config: vLLM's configuration, for what the other fields do not say.
+    """
+
+    settings: Any
+    device: Any
+    dtype: Any
+    rank: int
+    vllm_config: Any
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What a plugin's `worker_start` did.
+
+    Args:
+        lines: for the log, one sentence each.
+        facts: JSON-able; they enter the plan's digest, so that compiled code is not reused
+            under other facts.
+    """
+
+    lines: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | None:
+    """The parameters of `fn`; None for a builtin that does not tell them."""
     try:
         return tuple(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
-        return ()
+        return None
 
 
 def unknown_names(names: Iterable[str], known: Iterable[str]) -> list[str]:

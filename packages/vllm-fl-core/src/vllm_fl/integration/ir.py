@@ -106,13 +106,10 @@ def _provider(impl: OpImpl, name: str) -> tuple[Callable[..., Any], ...]:
     return plain, fused, supports_plain, supports_fused
 
 
-def prioritise(default: Any, vllm_config: VllmConfig) -> Any:
+def prioritise(default: Any, plan: Plan) -> Any:
     """vLLM's default priorities with the plan's providers in front, in the plan's order."""
-    from .planning import plan_for
-
-    entry = plan_for(vllm_config).entries["rms_norm"]
     names: list[str] = []
-    for impl in entry.impls:
+    for impl in plan.entries["rms_norm"].impls:
         if impl.kind is BackendImplKind.REFERENCE:
             names.append("native")
             break
@@ -122,6 +119,22 @@ def prioritise(default: Any, vllm_config: VllmConfig) -> Any:
             rest = [p for p in getattr(default, op) if p not in names]
             setattr(default, op, [*names, *(rest if "native" not in names else ())])
     return default
+
+
+def reset_priorities(plan: Plan, vllm_config: VllmConfig) -> None:
+    """Give vLLM the priorities of the sealed plan: its worker installed those of the first one."""
+    from vllm.config.kernel import IrOpPriorityConfig
+    from vllm.platforms import current_platform
+
+    if plan.entries["rms_norm"].note:
+        return  # the user's own priority stands
+    ours = provider_names()
+    sealed = prioritise(current_platform.vllm_fl_stock_priority(vllm_config), plan)
+    config: IrOpPriorityConfig = vllm_config.kernel_config.ir_op_priority
+    for op in IR_OPS:
+        kept = [p for p in getattr(config, op) if p not in ours and p not in getattr(sealed, op)]
+        setattr(config, op, [*getattr(sealed, op), *kept])
+    config.set_default()
 
 
 def bind_providers(plan: Plan) -> None:

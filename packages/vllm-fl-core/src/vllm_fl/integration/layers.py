@@ -85,7 +85,7 @@ def _from_positions(layer: Any, rotate: Callable[..., Any]) -> Callable[..., Any
 
 
 def replace_layers() -> None:
-    """Register our layers with vLLM, once per process. Another plugin's replacement is left alone."""
+    """Register our layers with vLLM, once per process. Another plugin's stay as they are."""
     from vllm.model_executor import custom_op
 
     taken = custom_op.op_registry_oot

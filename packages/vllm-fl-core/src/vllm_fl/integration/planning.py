@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
+from ..dispatch.config import Settings
+from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan, make_plan
 from ..dispatch.policy import Mode
+from ..dispatch.startup import read_settings
+from .platform import platform_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["enable_layers", "engine_mode", "plan_for"]
+__all__ = ["apply", "engine_mode", "note_user_priority", "plan_for", "seal", "settings_of"]
+
+KEY = "vllm_fl"
+"""Our entry in vLLM's `additional_config`, which vLLM hashes into its compile-cache key."""
 
 LAYER_OPS = ("silu_and_mul", "gelu_and_mul", "rotary_embedding")
 """Ops that vLLM runs as CustomOp layers of the same name; the norms are ops of its IR."""
+
+log = get_logger("engine")
 
 
 def engine_mode(vllm_config: VllmConfig) -> Mode:
@@ -25,10 +35,82 @@ def engine_mode(vllm_config: VllmConfig) -> Mode:
     return "eager" if compilation.mode in (None, CompilationMode.NONE) else "compiled"
 
 
-def plan_for(vllm_config: VllmConfig) -> Plan:
-    """The plan of an engine with this configuration. What the user told vLLM stands."""
+def settings_of(vllm_config: VllmConfig) -> Settings:
+    """The engine's settings: read once, where its configuration is made.
+
+    They travel in `additional_config`, as JSON, so that a worker that does not inherit the
+    environment has them too, and so that two engines of one process have each their own.
+    """
+    from vllm.platforms import current_platform
+
+    mine = _ours(vllm_config)
+    if mine is not None and "settings" in mine:
+        return Settings.from_json(mine["settings"])
+    manager = get_default_manager()
+    startup = manager.startup
+    assert startup is not None  # the default manager finds its own plugins
+    settings = read_settings(
+        manager.registry, startup.plugins, platform=platform_name(current_platform)
+    )
+    if mine is not None:
+        mine["settings"] = settings.to_json()
+    return settings
+
+
+def plan_for(vllm_config: VllmConfig, demoted: Mapping[tuple[str, str], str] | None = None) -> Plan:
+    """The plan of an engine with this configuration. What the user told vLLM stands.
+
+    Args:
+        vllm_config: the engine's configuration.
+        demoted: (op, impl id) -> why it is out for this engine.
+    """
     mode = engine_mode(vllm_config)
-    return make_plan(get_default_manager(), mode, notes=_kept_by_user(vllm_config, mode))
+    return make_plan(
+        get_default_manager(),
+        mode,
+        settings_of(vllm_config),
+        demoted=demoted,
+        notes=_kept_by_user(vllm_config, mode),
+    )
+
+
+def apply(plan: Plan, vllm_config: VllmConfig) -> None:
+    """Turn on the custom ops whose implementation is ours, and off those that we turned on before.
+
+    The others stay as vLLM and the user have them.
+    """
+    custom_ops = vllm_config.compilation_config.custom_ops
+    mine = _ours(vllm_config)
+    before = list(mine.get("enabled", ())) if mine is not None else []
+    for name in before:
+        if name in custom_ops:
+            custom_ops.remove(name)
+    added = [
+        f"+{op}"
+        for op in LAYER_OPS
+        if not plan.is_stock(op) and f"+{op}" not in custom_ops and "all" not in custom_ops
+    ]
+    custom_ops += added
+    if mine is not None:
+        mine["enabled"] = added
+
+
+def seal(vllm_config: VllmConfig, digest: str) -> None:
+    """Put the plan's digest where vLLM's compile-cache key is made from.
+
+    It takes the place of the settings: those that do not change the plan must not miss the cache.
+    """
+    extra = vllm_config.additional_config
+    if isinstance(extra, dict):
+        extra[KEY] = {"plan": digest}
+
+
+def _ours(vllm_config: VllmConfig) -> dict[str, Any] | None:
+    extra = vllm_config.additional_config
+    if not isinstance(extra, dict):
+        return None  # an object of the user's own: nothing can be put into it
+    mine: dict[str, Any] = extra.setdefault(KEY, {})
+    return mine
 
 
 def _kept_by_user(vllm_config: VllmConfig, mode: Mode) -> dict[str, str]:
@@ -40,24 +122,17 @@ def _kept_by_user(vllm_config: VllmConfig, mode: Mode) -> dict[str, str]:
             notes[op] = f"custom_ops has -{op}"
         elif mode == "eager" and "none" in custom_ops and f"+{op}" not in custom_ops:
             notes[op] = "custom_ops has none"
-    for op in ("rms_norm", "fused_add_rms_norm"):
-        mine = getattr(vllm_config.kernel_config.ir_op_priority, op, None)
-        asked = [name for name in mine or () if name not in _ours()]
-        if mine and asked and asked[0] == mine[0] and asked[0] != "native":
-            notes["rms_norm"] = f"ir_op_priority.{op} starts with {asked[0]}"
+    for op, priority in ((_ours(vllm_config) or {}).get("user_priority") or {}).items():
+        if priority:
+            notes["rms_norm"] = f"ir_op_priority.{op} is {','.join(priority)}"
     return notes
 
 
-def _ours() -> frozenset[str]:
-    from .ir import provider_names
+def note_user_priority(vllm_config: VllmConfig) -> None:
+    """Keep what the user wrote in `ir_op_priority`, before vLLM appends its defaults to it."""
+    from .ir import IR_OPS
 
-    return provider_names()
-
-
-def enable_layers(vllm_config: VllmConfig) -> None:
-    """Turn on the custom ops whose implementation is ours; the others stay as vLLM has them."""
-    plan = plan_for(vllm_config)
-    custom_ops = vllm_config.compilation_config.custom_ops
-    for op in LAYER_OPS:
-        if not plan.is_stock(op) and f"+{op}" not in custom_ops and "all" not in custom_ops:
-            custom_ops.append(f"+{op}")
+    mine = _ours(vllm_config)
+    if mine is not None and "user_priority" not in mine:
+        config = vllm_config.kernel_config.ir_op_priority
+        mine["user_priority"] = {op: list(getattr(config, op, None) or ()) for op in IR_OPS}

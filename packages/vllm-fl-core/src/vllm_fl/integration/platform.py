@@ -40,21 +40,32 @@ class PlatformOverlay:
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
         """The order of IR providers that the plan gives."""
-        default = super().get_default_ir_op_priority(vllm_config)  # type: ignore[misc]
         from .ir import prioritise
+        from .planning import note_user_priority, plan_for
 
+        note_user_priority(vllm_config)
         # vLLM 0.26 and 0.27 hash the priorities before they import the kernels.
         cls.import_ir_kernels()
-        return prioritise(default, vllm_config)
+        default = cls.vllm_fl_stock_priority(vllm_config)
+        if vllm_config.model_config is None:
+            return default
+        return prioritise(default, plan_for(vllm_config))
+
+    @classmethod
+    def vllm_fl_stock_priority(cls, vllm_config: VllmConfig) -> Any:
+        """The order that vLLM's own class gives."""
+        return super().get_default_ir_op_priority(vllm_config)  # type: ignore[misc]
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Turn on the custom ops whose implementation is ours, and put our worker in."""
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
-        from .planning import enable_layers
+        if vllm_config.model_config is None:
+            return  # a configuration without a model runs nothing
+        from .planning import apply, plan_for
         from .worker import wrap_worker
 
-        enable_layers(vllm_config)
+        apply(plan_for(vllm_config), vllm_config)
         wrap_worker(vllm_config)
 
 

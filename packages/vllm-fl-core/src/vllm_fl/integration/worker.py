@@ -1,14 +1,26 @@
-"""The worker: vLLM's own, with the plan made and bound before the model is built."""
+"""The worker: vLLM's own, with the plan made, verified, agreed on and sealed before the model is
+built."""
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..dispatch import get_default_manager
+from ..dispatch.contracts import ModelSizes
+from ..dispatch.digest import digest, fingerprint
 from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan, building
+from ..dispatch.preflight import find_faults
+from ..dispatch.types import OpImpl, WorkerContext
+from ..errors import PluginError, VllmFLError
+from .ir import bind_providers, reset_priorities
+from .planning import apply, plan_for, seal, settings_of
+from .ranks import Verdict, agree, differences
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
 __all__ = ["PlannedWorker", "wrap_worker"]
@@ -22,18 +34,32 @@ class PlannedWorker:
     """What we change of a worker. Mixed in before the class that vLLM chose."""
 
     vllm_config: VllmConfig
+    device: torch.device
     rank: int
     vllm_fl_plan: Plan
+    vllm_fl_digest: str
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the plan, say it once, and build the model's layers on it."""
-        from .ir import bind_providers
-        from .planning import plan_for
-
-        plan = self.vllm_fl_plan = plan_for(self.vllm_config)
+        """Seal the plan, say it once, and build the model's layers on it."""
+        # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
+        joins = bool(kwargs.get("load_dummy_weights"))
+        start = time.monotonic()
+        reports = _start_plugins(self.vllm_config, self.device, self.rank)
+        settings = settings_of(self.vllm_config)
+        plan, facts = _verified_plan(self, reports, alone=joins)
         bind_providers(plan)
+        apply(plan, self.vllm_config)
+        reset_priorities(plan, self.vllm_config)
+        self.vllm_fl_plan, self.vllm_fl_digest = plan, digest(facts)
         if self.rank == 0:
-            log.info("%s", plan.line())
+            for report in reports.values():
+                for line in report["lines"]:
+                    log.info("%s", line)
+            how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
+            took = f"{how[settings.preflight]} {time.monotonic() - start:.1f} s"
+            log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}"))
+        seal(self.vllm_config, self.vllm_fl_digest)
+        get_default_manager().seal(f"the engine's worker (rank {self.rank})")
         with building(plan):
             return super().load_model(*args, **kwargs)  # type: ignore[misc]
 
@@ -41,27 +67,179 @@ class PlannedWorker:
         """What this worker runs with, and what it counted: for `collective_rpc`.
 
         Returns:
-            JSON-able: `mode`, `ops` {op: {impl, reason}}, `calls` and `fallbacks`
-            {op: {impl id: count}}. Calls are counted under VLLM_FL_DISPATCH_DEBUG=1.
+            JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, `calls` and
+            `fallbacks` {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are
+            counted under VLLM_FL_DISPATCH_DEBUG=1.
         """
         plan = self.vllm_fl_plan
         return {
             "rank": self.rank,
             "mode": plan.mode,
+            "digest": self.vllm_fl_digest,
             "ops": {
                 op: {"impl": entry.label, "reason": entry.reason}
                 for op, entry in plan.entries.items()
             },
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
+            "demotions": _nested(plan.demotions),
         }
 
+    def shutdown(self) -> None:
+        """Say what fell back while the engine ran, and shut vLLM's worker down."""
+        plan = getattr(self, "vllm_fl_plan", None)
+        if plan is not None and (plan.fallbacks or plan.counts_calls):
+            log.info(
+                "rank %d: fallbacks %s, calls %s",
+                self.rank,
+                _nested(plan.fallbacks) or "none",
+                _nested(plan.calls) or "not counted",
+            )
+        super().shutdown()  # type: ignore[misc]
 
-def _nested(counter: dict[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    table: dict[str, dict[str, int]] = {}
-    for (op, impl_id), count in sorted(counter.items()):
-        table.setdefault(op, {})[impl_id] = count
-    return table
+
+def _start_plugins(
+    vllm_config: VllmConfig, device: torch.device, rank: int
+) -> dict[str, dict[str, Any]]:
+    """Run the plugins' `worker_start` hooks; distribution -> its lines and facts."""
+    startup = get_default_manager().startup
+    context = WorkerContext(
+        settings_of(vllm_config), device, vllm_config.model_config.dtype, rank, vllm_config
+    )
+    reports: dict[str, dict[str, Any]] = {}
+    for plugin in startup.plugins if startup else ():
+        if plugin.manager is None:
+            continue
+        name = str(plugin.owner.distribution or plugin.owner.plugin)
+        try:
+            for report in plugin.manager.hook.worker_start(context=context):
+                reports[name] = {"lines": list(report.lines), "facts": dict(report.facts)}
+        except VllmFLError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"Plugin {plugin.owner.plugin!r} of {plugin.owner}: its worker_start hook failed: "
+                f"{type(error).__name__}: {error}. Leave it out with VLLM_FL_PLUGINS, or set what "
+                "it asks for.",
+                plugin=plugin.owner.plugin,
+                distribution=f"{name} {plugin.owner.version}",
+                cause=error,
+            ) from error
+    return reports
+
+
+def _verified_plan(
+    worker: PlannedWorker, reports: dict[str, dict[str, Any]], *, alone: bool
+) -> tuple[Plan, dict[str, Any]]:
+    """Resolve, run and compare, agree; again while an implementation had to be taken out.
+
+    Raises:
+        VllmFLError: strict mode and a fault, on whichever rank.
+    """
+    config, rank = worker.vllm_config, worker.rank
+    preflight = settings_of(config).preflight
+    owners = get_default_manager().registry.snapshot().owners
+    worker_facts = {name: report["facts"] for name, report in reports.items()}
+    demoted: dict[tuple[str, str], str] = {}
+    passed: set[tuple[str, str]] = set()
+    while True:
+        plan = plan_for(config, demoted)
+        chosen = [
+            entry.impl
+            for op, entry in plan.entries.items()
+            if entry.impl is not None and (op, entry.impl.impl_id) not in passed
+        ]
+        facts = {**fingerprint(plan, owners), "workers": worker_facts}
+        verdict = _look(worker, plan, chosen, preflight, facts)
+        passed |= {(impl.op_name, impl.impl_id) for impl in chosen}
+        verdicts = [verdict] if alone else agree(verdict)
+        failures = [f"rank {v.rank}: {v.failure}" for v in verdicts if v.failure]
+        if failures:
+            raise VllmFLError(f"vllm-fl ends the start: {'; '.join(failures)}")
+        new = {
+            key: (v.rank, reason)
+            for v in reversed(verdicts)
+            for key, reason in v.faults.items()
+            if key not in demoted
+        }
+        if not new:
+            break
+        for (op, impl_id), (at, reason) in new.items():
+            if rank == 0:
+                log.warning(
+                    "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; "
+                    "off on all)",
+                    impl_id,
+                    op,
+                    reason,
+                    at,
+                )
+            demoted[op, impl_id] = f"failed at start on rank {at}: {reason}"
+    if rank == 0:
+        for line in differences(verdicts):
+            log.warning("The ranks differ. %s", line)
+    plan.demotions.update(demoted)
+    return plan, facts
+
+
+def _look(
+    worker: PlannedWorker,
+    plan: Plan,
+    chosen: list[OpImpl],
+    preflight: str,
+    facts: dict[str, Any],
+) -> Verdict:
+    """This rank's verdict. It never raises: the other ranks wait for it."""
+    if preflight == "off":
+        return Verdict(worker.rank, facts=facts)
+    try:
+        faults = find_faults(
+            chosen,
+            worker.vllm_config.model_config.dtype,
+            worker.device,
+            _sizes(worker.vllm_config),
+            compares=preflight == "verify",
+        )
+    except Exception as error:
+        log.exception("vllm-fl could not verify the plan")
+        return Verdict(worker.rank, failure=f"{type(error).__name__}: {error}", facts=facts)
+    reasons = {key: reason for key, (reason, _) in faults.items()}
+    failure = ""
+    if plan.strict and reasons:
+        failure = "strict mode, and " + "; ".join(
+            f"implementation '{impl_id}' failed for op '{op}': {reason}"
+            for (op, impl_id), reason in reasons.items()
+        )
+    return Verdict(worker.rank, reasons, failure, facts)
+
+
+def _sizes(vllm_config: VllmConfig) -> ModelSizes | None:
+    """The served model's sizes on one rank; None where its configuration does not tell them."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    text = model.hf_text_config
+    try:
+        head_size = int(model.get_head_size())
+        share = getattr(text, "partial_rotary_factor", None) or 1.0
+        rotary = max(2, int(head_size * share) // 2 * 2)
+        return ModelSizes(
+            hidden=int(model.get_hidden_size()),
+            intermediate=max(1, int(text.intermediate_size) // parallel.tensor_parallel_size),
+            heads=int(model.get_num_attention_heads(parallel)),
+            kv_heads=int(model.get_num_kv_heads(parallel)),
+            head_size=head_size,
+            rotary=rotary,
+            tokens=(1, int(vllm_config.scheduler_config.max_num_batched_tokens)),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        log.debug("the model's sizes are not told: %s", error)
+        return None
+
+
+def _nested(table: Any) -> dict[str, dict[str, Any]]:
+    nested: dict[str, dict[str, Any]] = {}
+    for (op, impl_id), value in sorted(table.items()):
+        nested.setdefault(op, {})[impl_id] = value
+    return nested
 
 
 def wrap_worker(vllm_config: VllmConfig) -> None:

@@ -71,7 +71,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 def _served(sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     for approximate in APPROXIMATIONS:
         for name, x in served_gated_inputs(sizes, Source(dtype, device)):
-            yield Sample(f"{name}, approximate={approximate}", (x, approximate))
+            yield Sample(f"{name}, approximate={approximate}", (x, approximate), ("x",))
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

@@ -182,12 +182,13 @@ def _served(sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> Iter
     for tokens in sizes.tokens:
         x = source.normal(tokens, sizes.hidden)
         residual = source.normal(tokens, sizes.hidden)
-        yield Sample(f"{tokens} x {sizes.hidden}", (x, None, weight, 1e-6, None))
-        yield Sample(f"{tokens} x {sizes.hidden}, residual", (x, residual, weight, 1e-6, None))
+        yield Sample(f"{tokens} x {sizes.hidden}", (x, None, weight, 1e-6, None), ("x",))
+        both = (x, residual, weight, 1e-6, None)
+        yield Sample(f"{tokens} x {sizes.hidden}, residual", both, ("x", "residual"))
         query = source.normal(tokens, width)[:, : sizes.heads * sizes.head_size]
         query = query.view(tokens, sizes.heads, sizes.head_size)
         name = f"{tokens} x {sizes.heads} heads of {sizes.head_size}, strided out of qkv"
-        yield Sample(name, (query, None, per_head, 1e-6, None))
+        yield Sample(name, (query, None, per_head, 1e-6, None), ("x",))
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

@@ -212,8 +212,8 @@ def _heads(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query and key as a model passes them: strided views of one qkv buffer."""
     qkv = source.normal(tokens, (heads + 2 * kv_heads) * head_size)
-    q, k, _ = qkv.split((heads * head_size, kv_heads * head_size, kv_heads * head_size), dim=-1)
-    return q.view(tokens, heads, head_size), k.view(tokens, kv_heads, head_size)
+    per_head = qkv.view(tokens, heads + 2 * kv_heads, head_size)
+    return per_head[:, :heads], per_head[:, heads : heads + kv_heads]
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
@@ -262,7 +262,8 @@ def _served(sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> Iter
     for tokens in sizes.tokens:
         q, k = _heads(source, tokens, sizes.heads, sizes.kv_heads, sizes.head_size)
         name = f"{tokens} x {sizes.heads}+{sizes.kv_heads} heads of {sizes.head_size}"
-        yield Sample(name, (q, k, cos, sin, _positions(source, tokens, 2048), False))
+        args = (q, k, cos, sin, _positions(source, tokens, 2048), False)
+        yield Sample(name, args, ("query", "key", "position_ids"))
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

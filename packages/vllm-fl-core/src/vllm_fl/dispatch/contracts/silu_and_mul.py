@@ -48,7 +48,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 def _served(sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     for name, x in served_gated_inputs(sizes, Source(dtype, device)):
-        yield Sample(name, (x,))
+        yield Sample(name, (x,), ("x",))
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

@@ -29,10 +29,13 @@ class Sample:
     Args:
         name: what is special about it (`1 token`, `strided qkv view`).
         args: one value per parameter of the contract, in order.
+        by_token: the parameters that have one row per token, where each row of the results
+            depends on the same row of these alone: a large batch may be compared on some rows.
     """
 
     name: str
     args: tuple[Any, ...]
+    by_token: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ class OpSpec:
         return tuple(self.signature.parameters)
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        """The tolerance for results of `dtype`. Raises KeyError for one that the op has none for."""
+        """The tolerance for results of `dtype`; KeyError for a dtype that has none."""
         return self.tolerances[str(dtype).removeprefix("torch.")]
 
     def variant_for(self, arguments: Mapping[str, Any]) -> Variant:

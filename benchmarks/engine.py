@@ -1,0 +1,314 @@
+"""vLLM's CPU engine on Qwen3-0.6B's shapes: stock against vllm-fl, eager and compiled.
+
+The engines of one mode are loaded side by side, each in a process of its own, and work in turn:
+every round visits all of them with each workload, beginning with another one each time. A ratio is
+taken inside a round, so that what a shared machine does meanwhile falls on both sides.
+
+Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, vocabulary
+151936, tied embeddings, bfloat16, random weights. KV cache: 1 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from figures import Figure, MeasurementFailed, figure
+
+__all__ = ["add_arguments", "measure"]
+
+ROUNDS = 8
+START_TIMEOUT, ROUND_TIMEOUT = 300.0, 120.0
+VOCABULARY = 151_936
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "max_position_embeddings": 40_960,
+    "attention_bias": False,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What an engine does in one visit, and how many tokens count for its speed."""
+
+    name: str
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def counted(self) -> int:
+        """New tokens; for a prefill those of the prompt."""
+        return self.batch * (self.prompt_tokens if self.new_tokens == 1 else self.new_tokens)
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        """The prompts of a round: no round finds those of an earlier one in the prefix cache."""
+        pick = random.Random(f"{self.name} {seed}")
+        return [
+            [pick.randrange(1000, 150_000) for _ in range(self.prompt_tokens)]
+            for _ in range(self.batch)
+        ]
+
+
+WORKLOADS = (
+    Workload("decode, batch 1", 1, 8, 32),
+    Workload("decode, batch 8", 8, 8, 32),
+    Workload("prefill, 256 tokens", 1, 256, 1),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the engine.
+
+    Args:
+        variables: what the environment says.
+        options: further arguments of `vllm.LLM`.
+        ours: whether vllm-fl takes part.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ours: bool = False
+
+
+NO_PLUGIN = {"VLLM_PLUGINS": ""}
+OPS = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
+REFERENCE = {
+    "VLLM_FL_PREFER": "reference",
+    "VLLM_FL_PER_OP": ";".join(f"{op}=reference" for op in OPS),
+}
+
+VARIANTS = {
+    "stock": Variant(NO_PLUGIN),
+    "stock-none": Variant(NO_PLUGIN, {"compilation_config": {"custom_ops": ["none"]}}),
+    "reference": Variant(REFERENCE, ours=True),
+    "shipped": Variant(ours=True),
+}
+
+MODES = {
+    "eager": ("stock", "stock-none", "reference", "shipped"),
+    "compiled": ("stock", "reference", "shipped"),  # custom_ops=["none"] is the default there
+}
+
+BARS = {
+    ("eager", "reference", "stock-none"): 0.98,
+    ("eager", "reference", "stock"): 0.94,
+    ("eager", "shipped", "stock"): 1.0,
+    ("compiled", "reference", "stock"): 0.98,
+    ("compiled", "shipped", "stock"): 1.0,
+}
+"""(mode, variant, what it is compared with) -> the smallest ratio of tokens per second."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the engine part, for a look at a piece of it."""
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+
+
+def measure(options: argparse.Namespace) -> list[Figure]:
+    """The figures of the engine."""
+    rounds = options.rounds or ROUNDS
+    figures: list[Figure] = []
+    starts = 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(MODEL))
+        for mode in options.modes:
+            chosen = [name for name in MODES[mode] if name in options.variants]
+            with contextlib.ExitStack() as stack:
+                engines = {
+                    name: stack.enter_context(running(name, mode, model)) for name in chosen
+                }
+                starts += len(engines)
+                figures += compare(mode, engines, rounds)
+    print(f"engine starts: {starts}", file=sys.stderr, flush=True)
+    return figures
+
+
+def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> list[Figure]:
+    """Let the engines of one mode work in turn."""
+    names = list(engines)
+    idle = [engine.idle_share() for engine in engines.values()]
+    speeds: dict[tuple[str, str], list[float]] = {}
+    for number in range(-1, rounds):  # one round to warm up
+        for workload in WORKLOADS:
+            prompts = workload.prompts(number)
+            turn = number % len(names)
+            for name in (*names[turn:], *names[:turn]):
+                seconds = engines[name].generate(prompts, workload.new_tokens)
+                if number >= 0:
+                    speed = workload.counted / seconds
+                    speeds.setdefault((name, workload.name), []).append(speed)
+    figures = []
+    for workload in WORKLOADS:
+        figures += [
+            figure(f"{mode}, {workload.name}: {name}", "tokens/s", speeds[name, workload.name])
+            for name in names
+        ]
+        figures += [
+            figure(
+                f"{mode}, {workload.name}: {name} / {over}",
+                "",
+                [
+                    a / b
+                    for a, b in zip(
+                        speeds[name, workload.name], speeds[over, workload.name], strict=True
+                    )
+                ],
+                at_least=bar,
+            )
+            for (where, name, over), bar in BARS.items()
+            if where == mode and name in engines and over in engines
+        ]
+    blocks = {name: engine.ready["kv_blocks"] for name, engine in engines.items()}
+    most = max(blocks.values())
+    return [
+        *figures,
+        figure(f"{mode}: KV blocks, fewest / most of {most}", "", [min(blocks.values()) / most],
+               at_least=1.0),
+        figure(f"{mode}: cores that an idle engine takes", "cores", idle),
+    ]
+
+
+class Engine:
+    """A running engine, idle until it is asked."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        self.name = name
+        self.process = process
+        self.log = log
+        self.ready: dict[str, Any] = self._answer(START_TIMEOUT)
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> float:
+        """Generate greedily; the seconds that it took."""
+        assert self.process.stdin is not None
+        print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin)
+        self.process.stdin.flush()
+        answer = self._answer(ROUND_TIMEOUT)
+        if [len(ids) for ids in answer["tokens"]] != [new_tokens] * len(prompts):
+            raise MeasurementFailed(f"engine {self.name} generated another number of tokens")
+        return float(answer["seconds"])
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            line = self.process.stdout.readline() if selector.select(timeout) else ""
+        if not line:
+            end = self.log.read_text(errors="replace")[-6000:]
+            raise MeasurementFailed(
+                f"engine {self.name} ended, or did not answer within {timeout:.0f} s:\n{end}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def idle_share(self, seconds: float = 2.0) -> float:
+        """The cores that all processes of the engine keep busy while nobody asks it anything."""
+        before = self._cpu_seconds()
+        time.sleep(seconds)
+        return (self._cpu_seconds() - before) / seconds
+
+    def _cpu_seconds(self) -> float:
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has just ended
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid:  # the session that it leads
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def running(name: str, mode: str, model: Path) -> Iterator[Engine]:
+    """Start an engine of this variant; end all its processes at the end."""
+    variant = VARIANTS[name]
+    request = {
+        "model": str(model),
+        "ours": variant.ours,
+        "options": {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "enforce_eager": mode == "eager",
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            **variant.options,
+        },
+    }
+    with tempfile.TemporaryDirectory() as cache:
+        log = Path(cache) / "log"
+        settings = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+        environment = {
+            **settings,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            # Compiled anew: no graph of an earlier version of anything is found.
+            "VLLM_CACHE_ROOT": f"{cache}/vllm",
+            "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+            **variant.variables,
+        }
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(Path(__file__).with_name("engine_server.py")),
+                    json.dumps(request),
+                ],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            engine = Engine(f"{mode} {name}", process, log)
+            print(f"{_describe(engine)}", file=sys.stderr, flush=True)
+            yield engine
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _describe(engine: Engine) -> str:
+    """What an engine runs with, in one line."""
+    ready = engine.ready
+    plan = ready["report"]["ops"] if ready["report"] else {}
+    ops = " ".join(f"{op}={entry['impl']}" for op, entry in plan.items())
+    return (
+        f"  {engine.name}: ready in {ready['seconds']:.0f} s, {ready['kv_blocks']} KV blocks, "
+        f"custom_ops={ready['custom_ops']} {ops}".rstrip()
+    )

@@ -1,0 +1,52 @@
+"""One vLLM engine in a process of its own, driven over its pipes by engine.py.
+
+    python engine_server.py '{"model": DIR, "options": {…}, "ours": true}'
+
+Answers are lines of JSON on what was its standard output; everything that it logs goes to standard
+error. It answers once when it is ready, then once per line that it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    # Engine processes inherit descriptor 1 and print there: keep the answers apart.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**values: Any) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    request = json.loads(sys.argv[1])
+    from vllm import LLM, SamplingParams
+
+    start = time.perf_counter()
+    llm = LLM(request["model"], **request["options"])
+    config = llm.llm_engine.vllm_config
+    answer(
+        seconds=time.perf_counter() - start,
+        kv_blocks=config.cache_config.num_gpu_blocks,
+        custom_ops=list(config.compilation_config.custom_ops),
+        report=llm.collective_rpc("vllm_fl_report")[0] if request["ours"] else None,
+    )
+    for line in sys.stdin:
+        job = json.loads(line)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
+        )
+        prompts: Any = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        answer(seconds=seconds, tokens=[list(o.outputs[0].token_ids) for o in outputs])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Agreement between the ranks of one engine: what failed on one is off on all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["Verdict", "agree", "differences"]
+
+PATIENCE = timedelta(minutes=10)
+"""How long the first rank to finish waits for the others: a cold kernel cache may cost one of them
+minutes. One that died is noticed at once, by its closed connection."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rank found.
+
+    Args:
+        rank: its number.
+        faults: (op, impl id) -> why it must not serve.
+        failure: the error that ends the start on this rank, or empty.
+        facts: what its plan consists of.
+    """
+
+    rank: int
+    faults: dict[tuple[str, str], str] = field(default_factory=dict)
+    failure: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def agree(mine: Verdict) -> list[Verdict]:
+    """Every rank's verdict, in the order of the ranks.
+
+    Raises:
+        RuntimeError: a rank died, or did not answer in time; the message says which.
+    """
+    import torch.distributed as dist
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [mine]
+    try:
+        dist.monitored_barrier(group.cpu_group, timeout=PATIENCE, wait_all_ranks=True)
+        verdicts: list[Any] = [None] * group.world_size
+        dist.all_gather_object(verdicts, mine, group=group.cpu_group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"vllm-fl: rank {mine.rank} waited for the other ranks to verify their kernels, and "
+            f"one of them is gone: {error}. Its own log, above, says why."
+        ) from error
+    return verdicts
+
+
+def differences(verdicts: list[Verdict]) -> list[str]:
+    """Where the ranks' plans differ from rank 0's, one sentence each."""
+    lines = []
+    base = verdicts[0]
+    for other in verdicts[1:]:
+        if other.facts == base.facts:
+            continue
+        for op, impls in base.facts.get("ops", {}).items():
+            theirs = other.facts.get("ops", {}).get(op, [])
+            if impls != theirs:
+                lines.append(
+                    f"{op}: rank {base.rank} has {_short(impls)}, rank {other.rank} has "
+                    f"{_short(theirs)}"
+                )
+        rest = {k for k in base.facts if k != "ops" and base.facts[k] != other.facts.get(k)}
+        lines += [
+            f"{key}: rank {base.rank} has {base.facts[key]!r}, rank {other.rank} has "
+            f"{other.facts.get(key)!r}"
+            for key in sorted(rest)
+        ]
+    return lines
+
+
+def _short(impls: list[dict[str, str]]) -> str:
+    return (
+        ", ".join(
+            f"{i['impl']} ({i['distribution']} {i['version']}, source {i['source']})" for i in impls
+        )
+        or "none"
+    )

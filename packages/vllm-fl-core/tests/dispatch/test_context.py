@@ -1,0 +1,225 @@
+"""Policies of a block: nesting, exceptions, threads and tasks, and that a leak would be seen."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from making import X, managing, silu
+
+import vllm_fl.dispatch
+from vllm_fl.dispatch import (
+    context,
+    get_policy,
+    manager,
+    with_allowed_vendors,
+    with_denied_vendors,
+    with_preference,
+    with_strict_mode,
+)
+from vllm_fl.dispatch.context import policy_context
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.policy import OpOrder, SelectionPolicy
+
+VENDORS = [f"v{number}" for number in range(10)]
+
+
+def only(vendor: str) -> SelectionPolicy:
+    return SelectionPolicy(prefer="vendor", allow_vendors={vendor})
+
+
+@pytest.fixture
+def installed() -> OpManager:
+    """Ten vendors, each marked with its number, before a reference that is marked -1."""
+    vendors = [silu(f"vendor.{vendor}", number) for number, vendor in enumerate(VENDORS)]
+    return managing(silu("reference.torch", -1), *vendors, prefer="reference")
+
+
+def who_runs(installed: OpManager) -> float:
+    return installed.call("silu_and_mul", X)[0, 0].item() - 1
+
+
+class TestBlocks:
+    def test_nesting_and_its_end(self, installed: OpManager) -> None:
+        assert who_runs(installed) == -1
+        with policy_context(only("v1")):
+            assert who_runs(installed) == 1
+            with policy_context(only("v2")) as inner:
+                assert inner == only("v2")
+                assert who_runs(installed) == 2
+            assert who_runs(installed) == 1
+        assert who_runs(installed) == -1
+
+    def test_an_exception_ends_it_too(self, installed: OpManager) -> None:
+        with pytest.raises(ValueError, match="out"), policy_context(only("v1")):
+            raise ValueError("out")
+        assert who_runs(installed) == -1
+
+    def test_it_wants_a_policy(self) -> None:
+        with pytest.raises(TypeError, match="SelectionPolicy"), policy_context("vendor"):  # type: ignore[arg-type]
+            pass
+
+    def test_with_star_changes_what_it_says_and_keeps_the_rest(self) -> None:
+        base = SelectionPolicy(
+            prefer="vendor",
+            per_op_order={
+                "rms_norm": OpOrder.of(["flagos", "reference"], pinned=False),
+                "silu_and_mul": ["flagos", "reference"],
+            },
+            deny_vendors={"v1"},
+        )
+        with policy_context(base):
+            with with_strict_mode():
+                assert get_policy().strict
+                with with_strict_mode(False):
+                    assert get_policy() == base
+            with with_allowed_vendors("v2", "v3"):
+                assert get_policy().allow_vendors == {"v2", "v3"}
+                assert get_policy().deny_vendors == {"v1"}
+            with with_denied_vendors("v2"), with_denied_vendors("v3"):
+                assert get_policy().deny_vendors == {"v1", "v2", "v3"}
+            with with_preference("reference"):
+                assert get_policy().prefer == "reference"
+                assert str(get_policy().per_op_order["rms_norm"]) == "reference|flagos"
+                assert str(get_policy().per_op_order["silu_and_mul"]) == "flagos|reference"
+            assert get_policy() == base
+
+    @pytest.mark.parametrize("word", ["flagoss", ""])
+    def test_an_unknown_preference_is_an_error_before_the_block(self, word: str) -> None:
+        with policy_context(SelectionPolicy()):
+            with pytest.raises(ValueError, match="prefer is one of"):
+                with_preference(word)
+            assert get_policy() == SelectionPolicy()
+
+
+class PlainGlobal:
+    """What a context must not be: one value for every task and thread."""
+
+    def __init__(self) -> None:
+        self.value: SelectionPolicy | None = None
+
+    def get(self) -> SelectionPolicy | None:
+        return self.value
+
+    def set(self, value: SelectionPolicy | None) -> SelectionPolicy | None:
+        before, self.value = self.value, value
+        return before
+
+    def reset(self, token: SelectionPolicy | None) -> None:
+        self.value = token
+
+
+def across_threads(installed: OpManager) -> None:
+    """Eight threads, each under its own vendor, and this one under none."""
+    together = threading.Barrier(9, timeout=20)
+    leaks: list[str] = []
+
+    def work(number: int) -> None:
+        for turn in range(10):
+            vendor = (number + turn) % len(VENDORS)
+            with policy_context(only(VENDORS[vendor])):
+                together.wait()
+                if (got := who_runs(installed)) != vendor:
+                    leaks.append(f"thread {number} under v{vendor} ran {got}")
+                together.wait()
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        together.wait()
+        if (got := who_runs(installed)) != -1:
+            leaks.append(f"the main thread ran {got}")
+        together.wait()
+    for thread in threads:
+        thread.join(20)
+    assert not leaks, leaks
+
+
+def across_tasks(installed: OpManager) -> None:
+    """A hundred tasks that take turns inside their blocks."""
+    leaks: list[str] = []
+
+    async def work(number: int) -> None:
+        vendor = number % len(VENDORS)
+        with policy_context(only(VENDORS[vendor])):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                if (got := who_runs(installed)) != vendor:
+                    leaks.append(f"task {number} under v{vendor} ran {got}")
+
+    async def everybody() -> None:
+        tasks = [asyncio.create_task(work(number)) for number in range(100)]
+        await asyncio.sleep(0)
+        if (got := who_runs(installed)) != -1:
+            leaks.append(f"the task that made them ran {got}")
+        await asyncio.gather(*tasks)
+
+    asyncio.run(asyncio.wait_for(everybody(), 60))
+    assert not leaks, leaks
+
+
+LEAKS = [across_threads, across_tasks]
+
+
+@pytest.mark.parametrize("run", LEAKS)
+def test_no_leak(run: Callable[[OpManager], None], installed: OpManager) -> None:
+    run(installed)
+    assert who_runs(installed) == -1
+
+
+@pytest.mark.parametrize("run", LEAKS)
+def test_a_plain_global_would_be_caught(
+    run: Callable[[OpManager], None], installed: OpManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = PlainGlobal()
+    for module in (context, manager, vllm_fl.dispatch):
+        monkeypatch.setattr(module, "override", plain)
+    with pytest.raises(AssertionError, match=r"under v\d ran"):
+        run(installed)
+
+
+def test_a_task_takes_the_block_that_it_was_made_in_along(installed: OpManager) -> None:
+    async def child() -> float:
+        await asyncio.sleep(0)
+        return who_runs(installed)
+
+    async def parent() -> float:
+        with policy_context(only("v4")):
+            task = asyncio.create_task(child())
+        return await task
+
+    assert asyncio.run(parent()) == 4
+    assert who_runs(installed) == -1
+
+
+def test_policies_change_while_others_call(installed: OpManager) -> None:
+    """A call runs under the old policy or the new one, never under neither."""
+    stop = threading.Event()
+    wrong: list[object] = []
+
+    def call() -> None:
+        while not stop.is_set():
+            try:
+                got = who_runs(installed)
+            except Exception as error:
+                wrong.append(error)
+                return
+            if got not in (-1.0, 0.0):
+                wrong.append(got)
+
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    ends = time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        installed.set_policy(only("v0"))
+        installed.set_policy(SelectionPolicy(prefer="reference"))
+        installed.clear_failed_impls()
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+    assert not wrong, wrong[:3]

@@ -1,0 +1,122 @@
+"""`dispatch_method`: when it resolves, what a layer gets, and what the engine's plan changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from making import X, failing, managing, norm, planning, refusing, silu
+
+import vllm_fl.dispatch
+from vllm_fl.dispatch import call_method_op, dispatch_method
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.plan import building
+from vllm_fl.dispatch.policy import SelectionPolicy
+
+
+class Stock:
+    """A layer class of the engine, as vLLM's: it reads the method once and keeps it."""
+
+    def __init__(self) -> None:
+        self.forward = self.forward_oot
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0 - 1
+
+
+class Silu(Stock):
+    forward_oot = dispatch_method("silu_and_mul")
+
+
+class Norm:
+    weight = torch.ones(8)
+    variance_epsilon = 1e-6
+    forward = dispatch_method("rms_norm", grants=("residual",))
+
+
+def use(monkeypatch: pytest.MonkeyPatch, manager: OpManager) -> OpManager:
+    monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
+    return manager
+
+
+def test_on_the_class_it_is_the_descriptor() -> None:
+    assert isinstance(Silu.forward_oot, dispatch_method)
+    assert repr(Silu.forward_oot) == "dispatch_method('silu_and_mul')"
+
+
+def test_it_resolves_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = use(monkeypatch, managing(silu("vendor.acme", 1), silu("default.flagos", 2)))
+    layer = Silu()
+    assert layer.forward(X)[0, 0] == 3
+    manager.set_policy(SelectionPolicy(prefer="vendor"))
+    assert layer.forward(X)[0, 0] == 3
+    assert Silu().forward(X)[0, 0] == 2
+
+
+def test_a_bound_layer_falls_back_like_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = use(
+        monkeypatch,
+        managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch", 1)),
+    )
+    layer = Silu()
+    assert [layer.forward(X)[0, 0] for _ in range(2)] == [2, 2]
+    assert set(manager.demotions) == {("silu_and_mul", "vendor.acme")}
+
+
+def test_what_the_layer_grants_may_be_overwritten_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def overwriting(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        residual += x
+        x.zero_()
+        return x, residual
+
+    use(monkeypatch, managing(norm("vendor.acme", overwriting, consumes={"x", "residual"})))
+    x, residual = torch.ones(2, 8), torch.ones(2, 8)
+    Norm().forward(x, residual)
+    assert x.eq(1).all() and residual.eq(2).all()
+
+
+def test_call_method_op_is_the_default_managers() -> None:
+    assert call_method_op == vllm_fl.dispatch.get_default_manager().call_as_method
+
+
+class TestInsideAnEngine:
+    def test_a_layer_keeps_the_plan_that_it_was_built_under(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        use(monkeypatch, managing(silu("reference.torch", 5)))
+        planned = planning(managing(silu("vendor.acme", 1)), "eager")
+        with building(planned):
+            layer = Silu()
+        assert layer.forward(X)[0, 0] == 2
+        assert layer.forward_oot(X)[0, 0] == 2, "read again after the model was built"
+        assert Silu().forward(X)[0, 0] == 6, "a layer of its own, outside the engine"
+
+    def test_an_op_that_the_plan_leaves_to_vllm_is_the_base_classs_own(self) -> None:
+        manager = managing(silu("vendor.acme"), per_op_order={"silu_and_mul": ["stock", "vendor"]})
+        with building(planning(manager, "eager")):
+            layer = Silu()
+        assert layer.forward.__func__ is Stock.forward_oot
+        assert layer.forward(X)[0, 0] == -1
+
+    def test_when_all_refuse_vllms_own_form_is_the_last(self) -> None:
+        class Layer(Stock):
+            forward_oot = dispatch_method("silu_and_mul", last=silu("reference.stock", 9))
+
+        plan = planning(managing(refusing("vendor.acme", "no")), "eager")
+        with building(plan):
+            layer = Layer()
+        assert layer.forward(X)[0, 0] == 10
+        assert plan.fallbacks == {("silu_and_mul", "reference.stock"): 1}
+
+    def test_adapt(self) -> None:
+        class Layer(Stock):
+            scale = 3
+            forward_oot = dispatch_method(
+                "silu_and_mul", adapt=lambda layer, bound: lambda x: bound(x) * layer.scale
+            )
+
+        with building(planning(managing(silu("vendor.acme", 1)), "eager")):
+            assert Layer().forward(X)[0, 0] == 6

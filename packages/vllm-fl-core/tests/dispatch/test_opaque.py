@@ -1,0 +1,265 @@
+"""Opaque operators: torch's own checks, whole-graph compilation, and the chain that runs inside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from making import X, failing, half, managing, planning, refusing, silu
+
+from vllm_fl.dispatch.contracts import OpSpec, Sample, contracts
+from vllm_fl.dispatch.opaque import is_opaque, opaque_op
+from vllm_fl.dispatch.plan import Plan
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.errors import CallError
+
+CPU = torch.device("cpu")
+
+
+def honest(spec: OpSpec) -> OpImpl:
+    """The contract's own oracle, rounded to x's dtype: right by definition."""
+    names = ", ".join(
+        str(p.replace(annotation=p.empty)) for p in spec.signature.parameters.values()
+    )
+    scope: dict[str, Any] = {"oracle": spec.oracle, "round_to": round_to}
+    arguments = ", ".join(spec.parameters)
+    first = spec.parameters[0]
+    exec(
+        f"def {spec.name}({names}):\n    return round_to(oracle({arguments}), {first}.dtype)", scope
+    )
+    return OpImpl(spec.name, "vendor.honest", BackendImplKind.VENDOR, scope[spec.name], "honest")
+
+
+def round_to(result: Any, dtype: torch.dtype) -> Any:
+    if isinstance(result, tuple):
+        return tuple(round_to(part, dtype) for part in result)
+    return None if result is None else result.to(dtype).contiguous()
+
+
+def planned(*impls: OpImpl, **policy: Any) -> Plan:
+    return planning(managing(*impls, **policy), "compiled")
+
+
+def opaque(*impls: OpImpl, **policy: Any) -> Any:
+    plan = planned(*impls, **policy)
+    return opaque_op(plan.chain(impls[0].op_name), plan).fn
+
+
+def samples() -> Iterator[Any]:
+    for spec in contracts().values():
+        for sample in spec.samples(torch.float32, CPU):
+            yield pytest.param(spec, sample, id=f"{spec.name}: {sample.name}")
+
+
+SAMPLES = list(samples())
+
+
+def overload(spec: OpSpec, impl: Any, sample: Sample) -> tuple[Any, tuple[Any, ...]]:
+    """The torch.library operator that a call with this sample's arguments reaches."""
+    seen: list[tuple[Any, tuple[Any, ...]]] = []
+    scope = impl.__globals__
+    kept = {name: value for name, value in scope.items() if name.startswith("_op")}
+    try:
+        for name, operator in kept.items():
+            scope[name] = lambda *args, operator=operator: seen.append((operator, args)) or args[0]
+        impl(*sample.args)
+    finally:
+        scope.update(kept)
+    return seen[0]
+
+
+@pytest.mark.parametrize(("spec", "sample"), SAMPLES)
+def test_opcheck(spec: OpSpec, sample: Sample) -> None:
+    operator, args = overload(spec, opaque(honest(spec)), sample)
+    # torch's own copy of a tensor without elements trips over strides.
+    args = tuple(a.contiguous() if hasattr(a, "numel") and not a.numel() else a for a in args)
+    torch.library.opcheck(
+        operator, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
+
+
+@pytest.mark.parametrize(("spec", "sample"), SAMPLES)
+def test_it_returns_what_the_implementation_returns(spec: OpSpec, sample: Sample) -> None:
+    impl = honest(spec)
+    got, want = opaque(impl)(*sample.args), impl.fn(*sample.args)
+    assert type(got) is type(want)
+    for one, other in zip(flat(got), flat(want), strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+def flat(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def representative(spec: OpSpec) -> list[Sample]:
+    """One sample for each variant and each way to leave something out."""
+    found: dict[Any, Sample] = {}
+    for sample in spec.samples(torch.float32, CPU):
+        arguments = dict(zip(spec.parameters, sample.args, strict=True))
+        shape = tuple(isinstance(a, torch.Tensor) for a in sample.args)
+        found.setdefault((spec.variant_for(arguments).name, shape), sample)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "sample"),
+    [
+        pytest.param(spec, sample, id=f"{spec.name}: {sample.name}")
+        for spec in contracts().values()
+        for sample in representative(spec)
+    ],
+)
+def test_a_compiler_takes_it_whole(spec: OpSpec, sample: Sample) -> None:
+    fn = opaque(honest(spec))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    got = torch.compile(fn, fullgraph=True, backend=backend)(*sample.args)
+    targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert [t for t in targets if t.startswith("vllm_fl.")] == targets[:1]
+    for one, other in zip(flat(got), flat(fn(*sample.args)), strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_through_aot_autograd_and_as_a_layers_method() -> None:
+    bound = planned(silu("vendor.acme", 1)).bind("silu_and_mul", object(), frozenset())
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return bound(x * 2) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (2, 5, 1):
+        x = torch.ones(tokens, 8)
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_a_refusal_inside_falls_to_the_next() -> None:
+    def only_two_rows(x: torch.Tensor) -> bool | str:
+        return True if x.shape[0] == 2 else "two rows only"
+
+    plan = planned(silu("vendor.acme", 1, supports=only_two_rows), silu("reference.torch", 2))
+    fn = opaque_op(plan.chain("silu_and_mul"), plan).fn
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, fullgraph=True, backend="eager", dynamic=True)
+    assert compiled(torch.ones(2, 8))[0, 0] == 2
+    assert compiled(torch.ones(3, 8))[0, 0] == 3
+    assert compiled(torch.ones(2, 8))[0, 0] == 2
+    assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 1}
+
+
+def test_a_failure_inside_is_raised_and_a_mistake_is_the_callers() -> None:
+    with pytest.raises(ValueError, match="boom"):
+        opaque(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))(X)
+    with pytest.raises(CallError) as caught:
+        opaque(failing("vendor.mine", ValueError("boom")))(torch.ones(2, 7))
+    assert caught.value.argument == "x"
+
+
+def test_what_consumes_gets_copies() -> None:
+    def rms_norm(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> Any:
+        x += residual
+        residual.copy_(x)
+        return x, residual
+
+    impl = OpImpl(
+        "rms_norm",
+        "vendor.acme",
+        BackendImplKind.VENDOR,
+        rms_norm,
+        "acme",
+        consumes={"x", "residual"},
+    )
+    x, residual = torch.ones(2, 4), torch.ones(2, 4)
+    got = opaque(impl)(x, residual, None, 1e-6, None)
+    assert all(part.eq(2).all() for part in got)
+    assert x.eq(1).all() and residual.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [
+        lambda x, r: (x, r),
+        lambda x, r: (x.view_as(x), r[:]),
+        lambda x, r: (r, r),
+        lambda x, r: 2 * ((x + r),),
+        lambda x, r: (base := torch.zeros(4, 4)) is None or (base[:2], base[2:]),
+    ],
+    ids=["itself", "a view", "the other", "one twice", "two views of one"],
+)
+def test_results_that_alias_are_copied(alias: Any) -> None:
+    def rms_norm(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> Any:
+        return alias(x, residual)
+
+    impl = OpImpl("rms_norm", "vendor.alias", BackendImplKind.VENDOR, rms_norm, "alias")
+    x, residual = torch.ones(2, 4), torch.ones(2, 4) * 2
+    want = alias(x, residual)
+    got = opaque(impl)(x, residual, None, 1e-6, None)
+    pointers = {t.untyped_storage().data_ptr() for t in (*got, x, residual)}
+    assert len(pointers) == 4
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_the_same_chain_is_the_same_operator_and_another_is_another() -> None:
+    def operator(fn: Any) -> Any:
+        return fn.__globals__["_op0"]
+
+    first = opaque(silu("vendor.acme", 1), silu("reference.torch"))
+    again = opaque(silu("vendor.acme", 1), silu("reference.torch"))
+    assert operator(first) is operator(again)
+    assert operator(opaque(silu("vendor.acme", 1))) is not operator(first)
+    strict = opaque(silu("vendor.acme", 1), silu("reference.torch"), strict=True)
+    assert operator(strict) is not operator(first)
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({}, True),
+        ({"traceable": True}, False),
+        ({"traceable": True, "supports": lambda x: True}, True),
+    ],
+)
+def test_what_counts_as_opaque(fields: dict[str, Any], want: bool) -> None:
+    assert is_opaque(silu("vendor.acme", **fields)) is want
+
+
+def test_a_traceable_one_stays_open_to_the_compiler() -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        return half(x).sin()
+
+    bound = planned(silu("reference.torch", fn=silu_and_mul, traceable=True)).bind(
+        "silu_and_mul", object(), frozenset()
+    )
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(bound, fullgraph=True, backend=backend)(X)
+    assert "sin" in graphs[0].code
+    assert "vllm_fl" not in graphs[0].code
+
+
+def test_the_wrapper_is_a_traceable_implementation_that_refuses_and_consumes_nothing() -> None:
+    plan = planned(refusing("vendor.acme", "no"), silu("reference.torch"))
+    wrapped = opaque_op(plan.chain("silu_and_mul"), plan)
+    first = plan.entries["silu_and_mul"].impl
+    assert first is not None
+    assert dataclasses.replace(first, fn=wrapped.fn, supports=None, traceable=True).impl_id == (
+        wrapped.impl_id
+    )
+    assert (wrapped.supports, wrapped.consumes, wrapped.traceable) == (None, frozenset(), True)

@@ -1,0 +1,146 @@
+"""The plan: what each op runs with, in one line and by reason; sealed against demotion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from making import X, failing, half, managing, norm, planning, refusing, silu
+
+from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.dispatch.plan import active_plan, building
+from vllm_fl.dispatch.policy import SelectionPolicy
+
+MODES = ["eager", "compiled"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_contract_has_an_entry_and_what_nobody_brings_is_stock(mode: Any) -> None:
+    plan = planning(managing(silu("vendor.acme")), mode)
+    assert set(plan.entries) == set(contracts())
+    assert {op: entry.label for op, entry in plan.entries.items()} == {
+        "gelu_and_mul": "stock",
+        "rms_norm": "stock",
+        "rotary_embedding": "stock",
+        "silu_and_mul": "vendor.acme",
+    }
+    assert plan.is_stock("rms_norm") and not plan.is_stock("silu_and_mul")
+    assert plan.is_stock("an_op_that_nobody_knows")
+    assert plan.entries["silu_and_mul"].reason == "token vendor"
+    assert plan.entries["rms_norm"].reason == "implicit last"
+
+
+def test_the_line() -> None:
+    plan = planning(
+        managing(silu("vendor.acme"), norm("vendor.acme", lambda x, residual: x)),
+        "eager",
+        notes={"rms_norm": "the user set the IR priority"},
+    )
+    assert plan.line() == (
+        "vllm-fl: 1 ops planned: gelu_and_mul=stock rms_norm=stock rotary_embedding=stock "
+        "silu_and_mul=vendor.acme (eager; rms_norm: the user set the IR priority)"
+    )
+    assert plan.entries["rms_norm"].impl is None
+    assert plan.entries["rms_norm"].reason == "the user set the IR priority"
+
+
+def test_what_stands_after_stock_is_not_tried() -> None:
+    manager = managing(
+        silu("vendor.acme"),
+        silu("reference.torch"),
+        per_op_order={"silu_and_mul": ["vendor", "stock", "reference"]},
+    )
+    assert [i.impl_id for i in planning(manager, "eager").entries["silu_and_mul"].impls] == [
+        "vendor.acme"
+    ]
+
+
+def test_modes_have_their_own_lists() -> None:
+    order = {"silu_and_mul": {"eager": ["vendor"], "compiled": ["stock"]}}
+    manager = managing(silu("vendor.acme"), per_op_order=order)
+    labels = [planning(manager, mode).entries["silu_and_mul"].label for mode in MODES]
+    assert labels == ["vendor.acme", "stock"]
+
+
+def test_a_plan_stays_what_it_is() -> None:
+    manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))
+    plan = planning(manager, "eager")
+    manager.set_policy(SelectionPolicy(prefer="vendor"))
+    assert plan.bind("silu_and_mul", None, frozenset())(X)[0, 0] == 3
+    assert planning(manager, "eager").entries["silu_and_mul"].label == "vendor.acme"
+
+
+class TestSealed:
+    def test_a_refusal_falls_back_and_is_counted_and_said_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO", logger="vllm_fl")
+        plan = planning(managing(refusing("vendor.acme", "no"), silu("reference.torch")), "eager")
+        bound = plan.bind("silu_and_mul", None, frozenset())
+        for _ in range(3):
+            bound(X)
+        assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 3}
+        assert [r.getMessage() for r in caplog.records] == [
+            "Implementation 'vendor.acme' refused op 'silu_and_mul': no",
+            "Op 'silu_and_mul' fallback to 'reference.torch' (kind=reference, vendor=None)",
+        ]
+
+    def test_a_failure_is_raised_each_time_and_demotes_nothing(self) -> None:
+        boom = ValueError("boom")
+        manager = managing(failing("vendor.acme", boom), silu("reference.torch"))
+        plan = planning(manager, "eager")
+        bound = plan.bind("silu_and_mul", None, frozenset())
+        for _ in range(2):
+            with pytest.raises(ValueError) as caught:
+                bound(X)
+            assert caught.value is boom
+        assert manager.demotions == {}
+        assert plan.fallbacks == {}
+
+
+def test_of_two_plans_each_has_its_own_counts() -> None:
+    manager = managing(refusing("vendor.acme", "no"), silu("reference.torch"))
+    first, second = planning(manager, "eager"), planning(manager, "eager")
+    first.bind("silu_and_mul", None, frozenset())(X)
+    assert first.fallbacks and not second.fallbacks
+
+
+def test_building_nests_and_ends_with_an_exception() -> None:
+    outer, inner = planning(managing(), "eager"), planning(managing(), "compiled")
+    with building(outer):
+        with pytest.raises(ValueError, match="out"), building(inner):
+            assert active_plan() is inner
+            raise ValueError("out")
+        assert active_plan() is outer
+    assert active_plan() is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_implementation_that_takes_the_layer(mode: Any) -> None:
+    def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return half(x) + self.mark
+
+    class Layer:
+        mark = 4
+
+    plan = planning(managing(silu("vendor.acme", fn=silu_and_mul)), mode)
+    if plan.is_stock("silu_and_mul"):
+        assert mode == "compiled"
+        assert "layer" in dict(plan.entries["silu_and_mul"].trace.rejected)["vendor.acme"]
+    else:
+        assert plan.bind("silu_and_mul", Layer(), frozenset())(X)[0, 0] == 5
+
+
+@pytest.mark.parametrize("traceable", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_are_counted_only_where_asked(mode: Any, traceable: bool) -> None:
+    import dataclasses
+
+    plan = planning(managing(silu("vendor.acme", traceable=traceable)), mode)
+    plan.bind("silu_and_mul", None, frozenset())(X)
+    assert plan.calls == {}
+    plan = dataclasses.replace(plan, counts_calls=True)
+    bound = plan.bind("silu_and_mul", None, frozenset())
+    bound(X)
+    assert plan.calls == {("silu_and_mul", "vendor.acme"): 1}

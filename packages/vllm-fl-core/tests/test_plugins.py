@@ -1,0 +1,319 @@
+"""Loading plugins, each behind its own wall: temporary modules stand in for distributions."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.registry import OpRegistry, Owner
+from vllm_fl.dispatch.types import AttentionImpl
+from vllm_fl.errors import PluginError
+from vllm_fl.plugins import Found, Plugin, discover, load, policy_files
+
+HEAD = "from vllm_fl import AttentionImpl, BackendImplKind, OpImpl, PolicyDefaults, hookimpl\n"
+SOUND = """
+def silu_and_mul(x):
+    return x[..., : x.shape[-1] // 2] + 1
+
+@hookimpl
+def register_ops():
+    return [OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")]
+"""
+numbers = itertools.count()
+
+Write = Callable[..., Found]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """`write(source, name)`: a module on the path, found as if the distribution fl-NAME had it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def make(source: str, name: str = "acme", attribute: str | None = None) -> Found:
+        module = f"plugin_{name}_{next(numbers)}"
+        (tmp_path / f"{module}.py").write_text(HEAD + dedent(source))
+        made.append(module)
+        (found,) = discover([module])[-1:]
+        owner = Owner(name, f"fl-{name}", "1.0", f"/site/{name}")
+
+        def target() -> object:
+            return getattr(found.load(), attribute) if attribute else found.load()
+
+        return Found(owner, f"{module}:{attribute}" if attribute else module, target)
+
+    yield make
+    for module in made:
+        sys.modules.pop(module, None)
+
+
+def one(found: Found) -> tuple[Plugin, OpRegistry]:
+    registry = OpRegistry()
+    (plugin,) = load(registry, [found])
+    return plugin, registry
+
+
+def failure(found: Found) -> PluginError:
+    plugin, registry = one(found)
+    assert plugin.status == "failed"
+    assert type(plugin.error) is PluginError
+    assert dict(registry.snapshot().owners) == {}, "what it had half registered is left"
+    return plugin.error
+
+
+def test_a_sound_one(write: Write) -> None:
+    plugin, registry = one(write(SOUND))
+    assert (plugin.status, plugin.hooks, plugin.claims, plugin.error) == (
+        "ok",
+        ("register_ops",),
+        ("vendor.acme",),
+        None,
+    )
+    assert registry.snapshot().owners["silu_and_mul", "vendor.acme"] is plugin.owner
+
+
+def test_both_hooks_of_an_object_with_generators(write: Write) -> None:
+    found = write(
+        """
+        class Plugin:
+            @hookimpl
+            def register_ops(self):
+                yield OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, norm, "acme")
+
+            @hookimpl
+            def attention_backend(self):
+                yield AttentionImpl("vendor.acme", "acme.Backend", BackendImplKind.VENDOR, "acme")
+
+        def norm(x, residual, weight, epsilon, variance_size=None):
+            return x
+
+        plugin = Plugin()
+        """,
+        attribute="plugin",
+    )
+    plugin, registry = one(found)
+    assert plugin.error is None
+    assert plugin.hooks == ("attention_backend", "register_ops")
+    (attention,) = registry.snapshot().impls_by_op["attention_backend"]
+    assert isinstance(attention, AttentionImpl)
+    assert set(registry.snapshot().impls_by_op) == {"attention_backend", "rms_norm"}
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise OSError('libacme.so.3')", "OSError: libacme.so.3"),
+        ("import sys; sys.exit('no device')", "SystemExit: no device"),
+        ("def (", "SyntaxError"),
+        ("x = 1", "implements no hook"),
+        ("@hookimpl\ndef register_ops():\n    return {'silu_and_mul': 1}", "returned dict"),
+        ("@hookimpl\ndef register_ops():\n    return 7", "returned int"),
+        ("@hookimpl\ndef register_ops():\n    return ['silu']", "expected OpImpl"),
+        ("@hookimpl\ndef register_ops(device):\n    return []", "device"),
+        ("@hookimpl\ndef register_opps():\n    return []", "register_opps"),
+        (
+            "@hookimpl\ndef register_ops():\n"
+            "    yield OpImpl('silu_and_mul', 'vendor.x', BackendImplKind.VENDOR, print, 'acme')",
+            "'vendor.acme'",
+        ),
+    ],
+)
+def test_a_broken_one_costs_itself_only(write: Write, source: str, words: str) -> None:
+    broken, sound = write(source, "broken"), write(SOUND, "sound")
+    registry = OpRegistry()
+    first, second = load(registry, [broken, sound])
+    assert (first.status, second.status) == ("failed", "ok")
+    assert first.error is not None
+    assert words in str(first.error)
+    assert (first.error.plugin, first.error.distribution) == ("broken", "fl-broken 1.0")
+    assert set(registry.snapshot().owners) == {("silu_and_mul", "vendor.acme")}
+
+
+def test_the_cause_is_kept_as_it_was(write: Write) -> None:
+    error = failure(write("raise OSError('libacme.so.3')"))
+    assert isinstance(error.cause, OSError)
+    assert error.__cause__ is error.cause
+
+
+def test_an_interrupt_is_not_the_plugins(write: Write) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        load(OpRegistry(), [write("raise KeyboardInterrupt")])
+
+
+def test_half_registered_is_rolled_back(write: Write) -> None:
+    hooks = SOUND + "\n    yield from ()\n    raise OSError('no table')\n"
+    hooks = hooks.replace("return [OpImpl", "yield from [OpImpl")
+    assert "no table" in str(failure(write(hooks)))
+    older = """
+    def silu_and_mul(x):
+        return x
+
+    def register_builtins(registry):
+        registry.register_impl(
+            OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")
+        )
+        raise OSError("no table")
+    """
+    assert "no table" in str(failure(write(older)))
+
+
+@pytest.mark.parametrize(
+    ("api", "words"), [("99", "older release"), ("0", "newer release"), ("'1'", "integer")]
+)
+def test_another_hook_api_is_named(write: Write, api: str, words: str) -> None:
+    error = failure(write(f"HOOK_API = {api}\n" + SOUND))
+    assert api in str(error)
+    assert "HOOK_API" in str(error) and words in str(error)
+
+
+def test_this_hook_api_is_taken(write: Write) -> None:
+    assert one(write("HOOK_API = 1\n" + SOUND))[0].status == "ok"
+
+
+class TestOlderForm:
+    SOURCE = """
+    class Backend:
+        available = True
+
+        def is_available(self):
+            return self.available
+
+        def silu_and_mul(self, x):
+            return x[..., : x.shape[-1] // 2] + 1
+
+        def gelu_and_mul(self, obj, x):
+            return obj.approximate
+
+    def rms_norm(self, x, residual=None):
+        return x * self.weight
+
+    backend = Backend()
+
+    def {name}(registry):
+        registry.register_many([
+            OpImpl(op_name="silu_and_mul", impl_id="vendor.acme", kind=BackendImplKind.VENDOR,
+                   fn=backend.silu_and_mul, vendor="acme", priority=100),
+            OpImpl("gelu_and_mul", "vendor.acme", BackendImplKind.VENDOR,
+                   backend.gelu_and_mul, "acme"),
+        ])
+        registry.register_impl(
+            OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme"))
+    """
+
+    @pytest.mark.parametrize("name", ["register_builtins", "vllm_fl_register", "register"])
+    @pytest.mark.parametrize("as_module", [True, False])
+    def test_all_three_kinds_of_function_work(
+        self, write: Write, name: str, as_module: bool
+    ) -> None:
+        source = self.SOURCE.replace("{name}", name)
+        plugin, registry = one(write(source, attribute=None if as_module else name))
+        assert plugin.error is None
+        assert plugin.hooks == ("register_builtins",)
+        manager = OpManager(registry)
+
+        class Layer:
+            weight = torch.full((4,), 3.0)
+            approximate = "tanh"
+            variance_epsilon = 1e-6
+
+        assert manager.call("silu_and_mul", torch.ones(1, 2))[0, 0] == 2
+        assert manager.call_as_method("silu_and_mul", Layer(), torch.ones(1, 2))[0, 0] == 2
+        assert manager.call_as_method("gelu_and_mul", Layer(), torch.ones(1, 2)) == "tanh"
+        assert manager.call_as_method("rms_norm", Layer(), torch.ones(1, 4))[0, 0] == 3
+
+    def test_the_backends_availability_counts(self, write: Write) -> None:
+        source = self.SOURCE.replace("{name}", "register").replace(
+            "available = True", "available = False"
+        )
+        _, registry = one(write(source))
+        impl = registry.snapshot().find("silu_and_mul", "vendor.acme")
+        assert impl is not None
+        assert not impl.is_available()
+
+    def test_the_functions_own_availability_counts(self, write: Write) -> None:
+        source = self.SOURCE.replace("{name}", "register") + (
+            "\n    rms_norm._is_available = lambda: False\n"
+        )
+        _, registry = one(write(source))
+        impl = registry.snapshot().find("rms_norm", "vendor.acme")
+        assert impl is not None
+        assert not impl.is_available()
+
+    def test_a_callable_that_cannot_take_the_registry_is_no_silent_nothing(
+        self, write: Write
+    ) -> None:
+        assert "TypeError" in str(failure(write("def plugin(): return []", attribute="plugin")))
+
+    def test_a_class_is_not_run(self, write: Write) -> None:
+        found = write("class Plugin:\n    def register(self, registry): ...", attribute="Plugin")
+        assert "implements no hook" in str(failure(found))
+
+
+def test_two_that_bring_one_id(write: Write) -> None:
+    registry = OpRegistry()
+    first, second = load(registry, [write(SOUND, "aaa"), write(SOUND, "bbb")])
+    assert (first.status, second.status) == ("ok", "failed")
+    assert second.error is not None
+    assert (second.error.op, second.error.impl) == ("silu_and_mul", "vendor.acme")
+    for fact in ("fl-aaa 1.0", "/site/aaa", "fl-bbb 1.0", "/site/bbb"):
+        assert fact in str(second.error)
+    assert registry.snapshot().owners["silu_and_mul", "vendor.acme"] is first.owner
+
+
+@pytest.mark.parametrize(
+    ("only", "loaded"),
+    [
+        (None, {"aaa", "bbb"}),
+        ([], set()),
+        (["fl-bbb"], {"bbb"}),
+        (["FL_BBB", "fl.aaa"], {"aaa", "bbb"}),
+        (["aaa"], set()),
+    ],
+)
+def test_narrowing(write: Write, only: list[str] | None, loaded: set[str]) -> None:
+    other = SOUND.replace("acme", "other")
+    founds = [write(SOUND, "aaa"), write(other, "bbb")]
+    plugins = load(OpRegistry(), founds, only=only)
+    assert {p.owner.plugin for p in plugins if p.status == "ok"} == loaded
+    left_out = [p for p in plugins if p.owner.plugin not in loaded]
+    assert all(p.status == "disabled" and p.error is None for p in left_out)
+    for found in founds:
+        if found.owner.plugin not in loaded:
+            assert found.target not in sys.modules, "it was imported all the same"
+
+
+def test_modules_are_found_after_the_distributions_and_not_imported() -> None:
+    found = discover(["no_such_module_anywhere"])
+    assert found[-1].owner == Owner("no_such_module_anywhere")
+    (plugin,) = load(OpRegistry(), found[-1:])
+    assert "no_such_module_anywhere" in str(plugin.error)
+
+
+def test_may_bring(write: Write) -> None:
+    registry = OpRegistry()
+    plugin = load(registry, [write("raise OSError", "metax")])[0]
+    assert plugin.may_bring("vendor.metax") and plugin.may_bring("metax")
+    assert not plugin.may_bring("vendor.acme")
+
+
+class TestPolicyHook:
+    def test_files_and_errors(self, write: Write) -> None:
+        policy = """
+        @hookimpl
+        def policy(platform):
+            return PolicyDefaults("/acme.yaml") if platform == "acme" else None
+        """
+        wrong = "@hookimpl\ndef policy(platform):\n    return 'acme.yaml'"
+        plugins = load(OpRegistry(), [write(policy, "aaa"), write(wrong, "bbb")])
+        files, errors = policy_files(plugins, "acme")
+        assert files == [("fl-aaa", "/acme.yaml")]
+        assert set(errors) == {"bbb"}
+        assert "expected PolicyDefaults" in str(errors["bbb"])
+        assert policy_files(plugins[:1], "cpu") == ([], {})
