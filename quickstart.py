@@ -10,6 +10,7 @@ by the plan, or when the logits are not what they should be.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from pathlib import Path
@@ -28,8 +29,10 @@ TOLERANCE = 0.05
 bfloat16 has 8 bits, and two right kernels differ by their rounding (~1 % here, after 2 layers);
 a wrong one differs by far more."""
 
+DEBUG = {"VLLM_FL_DISPATCH_DEBUG": "1"}
+"""Calls are counted under this."""
+
 REFERENCE = {
-    "VLLM_FL_PREFER": "reference",
     "VLLM_FL_PER_OP": ";".join(
         f"{op}=reference" for op in ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
     ),
@@ -40,49 +43,63 @@ def main() -> int:
     """Run it. Exit status 0: all is well; 1: a finding, printed."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--compiled", action="store_true", help="with torch.compile, not eager")
+    parser.add_argument(
+        "--only-plan", action="store_true", help="leave the reference plan and its stock out"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         job = Job(
             model=str(tiny_model.make(Path(folder))),
-            prompts=[[(7 * i + 3 * j) % 500 + 3 for j in range(12 + i)] for i in range(8)],
+            batches=[[[(7 * i + 3 * j) % 500 + 3 for j in range(12 + i)] for i in range(8)]],
             new_tokens=16,
             eager=not arguments.compiled,
             rounds=3,
         )
-        plain = Job(**{**vars(job), "options": {"compilation_config": {"custom_ops": ["none"]}}})
-        debug = {"VLLM_FL_DISPATCH_DEBUG": "1"}
         try:
-            print("1/4 stock vLLM …", flush=True)
-            stock = run(job, **STOCK)
-            print("2/4 vllm-fl, the plan of what is installed …", flush=True)
-            ours = run(job, **debug)
-            print('3/4 stock vLLM in plain PyTorch (custom_ops=["none"]) …', flush=True)
-            stock_plain = run(plain, **STOCK)
-            print("4/4 vllm-fl, the reference plan …", flush=True)
-            reference = run(job, **debug, **REFERENCE)
+            findings = _installed_plan(job)
+            if not arguments.only_plan:
+                findings += _reference_plan(job)
         except EngineFailed as error:
             print(error)
             return 1
-    findings = [
-        *_show_plan("The plan of what is installed", ours),
-        *_show_plan("The reference plan", reference),
-        *_compare("vllm-fl against stock", stock, ours, TOLERANCE),
-        *_compare(
-            'the reference plan against stock with custom_ops=["none"]', stock_plain, reference, 0.0
-        ),
-    ]
-    tokens = len(job.prompts) * job.new_tokens
-    print(
-        "\nTokens per second, best of 3 rounds (a model this small shows that it runs, not how "
-        "fast; `nox -s bench` measures):"
-    )
-    for name, result in (("stock", stock), ("vllm-fl", ours)):
-        print(f"  {name:<8} {tokens / min(result['seconds']):8.1f}")
-    print(f"  KV blocks: stock {stock['kv_blocks']}, vllm-fl {ours['kv_blocks']}")
     for finding in findings:
         print(f"FINDING: {finding}")
     print("quickstart: " + (f"{len(findings)} finding(s)" if findings else "all is well"))
     return 1 if findings else 0
+
+
+def _installed_plan(job: Job) -> list[str]:
+    """Stock vLLM and vllm-fl as installed."""
+    print("Stock vLLM …", flush=True)
+    stock = run(job, **STOCK)
+    print("vllm-fl, the plan of what is installed …", flush=True)
+    ours = run(job, **DEBUG)
+    findings = [
+        *_show_plan("The plan of what is installed", ours),
+        *_compare("vllm-fl against stock", stock, ours, TOLERANCE),
+    ]
+    tokens = len(job.batches[-1]) * job.new_tokens
+    print(
+        "Tokens per second, best of 3 rounds (a model this small shows that it runs, not how "
+        "fast; `nox -s bench` measures that):"
+    )
+    for name, result in (("stock", stock), ("vllm-fl", ours)):
+        speed = tokens / min(result["seconds"])
+        print(f"  {name:<8} {speed:8.1f}   KV blocks {result['kv_blocks']}")
+    return findings
+
+
+def _reference_plan(job: Job) -> list[str]:
+    """Stock vLLM in plain PyTorch and vllm-fl's reference plan: the same bits."""
+    print('\nStock vLLM in plain PyTorch (custom_ops=["none"]) …', flush=True)
+    options = {"compilation_config": {"custom_ops": ["none"]}}
+    stock = run(dataclasses.replace(job, options=options), **STOCK)
+    print("vllm-fl, the reference plan …", flush=True)
+    ours = run(job, **DEBUG, **REFERENCE)
+    return [
+        *_show_plan("The reference plan", ours),
+        *_compare('the reference plan against stock with custom_ops=["none"]', stock, ours, 0.0),
+    ]
 
 
 def _show_plan(title: str, result: dict[str, Any]) -> list[str]:

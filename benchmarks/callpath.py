@@ -145,7 +145,9 @@ def manager(
     for n in range(impls):
         registry.register_many(
             [
-                OpImpl(OP, f"vendor.v{n}", BackendImplKind.VENDOR, silu_and_mul, f"v{n}", **options),
+                OpImpl(
+                    OP, f"vendor.v{n}", BackendImplKind.VENDOR, silu_and_mul, f"v{n}", **options
+                ),
                 OpImpl("rms_norm", f"vendor.v{n}", BackendImplKind.VENDOR, rms_norm, f"v{n}"),
             ],
             Owner(f"v{n}"),

@@ -4,14 +4,17 @@ The engines of one mode are loaded side by side, each in a process of its own, a
 every round visits all of them with each workload, beginning with another one each time. A ratio is
 taken inside a round, so that what a shared machine does meanwhile falls on both sides.
 
-Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, vocabulary
-151936, tied embeddings, bfloat16, random weights. KV cache: 1 GiB.
+Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, tied embeddings,
+random weights. The vocabulary has 32768 entries instead of 151936: four engines fit into 24 GiB so.
+dtype: bfloat16 where the CPU has AVX-512, else float32 (without it PyTorch's bfloat16 products are
+several times slower than those in float32, and hide everything else). KV cache: 1 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -26,13 +29,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, MeasurementFailed, figure
+from figures import Figure, MeasurementFailed, figure, vector_extensions
 
 __all__ = ["add_arguments", "measure"]
 
-ROUNDS = 8
-START_TIMEOUT, ROUND_TIMEOUT = 300.0, 120.0
-VOCABULARY = 151_936
+ROUNDS = 6
+START_TIMEOUT, ANSWER_TIMEOUT = 300.0, 300.0
+VOCABULARY = 32_768
+VISIT = 2.0
+"""Seconds that one visit of a decoding engine shall take."""
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -50,9 +55,8 @@ MODEL = {
     "rope_theta": 1_000_000,
     "max_position_embeddings": 40_960,
     "attention_bias": False,
-    "bos_token_id": 151_643,
-    "eos_token_id": 151_645,
-    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 
@@ -74,14 +78,22 @@ class Workload:
         """The prompts of a round: no round finds those of an earlier one in the prefix cache."""
         pick = random.Random(f"{self.name} {seed}")
         return [
-            [pick.randrange(1000, 150_000) for _ in range(self.prompt_tokens)]
+            [pick.randrange(3, VOCABULARY) for _ in range(self.prompt_tokens)]
             for _ in range(self.batch)
         ]
 
+    def fitted(self, seconds: float) -> Workload:
+        """As many new tokens as fit into a visit, given how long the ones of this took."""
+        if self.new_tokens == 1:
+            return self
+        fitting = round(self.new_tokens * VISIT / seconds)
+        return dataclasses.replace(self, new_tokens=min(max(fitting, 4), 64))
+
 
 WORKLOADS = (
-    Workload("decode, batch 1", 1, 8, 32),
-    Workload("decode, batch 8", 8, 8, 32),
+    # A prompt of one token: every step has the shape of a decoding step.
+    Workload("decode, batch 1", 1, 1, 4),
+    Workload("decode, batch 8", 8, 1, 4),
     Workload("prefill, 256 tokens", 1, 256, 1),
 )
 
@@ -134,11 +146,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the engine part, for a look at a piece of it."""
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
     """The figures of the engine."""
     rounds = options.rounds or ROUNDS
+    dtype = options.dtype or ("bfloat16" if "avx512f" in vector_extensions() else "float32")
     figures: list[Figure] = []
     starts = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -149,57 +163,59 @@ def measure(options: argparse.Namespace) -> list[Figure]:
             chosen = [name for name in MODES[mode] if name in options.variants]
             with contextlib.ExitStack() as stack:
                 engines = {
-                    name: stack.enter_context(running(name, mode, model)) for name in chosen
+                    name: stack.enter_context(running(name, mode, model, dtype)) for name in chosen
                 }
                 starts += len(engines)
-                figures += compare(mode, engines, rounds)
+                figures += compare(mode, dtype, engines, rounds)
     print(f"engine starts: {starts}", file=sys.stderr, flush=True)
     return figures
 
 
-def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> list[Figure]:
+def compare(mode: str, dtype: str, engines: Mapping[str, Engine], rounds: int) -> list[Figure]:
     """Let the engines of one mode work in turn."""
     names = list(engines)
+    workloads = warmed_up(engines)
     idle = [engine.idle_share() for engine in engines.values()]
-    speeds: dict[tuple[str, str], list[float]] = {}
-    for number in range(-1, rounds):  # one round to warm up
-        for workload in WORKLOADS:
+    speeds: dict[tuple[str, Workload], list[float]] = {}
+    for number in range(rounds):
+        for workload in workloads:
             prompts = workload.prompts(number)
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):
                 seconds = engines[name].generate(prompts, workload.new_tokens)
-                if number >= 0:
-                    speed = workload.counted / seconds
-                    speeds.setdefault((name, workload.name), []).append(speed)
+                speeds.setdefault((name, workload), []).append(workload.counted / seconds)
+        print(f"  {mode}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     figures = []
-    for workload in WORKLOADS:
-        figures += [
-            figure(f"{mode}, {workload.name}: {name}", "tokens/s", speeds[name, workload.name])
-            for name in names
-        ]
-        figures += [
-            figure(
-                f"{mode}, {workload.name}: {name} / {over}",
-                "",
-                [
-                    a / b
-                    for a, b in zip(
-                        speeds[name, workload.name], speeds[over, workload.name], strict=True
-                    )
-                ],
-                at_least=bar,
-            )
-            for (where, name, over), bar in BARS.items()
-            if where == mode and name in engines and over in engines
-        ]
-    blocks = {name: engine.ready["kv_blocks"] for name, engine in engines.items()}
-    most = max(blocks.values())
-    return [
-        *figures,
-        figure(f"{mode}: KV blocks, fewest / most of {most}", "", [min(blocks.values()) / most],
-               at_least=1.0),
-        figure(f"{mode}: cores that an idle engine takes", "cores", idle),
+    for workload in workloads:
+        title = f"{mode}, {workload.name}:"
+        for name in names:
+            figures.append(figure(f"{title} {name}", "tokens/s", speeds[name, workload]))
+        for (where, name, over), bar in BARS.items():
+            if where == mode and name in engines and over in engines:
+                pairs = zip(speeds[name, workload], speeds[over, workload], strict=True)
+                ratios = [mine / other for mine, other in pairs]
+                figures.append(figure(f"{title} {name} / {over}", "", ratios, at_least=bar))
+    blocks = [int(engine.ready["kv_blocks"]) for engine in engines.values()]
+    most = max(blocks)
+    figures += [
+        figure(f"{mode}: KV blocks, fewest / most ({most})", "", [min(blocks) / most], at_least=1),
+        figure(f"{mode}: what an idle engine takes", "cores", idle),
     ]
+    decoded = " and ".join(str(w.new_tokens) for w in workloads[:-1])
+    print(f"  {mode}: {dtype}, visits of {decoded} new tokens", file=sys.stderr, flush=True)
+    return figures
+
+
+def warmed_up(engines: Mapping[str, Engine]) -> list[Workload]:
+    """Show every engine each workload, twice; return them in the size of a visit."""
+    workloads = []
+    for workload in WORKLOADS:
+        seconds = []
+        for engine in engines.values():
+            engine.generate(workload.prompts(-1), workload.new_tokens)
+            seconds.append(engine.generate(workload.prompts(-2), workload.new_tokens))
+        workloads.append(workload.fitted(min(seconds)))
+    return workloads
 
 
 class Engine:
@@ -216,7 +232,7 @@ class Engine:
         assert self.process.stdin is not None
         print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin)
         self.process.stdin.flush()
-        answer = self._answer(ROUND_TIMEOUT)
+        answer = self._answer(ANSWER_TIMEOUT)
         if [len(ids) for ids in answer["tokens"]] != [new_tokens] * len(prompts):
             raise MeasurementFailed(f"engine {self.name} generated another number of tokens")
         return float(answer["seconds"])
@@ -251,13 +267,14 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running(name: str, mode: str, model: Path) -> Iterator[Engine]:
+def running(name: str, mode: str, model: Path, dtype: str) -> Iterator[Engine]:
     """Start an engine of this variant; end all its processes at the end."""
     variant = VARIANTS[name]
     request = {
         "model": str(model),
         "ours": variant.ours,
         "options": {
+            "dtype": dtype,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "enforce_eager": mode == "eager",

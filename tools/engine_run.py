@@ -29,16 +29,16 @@ class Job:
 
     Args:
         model: the model's folder.
-        prompts: token ids of each prompt.
+        batches: prompts that run together, as token ids, one batch after the other.
         new_tokens: tokens generated for each, greedily.
         eager: whether vLLM runs without torch.compile.
         options: further arguments of `vllm.LLM`.
         logits: whether to return the logits of prompt and answer.
-        rounds: timed repetitions of the whole batch, after one that warms up.
+        rounds: timed repetitions of the last batch, after one that warms up.
     """
 
     model: str
-    prompts: list[list[int]]
+    batches: list[list[list[int]]]
     new_tokens: int = 8
     eager: bool = True
     options: dict[str, Any] = field(default_factory=dict)
@@ -58,8 +58,8 @@ def run(job: Job, *, timeout: float = 600, **variables: str) -> dict[str, Any]:
     """Run a job in a fresh process with these environment variables added.
 
     Returns:
-        `tokens` and `logits` per prompt, `seconds` per round, `kv_blocks`, `report` (None for
-        stock), `custom_ops`, `compile_hash`, and `log`, all that the process printed.
+        `tokens` and `logits` per prompt of all batches, `seconds` per round, `kv_blocks`,
+        `report` (None for stock), `custom_ops`, and `log`, all that the process printed.
 
     Raises:
         EngineFailed: it did not end well.
@@ -114,7 +114,6 @@ def _main(request: dict[str, Any]) -> None:
         max_logprobs=-1,
         **job.options,
     )
-    prompts: Any = [{"prompt_token_ids": ids} for ids in job.prompts]
 
     def sampling(logits: bool) -> SamplingParams:
         return SamplingParams(
@@ -126,7 +125,10 @@ def _main(request: dict[str, Any]) -> None:
             prompt_logprobs=-1 if logits else None,
         )
 
-    outputs = llm.generate(prompts, sampling(job.logits), use_tqdm=False)
+    outputs = []
+    for batch in job.batches:
+        prompts: Any = [{"prompt_token_ids": ids} for ids in batch]
+        outputs += llm.generate(prompts, sampling(job.logits), use_tqdm=False)
     seconds = []
     for _ in range(job.rounds):
         start = time.perf_counter()

@@ -313,7 +313,7 @@ class TestPolicyHook:
         wrong = "@hookimpl\ndef policy(platform):\n    return 'acme.yaml'"
         plugins = load(OpRegistry(), [write(policy, "aaa"), write(wrong, "bbb")])
         files, errors = policy_files(plugins, "acme")
-        assert files == [("fl-aaa", "/acme.yaml")]
+        assert files == [("fl-aaa 1.0", "/acme.yaml")]
         assert set(errors) == {"bbb"}
         assert "expected PolicyDefaults" in str(errors["bbb"])
         assert policy_files(plugins[:1], "cpu") == ([], {})

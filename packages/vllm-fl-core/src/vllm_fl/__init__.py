@@ -42,17 +42,22 @@ found, `vllm-fl explain silu_and_mul` whether it is chosen, and why not.
 
 from __future__ import annotations
 
-from .dispatch.types import (
-    AttentionImpl,
-    AttentionRequest,
-    BackendImplKind,
-    BackendPriority,
-    OpImpl,
-    PolicyDefaults,
-    WorkerContext,
-    WorkerReport,
-)
-from .hookspecs import HOOK_API, hookimpl
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .dispatch.types import (
+        AttentionImpl,
+        AttentionRequest,
+        BackendImplKind,
+        BackendPriority,
+        DeviceProfile,
+        OpImpl,
+        PolicyDefaults,
+        WorkerContext,
+        WorkerReport,
+    )
+    from .hookspecs import HOOK_API, hookimpl
 
 __all__ = [
     "HOOK_API",
@@ -60,6 +65,7 @@ __all__ = [
     "AttentionRequest",
     "BackendImplKind",
     "BackendPriority",
+    "DeviceProfile",
     "OpImpl",
     "PolicyDefaults",
     "WorkerContext",
@@ -68,9 +74,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
+def __getattr__(name: str) -> Any:
+    """Load what is asked for: vLLM imports this package in every process, also to step aside."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("vllm-fl-core")
+    if name in __all__:
+        home = ".hookspecs" if name in ("HOOK_API", "hookimpl") else ".dispatch.types"
+        value = globals()[name] = getattr(import_module(home, __name__), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

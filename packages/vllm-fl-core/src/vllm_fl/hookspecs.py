@@ -14,6 +14,7 @@ import pluggy
 if TYPE_CHECKING:
     from .dispatch.types import (
         AttentionImpl,
+        DeviceProfile,
         OpImpl,
         PolicyDefaults,
         WorkerContext,
@@ -24,6 +25,7 @@ __all__ = [
     "HOOK_API",
     "PROJECT",
     "attention_backend",
+    "device",
     "hookimpl",
     "policy",
     "register_ops",
@@ -62,7 +64,7 @@ def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
     """Return the attention backends that this backend brings, by class path.
 
     Called once per process, with `register_ops`. The policy orders all plugins' candidates; vLLM's
-    own choice is the implicit last one.
+    own choice is the implicit last one, and a backend that vLLM was told to take beats them all.
 
     Example::
 
@@ -71,6 +73,26 @@ def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
             return [AttentionImpl("vendor.acme", "acme.attention.AcmeBackend",
                                   BackendImplKind.VENDOR, "acme")]
     """
+
+
+@hookspec
+def device() -> DeviceProfile | None:
+    """Return the hardware that this backend brings to vLLM, or None.
+
+    For hardware that vLLM has no platform for. Called in every process, perhaps more than once,
+    while vLLM looks for its platform and before the device exists; only where vLLM has none of its
+    own, or VLLM_FL_PLATFORM names another. A plugin that has this hook must import nothing of vLLM
+    at its own import. Two devices that both detect themselves are an error that names both, unless
+    VLLM_FL_PLATFORM names one.
+
+    Example::
+
+        @hookimpl
+        def device():
+            return DeviceProfile("acme", "acme.platform.AcmePlatform", "acme.worker.AcmeWorker",
+                                 detect=lambda: os.path.exists("/dev/acme0") or "no /dev/acme0")
+    """
+    return None
 
 
 @hookspec

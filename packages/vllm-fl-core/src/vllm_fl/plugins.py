@@ -17,11 +17,11 @@ import pluggy
 
 from . import hookspecs
 from .dispatch.registry import OpRegistry, Owner
-from .dispatch.types import AttentionImpl, OpImpl, PolicyDefaults
+from .dispatch.types import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults
 from .errors import PluginError
 from .hookspecs import HOOK_API, PROJECT
 
-__all__ = ["GROUP", "Plugin", "discover", "load", "rivals"]
+__all__ = ["GROUP", "Plugin", "discover", "find_device", "load", "rivals"]
 
 GROUP = "vllm_fl.plugin"
 OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
@@ -241,7 +241,7 @@ def policy_files(
             for defaults in plugin.manager.hook.policy(platform=platform):
                 if not isinstance(defaults, PolicyDefaults):
                     raise TypeError(f"policy returned {defaults!r}; expected PolicyDefaults")
-                files.append((str(plugin.owner.distribution or plugin.owner.plugin), defaults.path))
+                files.append((plugin.owner.name, defaults.path))
         except Exception as error:
             errors[plugin.owner.plugin] = PluginError(
                 f"Plugin {plugin.owner.plugin!r} of {plugin.owner}: its policy hook failed: "
@@ -251,6 +251,67 @@ def policy_files(
                 cause=error,
             )
     return files, errors
+
+
+def devices(plugins: Sequence[Plugin]) -> list[tuple[Owner, DeviceProfile]]:
+    """The hardware that plugins bring, each with who brings it.
+
+    Raises:
+        PluginError: a device hook failed; without it the engine would run elsewhere unnoticed.
+    """
+    found = []
+    for plugin in plugins:
+        if plugin.manager is None:
+            continue
+        try:
+            for profile in plugin.manager.hook.device():
+                if not isinstance(profile, DeviceProfile):
+                    raise TypeError(f"device returned {profile!r}; expected DeviceProfile or None")
+                found.append((plugin.owner, profile))
+        except Exception as error:
+            raise PluginError(
+                f"Plugin {plugin.owner.plugin!r} of {plugin.owner}: its device hook failed: "
+                f"{type(error).__name__}: {error}. Reinstall it, or leave it out with "
+                "VLLM_FL_PLUGINS.",
+                plugin=plugin.owner.plugin,
+                distribution=str(plugin.owner.distribution),
+                cause=error,
+            ) from error
+    return found
+
+
+def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DeviceProfile | None:
+    """The device that this machine has, or None where no plugin brings one that it has.
+
+    Args:
+        plugins: what is loaded.
+        name: the platform that the user forced: the device of that name and no other.
+
+    Raises:
+        PluginError: several claim the machine, or the forced one says that it is not there.
+    """
+    known = devices(plugins)
+    if name is not None:
+        known = [(owner, profile) for owner, profile in known if profile.name == name]
+    verdicts = [(owner, profile, profile.detection()) for owner, profile in known]
+    found = [(owner, profile) for owner, profile, verdict in verdicts if verdict is True]
+    if len(found) > 1:
+        names = ", ".join(f"{profile.name!r} of {owner.name}" for owner, profile in found)
+        raise PluginError(
+            f"{len(found)} plugins claim this machine's device: {names}. Say which with "
+            "VLLM_FL_PLATFORM=<name>, or leave one out with VLLM_FL_PLUGINS.",
+            plugin=found[1][0].plugin,
+            distribution=str(found[1][0].distribution),
+        )
+    if name is not None and verdicts and not found:
+        owner, _, why = verdicts[0]
+        raise PluginError(
+            f"VLLM_FL_PLATFORM={name} asks for the device of {owner}, which says that it is not "
+            f"here: {why}. Unset VLLM_FL_PLATFORM to run on what vLLM finds itself.",
+            plugin=owner.plugin,
+            distribution=str(owner.distribution),
+        )
+    return found[0][1] if found else None
 
 
 def rivals() -> tuple[str, ...]:

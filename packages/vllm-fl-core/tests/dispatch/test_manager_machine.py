@@ -142,6 +142,17 @@ class Machine(RuleBasedStateMachine):
     def set_moods(self, moods: list[str]) -> None:
         self.moods = dict(zip(sorted(IMPLS), moods, strict=True))
 
+    @rule(
+        moods=st.lists(
+            st.sampled_from(["raises", "refuses", "not implemented"]),
+            min_size=len(IMPLS),
+            max_size=len(IMPLS),
+        )
+    )
+    def let_nothing_work(self, moods: list[str]) -> None:
+        for (impl_id, (_, consumes)), mood in zip(IMPLS.items(), moods, strict=True):
+            self.moods[impl_id] = "refuses" if consumes and mood == "raises" else mood
+
     @rule(prefer=st.sampled_from(sorted(TRIED)), strict=st.booleans())
     def set_policy(self, prefer: str, strict: bool) -> None:
         self.policy = SelectionPolicy(prefer=prefer, strict=strict)
@@ -248,4 +259,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)

@@ -1,1 +1,1 @@
-"""The NVIDIA CUDA backend of vllm-fl."""
+"""A vendor backend of vllm-fl: the kernels of vLLM's own CUDA build."""

@@ -1,1 +1,1 @@
-"""The FlagGems backend of vllm-fl."""
+"""The FlagGems backend of vllm-fl: FlagGems's Triton kernels."""

@@ -1,14 +1,78 @@
-"""The hooks of the FlagGems backend. It brings no ops yet."""
+"""What this distribution brings: the plugin that the entry point `flaggems` names."""
 
 from __future__ import annotations
 
-from vllm_fl.dispatch.types import OpImpl
+from vllm_fl.dispatch.types import (
+    AttentionImpl,
+    BackendImplKind,
+    OpImpl,
+    WorkerContext,
+    WorkerReport,
+)
 from vllm_fl.hookspecs import hookimpl
 
-__all__ = ["register_ops"]
+from .attention_request import supports_attention
+from .impl import activation, normalization, rotary
+from .loading import available
+
+__all__ = ["attention_backend", "register_ops", "worker_start"]
+
+DEFAULT = ("default.flagos", BackendImplKind.DEFAULT)
 
 
 @hookimpl
-def register_ops() -> tuple[OpImpl, ...]:
-    """Return the implementations that this backend brings: none yet."""
-    return ()
+def register_ops() -> list[OpImpl]:
+    """The four ops as `default.flagos`; they run where FlagGems and a device of its are."""
+    return [
+        OpImpl(
+            "silu_and_mul",
+            *DEFAULT,
+            activation.silu_and_mul,
+            available=available,
+            supports=activation.supports_silu_and_mul,
+        ),
+        OpImpl(
+            "gelu_and_mul",
+            *DEFAULT,
+            activation.gelu_and_mul,
+            available=available,
+            supports=activation.supports_gelu_and_mul,
+        ),
+        OpImpl(
+            "rms_norm",
+            *DEFAULT,
+            normalization.rms_norm,
+            available=available,
+            supports=normalization.supports_rms_norm,
+            consumes=frozenset({"x", "residual"}),
+        ),
+        OpImpl(
+            "rotary_embedding",
+            *DEFAULT,
+            rotary.rotary_embedding,
+            available=available,
+            supports=rotary.supports_rotary_embedding,
+        ),
+    ]
+
+
+@hookimpl
+def attention_backend() -> list[AttentionImpl]:
+    """FlagGems's attention, as a backend of vLLM's v1 engine."""
+    return [
+        AttentionImpl(
+            "default.flagos",
+            "vllm_fl_flaggems.impl.attention.AttentionFLBackend",
+            BackendImplKind.DEFAULT,
+            available=available,
+            supports=supports_attention,
+        )
+    ]
+
+
+@hookimpl
+def worker_start(context: WorkerContext) -> WorkerReport | None:
+    """Replace PyTorch's operators by FlagGems's, as the settings say."""
+    from .aten import start
+
+    return start(context)

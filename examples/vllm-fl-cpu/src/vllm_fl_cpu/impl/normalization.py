@@ -69,10 +69,17 @@ def supports_rms_norm(
         return "the kernels have no variance_size"
     if x.ndim == 0 or x.shape[-1] % LANES:
         return f"the last dimension of x, {tuple(x.shape)[-1:]}, is no multiple of {LANES}"
-    if residual is not None and residual.dtype != x.dtype:
-        return f"residual is {residual.dtype} and x {x.dtype}"
+    if epsilon < 0:
+        return f"epsilon is negative: {epsilon}"
+    # The kernels check neither of these shapes, and read and write beyond a smaller tensor.
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
+        return (
+            f"residual is {residual.dtype} {tuple(residual.shape)} and x {x.dtype} {tuple(x.shape)}"
+        )
     if weight is None:
         return True
+    if weight.shape != x.shape[-1:]:
+        return f"weight is {tuple(weight.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
     if weight.dtype != x.dtype:
         return f"weight is {weight.dtype} and x {x.dtype}"
     return True if weight.is_contiguous() else "weight is not contiguous"

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ..errors import SettingsError, VllmFLError
+from ..errors import SettingsError, UnknownOpError, VllmFLError
+from ._show import UsageError, say
 
 __all__ = ["main"]
 
@@ -43,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `vllm-fl ops | head`
         sys.stderr.close()
         return GOOD
-    except SettingsError as error:
-        print(f"vllm-fl: {error}", file=sys.stderr)
+    except (SettingsError, UnknownOpError, UsageError) as error:
+        say(f"vllm-fl: {error}", error=True)
         return USAGE
     except VllmFLError as error:
-        print(f"vllm-fl: {error}", file=sys.stderr)
+        say(f"vllm-fl: {error}", error=True)
         return FINDING
     return status

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+from typing import Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.contracts import contracts
+from ..dispatch.items import ORDER_PREFIX
+from ..dispatch.manager import OpManager
+from ..dispatch.policy import Mode, OpOrder
+from ..dispatch.settings import Settings
+from ..integration.bypasses import BYPASSES
 from ._candidates import as_rows
-from ._show import print_json, print_table
+from ._show import print_json, print_table, say
+
+WHERE = {
+    "script": "called by a script (call_op)",
+    "eager": "in an engine, eager mode",
+    "compiled": "in an engine, compiled mode",
+}
+
+FILTERS = (
+    "enabled",
+    "strict",
+    "allow_vendors",
+    "deny_vendors",
+    "use_flaggems",
+    "flagos_whitelist",
+    "flagos_blacklist",
+)
+"""The settings beside the order that bear on every op."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,9 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", help="the op, as `vllm-fl ops` names it")
     parser.add_argument(
         "--mode",
-        choices=("script", "eager", "compiled"),
-        default="script",
-        help="who calls it: a script (call_op), or an engine in eager or compiled mode, where "
+        choices=tuple(WHERE),
+        help="only this one: a script (call_op), or an engine in eager or compiled mode, where "
         "vLLM's own path (stock) is a candidate too",
     )
 
@@ -25,35 +48,108 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when nothing may run."""
     manager = get_default_manager()
-    engine = arguments.mode != "script"
-    trace = manager.trace(
-        arguments.op, mode="compiled" if arguments.mode == "compiled" else "eager", engine=engine
-    )
-    rows = as_rows(manager, trace)
-    selected = trace.selected.impl_id if trace.selected else None
+    op = arguments.op
+    views = [_view(manager, op, mode) for mode in ([arguments.mode] if arguments.mode else WHERE)]
+    settings = manager.settings
+    assert settings is not None
+    bearing = [
+        {"key": key, "value": settings[key].value, "origin": settings[key].origin}
+        for key in FILTERS
+        if settings[key].origin != "default"
+    ]
     if arguments.json:
-        print_json(op=trace.op, mode=arguments.mode, selected=selected, candidates=rows)
-    else:
-        spec = contracts().get(trace.op)
-        print(f"{trace.op}{spec.signature if spec else ''}")
-        print(f"order ({arguments.mode}): {' | '.join(map(str, trace.order))}")
-        print_table(
-            ["implementation", "kind", "priority", "distribution", "status", "reason"],
-            [
-                (
-                    r["impl_id"],
-                    r["kind"],
-                    r["priority"],
-                    f"{r['distribution']} {r['version']}" if r["distribution"] else None,
-                    r["status"],
-                    r["reason"],
-                )
-                for r in rows
-            ],
+        print_json(
+            op=op,
+            signature=_signature(op),
+            modes=views,
+            settings=bearing,
+            bypasses=list(BYPASSES.get(op, ())),
         )
-        if selected is None:
-            print(
+    else:
+        _show(op, views, bearing)
+    return 0 if all(view["selected"] for view in views) else 1
+
+
+def _view(manager: OpManager, op: str, mode: str) -> dict[str, Any]:
+    """One mode's trace as JSON data."""
+    engine = mode != "script"
+    side: Mode = "compiled" if mode == "compiled" else "eager"
+    trace = manager.trace(op, mode=side, engine=engine, bars_layers=not engine)
+    assert manager.settings is not None
+    return {
+        "mode": mode,
+        "order": [str(token) for token in trace.order],
+        "origin": _origin(manager.settings, op, side),
+        "selected": trace.selected.impl_id if trace.selected else None,
+        "candidates": as_rows(manager, trace),
+    }
+
+
+def _origin(settings: Settings, op: str, mode: Mode) -> str:
+    """Where the order comes from: the op's own list, or the preference."""
+    listed = settings.get(f"{ORDER_PREFIX}{op}")
+    if listed is not None and isinstance(listed.value, OpOrder):
+        if listed.value.eager if mode == "eager" else listed.value.compiled:
+            return f"{listed.key}, {listed.origin}"
+    prefer = settings["prefer"]
+    return f"prefer={prefer.value}, {prefer.origin}"
+
+
+def _signature(op: str) -> str | None:
+    """The contract's parameters, one line; None for an op without a contract."""
+    spec = contracts().get(op)
+    if spec is None:
+        return None
+    parameters = ", ".join(map(_parameter, spec.signature.parameters.values()))
+    return f"{op}({parameters}) -> {_annotation(spec.signature.return_annotation)}"
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    text = f"{parameter.name}: {_annotation(parameter.annotation)}"
+    return text if parameter.default is parameter.empty else f"{text} = {parameter.default!r}"
+
+
+def _annotation(annotation: object) -> str:
+    return str(annotation).replace("torch.Tensor", "Tensor")
+
+
+def _show(op: str, views: list[dict[str, Any]], bearing: list[dict[str, Any]]) -> None:
+    spec = contracts().get(op)
+    if spec is None:
+        say(f"{op} (no contract of vllm-fl-core names it)")
+    else:
+        returns = _annotation(spec.signature.return_annotation)
+        lines = [f"    {_parameter(p)}," for p in spec.signature.parameters.values()]
+        say("\n".join([f"{op}(", *lines, f") -> {returns}"]))
+        say((inspect.getdoc(spec.oracle) or "").split("\n\n")[0])
+    for setting in bearing:
+        say(f"{setting['key']}={setting['value']} ({setting['origin']})")
+    for view in views:
+        say(f"\n{WHERE[view['mode']].capitalize()}: {view['selected'] or 'nothing may run'}")
+        say(f"order {' | '.join(view['order'])}  ({view['origin']})")
+        if view["candidates"]:
+            print_table(
+                ["implementation", "kind", "priority", "distribution", "status", "reason"],
+                [_row(candidate) for candidate in view["candidates"]],
+            )
+        if view["selected"] is None:
+            say(
                 "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
                 "one of the rejected ones."
             )
-    return 0 if selected else 1
+    if op in BYPASSES and any(view["mode"] != "script" for view in views):
+        say("\nInside vLLM this is not reached, whatever the policy says:")
+        for bypass in BYPASSES[op]:
+            say(f"  - {bypass}")
+
+
+def _row(candidate: dict[str, Any]) -> tuple[object, ...]:
+    brought_by = candidate["distribution"]
+    return (
+        candidate["impl_id"],
+        candidate["kind"],
+        candidate["priority"],
+        f"{brought_by} {candidate['version']}" if brought_by else None,
+        candidate["status"],
+        candidate["reason"],
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from ..dispatch import get_default_manager
 from ..dispatch.contracts import contracts
 from ._candidates import as_rows
-from ._show import print_json, print_table
+from ._show import print_json, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
             ["op", "selected", "eligible", "rejected"],
             [(op["op"], op["selected"], _ids(op, "eligible"), _ids(op, "rejected")) for op in ops],
         )
-        print("`vllm-fl explain OP` shows why.")
+        say("`vllm-fl explain OP` shows why.")
     return 0 if all(op["selected"] for op in ops) else 1
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Iterable
 from typing import Any
 
 from ..dispatch import get_default_manager
-from ..plugins import rivals
-from ._show import print_json, print_table
+from ..plugins import Plugin, rivals
+from ._show import print_json, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,26 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when a plugin failed, or when another distribution owns what is ours."""
     startup = get_default_manager().startup
     assert startup is not None
-    rows: list[dict[str, Any]] = [
+    rows = as_rows(startup.plugins)
+    others = rivals()
+    if arguments.json:
+        print_json(plugins=rows, rivals=list(others))
+    elif not rows:
+        say("No plugin is installed. Try: pip install vllm-fl-reference")
+    else:
+        show(rows)
+    if not arguments.json:
+        for row in rows:
+            if row["error"]:
+                say(row["error"], error=True)
+        for other in others:
+            say(other, error=True)
+    return 1 if others or any(row["status"] == "failed" for row in rows) else 0
+
+
+def as_rows(plugins: Iterable[Plugin]) -> list[dict[str, Any]]:
+    """Every plugin as JSON data."""
+    return [
         {
             "name": plugin.owner.plugin,
             "distribution": plugin.owner.distribution,
@@ -29,32 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
             "hooks": list(plugin.hooks),
             "error": str(plugin.error) if plugin.error else None,
         }
-        for plugin in startup.plugins
+        for plugin in plugins
     ]
-    others = rivals()
-    if arguments.json:
-        print_json(plugins=rows, rivals=list(others))
-    elif not rows:
-        print("No plugin is installed. Try: pip install vllm-fl-reference")
-    else:
-        print_table(
-            ["plugin", "distribution", "version", "status", "hooks", "path"],
-            [
-                (
-                    r["name"],
-                    r["distribution"],
-                    r["version"],
-                    r["status"],
-                    ", ".join(r["hooks"]),
-                    r["path"],
-                )
-                for r in rows
-            ],
-        )
-    if not arguments.json:
-        for row in rows:
-            if row["error"]:
-                print(row["error"], file=sys.stderr)
-        for other in others:
-            print(other, file=sys.stderr)
-    return 1 if others or any(row["status"] == "failed" for row in rows) else 0
+
+
+def show(rows: Iterable[dict[str, Any]]) -> None:
+    """The rows as a table."""
+    keys = ("name", "distribution", "version", "status")
+    print_table(
+        ["plugin", "distribution", "version", "status", "hooks", "path"],
+        [(*(r[key] for key in keys), ", ".join(r["hooks"]) or None, r["path"]) for r in rows],
+    )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..plugins import Plugin, discover, load
+from .. import plugins as _plugins
 from .config import policy_from_config
 from .context import override, policy_context
 from .logs import get_logger, set_log_level
@@ -27,6 +27,9 @@ from .types import (
     OpImpl,
     PolicyDefaults,
 )
+
+if TYPE_CHECKING:  # `plugins` imports this package, whichever of the two comes first
+    from ..plugins import Plugin
 
 __all__ = [
     "AttentionImpl",
@@ -138,7 +141,7 @@ def with_denied_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy
 
 def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
     """Find and load every installed plugin into `registry`, and say what became of each."""
-    plugins = load(registry, discover())
+    plugins = _plugins.load(registry, _plugins.discover())
     _discovered[:] = plugins
     return plugins
 

@@ -7,12 +7,13 @@ import inspect
 import json
 from collections.abc import Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .plan import Plan
 from .registry import Owner
-from .types import OpImpl
+from .types import AttentionImpl, OpImpl
 
 __all__ = ["digest", "fingerprint"]
 
@@ -35,7 +36,7 @@ def fingerprint(plan: Plan, owners: Mapping[tuple[str, str], Owner]) -> dict[str
                     "version": str(owners.get((op, impl.impl_id), Owner("")).version),
                     "source": _source(impl),
                 }
-                for impl in entry.impls
+                for impl in entry.candidates
             ]
             for op, entry in plan.entries.items()
         },
@@ -48,12 +49,23 @@ def digest(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _source(impl: OpImpl) -> str:
+def _source(impl: OpImpl | AttentionImpl) -> str:
     """The hash of the file that the implementation's code is in; its name where it has none."""
+    code = impl.fn if isinstance(impl, OpImpl) else impl.class_path
+    if isinstance(code, str):
+        return _hash_of(_file_of(code.rpartition(".")[0]) or code)
     try:
-        return _hash_of(inspect.getsourcefile(inspect.unwrap(impl.fn)) or repr(type(impl.fn)))
+        return _hash_of(inspect.getsourcefile(inspect.unwrap(code)) or repr(type(code)))
     except TypeError:
-        return repr(type(impl.fn))
+        return repr(type(code))
+
+
+def _file_of(module: str) -> str | None:
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return spec.origin if spec else None
 
 
 @cache

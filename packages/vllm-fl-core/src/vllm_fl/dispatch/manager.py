@@ -316,7 +316,11 @@ class OpManager:
         with self._lock:
             self._refuse_if_sealed("the policy")
             if policy is None and self._startup is not None:
-                settings = read_settings(self._registry, self._startup.plugins)
+                settings = read_settings(
+                    self._registry,
+                    self._startup.plugins,
+                    platform=self._startup.settings.platform,
+                )
                 self._startup = Startup(self._startup.plugins, settings)
                 policy = settings.policy
             self._policy = policy if policy is not None else self._given_policy()

@@ -57,12 +57,17 @@ class dispatch_method:
             from . import get_default_manager
 
             bound = get_default_manager().bind(self.op, instance, self.grants)
-        elif plan.is_stock(self.op):
+        elif plan.is_stock(self.op) or self._is_kept(plan):
             method: Bound = getattr(super(self.owner, instance), self.name)
             return method
         else:
             bound = plan.bind(self.op, instance, self.grants, last=self.last)
         return self.adapt(instance, bound) if self.adapt else bound
+
+    def _is_kept(self, plan: Plan) -> bool:
+        """Whether the user leaves this one layer class to vLLM."""
+        base = self.owner.__base__ if self.owner else None
+        return base is not None and base.__name__ in plan.kept_layers
 
     def __repr__(self) -> str:
         return f"dispatch_method({self.op!r})"

@@ -91,9 +91,10 @@ def _operator(
             result = spec.fake(*contract_args(args))
             return result[0] if single and isinstance(result, tuple) else result
 
-        LIBRARY.impl(
-            name, lambda *args: _bodies[name](*args), dispatch_key="CompositeExplicitAutograd"
-        )
+        def newest(*args: Any) -> Any:
+            return _bodies[name](*args)
+
+        LIBRARY.impl(name, newest, dispatch_key="CompositeExplicitAutograd")
         torch.library.register_fake(f"vllm_fl::{name}", fake, lib=LIBRARY)
     overload: Callable[..., Any] = getattr(torch.ops.vllm_fl, name).default
     return overload

@@ -1,21 +1,22 @@
-"""The plan: op -> implementation, as one engine runs with it. Layers bind to it while they are built."""
+"""The plan: op -> implementation, as one engine runs with it; layers bind to it when built."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .attention import ATTENTION
 from .contracts import contracts
 from .guard import Chain, method_guard
 from .logs import get_logger
 from .policy import Mode
 from .resolver import Stock, Trace, describe
-from .types import OpImpl
+from .types import AttentionImpl, OpImpl
 
 if TYPE_CHECKING:
     from .config import Settings
@@ -41,32 +42,46 @@ class PlanEntry:
     note: str = ""
 
     @property
-    def impls(self) -> tuple[OpImpl, ...]:
+    def candidates(self) -> tuple[OpImpl | AttentionImpl, ...]:
         """The candidates before vLLM's own path, in order."""
-        impls: list[OpImpl] = []
+        found: list[OpImpl | AttentionImpl] = []
         for impl in () if self.note else self.trace.admitted:
             if isinstance(impl, Stock):
                 break
-            if isinstance(impl, OpImpl):
-                impls.append(impl)
-        return tuple(impls)
+            found.append(impl)
+        return tuple(found)
+
+    @property
+    def impls(self) -> tuple[OpImpl, ...]:
+        """Those of the candidates that can be called: all but attention backends."""
+        return tuple(i for i in self.candidates if isinstance(i, OpImpl))
+
+    @property
+    def attention(self) -> tuple[AttentionImpl, ...]:
+        """Those of the candidates that are attention backends."""
+        return tuple(i for i in self.candidates if isinstance(i, AttentionImpl))
 
     @property
     def impl(self) -> OpImpl | None:
-        """The first choice; None where the op is left to vLLM."""
+        """The first choice to be called; None where the op is left to vLLM."""
         return self.impls[0] if self.impls else None
 
     @property
     def label(self) -> str:
         """The implementation's id, or `stock`."""
-        return self.impl.impl_id if self.impl else "stock"
+        return self.candidates[0].impl_id if self.candidates else "stock"
 
     @property
     def reason(self) -> str:
         """Why it was chosen, in a few words."""
         if self.note:
             return self.note
-        return self.trace.candidates[0].reason if self.trace.candidates else "no candidate"
+        if not self.trace.candidates:
+            return "no candidate"
+        reason = self.trace.candidates[0].reason
+        if self.candidates or not self.trace.rejected:
+            return reason
+        return f"{reason} ({'; '.join(f'{i}: {why}' for i, why in self.trace.rejected)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +95,7 @@ class Plan:
         counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
         calls, fallbacks: (op, impl id) -> how often.
         demotions: (op, impl id) -> why it was taken out at start.
+        kept_layers: classes of vLLM's that the user leaves alone, though their op is planned.
     """
 
     mode: Mode
@@ -89,6 +105,7 @@ class Plan:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
     demotions: dict[tuple[str, str], str] = field(default_factory=dict)
+    kept_layers: frozenset[str] = frozenset()
 
     def is_stock(self, op: str) -> bool:
         """Whether the op's layers are left to vLLM."""
@@ -167,7 +184,7 @@ class Plan:
         """The plan in one line, for the log at start, with what else is worth a word."""
         planned = " ".join(f"{op}={entry.label}" for op, entry in self.entries.items())
         notes = [f"{op}: {entry.note}" for op, entry in self.entries.items() if entry.note]
-        count = sum(1 for entry in self.entries.values() if entry.impl is not None)
+        count = sum(1 for entry in self.entries.values() if entry.candidates)
         return (
             f"vllm-fl: {count} ops planned: {planned} ({'; '.join([self.mode, *notes, *remarks])})"
         )
@@ -205,8 +222,9 @@ def make_plan(
     *,
     demoted: Mapping[tuple[str, str], str] | None = None,
     notes: Mapping[str, str] | None = None,
+    kept_layers: Iterable[str] = (),
 ) -> Plan:
-    """Resolve every contract's op for an engine.
+    """Resolve every contract's op, and the attention backend, for an engine.
 
     Args:
         manager: what is installed.
@@ -214,10 +232,11 @@ def make_plan(
         settings: the engine's settings, policy included.
         demoted: (op, impl id) -> why it is out for this engine.
         notes: op -> why it is left to vLLM whatever the policy says.
+        kept_layers: classes of vLLM's that the user leaves alone.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
-    for op in contracts():
+    for op in (*contracts(), ATTENTION):
         out = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
         trace = manager.trace(
             op,
@@ -228,7 +247,13 @@ def make_plan(
             bars_layers=mode == "compiled",  # an operator in a graph cannot be handed a layer
         )
         entries[op] = PlanEntry(op, trace, notes.get(op, ""))
-    return Plan(mode, entries, strict=settings.policy.strict, counts_calls=settings.debug)
+    return Plan(
+        mode,
+        entries,
+        strict=settings.policy.strict,
+        counts_calls=settings.debug,
+        kept_layers=frozenset(kept_layers),
+    )
 
 
 _active: Plan | None = None

@@ -1,4 +1,4 @@
-"""Running a plan's implementations before they serve: a wrong kernel is caught at start, by name."""
+"""Running a plan's implementations before they serve: a wrong kernel is caught by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = get_logger("engine")
 
 SLOW = 10.0
 """Seconds after which the log names the implementation that is running. One that takes as long a
-second time, when nothing is left to compile, is taken out: it would stop the engine at each step."""
+second time, when nothing is left to compile, is taken out: it would stall the engine."""
 
 
 def find_faults(

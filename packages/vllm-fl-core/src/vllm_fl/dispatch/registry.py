@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..errors import PluginError
+from .attention import ATTENTION, from_older_form
 from .contracts import contracts
 from .types import AttentionImpl, OpImpl, parameters_of
 
@@ -33,9 +34,13 @@ class Owner:
     version: str | None = None
     path: str | None = None
 
+    @property
+    def name(self) -> str:
+        """`vllm-fl-cpu 0.1.0`, or the plugin's name where it has no distribution."""
+        return f"{self.distribution} {self.version}" if self.distribution else self.plugin
+
     def __str__(self) -> str:
-        name = f"{self.distribution} {self.version}" if self.distribution else self.plugin
-        return f"{name} ({self.path})" if self.path else name
+        return f"{self.name} ({self.path})" if self.path else self.name
 
 
 SCRIPT = Owner(plugin="(registered by a script)")
@@ -92,6 +97,8 @@ class OpRegistry:
                     raise _refusal(
                         owner, None, f"returned {impl!r}; expected OpImpl or AttentionImpl"
                     )
+                if isinstance(impl, OpImpl) and impl.op_name == ATTENTION:
+                    impl = from_older_form(impl)
                 key = (impl.op_name, impl.impl_id)
                 if key in owners:
                     raise _refusal(

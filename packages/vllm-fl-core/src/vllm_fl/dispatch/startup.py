@@ -6,14 +6,17 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .. import plugins as plugin_loader
 from ..errors import PluginError
-from ..plugins import Plugin
 from .config import Settings, check_names, load_settings, load_startup
 from .contracts import contracts
 from .logs import get_logger, set_log_level
 from .registry import OpRegistry
+
+if TYPE_CHECKING:  # `plugins` imports this package, whichever of the two comes first
+    from ..plugins import Plugin
 
 __all__ = ["Startup", "detect_platform", "read_settings", "start"]
 

@@ -19,6 +19,7 @@ __all__ = [
     "Availability",
     "BackendImplKind",
     "BackendPriority",
+    "DeviceProfile",
     "OpImpl",
     "PolicyDefaults",
     "WorkerContext",
@@ -88,7 +89,7 @@ class OpImpl:
             raise ValueError(f"{who}: op_name must be an identifier such as 'rms_norm'")
         for name in ("fn", "available", "supports"):
             value = getattr(self, name)
-            if value is not None and not callable(value) or (name == "fn" and value is None):
+            if (value is not None and not callable(value)) or (name == "fn" and value is None):
                 raise TypeError(f"{who}: {name} must be callable, got {value!r}")
         _check_identity(who, self)
         if isinstance(self.consumes, str):
@@ -121,7 +122,8 @@ class AttentionRequest:
         block_size: tokens in one KV-cache block, or None when it is still open.
         use_mla, has_sink, use_sparse: as in vLLM's selector; False where a vLLM lacks the field.
         num_heads: query heads of one rank, or None.
-        extras: the fields that a newer vLLM adds to its selector, by name.
+        extras: the fields that a newer vLLM adds to its selector, by name; read them with `.get`,
+            since an older vLLM has none.
     """
 
     head_size: int
@@ -141,13 +143,15 @@ class AttentionImpl:
 
     Args:
         impl_id: as for `OpImpl`.
-        class_path: `module.Class`, a subclass of vLLM's `AttentionBackend`.
+        class_path: `module.Class`, a subclass of vLLM's `AttentionBackend`; or AttentionRequest ->
+            such a path, where one backend has several classes (MLA, sparse). The class's
+            `get_name()` must be one that vLLM knows: its parent's, or `CUSTOM`.
         kind, vendor, priority, available: as for `OpImpl`.
         supports: AttentionRequest -> True, or the reason for refusing it.
     """
 
     impl_id: str
-    class_path: str
+    class_path: str | Callable[[AttentionRequest], str]
     kind: BackendImplKind
     vendor: str | None = None
     priority: int | None = None
@@ -158,8 +162,9 @@ class AttentionImpl:
 
     def __post_init__(self) -> None:
         who = f"AttentionImpl({self.impl_id!r})"
-        if not isinstance(self.class_path, str) or "." not in self.class_path:
-            raise ValueError(f"{who}: class_path must be 'module.Class', got {self.class_path!r}")
+        path = self.class_path
+        if not callable(path) and (not isinstance(path, str) or "." not in path):
+            raise ValueError(f"{who}: class_path must be 'module.Class', got {path!r}")
         _check_identity(who, self)
 
     def availability(self) -> Availability:
@@ -169,6 +174,53 @@ class AttentionImpl:
     def is_available(self) -> bool:
         """Whether it can run on this machine."""
         return self.availability() is True
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """Hardware that vLLM has no platform for: what an engine needs to run on it, by path.
+
+    Nothing of it is imported until the device is chosen.
+
+    Args:
+        name: what settings call the platform (`ascend`): a lower-case identifier.
+        platform_class: a subclass of vLLM's `Platform` with `_enum = PlatformEnum.OOT`, its
+            `device_name`, `device_type` and `dispatch_key`.
+        worker_class: the worker, which brings the model runner. A user's own `worker_cls` stands.
+        communicator_class: a subclass of vLLM's `DeviceCommunicatorBase`; None keeps that of the
+            platform class.
+        dist_backend: torch.distributed's backend between the ranks (`hccl`); None keeps that of
+            the platform class.
+        detect: () -> True, or the reason why this machine has none. It runs in every process
+            while vLLM looks for its platform: it must neither start the device nor import vllm.
+
+    Raises:
+        ValueError: a name that is no lower-case identifier, a path that is not `module.Class`.
+    """
+
+    name: str
+    platform_class: str
+    worker_class: str
+    communicator_class: str | None = None
+    dist_backend: str | None = None
+    detect: Callable[[], Availability] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        name = self.name
+        if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
+            raise ValueError(f"DeviceProfile({name!r}): the name must be a lower-case identifier")
+        for which in ("platform_class", "worker_class", "communicator_class"):
+            path = getattr(self, which)
+            if path is None and which == "communicator_class":
+                continue
+            if not isinstance(path, str) or "." not in path:
+                raise ValueError(
+                    f"DeviceProfile({name!r}): {which} must be 'module.Class', got {path!r}"
+                )
+
+    def detection(self) -> Availability:
+        """True, or why this machine has none of it."""
+        return _verdict("its detection", self.detect)
 
 
 @dataclass(frozen=True)
@@ -241,17 +293,19 @@ def availability_of(impl: OpImpl | AttentionImpl) -> Availability:
 
 def _probe(impl: OpImpl | AttentionImpl) -> Availability:
     available = impl.available or _older_probe(getattr(impl, "fn", None))
-    if available is None:
-        return True
+    return True if available is None else _verdict("its availability check", available)
+
+
+def _verdict(who: str, probe: Callable[[], Availability]) -> Availability:
     try:
-        verdict = available()
+        verdict = probe()
     except Exception as error:  # a probe that breaks is a negative with a reason, never a crash
-        return f"its availability check raised {type(error).__name__}: {error}"
+        return f"{who} raised {type(error).__name__}: {error}"
     if verdict is True:
         return True
     if isinstance(verdict, str) and verdict:
         return verdict
-    return "its availability check said no and gave no reason"
+    return f"{who} said no and gave no reason"
 
 
 def _older_probe(fn: object) -> Callable[[], Availability] | None:

@@ -16,6 +16,7 @@ OVERRIDDEN = {
         "check_and_update_config",
         "get_attn_backend_cls",
         "get_default_ir_op_priority",
+        "get_device_communicator_cls",
         "import_ir_kernels",
     ),
     "vllm.model_executor.custom_op:CustomOp": ("register_oot", "dispatch_forward"),

@@ -22,7 +22,8 @@ log = get_logger("engine")
 def platform_plugin() -> str | None:
     """The platform class for vLLM: its own with our overlay, or None where we step aside."""
     try:
-        if not load_startup(os.environ).enabled:
+        startup = load_startup(os.environ)
+        if not startup.enabled:
             return None
         from .compat import obstacle
         from .platform import overlay_path
@@ -31,7 +32,7 @@ def platform_plugin() -> str | None:
         if problem:
             log.warning("vllm-fl steps aside, vLLM runs as stock: %s", problem)
             return None
-        return overlay_path()
+        return overlay_path(startup.platform)
     except VllmFLError as error:
         log.error("%s", error)  # the general plugin raises it where vLLM cannot swallow it
         return None
@@ -45,12 +46,13 @@ def general_plugin() -> None:
 
     Raises:
         SettingsError: a setting is wrong; the engine must not start with another meaning.
-        PluginError: another distribution owns what is ours.
+        PluginError: another distribution owns what is ours; or the platform plugin's error.
     """
     from .compat import hide_our_variables, obstacle
 
     hide_our_variables()
-    if not load_startup(os.environ).enabled:
+    startup = load_startup(os.environ)
+    if not startup.enabled:
         return
     others = rivals()
     if others:
@@ -59,9 +61,10 @@ def general_plugin() -> None:
         return
     from vllm.platforms import current_platform
 
-    from .platform import is_overlay, platform_name
+    from .platform import is_overlay, overlay_path, platform_name
 
     if not is_overlay(current_platform):
+        overlay_path(startup.platform)
         log.warning(
             "vllm-fl steps aside, vLLM runs as stock: its platform is %s, not ours (VLLM_PLUGINS "
             "or VLLM_TARGET_DEVICE leaves us out of one of the two plugin groups)",

@@ -7,6 +7,7 @@ is then what the compiler sees, whatever `custom_ops` says of the layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from ..dispatch import dispatch_method
 from ..dispatch.logs import get_logger
 from ..dispatch.types import BackendImplKind, OpImpl
 
-__all__ = ["replace_layers"]
+__all__ = ["Layer", "known_layers", "layer_table", "replace_layers"]
 
 log = get_logger("engine")
 
@@ -82,6 +83,47 @@ def _from_positions(layer: Any, rotate: Callable[..., Any]) -> Callable[..., Any
         return q.reshape(query.shape), None if key is None else k.reshape(key.shape)
 
     return forward
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer class of vLLM's that an op of ours stands behind.
+
+    Args:
+        cls: the class's name.
+        registered: the name in vLLM's registry, as `custom_ops` uses it.
+        op: the op.
+    """
+
+    cls: str
+    registered: str
+    op: str
+
+
+def layer_table() -> list[Layer]:
+    """Every layer class that we reach: replaced ones, and the norms of vLLM's IR."""
+    replaced = [
+        Layer(base.__name__, base.name, op)  # type: ignore[attr-defined]
+        for base, op, _ in _replacements()
+    ]
+    return [
+        *replaced,
+        Layer("RMSNorm", "rms_norm", "rms_norm"),
+        Layer("GemmaRMSNorm", "gemma_rms_norm", "rms_norm"),
+    ]
+
+
+FORMER = frozenset({"fused_moe", "FusedMoE"})
+"""Layer names of other vLLM releases, which users' lists may still hold."""
+
+
+def known_layers() -> frozenset[str]:
+    """Every name that a list of layers may hold: vLLM's registered names and its class names."""
+    from vllm.model_executor import custom_op
+
+    registry = custom_op.op_registry
+    ours = {name for layer in layer_table() for name in (layer.cls, layer.registered)}
+    return frozenset({*registry, *(cls.__name__ for cls in registry.values()), *ours, *FORMER})
 
 
 def replace_layers() -> None:

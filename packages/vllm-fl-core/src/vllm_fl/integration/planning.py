@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
-from ..dispatch.config import Settings
+from ..dispatch.attention import ATTENTION
+from ..dispatch.config import Settings, check_names
+from ..dispatch.contracts import contracts
 from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan, make_plan
 from ..dispatch.policy import Mode
 from ..dispatch.startup import read_settings
+from . import attention
+from .layers import Layer, known_layers, layer_table
 from .platform import platform_name
 
 if TYPE_CHECKING:
@@ -52,6 +56,11 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
     settings = read_settings(
         manager.registry, startup.plugins, platform=platform_name(current_platform)
     )
+    settings = check_names(
+        settings,
+        ops={*contracts(), *manager.registry.snapshot().impls_by_op, ATTENTION},
+        layers=known_layers(),
+    )
     if mine is not None:
         mine["settings"] = settings.to_json()
     return settings
@@ -65,12 +74,16 @@ def plan_for(vllm_config: VllmConfig, demoted: Mapping[tuple[str, str], str] | N
         demoted: (op, impl id) -> why it is out for this engine.
     """
     mode = engine_mode(vllm_config)
+    settings = settings_of(vllm_config)
+    notes, kept = _kept_by_lists(settings)
+    notes |= {**_kept_by_user(vllm_config, mode), **attention.kept_by_user(vllm_config)}
     return make_plan(
         get_default_manager(),
         mode,
-        settings_of(vllm_config),
-        demoted=demoted,
-        notes=_kept_by_user(vllm_config, mode),
+        settings,
+        demoted={**attention.refusals(vllm_config), **(demoted or {})},
+        notes=notes,
+        kept_layers=kept,
     )
 
 
@@ -111,6 +124,36 @@ def _ours(vllm_config: VllmConfig) -> dict[str, Any] | None:
         return None  # an object of the user's own: nothing can be put into it
     mine: dict[str, Any] = extra.setdefault(KEY, {})
     return mine
+
+
+def _kept_by_lists(settings: Settings) -> tuple[dict[str, str], list[str]]:
+    """What the OOT settings leave to vLLM: (op -> why all its layers are left, classes left).
+
+    The norms are ops of vLLM's IR: what holds for one of their layers holds for all of them.
+    """
+    notes, kept = {}, []
+    layers = layer_table()
+    for op in dict.fromkeys(layer.op for layer in layers):
+        left = {
+            layer: why for layer in layers if layer.op == op and (why := _left(layer, settings))
+        }
+        of_op = [layer for layer in layers if layer.op == op]
+        if len(left) == len(of_op) or (left and op not in LAYER_OPS and not settings.oot_whitelist):
+            notes[op] = next(iter(left.values()))
+        else:
+            kept += [layer.cls for layer in left if op in LAYER_OPS]
+    return notes, kept
+
+
+def _left(layer: Layer, settings: Settings) -> str:
+    """The setting that leaves this layer to vLLM, or nothing."""
+    names = {layer.cls, layer.registered}
+    if not settings.oot_enabled:
+        return "VLLM_FL_OOT_ENABLED=0"
+    if settings.oot_whitelist is not None:
+        return "" if names & set(settings.oot_whitelist) else "oot_whitelist does not name it"
+    named = sorted(names & set(settings.oot_blacklist))
+    return f"oot_blacklist names {named[0]}" if named else ""
 
 
 def _kept_by_user(vllm_config: VllmConfig, mode: Mode) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""The overlay: vLLM's own platform class with the few methods that the plan needs.
+"""The overlay: vLLM's own platform class, or a device plugin's, with what the plan needs.
 
-The class keeps its enum, so that vLLM's attention, graphs, compile passes and collectives stay.
+vLLM's own class keeps its enum, so that its attention, graphs, compile passes and collectives stay.
 """
 
 from __future__ import annotations
@@ -8,12 +8,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..dispatch.types import DeviceProfile
+from ..errors import PluginError
+from .device import IN_TREE, adopt_device, profile_named
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = ["PlatformOverlay", "is_overlay", "overlay_path", "platform_name"]
 
 PREFIX = "Overlay__"
+DEVICE = "Device__"
 
 KNOWN = {
     "CpuPlatform": "cpu",
@@ -28,6 +33,7 @@ class PlatformOverlay:
     """What we change of a platform. Mixed in before vLLM's own class."""
 
     vllm_fl_platform: str
+    vllm_fl_device: DeviceProfile | None = None
 
     @classmethod
     def import_ir_kernels(cls) -> None:
@@ -59,6 +65,9 @@ class PlatformOverlay:
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Turn on the custom ops whose implementation is ours, and put our worker in."""
+        parallel = vllm_config.parallel_config
+        if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
+            parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
         if vllm_config.model_config is None:
             return  # a configuration without a model runs nothing
@@ -67,6 +76,26 @@ class PlatformOverlay:
 
         apply(plan_for(vllm_config), vllm_config)
         wrap_worker(vllm_config)
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """The attention backend that the plan gives; vLLM's own answer where it gives none."""
+        from .attention import choose
+
+        path = choose(selected_backend, attn_selector_config, num_heads)
+        if path is None:
+            path = super().get_attn_backend_cls(  # type: ignore[misc]
+                selected_backend, attn_selector_config, num_heads
+            )
+        return str(path)
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """The communicator that a device plugin brings; else that of the platform class."""
+        path = cls.vllm_fl_device and cls.vllm_fl_device.communicator_class
+        return path or str(super().get_device_communicator_cls())  # type: ignore[misc]
 
 
 def is_overlay(platform: object) -> bool:
@@ -79,8 +108,26 @@ def platform_name(platform: object) -> str:
     return str(platform.vllm_fl_platform)  # type: ignore[attr-defined]
 
 
-def overlay_path() -> str | None:
-    """The path of the overlay over the platform that vLLM would choose; None for an unknown one."""
+def overlay_path(forced: str | None = None) -> str | None:
+    """The path of the overlay for this machine; None where neither vLLM nor a plugin knows it.
+
+    vLLM's own platform comes first, unless VLLM_FL_PLATFORM names a plugin's device.
+
+    Args:
+        forced: what VLLM_FL_PLATFORM says, or None.
+
+    Raises:
+        PluginError: two devices claim the machine, or the forced one is not there.
+    """
+    path = _in_tree_path()
+    if path is None or (forced is not None and forced not in IN_TREE):
+        profile = adopt_device(None if forced in IN_TREE else forced)
+        if profile is not None:
+            return f"{__name__}.{DEVICE}{profile.name}"
+    return path
+
+
+def _in_tree_path() -> str | None:
     from vllm.platforms import builtin_platform_plugins
 
     for detect in builtin_platform_plugins.values():
@@ -94,14 +141,34 @@ def overlay_path() -> str | None:
 
 def __getattr__(name: str) -> type:
     """Only a path travels to vLLM and to its workers: the class is made from it on demand."""
-    if not name.startswith(PREFIX):
+    if name.startswith(DEVICE):
+        base, own = _device_class(profile_named(name.removeprefix(DEVICE)))
+    elif name.startswith(PREFIX):
+        module, _, cls = name.removeprefix(PREFIX).replace("__", ".").rpartition(".")
+        base = getattr(import_module(module), cls)
+        own = {"vllm_fl_platform": KNOWN.get(cls, "cuda")}
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, cls = name.removeprefix(PREFIX).replace("__", ".").rpartition(".")
-    base = getattr(import_module(module), cls)
     overlay = type(
-        f"{cls}FL",
+        f"{base.__name__}FL",
         (PlatformOverlay, base),
-        {"__module__": __name__, "__qualname__": name, "vllm_fl_platform": KNOWN.get(cls, "cuda")},
+        {"__module__": __name__, "__qualname__": name, **own},
     )
     globals()[name] = overlay
     return overlay
+
+
+def _device_class(profile: DeviceProfile) -> tuple[type, dict[str, Any]]:
+    """(the profile's platform class, what the overlay over it sets)."""
+    module, _, cls = profile.platform_class.rpartition(".")
+    try:
+        base: type = getattr(import_module(module), cls)
+    except Exception as error:
+        raise PluginError(
+            f"Device {profile.name!r}: its platform class {profile.platform_class} cannot be "
+            f"imported: {type(error).__name__}: {error}",
+            plugin=profile.name,
+            cause=error,
+        ) from error
+    own: dict[str, Any] = {"vllm_fl_platform": profile.name, "vllm_fl_device": profile}
+    return base, own | ({"dist_backend": profile.dist_backend} if profile.dist_backend else {})

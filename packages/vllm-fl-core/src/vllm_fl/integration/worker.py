@@ -15,6 +15,7 @@ from ..dispatch.plan import Plan, building
 from ..dispatch.preflight import find_faults
 from ..dispatch.types import OpImpl, WorkerContext
 from ..errors import PluginError, VllmFLError
+from . import attention
 from .ir import bind_providers, reset_priorities
 from .planning import apply, plan_for, seal, settings_of
 from .ranks import Verdict, agree, differences
@@ -57,9 +58,12 @@ class PlannedWorker:
                     log.info("%s", line)
             how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
             took = f"{how[settings.preflight]} {time.monotonic() - start:.1f} s"
-            log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}"))
+            refused = attention.refusals(self.vllm_config).items()
+            remarks = [f"{op}: {impl_id} {why}" for (op, impl_id), why in refused]
+            log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
         seal(self.vllm_config, self.vllm_fl_digest)
         get_default_manager().seal(f"the engine's worker (rank {self.rank})")
+        attention.forget_choices()
         with building(plan):
             return super().load_model(*args, **kwargs)  # type: ignore[misc]
 
@@ -190,11 +194,10 @@ def _look(
     facts: dict[str, Any],
 ) -> Verdict:
     """This rank's verdict. It never raises: the other ranks wait for it."""
-    if preflight == "off":
-        return Verdict(worker.rank, facts=facts)
+    reasons = attention.faults(plan, worker.vllm_config)
     try:
         faults = find_faults(
-            chosen,
+            chosen if preflight != "off" else [],
             worker.vllm_config.model_config.dtype,
             worker.device,
             _sizes(worker.vllm_config),
@@ -203,7 +206,7 @@ def _look(
     except Exception as error:
         log.exception("vllm-fl could not verify the plan")
         return Verdict(worker.rank, failure=f"{type(error).__name__}: {error}", facts=facts)
-    reasons = {key: reason for key, (reason, _) in faults.items()}
+    reasons |= {key: reason for key, (reason, _) in faults.items()}
     failure = ""
     if plan.strict and reasons:
         failure = "strict mode, and " + "; ".join(

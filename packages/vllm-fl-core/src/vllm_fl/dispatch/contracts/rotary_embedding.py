@@ -212,8 +212,8 @@ def _heads(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query and key as a model passes them: strided views of one qkv buffer."""
     qkv = source.normal(tokens, (heads + 2 * kv_heads) * head_size)
-    per_head = qkv.view(tokens, heads + 2 * kv_heads, head_size)
-    return per_head[:, :heads], per_head[:, heads : heads + kv_heads]
+    q, k, _ = qkv.split((heads * head_size, kv_heads * head_size, kv_heads * head_size), dim=-1)
+    return q.view(tokens, heads, head_size), k.view(tokens, kv_heads, head_size)
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:

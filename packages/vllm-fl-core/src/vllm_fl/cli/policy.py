@@ -1,0 +1,94 @@
+"""`vllm-fl policy`: every effective setting, where it comes from and what it overrides."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import Any
+
+from ..dispatch import get_default_manager
+from ..dispatch.policy import OpOrder
+from ..dispatch.settings import Settings
+from ._quiet import quiet
+from ._secrets import HIDDEN, is_secret
+from ._show import print_json, print_table, say
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 2 when a setting is wrong; a warning alone is no finding, `doctor` has those."""
+    with quiet(logging.WARNING):  # the warnings are shown below
+        settings = get_default_manager().settings
+    assert settings is not None
+    rows = as_rows(settings)
+    files = list(settings["platform_files"].value)  # type: ignore[call-overload]
+    if arguments.json:
+        print_json(
+            platform=settings.platform,
+            platform_files=files,
+            settings=rows,
+            unchecked=list(settings.unchecked),
+            warnings=list(settings.warnings),
+        )
+        return 0
+    say(f"Platform: {settings.platform} ({settings['platform'].origin})")
+    say(f"Platform files: {', '.join(files) or 'none'}")
+    print_table(
+        ["setting", "value", "origin", "overrides"],
+        [
+            (
+                row["key"],
+                _text(row["value"]),
+                row["origin"],
+                "; ".join(f"{_text(o['value'])} ({o['origin']})" for o in row["overrides"]) or None,
+            )
+            for row in rows
+            if row["key"] != "platform_files"
+        ],
+    )
+    if settings.unchecked:
+        say("Names that nobody here could check, or that nobody installed knows:")
+        for name in settings.unchecked:
+            say(f"  {name}")
+    for warning in settings.warnings:
+        say(f"Warning: {warning}")
+    return 0
+
+
+def as_rows(settings: Settings) -> list[dict[str, Any]]:
+    """Every setting as JSON data, with what it replaced, the nearest first."""
+    return [
+        {
+            "key": key,
+            "value": _plain(key, setting.value),
+            "origin": setting.origin,
+            "overrides": [
+                {"value": _plain(key, value), "origin": origin}
+                for value, origin in setting.overrides
+            ],
+        }
+        for key, setting in settings.items()
+    ]
+
+
+def _plain(key: str, value: object) -> Any:
+    if isinstance(value, OpOrder):
+        sides = {"eager": value.eager, "compiled": value.compiled}
+        orders = {mode: [str(t) for t in tokens] for mode, tokens in sides.items() if tokens}
+        return orders["eager"] if value.eager == value.compiled else orders
+    if is_secret(key) and value not in (None, ()):
+        return HIDDEN
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{mode}: {_text(tokens)}" for mode, tokens in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "-" if value is None else str(value)

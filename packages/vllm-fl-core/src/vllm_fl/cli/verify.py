@@ -1,0 +1,348 @@
+"""`vllm-fl verify`: every available implementation against its contract's oracle, on this device.
+
+The implementations run whatever the policy says of them: a kernel that is switched off today may be
+wanted tomorrow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from ..dispatch import get_default_manager
+from ..dispatch.contracts import contracts
+from ..dispatch.manager import OpManager
+from ..dispatch.policy import closest
+from ..dispatch.types import AttentionImpl, OpImpl
+from ._environment import device_facts, distributions
+from ._report import ReportFile
+from ._show import UsageError, print_json, print_table, say
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..dispatch.verification import Comparison
+
+DTYPES = ("float32", "float16", "bfloat16")
+STATES = ("ok", "refused", "wrong", "raised")
+HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "s")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to run, where, and where the report goes."""
+    parser.add_argument("--device", help="as torch names it; default: cuda or npu, else cpu")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated")
+    parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
+    parser.add_argument("--impl", action="append", metavar="ID", help="may be repeated")
+    parser.add_argument(
+        "--report", metavar="FILE.md", help="write the tables there too, as Markdown"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 1 when a result is wrong, an implementation raised, or nothing could be run."""
+    with ExitStack() as stack:
+        report = stack.enter_context(ReportFile(arguments.report)) if arguments.report else None
+        manager = get_default_manager()
+        runnable, not_run = _choose(manager, arguments.op, arguments.impl)
+        device = _device(arguments.device)
+        facts = device_facts(device)  # asked before anything runs: a broken device tells nothing
+        with redirect_stdout(sys.stderr):  # a compiler's or a kernel's own output is no result
+            results = _run_all(manager, runnable, arguments.dtype or DTYPES, device)
+        found = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": {
+                "python": platform.python_version(),
+                "system": platform.platform(),
+                "distributions": distributions(),
+                "device": facts,
+            },
+            "results": results,
+            "not_run": not_run,
+        }
+        if arguments.json:
+            print_json(**found)
+        else:
+            _show(found)
+        if report is not None:
+            try:
+                report.write(_markdown(found))
+            except OSError as error:
+                say(f"vllm-fl: --report {report.path}: {error}; the results are above", error=True)
+                return 1
+    bad = sum(r["samples"]["wrong"] + r["samples"]["raised"] for r in results)
+    return 1 if bad or not results else 0
+
+
+def _choose(
+    manager: OpManager, ops: Sequence[str] | None, impls: Sequence[str] | None
+) -> tuple[list[OpImpl], list[dict[str, Any]]]:
+    """The implementations to run, and those that cannot be, each with its reason."""
+    snapshot = manager.registry.snapshot()
+    installed = [impl for found in snapshot.impls_by_op.values() for impl in found]
+    _check_known("op", ops, {*contracts(), *snapshot.impls_by_op})
+    _check_known("impl", impls, {impl.impl_id for impl in installed})
+    runnable, not_run = [], []
+    for impl in installed:
+        if (ops and impl.op_name not in ops) or (impls and impl.impl_id not in impls):
+            continue
+        verdict = impl.availability()
+        if isinstance(impl, AttentionImpl):
+            reason = "an attention backend is a class, not one computation"
+        elif impl.op_name not in contracts():
+            reason = "no contract of vllm-fl-core names its op"
+        elif impl.needs_layer:
+            reason = "it needs a layer (its first parameter is self or obj)"
+        elif verdict is not True:
+            reason = f"not available: {verdict}"
+        else:
+            runnable.append(impl)
+            continue
+        not_run.append({**_identity(manager, impl), "reason": reason})
+    return runnable, not_run
+
+
+def _check_known(what: str, asked: Sequence[str] | None, known: set[str]) -> None:
+    for name in asked or ():
+        if name not in known:
+            listed = ", ".join(sorted(known)) or "none"
+            raise UsageError(
+                f"--{what} {name}: no such {what} is installed.{closest(name, known)} "
+                f"Known: {listed}."
+            )
+
+
+def _identity(manager: OpManager, impl: OpImpl | AttentionImpl) -> dict[str, Any]:
+    owner = manager.registry.snapshot().owners[impl.op_name, impl.impl_id]
+    return {
+        "op": impl.op_name,
+        "impl_id": impl.impl_id,
+        "kind": impl.kind.value,
+        "vendor": impl.vendor,
+        "distribution": owner.distribution,
+        "version": owner.version,
+    }
+
+
+def _device(name: str | None) -> torch.device:
+    """The device that was asked for, or this machine's accelerator, or the CPU."""
+    try:
+        import torch
+    except Exception as error:
+        raise UsageError(f"torch cannot be imported ({error}); see `vllm-fl doctor`") from error
+
+    if name is None:
+        npu = getattr(torch, "npu", None)
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if npu is not None and npu.is_available():
+            name = "npu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()
+    except Exception as error:  # torch raises RuntimeError, AssertionError, NotImplementedError
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"--device {name}: {reason}") from error
+    return device
+
+
+def _run_all(
+    manager: OpManager, impls: Sequence[OpImpl], dtypes: Sequence[str], device: torch.device
+) -> list[dict[str, Any]]:
+    results = []
+    units = [
+        (impl, dtype)
+        for impl in impls
+        for dtype in dict.fromkeys(dtypes)
+        if dtype in contracts()[impl.op_name].tolerances
+    ]
+    with _progress(len(units)) as advance:
+        for impl, dtype in units:
+            advance(f"{impl.op_name} {impl.impl_id} {dtype}")
+            start = time.perf_counter()
+            comparisons = list(_compare_all(impl, dtype, device))
+            seconds = time.perf_counter() - start
+            results.append(
+                {
+                    **_identity(manager, impl),
+                    "dtype": dtype,
+                    **_summary(comparisons),
+                    "seconds": round(seconds, 3),
+                }
+            )
+    return results
+
+
+def _compare_all(impl: OpImpl, dtype_name: str, device: torch.device) -> Iterator[Comparison]:
+    """Every sample; whatever breaks around one is that sample's result, and the rest goes on."""
+    import torch
+
+    from ..dispatch.verification import Comparison, compare
+
+    spec = contracts()[impl.op_name]
+    dtype = getattr(torch, dtype_name)
+    fixed = (impl.op_name, impl.impl_id)
+    sample_name = "(making the samples)"
+    samples = iter(spec.samples(dtype, device))
+    while True:
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        except Exception as error:  # after a device error nothing can be made any more
+            reason = f"{type(error).__name__}: {error}"
+            yield Comparison(*fixed, sample_name, dtype_name, "raised", reason=reason, error=error)
+            return
+        try:
+            yield compare(impl, spec, sample, dtype)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            yield Comparison(*fixed, sample.name, dtype_name, "raised", reason=reason, error=error)
+
+
+def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Counts per status, the worst share, and each sample that was not ok."""
+    shares = [
+        (math.inf if math.isnan(c.share) else c.share, c.sample)
+        for c in comparisons
+        if c.status == "wrong" or not math.isnan(c.share)
+    ]
+    worst, where = max(shares, default=(None, None))
+    return {
+        "samples": {state: sum(c.status == state for c in comparisons) for state in STATES},
+        "worst": _finite(worst),
+        "worst_sample": where,
+        "findings": [
+            {"sample": c.sample, "status": c.status, "share": _finite(c.share), "reason": c.reason}
+            for c in comparisons
+            if c.status != "ok"
+        ],
+    }
+
+
+def _finite(share: float | None) -> float | None:
+    """A share for JSON, which has no infinity: the finding's reason tells of it."""
+    return round(share, 4) if share is not None and math.isfinite(share) else None
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar on a terminal's stderr, nothing elsewhere. Gives a function that names the next unit."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda name: None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as progress:
+        task = progress.add_task("", total=total)
+        first = True
+
+        def advance(name: str) -> None:
+            nonlocal first
+            progress.update(task, description=name, advance=0 if first else 1)
+            first = False
+
+        yield advance
+
+
+def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    return [
+        (
+            r["op"],
+            r["impl_id"],
+            r["dtype"],
+            ", ".join(f"{n} {state}" for state, n in r["samples"].items() if n) or "none",
+            "-" if r["worst"] is None else f"{r['worst']:.3g}",
+            f"{r['seconds']:.1f}",
+        )
+        for r in results
+    ]
+
+
+def _details(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """One line for each reason of each implementation: first what is wrong, then refusals."""
+    for wanted in (("wrong", "raised"), ("refused",)):
+        reasons: dict[tuple[str, str, str, str], dict[str, list[str]]] = {}
+        for r in results:
+            for finding in r["findings"]:
+                if finding["status"] in wanted:
+                    key = (r["op"], r["impl_id"], finding["status"], finding["reason"])
+                    samples = reasons.setdefault(key, {}).setdefault(finding["sample"], [])
+                    samples.append(r["dtype"])
+        for (op, impl_id, status, reason), samples in reasons.items():
+            dtypes = ", ".join(dict.fromkeys(d for found in samples.values() for d in found))
+            yield f"{op} {impl_id}: {status}: {reason} ({dtypes}: {'; '.join(samples)})"
+
+
+def _not_run(found: dict[str, Any]) -> Iterator[str]:
+    for entry in found["not_run"]:
+        yield f"{entry['op']} {entry['impl_id']}: {entry['reason']}"
+    if not found["results"]:
+        yield "Nothing was run. Install a backend for this machine; `vllm-fl ops` lists them."
+
+
+LEGEND = (
+    "worst: the worst error as a share of the contract's tolerance (1 is the limit); s: seconds, the "
+    "oracle's included."
+)
+
+
+def _heading(found: dict[str, Any]) -> str:
+    environment = found["environment"]
+    device = environment["device"]
+    versions = ", ".join(f"{name} {v}" for name, v in environment["distributions"].items())
+    return (
+        f"{device['type']}: {device['name']}; Python {environment['python']}; {versions}; "
+        f"{found['date']}"
+    )
+
+
+def _show(found: dict[str, Any]) -> None:
+    say(_heading(found))
+    if found["results"]:
+        print_table(HEADINGS, _rows(found["results"]))
+        say(LEGEND)
+    for line in _details(found["results"]):
+        say(line)
+    if found["not_run"]:
+        say("Not run:")
+    for line in _not_run(found):
+        say(f"  {line}")
+
+
+def _markdown(found: dict[str, Any]) -> str:
+    from ._secrets import scrub
+
+    lines = ["# Verification", "", _cell(_heading(found)), ""]
+    if found["results"]:
+        lines += [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
+        lines += [_line(map(_cell, row)) for row in _rows(found["results"])]
+        lines += ["", LEGEND]
+    if details := list(_details(found["results"])):
+        lines += ["", "## What was not ok", "", *(f"- {_cell(line)}" for line in details)]
+    if left := list(_not_run(found)):
+        lines += ["", "## Not run", "", *(f"- {_cell(line)}" for line in left)]
+    return scrub("\n".join(lines)) + "\n"
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    text = " ".join(text.split())
+    for mark in "\\`*_|<>[]":
+        text = text.replace(mark, f"\\{mark}")
+    return text

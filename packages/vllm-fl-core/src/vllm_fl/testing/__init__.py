@@ -1,0 +1,50 @@
+'''The conformance kit: what an implementation has to show before a model is served with it.
+
+**Test a backend.** `pip install vllm-fl-core[testing]`, and write one file, complete::
+
+    """The backend keeps every contract."""
+
+    from vllm_fl.testing import OpConformance
+
+
+    class TestMyOps(OpConformance):
+        backend = "vendor.acme"
+
+pytest then runs, for every op that the installed backend brings and every dtype of its contract:
+
+========================  =========================================================================
+`test_availability`       it runs here; where it does not, everything is skipped with its reason
+`test_declaration`        parameters, and what it consumes, are the contract's
+`test_values`             each sample within its tolerance of the fp64 oracle; nothing overwritten
+                          that is not declared; results share no memory with what they must not
+`test_bad_inputs`         `call_op` names the wrong argument, and demotes nothing
+`test_call_op`            `call_op` leaves every input intact, whatever `fn` consumes
+`test_determinism`        the same inputs give the same bits
+`test_refusals`           `supports` gives True or a reason, and looks at neither values nor batch
+`test_serving`            it takes some call of a served model: one that refuses all of them fails
+`test_preflight`          an engine that starts with it would keep it
+`test_tracing`            it compiles whole, once for every batch size, with the right numbers
+`test_opcheck`            as an operator of torch.library it keeps its schema and its fake
+`test_fork`, `test_spawn` a child process gives the same bits, and gives them in time
+`test_engine`             vLLM serves a tiny model with it (only with `pytest -m engine`)
+`test_exceptions`         every entry of xfails.toml still names a test
+========================  =========================================================================
+
+A call that the implementation refuses with a reason is skipped, and pytest prints the reason.
+
+**Exceptions are data.** What a backend knowingly does otherwise stands in `xfails.toml`, beside the
+test file, with its reason (`Xfail` has the keys). A test that passes against its entry fails, and
+so does an entry that names no test: the file never says more than is true.
+
+**Without pytest.** `failures(impl)` runs the same checks on one implementation.
+
+Tolerances, samples and bad inputs are the contracts' own: see `vllm_fl.dispatch.contracts`.
+'''
+
+from __future__ import annotations
+
+from .cases import CHECKS, Case, Failure, failures
+from .exceptions import Xfail
+from .suite import OpConformance
+
+__all__ = ["CHECKS", "Case", "Failure", "OpConformance", "Xfail", "failures"]

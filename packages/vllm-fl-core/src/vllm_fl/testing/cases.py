@@ -1,0 +1,113 @@
+"""The list of checks, the cases that they make of an implementation, and running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..dispatch.types import OpImpl
+from . import checks, compiling, engine, processes
+from .subject import Refused, Subject
+
+__all__ = ["CHECKS", "Case", "Check", "Failure", "cases_of", "failures"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property that every implementation must have.
+
+    Args:
+        function: raises AssertionError where an implementation lacks it.
+        each: what it is run on: each sample, each bad input, each dtype, or once for the op.
+    """
+
+    function: Callable[[Subject, str, str], None]
+    each: Literal["sample", "bad input", "dtype", "op"]
+
+
+CHECKS: dict[str, Check] = {
+    "availability": Check(checks.availability, "op"),
+    "declaration": Check(checks.declaration, "op"),
+    "serving": Check(checks.serving, "dtype"),
+    "refusals": Check(checks.refusals, "dtype"),
+    "values": Check(checks.values, "sample"),
+    "bad_inputs": Check(checks.bad_inputs, "bad input"),
+    "call_op": Check(checks.call_op, "dtype"),
+    "determinism": Check(checks.determinism, "dtype"),
+    "preflight": Check(checks.preflight, "dtype"),
+    "opcheck": Check(compiling.opcheck, "dtype"),
+    "tracing": Check(compiling.tracing, "dtype"),
+    "fork": Check(processes.fork, "op"),
+    "spawn": Check(processes.spawn, "op"),
+    "engine": Check(engine.engine, "op"),
+}
+"""Every check by name, the quick ones first."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test: a check on an op, in a dtype and with a sample where the check has them."""
+
+    op: str
+    check: str
+    dtype: str = ""
+    sample: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.op, self.dtype, self.sample)))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that did not pass, and why."""
+
+    case: Case
+    reason: str
+
+
+def cases_of(subject: Subject) -> Iterator[Case]:
+    """The tests of an implementation; where it is not available, the one that says so."""
+    op = subject.impl.op_name
+    available = subject.impl.availability() is True
+    for name, check in CHECKS.items() if available else [("availability", CHECKS["availability"])]:
+        if check.each == "op":
+            yield Case(op, name)
+            continue
+        for dtype in subject.dtypes:
+            if check.each == "dtype":
+                yield Case(op, name, dtype)
+            elif check.each == "sample":
+                yield from (Case(op, name, dtype, s.name) for s in subject.all_samples(dtype))
+            else:
+                yield from (Case(op, name, dtype, b.name) for b in subject.bad_inputs(dtype))
+
+
+def failures(
+    impl: OpImpl,
+    device: str | torch.device = "cpu",
+    *,
+    without: Collection[str] = ("spawn", "engine"),
+) -> Iterator[Failure]:
+    """Run the checks on one implementation, installed or not, and give what does not pass.
+
+    Lazy: `next(failures(impl), None)` stops at the first. What the implementation refuses passes.
+
+    Args:
+        impl: the implementation of a contract's op.
+        device: where it runs.
+        without: the checks to leave out; `spawn` and `engine` need an installed backend.
+    """
+    subject = Subject(impl, torch.device(device))
+    for case in cases_of(subject):
+        if case.check in without:
+            continue
+        try:
+            CHECKS[case.check].function(subject, case.dtype, case.sample)
+        except Refused:
+            pass
+        except Exception as error:
+            prefix = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            yield Failure(case, f"{prefix}{error}")

@@ -1,0 +1,125 @@
+"""The checks on compilation: a compiler takes the implementation whole, once, and right."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..dispatch.contracts import Sample
+from ..dispatch.opaque import is_opaque, opaque_op
+from ..dispatch.plan import Plan, PlanEntry
+from ..dispatch.types import BackendImplKind, OpImpl
+from ..dispatch.verification import compare
+from .checks import judge
+from .subject import Refused, Subject, fresh, pattern
+
+__all__ = ["opcheck", "tracing"]
+
+BATCHES = (5, 7)
+"""Two batch sizes that a compiler does not treat as special, as it does 0 and 1."""
+
+
+def tracing(subject: Subject, dtype: str, sample: str) -> None:
+    """One graph without a break, the same for another batch size, with the oracle's numbers."""
+    kind = getattr(torch, dtype)
+    served = zip(*(subject.served(dtype, tokens) for tokens in BATCHES), strict=True)
+    seen = set()
+    for small, large in served:
+        if subject.accepts(small, dtype):
+            seen.add(pattern(small))
+            compiled, graphs = _compiled(subject)
+            _mark_batch(small, large)
+            for each in (small, large):
+                judge(compare(compiled, subject.spec, each, kind), each, skips=False)
+            assert len(graphs) == 1, (
+                f"{small.name}: {len(graphs)} graphs for two batch sizes; one must serve all"
+            )
+    for each in subject.patterns(dtype):
+        if pattern(each) in seen:
+            continue
+        compiled, _ = _compiled(subject)
+        judge(compare(compiled, subject.spec, each, kind), each, skips=False)
+
+
+def opcheck(subject: Subject, dtype: str, sample: str) -> None:
+    """Wrapped for a compiler, it keeps its operator's schema and fake (torch.library.opcheck)."""
+    if not is_opaque(subject.impl):
+        raise Refused("traceable: a compiler looks inside, and nothing is wrapped")
+    # opcheck copies each argument by itself; an implementation may refuse such copies.
+    wrapped = _wrapped(subject, last=_oracle(subject)).fn
+    for each in subject.patterns(dtype):
+        with _Recorder() as recorder:
+            wrapped(*fresh(each).args)
+        for operator, args, kwargs in recorder.calls:
+            try:
+                torch.library.opcheck(
+                    operator, args, kwargs, test_utils=("test_schema", "test_faketensor")
+                )
+            except Exception as error:
+                raise AssertionError(f"{each.name}: {error}") from error
+
+
+def _compiled(subject: Subject) -> tuple[OpImpl, list[torch.fx.GraphModule]]:
+    """The implementation as compiled code calls it, and the graphs that it was compiled to."""
+    torch._dynamo.reset()  # another implementation's code may have been compiled before
+    graphs: list[torch.fx.GraphModule] = []
+    lower = torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(graph)
+        lowered: Callable[..., Any] = lower(graph, inputs)
+        return lowered
+
+    impl = _wrapped(subject) if is_opaque(subject.impl) else subject.impl
+    fn = torch.compile(impl.fn, backend=backend, fullgraph=True)
+    return dataclasses.replace(impl, fn=fn), graphs
+
+
+def _wrapped(subject: Subject, last: OpImpl | None = None) -> OpImpl:
+    """The implementation as one operator of torch.library, as a compiled plan has it."""
+    op = subject.spec.name
+    plan = Plan("compiled", {op: PlanEntry(op, subject.manager().trace(op))})
+    return opaque_op(plan.chain(op, last=last), plan)
+
+
+def _oracle(subject: Subject) -> OpImpl:
+    """The oracle, rounded to the contract's dtypes, as the candidate after a refusal."""
+    spec = subject.spec
+
+    def fn(*args: Any) -> Any:
+        exact, empty = spec.oracle(*args), spec.fake(*args)
+        if not isinstance(empty, tuple):
+            return exact.to(empty.dtype)
+        pairs = zip(exact, empty, strict=True)
+        return tuple(None if e is None else x.to(e.dtype) for x, e in pairs)
+
+    return OpImpl(spec.name, "reference.oracle", BackendImplKind.REFERENCE, fn)
+
+
+def _mark_batch(small: Sample, large: Sample) -> None:
+    """Tell the compiler which sizes vary: those in which the two samples differ."""
+    for a, b in zip(small.args, large.args, strict=True):
+        if isinstance(a, torch.Tensor):
+            for dim, sizes in enumerate(zip(a.shape, b.shape, strict=True)):
+                if sizes[0] != sizes[1]:
+                    torch._dynamo.mark_dynamic(a, dim)
+                    torch._dynamo.mark_dynamic(b, dim)
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps what is called of our own operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "vllm_fl":
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))

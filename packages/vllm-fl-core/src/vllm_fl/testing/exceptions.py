@@ -1,0 +1,88 @@
+"""What a backend knowingly does otherwise: `xfails.toml`, read strictly."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from .cases import Case
+
+__all__ = ["Xfail", "read_xfails"]
+
+
+@dataclass(frozen=True)
+class Xfail:
+    """One `[[xfail]]` of xfails.toml: tests that must fail, and why they may.
+
+    A sample that is excepted from `values` is left out of every other check.
+
+    Args:
+        op: the op.
+        reason: why the backend does otherwise.
+        dtype: `float32`, `float16` or `bfloat16`; empty for every one.
+        check: the test without its `test_`.
+        sample: the sample or bad input by name; empty for every one.
+        run: false does not even run it, for what would end the process.
+    """
+
+    op: str
+    reason: str
+    dtype: str = ""
+    check: str = "values"
+    sample: str = ""
+    run: bool = True
+
+    def matches(self, case: Case) -> bool:
+        """Whether it speaks of this test."""
+        return (
+            self.op == case.op
+            and self.check == case.check
+            and self.dtype in ("", case.dtype)
+            and self.sample in ("", case.sample)
+        )
+
+    def __str__(self) -> str:
+        named = (self.op, self.check, self.dtype, self.sample)
+        return " / ".join(filter(None, named))
+
+
+def read_xfails(path: Path, checks: Collection[str]) -> tuple[Xfail, ...]:
+    """The exceptions in a file; none where there is no file.
+
+    Args:
+        path: the TOML file.
+        checks: the names that `check` may have.
+
+    Raises:
+        ValueError: it is no TOML, or an entry has an unknown key, check or type, or lacks its op
+            or reason.
+    """
+    if not path.exists():
+        return ()
+    try:
+        content = tomllib.loads(path.read_text("utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    entries = content.pop("xfail", [])
+    if content or not isinstance(entries, list):
+        raise ValueError(f"{path}: expected [[xfail]] entries only, got {', '.join(content)}")
+    return tuple(_entry(f"{path}: xfail {i}", entry, checks) for i, entry in enumerate(entries, 1))
+
+
+def _entry(where: str, entry: dict[str, object], checks: Collection[str]) -> Xfail:
+    known = {field.name for field in fields(Xfail)}
+    if unknown := sorted(set(entry) - known):
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; there are {', '.join(known)}")
+    for key, value in entry.items():
+        wanted = bool if key == "run" else str
+        if not isinstance(value, wanted):
+            raise ValueError(f"{where}: {key} must be a {wanted.__name__}, got {value!r}")
+    for key in ("op", "reason"):
+        if not entry.get(key):
+            raise ValueError(f"{where}: {key} is missing")
+    xfail = Xfail(**entry)  # type: ignore[arg-type]
+    if xfail.check not in checks:
+        raise ValueError(f"{where}: no check {xfail.check!r}; there are {', '.join(checks)}")
+    return xfail

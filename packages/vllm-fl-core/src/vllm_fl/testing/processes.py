@@ -1,0 +1,142 @@
+"""The checks on child processes, in which vLLM's workers live: same bits, in time."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import torch
+
+from ..dispatch.contracts import ModelSizes, contracts
+from ..dispatch.types import OpImpl
+from .subject import Refused, Subject, digest
+
+__all__ = ["fork", "installed", "spawn"]
+
+Answers = dict[str, str]
+"""`op, dtype, sample` -> the digest of the result, for each sample that is not refused."""
+
+
+def installed(backend: str) -> tuple[OpImpl, ...]:
+    """The implementations that the installed backend brings for contracts, by op name.
+
+    Raises:
+        LookupError: no plugin brings it; the message says what there is, or why it failed.
+    """
+    from ..dispatch import get_default_manager
+
+    manager = get_default_manager()
+    known = manager.registry.snapshot().impls_by_op
+    found = tuple(
+        impl
+        for op in contracts()
+        for impl in known.get(op, ())
+        if isinstance(impl, OpImpl) and impl.impl_id == backend
+    )
+    if found:
+        return found
+    for plugin in manager.startup.failed if manager.startup else ():
+        if plugin.error is not None and plugin.may_bring(backend):
+            raise LookupError(f"Backend {backend!r} did not load. {plugin.error}")
+    ids = sorted({impl.impl_id for impls in known.values() for impl in impls})
+    raise LookupError(
+        f"No installed plugin brings the backend {backend!r}; there are: "
+        f"{', '.join(ids) or 'none'}. Install it first (pip install -e .)."
+    )
+
+
+def fork(subject: Subject, dtype: str, sample: str) -> None:
+    """A forked child gives the same bits."""
+    if subject.device.type != "cpu":
+        raise Refused(f"{subject.device.type} cannot be used in a fork of a process that used it")
+    _compare("fork", subject, _run("fork", _answers, (subject,), subject.deadline))
+
+
+def spawn(subject: Subject, dtype: str, sample: str) -> None:
+    """A fresh process that finds the installed backend gives the same bits."""
+    op, backend = subject.impl.op_name, subject.impl.impl_id
+    try:
+        found = {impl.op_name for impl in installed(backend)}
+    except LookupError as error:
+        raise Refused(str(error)) from error
+    if op not in found:
+        raise Refused(f"the installed {backend} does not bring this op")
+    place = (backend, str(subject.device), subject.sizes, subject.left_out)
+    _compare("spawn", subject, _spawned(place, subject.deadline))
+
+
+@cache
+def _spawned(place: tuple[Any, ...], deadline: float) -> Answers | str:
+    """The answers of one fresh process for every op: its start takes seconds."""
+    return _run("spawn", _answer_installed, place, deadline)
+
+
+def _compare(method: str, subject: Subject, there: Answers | str) -> None:
+    assert not isinstance(there, str), f"a child process ({method}) {there}"
+    with _one_thread():  # as in the child
+        here = _answers(subject)
+    other = [name for name in here if here[name] != there.get(name)]
+    assert not other, f"a child process ({method}) gives other bits for: {'; '.join(other)}"
+
+
+def _run(
+    method: Literal["fork", "spawn"],
+    target: Callable[..., Answers],
+    args: tuple[Any, ...],
+    deadline: float,
+) -> Answers | str:
+    """What `target` gives in a child process, or what became of that process."""
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(theirs, target, args), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(deadline):
+            return f"gave no answer within {deadline:.0f} s"
+        answer: Answers | str = ours.recv()
+        return answer
+    except EOFError:
+        child.join()
+        return f"died, exit status {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+
+
+def _child(out: Connection, target: Callable[..., Answers], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)  # as in vLLM's workers; a fork cannot use its parent's threads anyway
+    try:
+        out.send(target(*args))
+    except Exception as error:
+        out.send(f"raised {type(error).__name__}: {error}")
+
+
+def _answer_installed(backend: str, device: str, sizes: ModelSizes, left_out: Any) -> Answers:
+    answers: Answers = {}
+    for impl in installed(backend):
+        answers |= _answers(Subject(impl, torch.device(device), sizes, left_out))
+    return answers
+
+
+def _answers(subject: Subject) -> Answers:
+    return {
+        f"{subject.impl.op_name}, {dtype}, {sample.name}": digest(subject.impl.fn(*sample.args))
+        for dtype in subject.dtypes
+        for sample in subject.patterns(dtype)
+    }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

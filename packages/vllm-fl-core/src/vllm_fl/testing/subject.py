@@ -1,0 +1,144 @@
+"""What is tested: one implementation on one device, and fresh inputs for it."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..dispatch.contracts import BadInput, ModelSizes, OpSpec, Sample, contracts
+from ..dispatch.manager import OpManager
+from ..dispatch.policy import SelectionPolicy
+from ..dispatch.registry import OpRegistry
+from ..dispatch.types import OpImpl
+from ..dispatch.verification import compare
+
+__all__ = ["SIZES", "Refused", "Subject", "digest", "fresh", "pattern", "tensors"]
+
+SIZES = ModelSizes(1024, 3072, 16, 8, 128, 128, tokens=(1, 7, 300))
+"""The sizes of Qwen3-0.6B; the largest batch is beyond one block of rows of any usual kernel."""
+
+
+class Refused(Exception):
+    """The implementation refused a call, with a reason: neither a pass nor a failure."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One implementation under test.
+
+    Args:
+        impl: the implementation; it takes the contract's parameters.
+        device: where the inputs lie.
+        sizes: the served model's sizes.
+        left_out: (op, dtype, sample) that are known to be wrong: only `values` looks at them.
+        deadline: seconds that a child process may take.
+    """
+
+    impl: OpImpl
+    device: torch.device
+    sizes: ModelSizes = SIZES
+    left_out: frozenset[tuple[str, str, str]] = frozenset()
+    deadline: float = 120.0
+
+    @property
+    def spec(self) -> OpSpec:
+        """The contract."""
+        return contracts()[self.impl.op_name]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes in which the contract holds, by name."""
+        return tuple(self.spec.tolerances)
+
+    def all_samples(self, dtype: str) -> tuple[Sample, ...]:
+        """The contract's samples and the served model's. Shared: copy before use."""
+        return _samples(self.spec.name, self.sizes, dtype, self.device)
+
+    def sample(self, dtype: str, name: str) -> Sample:
+        """A fresh copy of one sample, with its layout: views of one buffer stay that."""
+        return fresh(next(s for s in self.all_samples(dtype) if s.name == name))
+
+    def samples(self, dtype: str) -> Iterator[Sample]:
+        """Fresh copies of every sample that is not left out."""
+        for sample in self.all_samples(dtype):
+            if (self.spec.name, dtype, sample.name) not in self.left_out:
+                yield fresh(sample)
+
+    def patterns(self, dtype: str) -> Iterator[Sample]:
+        """Fresh copies of samples: the first of each pattern of None, flags and dimensions."""
+        seen = set()
+        for sample in self.samples(dtype):
+            found = pattern(sample)
+            if found not in seen and sample.args[0].numel() and self.accepts(sample, dtype):
+                seen.add(found)
+                yield sample
+
+    def served(self, dtype: str, tokens: int) -> tuple[Sample, ...]:
+        """The served model's calls with this many tokens."""
+        sizes = dataclasses.replace(self.sizes, tokens=(tokens,))
+        return tuple(self.spec.served(sizes, getattr(torch, dtype), self.device))
+
+    def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
+        """The calls that break the contract."""
+        return tuple(self.spec.bad_inputs(getattr(torch, dtype), self.device))
+
+    def accepts(self, sample: Sample, dtype: str) -> bool:
+        """Whether the implementation does not refuse `sample`."""
+        result = compare(self.impl, self.spec, fresh(sample), getattr(torch, dtype))
+        return result.status != "refused"
+
+    def manager(self) -> OpManager:
+        """A manager that has this implementation and no other."""
+        registry = OpRegistry()
+        registry.register_impl(self.impl)
+        return OpManager(registry, SelectionPolicy())
+
+
+def fresh(sample: Sample) -> Sample:
+    """A copy whose tensors share memory among themselves as the sample's do, and with no others."""
+    return dataclasses.replace(sample, args=copy.deepcopy(sample.args))
+
+
+def pattern(sample: Sample) -> tuple[object, ...]:
+    """What a program may branch on: dimensions, dtypes, None and flags; no sizes, no numbers."""
+    return tuple(
+        (arg.ndim, arg.dtype)
+        if isinstance(arg, torch.Tensor)
+        else arg
+        if arg is None or isinstance(arg, str | bool)
+        else type(arg)
+        for arg in sample.args
+    )
+
+
+def tensors(result: Any) -> list[torch.Tensor]:
+    """The tensors of a result."""
+    parts = result if isinstance(result, tuple) else (result,)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def digest(result: Any) -> str:
+    """A hash of a result's bits."""
+    hashed = hashlib.sha256()
+    for part in result if isinstance(result, tuple) else (result,):
+        if not isinstance(part, torch.Tensor):
+            hashed.update(repr(part).encode())
+            continue
+        host = part.detach().cpu().contiguous()
+        hashed.update(f"{host.dtype} {tuple(host.shape)}".encode())
+        hashed.update(ctypes.string_at(host.data_ptr(), host.nbytes))
+    return hashed.hexdigest()
+
+
+@cache
+def _samples(op: str, sizes: ModelSizes, dtype: str, device: torch.device) -> tuple[Sample, ...]:
+    spec, kind = contracts()[op], getattr(torch, dtype)
+    return (*spec.samples(kind, device), *spec.served(sizes, kind, device))

@@ -1,0 +1,174 @@
+"""The test class that a backend's author derives from."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from ..dispatch.contracts import ModelSizes
+from ..dispatch.startup import detect_platform
+from .cases import CHECKS, Case, cases_of
+from .exceptions import read_xfails
+from .processes import installed
+from .subject import SIZES, Refused, Subject
+
+__all__ = ["OpConformance"]
+
+DEVICES = {"ascend": "npu"}
+"""Platform -> torch's name of its device, where that is another."""
+
+
+class OpConformance:
+    """Every op of one installed backend, against its contract.
+
+    Derive from it in a test file; exceptions stand in `xfails.toml` beside that file.
+
+    Attributes:
+        backend: the implementations' id (`vendor.acme`).
+        device: torch's name of the device; None takes the platform's.
+        sizes: the served model whose calls are tried.
+        deadline: seconds that a child process may take for one op.
+    """
+
+    backend: ClassVar[str]
+    device: ClassVar[str | None] = None
+    sizes: ClassVar[ModelSizes] = SIZES
+    deadline: ClassVar[float] = 120.0
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give each test method the cases of its check."""
+        if "case" not in metafunc.fixturenames:
+            return
+        metafunc.config.addinivalue_line(
+            "markers", "engine: serves a tiny model in vLLM; run with `pytest -m engine`"
+        )
+        try:
+            suite = _suite(type(self))
+        except (LookupError, ValueError) as error:
+            raise pytest.Collector.CollectError(str(error)) from error
+        check = metafunc.definition.originalname.removeprefix("test_")
+        marks = [pytest.mark.engine] if check == "engine" else []
+        metafunc.parametrize(
+            "case",
+            [pytest.param(case, id=str(case), marks=marks) for case in suite.cases[check]],
+        )
+
+    def test_availability(self, case: Case) -> None:
+        """It runs here, or says why not."""
+        self._run(case)
+
+    def test_declaration(self, case: Case) -> None:
+        """Parameters, and what it consumes, are the contract's."""
+        self._run(case)
+
+    def test_values(self, case: Case) -> None:
+        """The sample's result is the oracle's; no memory is touched or shared undeclared."""
+        self._run(case)
+
+    def test_bad_inputs(self, case: Case) -> None:
+        """`call_op` raises a CallError that names the argument, and demotes nothing."""
+        self._run(case)
+
+    def test_call_op(self, case: Case) -> None:
+        """`call_op` leaves inputs intact, whatever the implementation consumes."""
+        self._run(case)
+
+    def test_determinism(self, case: Case) -> None:
+        """The same inputs give the same bits."""
+        self._run(case)
+
+    def test_refusals(self, case: Case) -> None:
+        """`supports` gives True or a reason, and looks at neither values nor batch size."""
+        self._run(case)
+
+    def test_serving(self, case: Case) -> None:
+        """It takes at least one call of a served model."""
+        self._run(case)
+
+    def test_preflight(self, case: Case) -> None:
+        """An engine that starts with it would keep it."""
+        self._run(case)
+
+    def test_tracing(self, case: Case) -> None:
+        """It compiles whole, once for every batch size, with the right numbers."""
+        self._run(case)
+
+    def test_opcheck(self, case: Case) -> None:
+        """As an operator of torch.library it keeps its schema and its fake."""
+        self._run(case)
+
+    def test_fork(self, case: Case) -> None:
+        """A forked child gives the same bits, in time."""
+        self._run(case)
+
+    def test_spawn(self, case: Case) -> None:
+        """A fresh process gives the same bits, in time."""
+        self._run(case)
+
+    def test_engine(self, case: Case, request: pytest.FixtureRequest) -> None:
+        """vLLM serves a tiny model with it."""
+        if "engine" not in request.config.option.markexpr:
+            pytest.skip("starts vLLM, which takes a minute: pytest -m engine")
+        self._run(case)
+
+    def test_exceptions(self) -> None:
+        """Every entry of xfails.toml names a test."""
+        suite = _suite(type(self))
+        if any(subject.impl.availability() is not True for subject in suite.subjects.values()):
+            pytest.skip("not every op is available here")
+        cases = [case for some in suite.cases.values() for case in some]
+        idle = [str(x) for x in suite.xfails if not any(x.matches(case) for case in cases)]
+        assert not idle, f"xfails.toml: these entries name no test: {', '.join(idle)}"
+
+    def _run(self, case: Case) -> None:
+        suite = _suite(type(self))
+        xfail = next((x for x in suite.xfails if x.matches(case)), None)
+        if xfail is not None and not xfail.run:
+            pytest.xfail(xfail.reason)
+        subject = suite.subjects[case.op]
+        try:
+            CHECKS[case.check].function(subject, case.dtype, case.sample)
+        except Refused as refusal:
+            if xfail is None:
+                pytest.skip(str(refusal))
+        except Exception as error:
+            if xfail is None:
+                raise
+            pytest.xfail(f"{xfail.reason} ({error})")
+        if xfail is not None:
+            pytest.fail(f"passes or is refused, but xfails.toml excepts {xfail}: remove it", False)
+
+
+class _Suite:
+    """What one test class runs: its subjects by op, its cases by check, its exceptions."""
+
+    def __init__(self, cls: type[OpConformance]) -> None:
+        if not isinstance(getattr(cls, "backend", None), str):
+            raise ValueError(f"{cls.__name__} needs backend = '<implementation id>'")
+        impls = installed(cls.backend)
+        self.xfails = read_xfails(Path(inspect.getfile(cls)).with_name("xfails.toml"), CHECKS)
+        platform = detect_platform()
+        device = torch.device(cls.device or DEVICES.get(platform, platform))
+        cases = [c for impl in impls for c in cases_of(Subject(impl, device, cls.sizes))]
+        self.cases = {check: [c for c in cases if c.check == check] for check in CHECKS}
+        left_out = frozenset(
+            (case.op, case.dtype, case.sample)
+            for case in self.cases["values"]
+            if any(xfail.matches(case) for xfail in self.xfails)
+        )
+        self.subjects = {
+            impl.op_name: Subject(impl, device, cls.sizes, left_out, cls.deadline) for impl in impls
+        }
+
+
+_suites: dict[type[OpConformance], _Suite] = {}
+
+
+def _suite(cls: type[OpConformance]) -> _Suite:
+    if cls not in _suites:
+        _suites[cls] = _Suite(cls)
+    return _suites[cls]

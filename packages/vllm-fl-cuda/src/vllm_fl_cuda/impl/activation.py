@@ -1,0 +1,70 @@
+"""Gated activations, on vLLM's CUDA kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import kernel, packed, unsuitable
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
+
+GELU = {"none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(x[..., :d]) * x[..., d:] in fp32; silu is rounded before the product.
+
+    Args:
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout.
+
+    Returns:
+        (..., d), of x's dtype.
+    """
+    return _gated("silu_and_mul", x)
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """gelu(x[..., :d]) * x[..., d:] in fp32; gelu is rounded before the product.
+
+    Args:
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout.
+        approximate: "none" (erf) or "tanh".
+
+    Returns:
+        (..., d), of x's dtype.
+
+    Raises:
+        KeyError: `approximate` is another word.
+    """
+    return _gated(GELU[approximate], x)
+
+
+def supports_silu_and_mul(x: torch.Tensor) -> Availability:
+    """True, or why the kernel would fail."""
+    reason = unsuitable("x", x)
+    if reason:
+        return reason
+    if x.ndim == 0 or x.shape[-1] % 2:
+        return f"the last dimension of x, {tuple(x.shape)[-1:]}, has no two halves"
+    return True
+
+
+def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availability:
+    """True, or why the kernel would fail."""
+    if approximate not in GELU:
+        return f"no kernel for approximate={approximate!r}"
+    return supports_silu_and_mul(x)
+
+
+def _gated(name: str, x: torch.Tensor) -> torch.Tensor:
+    # The kernels read x as if it were contiguous, whatever its strides.
+    x = packed(x)
+    out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    if out.numel():  # an empty grid is a launch error
+        kernel(name)(out, x)
+    return out

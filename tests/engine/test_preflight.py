@@ -1,0 +1,72 @@
+"""A wrong kernel is caught at start, by name, and the engine serves without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import OPS, Runner, batches
+from engine_run import EngineFailed, Job, largest_difference, run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FAULTY = {"VLLM_FL_PER_OP": ";".join(f"{op}=vendor:faulty|reference" for op in OPS)}
+
+CAUSES = {
+    "silu_and_mul": "bfloat16",
+    "gelu_and_mul": "no kernel image is available",
+    "rms_norm": "the worst by",
+    "rotary_embedding": "elements are off",
+}
+
+
+def test_faulty_kernels_are_taken_out_by_name(
+    engine: Runner, model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
+) -> None:
+    job = Job(str(model("qwen3")), batches())
+    result = run(job, **FAULTY, **plugin("faulty"))
+    report = result["report"][0]
+    for op, cause in CAUSES.items():
+        assert report["ops"][op]["impl"] == "reference.torch"
+        assert cause in report["demotions"][op]["vendor.faulty"]
+        named = f"Implementation 'vendor.faulty' failed for op '{op}'"
+        lines = [line for line in result["log"].splitlines() if named in line]
+        assert len(lines) == 1 and cause in lines[0]
+    assert largest_difference(engine("qwen3", "stock-native"), result)[0] == 0.0
+
+
+@pytest.mark.slow
+def test_in_strict_mode_a_faulty_kernel_ends_the_start(
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
+) -> None:
+    job = Job(str(model("qwen3")), batches())
+    with pytest.raises(EngineFailed) as failure:
+        run(job, VLLM_FL_STRICT="1", **FAULTY, **plugin("faulty"))
+    assert "vllm-fl ends the start" in failure.value.log
+    assert "implementation 'vendor.faulty' failed for op 'rms_norm'" in failure.value.log
+
+
+def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(
+    plugin: Callable[..., dict[str, str]],
+) -> None:
+    """The control of the quickstart: what it measures does show a wrong kernel."""
+    import os
+
+    done = subprocess.run(
+        [sys.executable, ROOT / "quickstart.py", "--only-plan"],
+        env={
+            **os.environ,
+            **plugin("wrong_halves"),
+            "VLLM_FL_PREFLIGHT": "off",
+            "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FINDING: logits differ by" in done.stdout
+    assert "silu_and_mul      vendor.wrong" in done.stdout
