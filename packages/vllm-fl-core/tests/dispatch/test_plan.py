@@ -18,8 +18,9 @@ MODES = ["eager", "compiled"]
 @pytest.mark.parametrize("mode", MODES)
 def test_every_contract_has_an_entry_and_what_nobody_brings_is_stock(mode: Any) -> None:
     plan = planning(managing(silu("vendor.acme")), mode)
-    assert set(plan.entries) == set(contracts())
+    assert set(plan.entries) == {*contracts(), "attention_backend"}
     assert {op: entry.label for op, entry in plan.entries.items()} == {
+        "attention_backend": "stock",
         "gelu_and_mul": "stock",
         "rms_norm": "stock",
         "rotary_embedding": "stock",
@@ -39,7 +40,8 @@ def test_the_line() -> None:
     )
     assert plan.line() == (
         "vllm-fl: 1 ops planned: gelu_and_mul=stock rms_norm=stock rotary_embedding=stock "
-        "silu_and_mul=vendor.acme (eager; rms_norm: the user set the IR priority)"
+        "silu_and_mul=vendor.acme attention_backend=stock "
+        "(eager; rms_norm: the user set the IR priority)"
     )
     assert plan.entries["rms_norm"].impl is None
     assert plan.entries["rms_norm"].reason == "the user set the IR priority"

@@ -74,6 +74,11 @@ def supports_rotary_embedding(
         return reason
     if key is not None and key.dtype != query.dtype:
         return f"key is {key.dtype} and query {query.dtype}"
+    # The kernel checks no shape: it would read and write beyond a tensor of fewer tokens.
+    if key is not None and key.shape[::2] != query.shape[::2]:
+        return f"key is {tuple(key.shape)} and query {tuple(query.shape)}"
+    if position_ids.is_floating_point() or position_ids.shape != query.shape[:1]:
+        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
     if cos.dtype != query.dtype:
         return f"cos is {cos.dtype} and query {query.dtype}"
     if joint_cos_sin(cos, sin) is None:

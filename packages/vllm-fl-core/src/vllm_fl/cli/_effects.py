@@ -7,13 +7,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 from ..dispatch.contracts import contracts
-from ..dispatch.items import APPEND, ITEMS, OP_CONFIG, ORDER_PREFIX, PER_OP
+from ..dispatch.items import (
+    APPEND,
+    CONFIG,
+    ITEMS,
+    OP_CONFIG,
+    ORDER_PREFIX,
+    OVERRIDDEN,
+    PER_OP,
+    PLATFORMS,
+)
 from ..dispatch.policy import OpOrder
 from ..dispatch.settings import Setting, Settings
 from ..plugins import Plugin, canonical
 from ._finding import Finding
 
-__all__ = ["find_idle", "find_unknown"]
+__all__ = ["find_idle", "find_unknown", "warned"]
 
 CHECK = "settings"
 FLAGGEMS_LISTS = ("flagos_whitelist", "flagos_blacklist")
@@ -109,10 +118,24 @@ def _absent_plugins(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[F
         if canonical(name) not in known:
             yield Finding(
                 CHECK,
-                f"{_named(settings['plugins'])} names {name!r}, which is not installed as a plugin.",
+                f"{_named(settings['plugins'])} names {name!r}, which is no installed plugin.",
                 f"Installed are {', '.join(sorted(known)) or 'none'}.",
                 "Correct the name, or install it; the names are those of distributions.",
             )
+
+
+def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:
+    """What reading the settings warned of."""
+    overridden = any(env.get(name, "").strip() for name in OVERRIDDEN)
+    for warning in settings.warnings:
+        if warning.startswith(f"{CONFIG}=") and not overridden:
+            continue  # it replaces what a plugin ships, which is what it is for
+        yield Finding(
+            CHECK,
+            warning,
+            "What is written there does not happen.",
+            "Correct it, or unset what has no effect.",
+        )
 
 
 def find_unknown(settings: Settings) -> Iterator[Finding]:
@@ -122,20 +145,22 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
     """
     told = " ".join(settings.warnings)
     for label in settings.unchecked:
-        key = next((k for k in sorted(settings, key=len, reverse=True) if label.startswith(k)), "")
+        key = next((k for k in settings if f"{label}.".startswith(f"{k}.")), "")
         setting = settings.get(key)
         if setting is None or not _by_user(setting, settings):
             continue
         is_op, name = label == key, label.removeprefix(f"{key}.").removeprefix("vendor:")
         if is_op:
             name = label.removeprefix(ORDER_PREFIX)
-        elif not (key.startswith(ORDER_PREFIX) or key in ("allow_vendors", "deny_vendors")):
-            continue  # layers and FlagGems's ops are checked where their owner is loaded
+        elif not key.startswith(ORDER_PREFIX) and key != "allow_vendors":
+            continue  # layers and FlagGems's ops have owners of their own; denying harms nobody
+        elif name in PLATFORMS:
+            continue  # one file may serve several machines
         if f"{name!r}" not in told:
             yield Finding(
                 CHECK,
                 f"{setting.origin}: {key} names the {'op' if is_op else 'vendor'} {name!r}, which "
-                "nothing installed brings.",
+                "no loaded plugin brings.",
                 "It has no effect until a plugin brings it.",
                 "Correct the name, or install its plugin; `vllm-fl ops` lists what there is.",
             )
@@ -143,6 +168,8 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
 
 def _by_user(setting: Setting, settings: Settings) -> bool:
     """Whether the user set it, by a variable or in a file of theirs."""
+    if setting.key in (*FLAGGEMS_LISTS, *OOT_LISTS) and not setting.value:
+        return False  # a list closes the other one of its pair, and then has its origin
     config = settings["config"].value
     return bool(
         re.match("environment ", setting.origin)
@@ -166,5 +193,3 @@ def _named(setting: Setting) -> str:
 def _pinned(settings: Settings, op: str) -> bool:
     listed = settings.get(f"{ORDER_PREFIX}{op}")
     return listed is not None and isinstance(listed.value, OpOrder) and listed.value.pinned
-
-

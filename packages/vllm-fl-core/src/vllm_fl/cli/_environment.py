@@ -32,6 +32,9 @@ SHOWN = (
 PATIENCE = 120
 """Seconds for torch to be imported; on a cold network disk it takes a minute."""
 
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that are built for one build of torch, and that transformers imports where they are."""
+
 PROBE = """
 import importlib, json, sys, warnings
 facts = {"warnings": [], "broken": {}}
@@ -105,16 +108,14 @@ def torch_build() -> str | None:
 
 
 @cache
-def torch_facts(*beside: str) -> dict[str, Any]:
+def torch_facts() -> dict[str, Any]:
     """What torch says of itself and its devices, asked in a process of its own.
-
-    Args:
-        beside: packages whose import is tried after torch's.
 
     Returns:
         `version`, `cuda`, `hip`, `cuda_available`, `npu_available`, `devices`, `warnings`,
-        `broken` {package: its error}; or `error` alone.
+        `broken` {a package of BESIDE_TORCH: its error}; or `error` alone.
     """
+    beside = [name for name in BESIDE_TORCH if find_spec(name) is not None]
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", PROBE, *beside],

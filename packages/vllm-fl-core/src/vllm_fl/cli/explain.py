@@ -88,8 +88,10 @@ def _view(manager: OpManager, op: str, mode: str) -> dict[str, Any]:
 def _origin(settings: Settings, op: str, mode: Mode) -> str:
     """Where the order comes from: the op's own list, or the preference."""
     listed = settings.get(f"{ORDER_PREFIX}{op}")
-    if listed is not None and isinstance(listed.value, OpOrder):
-        if listed.value.eager if mode == "eager" else listed.value.compiled:
+    order = listed and listed.value
+    if listed and isinstance(order, OpOrder):
+        tokens = order.eager if mode == "eager" else order.compiled
+        if tokens:
             return f"{listed.key}, {listed.origin}"
     prefer = settings["prefer"]
     return f"prefer={prefer.value}, {prefer.origin}"

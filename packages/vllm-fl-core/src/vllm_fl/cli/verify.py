@@ -233,7 +233,7 @@ def _finite(share: float | None) -> float | None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar on a terminal's stderr, nothing elsewhere. Gives a function that names the next unit."""
+    """A bar on a terminal's stderr, nothing elsewhere. Gives what names the next unit."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -278,8 +278,8 @@ def _details(results: Sequence[dict[str, Any]]) -> Iterator[str]:
             for finding in r["findings"]:
                 if finding["status"] in wanted:
                     key = (r["op"], r["impl_id"], finding["status"], finding["reason"])
-                    samples = reasons.setdefault(key, {}).setdefault(finding["sample"], [])
-                    samples.append(r["dtype"])
+                    dtypes_of = reasons.setdefault(key, {})
+                    dtypes_of.setdefault(finding["sample"], []).append(r["dtype"])
         for (op, impl_id, status, reason), samples in reasons.items():
             dtypes = ", ".join(dict.fromkeys(d for found in samples.values() for d in found))
             yield f"{op} {impl_id}: {status}: {reason} ({dtypes}: {'; '.join(samples)})"
@@ -293,8 +293,8 @@ def _not_run(found: dict[str, Any]) -> Iterator[str]:
 
 
 LEGEND = (
-    "worst: the worst error as a share of the contract's tolerance (1 is the limit); s: seconds, the "
-    "oracle's included."
+    "worst: the worst error as a share of the contract's tolerance (1 is the limit); s: seconds, "
+    "with the oracle's."
 )
 
 

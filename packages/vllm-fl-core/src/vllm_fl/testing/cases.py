@@ -90,6 +90,7 @@ def failures(
     device: str | torch.device = "cpu",
     *,
     without: Collection[str] = ("spawn", "engine"),
+    deadline: float = 120.0,
 ) -> Iterator[Failure]:
     """Run the checks on one implementation, installed or not, and give what does not pass.
 
@@ -99,8 +100,9 @@ def failures(
         impl: the implementation of a contract's op.
         device: where it runs.
         without: the checks to leave out; `spawn` and `engine` need an installed backend.
+        deadline: seconds that a child process may take.
     """
-    subject = Subject(impl, torch.device(device))
+    subject = Subject(impl, torch.device(device), deadline=deadline)
     for case in cases_of(subject):
         if case.check in without:
             continue
@@ -108,6 +110,6 @@ def failures(
             CHECKS[case.check].function(subject, case.dtype, case.sample)
         except Refused:
             pass
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             prefix = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
             yield Failure(case, f"{prefix}{error}")

@@ -29,7 +29,7 @@ def tracing(subject: Subject, dtype: str, sample: str) -> None:
     served = zip(*(subject.served(dtype, tokens) for tokens in BATCHES), strict=True)
     seen = set()
     for small, large in served:
-        if subject.accepts(small, dtype):
+        if subject.accepts(small):
             seen.add(pattern(small))
             compiled, graphs = _compiled(subject)
             _mark_batch(small, large)

@@ -137,6 +137,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         ("1 feature", (3, 1)),
         ("odd sizes", (7, 129)),
         ("odd sizes beyond one block", (3, 2063)),
+        ("wide", (2, 8192)),
         ("3-D", (2, 3, 64)),
     ):
         yield from _both(name, source, source.normal(*shape))

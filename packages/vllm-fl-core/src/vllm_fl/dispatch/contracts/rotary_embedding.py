@@ -245,6 +245,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         name = "partial rotary" + ", interleaved" * interleaved
         yield Sample(name, (q, k, *part, at, interleaved))
     yield Sample("partial rotary, key=None", (q, None, *part, at, False))
+    q, k = _heads(source, 3, 2, 1, 256)
+    at = _positions(source, 3, 64)
+    yield Sample("wide heads", (q, k, *_tables(source, 64, 256), at, False))
     q, k = _heads(source, 3, 5, 1, 70)
     odd = _tables(source, 11, 70)
     for interleaved in (False, True):

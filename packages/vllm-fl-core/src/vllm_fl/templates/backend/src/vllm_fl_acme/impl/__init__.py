@@ -1,0 +1,28 @@
+"""The operators, and what they share: where they run, and what they take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["available", "unsuitable"]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def available() -> Availability:
+    """True, or why nothing here can run: no library, no device. Asked once per process."""
+    return True
+
+
+def unsuitable(name: str, x: torch.Tensor) -> str | None:
+    """Why no kernel takes the tensor `x`; None if one may."""
+    if x.dtype not in DTYPES:
+        return f"no kernel for {name} of {x.dtype}"
+    if x.ndim == 0:
+        return f"no kernel for {name} without a dimension"
+    return None

@@ -1,0 +1,37 @@
+"""The kit is worth what it catches: every wrong implementation fails it, the sound ones pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from mutants import MUTANTS, OPS, Mutant, sound
+from vllm_fl.testing import failures
+
+FAMILIES = Counter(mutant.family for mutant in MUTANTS)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("traceable", [False, True], ids=["opaque", "traceable"])
+def test_the_sound_implementation_passes(op: str, traceable: bool) -> None:
+    fields = {"traceable": True, "supports": None} if traceable else {}
+    if traceable:  # nothing but `supports` keeps these sources from bad inputs
+        assert list(failures(sound(op, **fields), without=("bad_inputs", "spawn", "engine"))) == []
+    else:
+        assert list(failures(sound(op))) == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_every_mutant_fails(mutant: Mutant) -> None:
+    without = ("spawn", "engine")
+    if mutant.fields.get("traceable"):
+        without += ("bad_inputs",)
+    found = next(failures(mutant.impl(), without=without, deadline=2.0), None)
+    assert found is not None, f"survives: {mutant}"
+
+
+def test_there_are_enough_mutants_of_each_family() -> None:
+    print("\n".join(f"{count:3} {family}" for family, count in FAMILIES.items()))
+    assert len(MUTANTS) >= 40
+    assert min(FAMILIES.values()) >= 3

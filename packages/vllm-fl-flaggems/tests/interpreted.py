@@ -1,0 +1,280 @@
+"""FlagGems's kernels compared with the oracles, each case in a process of its own.
+
+    python interpreted.py ops|attention
+
+Prints one JSON line per case: {"case": NAME, "status": "ok|refused|wrong|raised|died", "reason": TEXT}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {"TRITON_INTERPRET": "1", "GEMS_VENDOR": "nvidia", "ARCH": "sm_80"}
+
+import torch  # noqa: E402 (Triton reads the variables when it is imported)
+
+SECONDS = 60
+Case = tuple[str, Callable[[], tuple[str, str]]]
+
+
+def prepare() -> None:
+    """FlagGems as the implementations find it, on the interpreter."""
+    import triton_interpreter
+
+    from vllm_fl_flaggems import loading
+
+    loading._outcome.append(triton_interpreter.install())
+
+
+def ops() -> Iterator[Case]:
+    """Every sample of every contract, in every dtype."""
+    prepare()
+    from vllm_fl.dispatch.contracts import contracts
+    from vllm_fl.dispatch.verification import compare, dtype_name
+    from vllm_fl_flaggems.plugin import register_ops
+
+    for impl in register_ops():
+        spec = contracts()[impl.op_name]
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for sample in spec.samples(dtype, torch.device("cpu")):
+
+                def run(
+                    impl: Any = impl, spec: Any = spec, sample: Any = sample, dtype: Any = dtype
+                ) -> tuple[str, str]:
+                    result = compare(impl, spec, sample, dtype)
+                    return result.status, result.reason
+
+                yield f"{impl.op_name} {dtype_name(dtype)} {sample.name}", run
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sequences of (tokens of this step, tokens in all), and one layer's sizes."""
+
+    name: str
+    sequences: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 64
+    window: int | None = None
+    soft_cap: float = 0.0
+
+
+BATCHES = (
+    Batch("prefill", ((17, 17), (3, 3))),
+    Batch("decode, grouped heads", ((1, 33), (1, 1), (1, 16))),
+    Batch("decode, as many key heads", ((1, 33), (1, 5)), kv_heads=4),
+    Batch("chunked prefill", ((7, 40), (16, 16))),
+    Batch("prefill beside decode", ((1, 50), (20, 20), (1, 3))),
+    Batch("heads of 80", ((5, 21),), head_size=80),
+    Batch("heads of 128", ((1, 21), (4, 4)), heads=2, kv_heads=1, head_size=128),
+    Batch("sliding window", ((9, 60), (30, 30)), window=16),
+    Batch("sliding window, decode", ((1, 60), (1, 9)), window=16),
+    Batch("soft cap", ((6, 20),), soft_cap=5.0),
+)
+BLOCK = 16
+
+
+def attention() -> Iterator[Case]:
+    """Batches as vLLM's scheduler makes them, written into the cache and attended to."""
+    # vLLM's kernels first: FlagGems would define their operators, and the process end.
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    import vllm.v1.attention.backends.flash_attn  # noqa: F401
+
+    prepare()
+    for batch in BATCHES:
+        for dtype in (torch.float16, torch.bfloat16):
+            yield (
+                f"{batch.name} {str(dtype).removeprefix('torch.')}",
+                lambda batch=batch, dtype=dtype: attend(batch, dtype),
+            )
+    yield "packed cache", refuses_packed_cache
+    yield "strided cache", refuses_strided_cache
+    yield "cache beyond 32 bits", refuses_huge_cache
+
+
+def layer(batch: Batch) -> Any:
+    """AttentionFLImpl with this batch's sizes."""
+    from vllm_fl_flaggems.impl.attention import AttentionFLImpl
+
+    return AttentionFLImpl(
+        batch.heads,
+        batch.head_size,
+        batch.head_size**-0.5,
+        batch.kv_heads,
+        None,
+        batch.window,
+        "auto",
+        batch.soft_cap or None,
+    )
+
+
+SCALES = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
+
+
+def attend(batch: Batch, dtype: torch.dtype) -> tuple[str, str]:
+    """Fill the cache in two writes, as earlier steps and this one do, and compare with fp64."""
+    from vllm_fl_flaggems.impl.attention import AttentionFLBackend
+
+    torch.manual_seed(0)
+    impl = layer(batch)
+    lengths = [total for _, total in batch.sequences]
+    pages = [-(-total // BLOCK) for total in lengths]
+    count = sum(pages) + 2
+    shape = AttentionFLBackend.get_kv_cache_shape(count, BLOCK, batch.kv_heads, batch.head_size)
+    cache = torch.full(shape, float("nan"), dtype=dtype)
+    free = torch.randperm(count).tolist()
+    table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
+    for row, needed in enumerate(pages):
+        table[row, :needed] = torch.tensor([free.pop() for _ in range(needed)])
+
+    width = (batch.heads + 2 * batch.kv_heads) * batch.head_size
+    parts: dict[str, list[torch.Tensor]] = {"q": [], "k": [], "v": []}
+    slots: list[list[int]] = [[], []]
+    rows: list[list[torch.Tensor]] = [[], []]
+    for row, (new, total) in enumerate(batch.sequences):
+        qkv = torch.randn(total, width).to(dtype)
+        at = [
+            int(table[row, i // BLOCK]) * BLOCK + i % BLOCK for i in range(total)
+        ]
+        for step, part in enumerate((slice(0, total - new), slice(total - new, total))):
+            rows[step].append(qkv[part])
+            slots[step] += at[part]
+        q, k, v = heads_of(qkv, batch)
+        parts["q"].append(q[total - new :])
+        parts["k"].append(k)
+        parts["v"].append(v)
+    for step in (0, 1):
+        qkv = torch.cat([*rows[step], torch.full((2, width), 7.0, dtype=dtype)])
+        where = torch.tensor([*slots[step], -1, -1], dtype=torch.int64)  # padding
+        q, k, v = heads_of(qkv, batch)
+        impl.do_kv_cache_update(SCALES, k, v, cache, where)
+    out = torch.full((len(q), batch.heads, batch.head_size), 3.0, dtype=dtype)
+    starts = torch.tensor([0, *(new for new, _ in batch.sequences)]).cumsum(0).int()
+    impl.forward(SCALES, q, k, v, cache, metadata(batch, starts, table), out)
+    return judge(out, starts, parts, batch)
+
+
+def heads_of(qkv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
+    """query, key and value as strided views of the projection."""
+    size = batch.head_size
+    split = qkv.split([batch.heads * size, batch.kv_heads * size, batch.kv_heads * size], dim=-1)
+    return tuple(part.view(len(qkv), -1, size) for part in split)
+
+
+def metadata(batch: Batch, starts: torch.Tensor, table: torch.Tensor) -> Any:
+    """vLLM's metadata; the fields of other features are None."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+
+    lengths = [total for _, total in batch.sequences]
+    known = {
+        "num_actual_tokens": int(starts[-1]),
+        "max_query_len": max(new for new, _ in batch.sequences),
+        "query_start_loc": starts,
+        "max_seq_len": max(lengths),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "block_table": table,
+        "causal": True,
+    }
+    unset = {field.name: None for field in dataclasses.fields(FlashAttentionMetadata)}
+    return FlashAttentionMetadata(**unset | known)
+
+
+def judge(
+    out: torch.Tensor, starts: torch.Tensor, parts: dict[str, list[torch.Tensor]], batch: Batch
+) -> tuple[str, str]:
+    """Compare with attention in fp64, row by row of the causal triangle."""
+    # Three roundings of values of unit size: the probabilities, the sum of products, the result.
+    tolerance = {torch.float16: 3e-3, torch.bfloat16: 2.5e-2}[out.dtype]
+    worst = 0.0
+    for row, (new, total) in enumerate(batch.sequences):
+        q, k, v = (parts[name][row].double() for name in "qkv")
+        group = batch.heads // batch.kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * batch.head_size**-0.5
+        if batch.soft_cap:
+            scores = batch.soft_cap * (scores / batch.soft_cap).tanh()
+        age = torch.arange(total - new, total)[:, None] - torch.arange(total)
+        seen = (age >= 0) & (age < (batch.window or total))
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        want = torch.einsum("hqk,khd->qhd", weights, v)
+        got = out[starts[row] : starts[row + 1]].double()
+        worst = max(worst, float((got - want).abs().nan_to_num(9e9).max()))
+    if not (out[starts[-1] :] == 3.0).all():
+        return "wrong", "the padding was written"
+    status = "ok" if worst <= tolerance else "wrong"
+    return status, f"largest error {worst:.2g}, tolerance {tolerance}"
+
+
+def refuses(cache: torch.Tensor, words: str) -> tuple[str, str]:
+    """Whether a write into `cache` raises an error that has `words`."""
+    batch = Batch("one token", ((1, 1),))
+    token = torch.zeros(1, batch.kv_heads, batch.head_size, dtype=cache.dtype)
+    try:
+        layer(batch).do_kv_cache_update(SCALES, token, token, cache, torch.tensor([0]))
+    except RuntimeError as error:
+        return ("ok" if words in str(error) else "wrong"), str(error)
+    return "wrong", "it was written"
+
+
+def refuses_packed_cache() -> tuple[str, str]:
+    """Key and value side by side, as vLLM's own backends have them."""
+    return refuses(torch.zeros(4, 2, BLOCK, 2 * 64).half(), "in one piece each")
+
+
+def refuses_strided_cache() -> tuple[str, str]:
+    """A block's keys beside its values, as vLLM makes of our shape for hybrid models."""
+    cache = torch.zeros(4, 2, BLOCK, 2, 64).half().transpose(0, 1)
+    return refuses(cache, "in one piece each")
+
+
+def refuses_huge_cache() -> tuple[str, str]:
+    """More elements than the kernel can count. Of no memory: nothing may be touched."""
+    cache = torch.empty(2, 2**21, BLOCK, 2, 64, dtype=torch.float16, device="meta")
+    return refuses(cache, "--num-gpu-blocks-override")
+
+
+def forked(run: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """What `run` gives in a child process, or how the child ended."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = run()
+        except Exception as error:
+            answer = ("raised", f"{type(error).__name__}: {error}")
+        os.write(writing, json.dumps(answer).encode()[:60_000])
+        os._exit(0)
+    os.close(writing)
+    ready, _, _ = select.select([reading], [], [], SECONDS)
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    with os.fdopen(reading, "rb") as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if text:
+        state, reason = json.loads(text)
+        return state, reason
+    return "died", f"no answer; exit status {os.waitstatus_to_exitcode(status)}"
+
+
+def main() -> None:
+    """Run the cases and print what came of them."""
+    torch.set_num_threads(1)  # threads do not survive a fork
+    for name, run in {"ops": ops, "attention": attention}[sys.argv[1]]():
+        status, reason = forked(run)
+        print(json.dumps({"case": name, "status": status, "reason": reason}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

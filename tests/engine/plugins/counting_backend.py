@@ -1,0 +1,28 @@
+"""vLLM's CPU attention, with every forward noted as one byte of the file COUNTING_FILE."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+
+class CountingImpl(CPUAttentionBackendImpl):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with Path(os.environ["COUNTING_FILE"]).open("ab") as file:
+            file.write(b".")
+        return super().forward(*args, **kwargs)
+
+
+class CountingBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[CountingImpl]:
+        return CountingImpl
+
+
+class MisnamedBackend(CountingBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "COUNTING"

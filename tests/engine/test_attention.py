@@ -1,0 +1,145 @@
+"""The attention backend: the plan's is used; vLLM's own where it was told one, or none answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_model
+from engine_run import STOCK, Job, run
+
+HERE = Path(__file__).parent
+PLUGIN = {"PYTHONPATH": str(HERE / "plugins"), "VLLM_FL_PLUGIN_MODULES": "counting_attention"}
+COUNTING = "counting_backend.CountingBackend"
+STOCK_PATH = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+LAYERS, NEW_TOKENS = 2, 6
+
+CASES: dict[str, dict[str, Any]] = {
+    "planned": {},
+    "told": {"options": {"attention_backend": "CPU_ATTN"}},
+    "refuses the model": {"env": {"COUNTING_HEAD_SIZE": "128"}},
+    "refuses a layer": {"request": {"has_sink": True}},
+    "refuses a layer, strict": {"env": {"VLLM_FL_STRICT": "1"}, "request": {"has_sink": True}},
+    "policy says stock": {"env": {"VLLM_FL_PER_OP": "attention_backend=stock"}},
+    "vendor denied": {"env": {"VLLM_FL_DENY_VENDORS": "counting"}},
+    "misnamed": {"env": {"COUNTING_CLASS": "counting_backend.MisnamedBackend"}},
+    "absent": {"env": {"COUNTING_CLASS": "counting_backend.Absent"}},
+    "no backend": {"env": {"COUNTING_CLASS": "pathlib.Path"}},
+}
+
+
+def ask(model: Path, cases: list[dict[str, Any]], **variables: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, HERE / "choosing.py", json.dumps({"model": str(model), "cases": cases})],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **PLUGIN, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    marked = [line for line in done.stdout.splitlines() if line.startswith("CHOSEN ")]
+    assert len(marked) == len(cases), done.stdout
+    return [{**json.loads(line.removeprefix("CHOSEN ")), "log": done.stdout} for line in marked]
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    model = tiny_model.make(tmp_path_factory.mktemp("model"))
+    return dict(zip(CASES, ask(model, list(CASES.values())), strict=True))
+
+
+def test_the_plan_names_it_and_vllm_is_given_its_class(chosen: dict[str, Any]) -> None:
+    case = chosen["planned"]
+    assert case["path"] == COUNTING
+    assert case["planned"] == "vendor.counting"
+    assert "attention_backend=vendor.counting" in case["line"]
+    assert case["faults"] == []
+
+
+def test_what_vllm_was_told_to_take_wins_and_is_named(chosen: dict[str, Any]) -> None:
+    case = chosen["told"]
+    assert case["path"] == STOCK_PATH
+    assert case["reason"] == "attention_config.backend is CPU_ATTN"
+    assert "attention_backend=stock" in case["line"]
+
+
+def test_a_model_that_it_refuses_is_stock_with_its_reason(chosen: dict[str, Any]) -> None:
+    case = chosen["refuses the model"]
+    assert (case["path"], case["planned"]) == (STOCK_PATH, "stock")
+    assert "vendor.counting: refuses this model: head size 64, only 128" in case["reason"]
+
+
+def test_a_layer_that_it_refuses_is_stock_and_said(chosen: dict[str, Any]) -> None:
+    case = chosen["refuses a layer"]
+    assert (case["path"], case["planned"]) == (STOCK_PATH, "vendor.counting")
+    refused = "Implementation 'vendor.counting' refused op 'attention_backend': no MLA and no sinks"
+    assert refused in case["log"]
+
+
+def test_strict_mode_raises_what_a_layer_refuses(chosen: dict[str, Any]) -> None:
+    assert chosen["refuses a layer, strict"]["path"].startswith(
+        "AllFailedError: Implementation 'vendor.counting' refused op 'attention_backend': no MLA"
+    )
+
+
+@pytest.mark.parametrize("which", ["policy says stock", "vendor denied"])
+def test_the_policy_decides(chosen: dict[str, Any], which: str) -> None:
+    assert chosen[which]["planned"] == "stock"
+    assert chosen[which]["path"] == STOCK_PATH
+
+
+@pytest.mark.parametrize(
+    ("which", "why"),
+    [
+        ("misnamed", "get_name() is 'COUNTING', which is no key of vLLM's AttentionBackendEnum"),
+        ("absent", "has no attribute 'Absent'"),
+        ("no backend", "is no AttentionBackend of vLLM: it has no get_name"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_a_fault_at_start(
+    chosen: dict[str, Any], which: str, why: str
+) -> None:
+    (fault,) = chosen[which]["faults"]
+    assert why in fault
+    assert chosen[which]["path"] == STOCK_PATH
+
+
+def test_the_older_form_is_taken_too(tmp_path: Path) -> None:
+    model = tiny_model.make(tmp_path)
+    (case,) = ask(model, [{}], VLLM_FL_PLUGIN_MODULES="older_attention")
+    assert (case["planned"], case["path"]) == ("vendor.older", COUNTING)
+
+
+def job_for(folder: Path) -> Job:
+    batches = [[[3, 17, 170, 99, 41, 7, 250, 12]]]
+    return Job(str(tiny_model.make(folder)), batches, new_tokens=NEW_TOKENS)
+
+
+def test_an_engine_runs_on_it(tmp_path: Path) -> None:
+    file = tmp_path / "uses"
+    ours = run(job_for(tmp_path), timeout=300, **PLUGIN, COUNTING_FILE=str(file))
+    (report,) = ours["report"]
+    planned = {"impl": "vendor.counting", "reason": "token vendor"}
+    assert report["ops"]["attention_backend"] == planned
+    assert report["fallbacks"] == report["demotions"] == {}
+    assert file.stat().st_size >= LAYERS * NEW_TOKENS
+    assert "attention_backend=vendor.counting" in ours["log"]
+
+
+@pytest.mark.slow
+def test_an_engine_whose_backend_is_faulty_runs_on_stock(tmp_path: Path) -> None:
+    job = job_for(tmp_path)
+    broken = {**PLUGIN, "COUNTING_CLASS": "counting_backend.MisnamedBackend"}
+    ours = run(job, timeout=300, **broken, VLLM_FL_PREFER="reference")
+    assert ours["report"][0]["ops"]["attention_backend"]["impl"] == "stock"
+    assert "COUNTING" in ours["report"][0]["demotions"]["attention_backend"]["vendor.counting"]
+    assert "Implementation 'vendor.counting' failed for op 'attention_backend'" in ours["log"]
+    assert ours["tokens"] == run(job, timeout=300, **STOCK)["tokens"]

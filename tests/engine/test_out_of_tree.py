@@ -1,0 +1,71 @@
+"""Hardware that vLLM has no platform for: a device plugin runs a whole engine, as Ascend's does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tiny_model
+from engine_run import STOCK, EngineFailed, Job, largest_difference, run
+
+PLUGINS = str(Path(__file__).parent / "plugins")
+DEVICE = {
+    "PYTHONPATH": PLUGINS,
+    "VLLM_FL_PLUGIN_MODULES": "oot_cpu",
+    "VLLM_FL_PLATFORM": "oot_cpu",
+    "VLLM_FL_PREFER": "reference",
+    "VLLM_FL_DISPATCH_DEBUG": "1",
+}
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+"""A communicator exists only between ranks."""
+
+
+def job_for(folder: Path, **options: object) -> Job:
+    return Job(
+        model=str(tiny_model.make(folder)),
+        batches=[[[3, 17, 170, 99, 41, 7, 250, 12]], [[5 * i + 3, 60, 7, 11, 8] for i in range(4)]],
+        new_tokens=6,
+        options={"tensor_parallel_size": 2, **options},
+    )
+
+
+def test_a_device_plugin_runs_a_whole_engine(tmp_path: Path) -> None:
+    job = job_for(tmp_path)
+    ours = run(job, timeout=300, **DEVICE, **TWO_RANKS)
+    log = ours["log"]
+    assert "oot_cpu: platform OotCpuPlatformFL OOT" in log
+    assert "oot_cpu: worker vllm_fl.integration.worker.Planned__oot_cpu__worker__OotCpuW" in log
+    assert "oot_cpu: communicator OotCpuCommunicator" in log
+    assert "oot_cpu: all_reduce" in log
+    for layer in ("SiluAndMulFL", "RotaryEmbeddingFL"):
+        assert f"oot_cpu: {layer} binds forward_oot" in log
+        assert f"oot_cpu: {layer} binds forward_cpu" not in log
+    assert "Cannot access accelerator" not in log  # at shutdown, where the device did not answer
+    for rank in ours["report"]:
+        assert rank["calls"]["silu_and_mul"]["reference.torch"] > 0
+        assert rank["calls"]["rotary_embedding"]["reference.torch"] > 0
+    stock = run(job, timeout=300, **STOCK, **TWO_RANKS)
+    assert ours["tokens"] == stock["tokens"]
+    # The linear layers take another kernel where the platform is not vLLM's own CPU: bf16 rounding.
+    worst, magnitude = largest_difference(stock, ours)
+    assert worst <= 0.05 * magnitude
+
+
+@pytest.mark.slow
+def test_two_devices_on_one_machine_end_the_start_with_both_names(tmp_path: Path) -> None:
+    (tmp_path / "second_device.py").write_text(
+        "from vllm_fl import DeviceProfile, hookimpl\n"
+        "@hookimpl\n"
+        "def device():\n"
+        "    return DeviceProfile('oot_cpu', 'a.B', 'c.D', detect=lambda: True)\n"
+    )
+    variables = {
+        **DEVICE,
+        "PYTHONPATH": f"{PLUGINS}:{tmp_path}",
+        "VLLM_FL_PLUGIN_MODULES": "oot_cpu,second_device",
+    }
+    with pytest.raises(EngineFailed) as failure:
+        run(job_for(tmp_path), timeout=300, **variables)
+    assert "2 plugins claim this machine's device" in failure.value.log
+    assert "'oot_cpu' of oot_cpu, 'oot_cpu' of second_device" in failure.value.log

@@ -1,0 +1,47 @@
+"""Two ranks on the CPU, through vLLM's own executor: one plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import batches
+
+from engine_run import EngineFailed, Job, run
+
+TWO_RANKS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_FL_PER_OP": "silu_and_mul=vendor:rankone|reference",
+}
+
+
+def job(model: Callable[[str], Path]) -> Job:
+    return Job(str(model("qwen3")), batches(), options={"tensor_parallel_size": 2})
+
+
+def test_what_is_wrong_on_one_rank_is_off_on_both(
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
+) -> None:
+    result = run(job(model), RANK_ONE="wrong", **TWO_RANKS, **plugin("rank_one"))
+    first, second = result["report"]
+    assert [first["rank"], second["rank"]] == [0, 1]
+    assert first["digest"] == second["digest"]
+    for report in (first, second):
+        assert report["ops"]["silu_and_mul"]["impl"] == "reference.torch"
+        assert "on rank 1" in report["demotions"]["silu_and_mul"]["vendor.rankone"]
+    named = "Implementation 'vendor.rankone' failed for op 'silu_and_mul'"
+    lines = [line for line in result["log"].splitlines() if named in line]
+    assert len(lines) == 1 and "on rank 1; off on all" in lines[0]
+
+
+def test_a_rank_that_dies_while_it_verifies_ends_the_start(
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(EngineFailed) as failure:
+        run(job(model), RANK_ONE="dies", **TWO_RANKS, **plugin("rank_one"))
+    # No timing of ours: a hang would last vLLM's own half hour, and the run's limit ends it first.
+    assert time.monotonic() - start < 600
+    assert "one of them is gone" in failure.value.log or "died" in failure.value.log
