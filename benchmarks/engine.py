@@ -34,7 +34,7 @@ from figures import Figure, MeasurementFailed, figure, vector_extensions
 __all__ = ["add_arguments", "measure"]
 
 ROUNDS = 6
-START_TIMEOUT, ANSWER_TIMEOUT = 300.0, 300.0
+START_TIMEOUT, ANSWER_TIMEOUT = 600.0, 300.0
 VOCABULARY = 32_768
 VISIT = 2.0
 """Seconds that one visit of a decoding engine shall take."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import tiny_model
 from engine_run import STOCK, Job, run
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 import tiny_model
 from engine_run import STOCK, EngineFailed, Job, largest_difference, run
 

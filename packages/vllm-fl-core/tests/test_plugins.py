@@ -13,9 +13,9 @@ import torch
 
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.registry import OpRegistry, Owner
-from vllm_fl.dispatch.types import AttentionImpl
+from vllm_fl.dispatch.types import AttentionImpl, DeviceProfile
 from vllm_fl.errors import PluginError
-from vllm_fl.plugins import Found, Plugin, discover, load, policy_files
+from vllm_fl.plugins import Found, Plugin, discover, find_device, load, policy_files
 
 HEAD = "from vllm_fl import AttentionImpl, BackendImplKind, OpImpl, PolicyDefaults, hookimpl\n"
 SOUND = """
@@ -317,3 +317,68 @@ class TestPolicyHook:
         assert set(errors) == {"bbb"}
         assert "expected PolicyDefaults" in str(errors["bbb"])
         assert policy_files(plugins[:1], "cpu") == ([], {})
+
+
+DEVICE = """
+from vllm_fl import DeviceProfile
+
+@hookimpl
+def device():
+    return DeviceProfile("{name}", "{name}.P", "{name}.W", detect=lambda: {detected})
+"""
+
+
+def devices(write: Write, **detected: object) -> tuple[Plugin, ...]:
+    found = [
+        write(DEVICE.format(name=name, detected=repr(verdict)), name)
+        for name, verdict in detected.items()
+    ]
+    return load(OpRegistry(), found)
+
+
+def test_the_device_that_this_machine_has(write: Write) -> None:
+    plugins = devices(write, acme=True, beta="no /dev/beta0")
+    profile = find_device(plugins)
+    assert profile is not None
+    assert (profile.name, profile.worker_class) == ("acme", "acme.W")
+    assert find_device(plugins[1:]) is None
+    assert find_device(plugins, "gamma") is None
+
+
+def test_two_devices_are_one_error_that_names_both_and_the_user_decides(write: Write) -> None:
+    plugins = devices(write, acme=True, beta=True)
+    with pytest.raises(PluginError) as raised:
+        find_device(plugins)
+    assert "'acme' of fl-acme 1.0, 'beta' of fl-beta 1.0" in str(raised.value)
+    assert "VLLM_FL_PLATFORM" in str(raised.value)
+    beta = find_device(plugins, "beta")
+    assert beta is not None and beta.name == "beta"
+
+
+def test_a_forced_device_that_is_not_there_is_an_error_with_its_reason(write: Write) -> None:
+    with pytest.raises(PluginError, match="not here: no /dev/acme0") as raised:
+        find_device(devices(write, acme="no /dev/acme0"), "acme")
+    assert raised.value.distribution == "fl-acme"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("return 'acme'", "device returned 'acme'; expected DeviceProfile"),
+        ("raise OSError('no driver')", "OSError: no driver"),
+    ],
+)
+def test_a_device_hook_that_fails_is_an_error(write: Write, source: str, words: str) -> None:
+    (plugin,) = load(OpRegistry(), [write(f"@hookimpl\ndef device():\n    {source}\n")])
+    with pytest.raises(PluginError, match=words):
+        find_device([plugin])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"name": "Acme"}, {"name": "ac-me"}, {"worker_class": "W"}, {"communicator_class": "C"}],
+)
+def test_a_device_profile_is_checked_when_it_is_made(fields: dict[str, str]) -> None:
+    sound = {"name": "acme", "platform_class": "a.P", "worker_class": "a.W"}
+    with pytest.raises(ValueError, match=r"lower-case identifier|must be 'module\.Class'"):
+        DeviceProfile(**{**sound, **fields}, detect=lambda: True)

@@ -1,4 +1,4 @@
-"""FlagGems's kernels compared with the oracles, each case in a process of its own.
+"""FlagGems's kernels compared with the oracles, in child processes: a wrong access ends one.
 
     python interpreted.py ops|attention
 
@@ -8,12 +8,13 @@ Prints one JSON line per case: {"case": NAME, "status": "ok|refused|wrong|raised
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +53,7 @@ def ops() -> Iterator[Case]:
                     result = compare(impl, spec, sample, dtype)
                     return result.status, result.reason
 
-                yield f"{impl.op_name} {dtype_name(dtype)} {sample.name}", run
+                yield f"{impl.op_name} {dtype_name(dtype)}: {sample.name}", run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +93,15 @@ def attention() -> Iterator[Case]:
     import vllm.v1.attention.backends.flash_attn  # noqa: F401
 
     prepare()
-    for batch in BATCHES:
-        for dtype in (torch.float16, torch.bfloat16):
+    for dtype in (torch.float16, torch.bfloat16):
+        for batch in BATCHES:
             yield (
-                f"{batch.name} {str(dtype).removeprefix('torch.')}",
+                f"{str(dtype).removeprefix('torch.')}: {batch.name}",
                 lambda batch=batch, dtype=dtype: attend(batch, dtype),
             )
-    yield "packed cache", refuses_packed_cache
-    yield "strided cache", refuses_strided_cache
-    yield "cache beyond 32 bits", refuses_huge_cache
+    yield "refused: packed cache", refuses_packed_cache
+    yield "refused: strided cache", refuses_strided_cache
+    yield "refused: cache beyond 32 bits", refuses_huge_cache
 
 
 def layer(batch: Batch) -> Any:
@@ -144,9 +145,7 @@ def attend(batch: Batch, dtype: torch.dtype) -> tuple[str, str]:
     rows: list[list[torch.Tensor]] = [[], []]
     for row, (new, total) in enumerate(batch.sequences):
         qkv = torch.randn(total, width).to(dtype)
-        at = [
-            int(table[row, i // BLOCK]) * BLOCK + i % BLOCK for i in range(total)
-        ]
+        at = [int(table[row, i // BLOCK]) * BLOCK + i % BLOCK for i in range(total)]
         for step, part in enumerate((slice(0, total - new), slice(total - new, total))):
             rows[step].append(qkv[part])
             slots[step] += at[part]
@@ -244,36 +243,45 @@ def refuses_huge_cache() -> tuple[str, str]:
     return refuses(cache, "--num-gpu-blocks-override")
 
 
-def forked(run: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """What `run` gives in a child process, or how the child ended."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = run()
-        except Exception as error:
-            answer = ("raised", f"{type(error).__name__}: {error}")
-        os.write(writing, json.dumps(answer).encode()[:60_000])
-        os._exit(0)
-    os.close(writing)
-    ready, _, _ = select.select([reading], [], [], SECONDS)
-    if not ready:
-        os.kill(child, signal.SIGKILL)
-    with os.fdopen(reading, "rb") as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if text:
-        state, reason = json.loads(text)
-        return state, reason
-    return "died", f"no answer; exit status {os.waitstatus_to_exitcode(status)}"
+def forked(cases: Sequence[Case]) -> Iterator[tuple[str, str, str]]:
+    """(case, status, reason) of each. A child runs them until one ends it; then a new child goes on."""
+    done = 0
+    while done < len(cases):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            for _, run in cases[done:]:
+                os.write(writing, (json.dumps(attempt(run)) + "\n").encode())
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            while select.select([pipe], [], [], SECONDS)[0] and (line := pipe.readline()):
+                yield (cases[done][0], *json.loads(line))
+                done += 1
+        if done < len(cases):
+            os.kill(child, signal.SIGKILL)  # it may be stuck
+        _, status = os.waitpid(child, 0)
+        if done < len(cases):
+            code = os.waitstatus_to_exitcode(status)
+            yield cases[done][0], "died", f"no answer in {SECONDS} s, or it ended: status {code}"
+            done += 1
+
+
+def attempt(run: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """What a case gives; an exception is a result too."""
+    try:
+        return run()
+    except Exception as error:
+        return "raised", f"{type(error).__name__}: {error}"[:2000]
 
 
 def main() -> None:
     """Run the cases and print what came of them."""
     torch.set_num_threads(1)  # threads do not survive a fork
-    for name, run in {"ops": ops, "attention": attention}[sys.argv[1]]():
-        status, reason = forked(run)
-        print(json.dumps({"case": name, "status": status, "reason": reason}), flush=True)
+    cases = {"ops": ops, "attention": attention}[sys.argv[1]]()
+    for _, group in itertools.groupby(cases, key=lambda case: case[0].rpartition(": ")[0]):
+        for name, status, reason in forked(list(group)):
+            print(json.dumps({"case": name, "status": status, "reason": reason}), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import distribution
 
+from vllm_fl.dispatch.contracts import contracts
 from vllm_fl_flaggems import plugin
 
 
@@ -13,6 +15,25 @@ def test_the_installed_entry_point_is_this_plugin() -> None:
     assert entry.load() is plugin
 
 
-def test_register_ops_is_marked_as_a_hook_and_brings_nothing_yet() -> None:
-    assert hasattr(plugin.register_ops, "vllm_fl_impl")
-    assert plugin.register_ops() == ()
+def test_every_hook_is_marked() -> None:
+    for hook in (plugin.register_ops, plugin.attention_backend, plugin.worker_start):
+        assert hasattr(hook, "vllm_fl_impl")
+
+
+def test_it_brings_every_contract() -> None:
+    impls = {impl.op_name: impl for impl in plugin.register_ops()}
+    assert set(impls) == set(contracts())
+    for op, impl in impls.items():
+        wanted = contracts()[op].signature.parameters.values()
+        for fn in (impl.fn, impl.supports):
+            found = inspect.signature(fn).parameters.values()
+            assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in wanted]
+        assert impl.consumes <= contracts()[op].consumable
+        assert impl.traceable is False
+
+
+def test_the_attention_backend_is_where_its_path_says() -> None:
+    (impl,) = plugin.attention_backend()
+    module, _, name = impl.class_path.rpartition(".")
+    assert module == f"{plugin.__name__.rpartition('.')[0]}.impl.attention"
+    assert name == "AttentionFLBackend"

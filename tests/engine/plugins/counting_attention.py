@@ -1,15 +1,10 @@
-"""A third party's attention backend; the environment says what it refuses and which class it has."""
+"""A third party's attention backend; the environment says what it refuses, and its class."""
 
 from __future__ import annotations
 
 import os
 
-from vllm_fl import (
-    AttentionImpl,
-    AttentionRequest,
-    BackendImplKind,
-    hookimpl,
-)
+from vllm_fl import AttentionImpl, AttentionRequest, BackendImplKind, hookimpl
 
 
 def supports(request: AttentionRequest) -> bool | str:

@@ -107,13 +107,14 @@ def load(
     Args:
         registry: what they register into. A plugin that fails leaves nothing in it.
         found: the plugins, in the order in which they are loaded.
-        only: the distributions (or module names) to load; None loads all.
+        only: the distributions to load, beside the modules that were named; None loads all.
     """
     names = None if only is None else {canonical(name) for name in only}
     plugins = []
     for candidate in found:
         owner = candidate.owner
-        if names is not None and canonical(owner.distribution or owner.plugin) not in names:
+        # A module has no distribution: VLLM_FL_PLUGIN_MODULES has asked for it by name already.
+        if names is not None and owner.distribution and canonical(owner.distribution) not in names:
             plugins.append(Plugin(owner, candidate.target, "disabled"))
             continue
         plugins.append(_load_one(registry, candidate))
@@ -216,6 +217,12 @@ class _Collector:
 def _run_old_form(function: Callable[[Any], object]) -> list[OpImpl | AttentionImpl]:
     collector = _Collector()
     function(collector)
+    if not collector.impls:
+        raise TypeError(
+            f"{getattr(function, '__qualname__', function)!r} was called with the registry, as the "
+            "older form is, and registered nothing: point the entry point at a module whose "
+            "functions carry @hookimpl, or register what it brings"
+        )
     return collector.impls
 
 

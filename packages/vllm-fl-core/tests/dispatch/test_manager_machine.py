@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
             if mood in ("refuses", "not implemented"):
                 causes.append(impl_id)
                 if policy.strict:
-                    return "all failed", causes
+                    return ("mistake", None) if mistaken else ("all failed", causes)
                 continue
             if policy.strict or IMPLS[impl_id][1]:
                 return "raised", impl_id

@@ -69,7 +69,7 @@ def test_a_plan_stays_what_it_is() -> None:
     manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))
     plan = planning(manager, "eager")
     manager.set_policy(SelectionPolicy(prefer="vendor"))
-    assert plan.bind("silu_and_mul", None, frozenset())(X)[0, 0] == 3
+    assert plan.bind("silu_and_mul", object(), frozenset())(X)[0, 0] == 3
     assert planning(manager, "eager").entries["silu_and_mul"].label == "vendor.acme"
 
 
@@ -79,7 +79,7 @@ class TestSealed:
     ) -> None:
         caplog.set_level("INFO", logger="vllm_fl")
         plan = planning(managing(refusing("vendor.acme", "no"), silu("reference.torch")), "eager")
-        bound = plan.bind("silu_and_mul", None, frozenset())
+        bound = plan.bind("silu_and_mul", object(), frozenset())
         for _ in range(3):
             bound(X)
         assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 3}
@@ -92,7 +92,7 @@ class TestSealed:
         boom = ValueError("boom")
         manager = managing(failing("vendor.acme", boom), silu("reference.torch"))
         plan = planning(manager, "eager")
-        bound = plan.bind("silu_and_mul", None, frozenset())
+        bound = plan.bind("silu_and_mul", object(), frozenset())
         for _ in range(2):
             with pytest.raises(ValueError) as caught:
                 bound(X)
@@ -104,7 +104,7 @@ class TestSealed:
 def test_of_two_plans_each_has_its_own_counts() -> None:
     manager = managing(refusing("vendor.acme", "no"), silu("reference.torch"))
     first, second = planning(manager, "eager"), planning(manager, "eager")
-    first.bind("silu_and_mul", None, frozenset())(X)
+    first.bind("silu_and_mul", object(), frozenset())(X)
     assert first.fallbacks and not second.fallbacks
 
 
@@ -140,9 +140,9 @@ def test_calls_are_counted_only_where_asked(mode: Any, traceable: bool) -> None:
     import dataclasses
 
     plan = planning(managing(silu("vendor.acme", traceable=traceable)), mode)
-    plan.bind("silu_and_mul", None, frozenset())(X)
+    plan.bind("silu_and_mul", object(), frozenset())(X)
     assert plan.calls == {}
     plan = dataclasses.replace(plan, counts_calls=True)
-    bound = plan.bind("silu_and_mul", None, frozenset())
+    bound = plan.bind("silu_and_mul", object(), frozenset())
     bound(X)
     assert plan.calls == {("silu_and_mul", "vendor.acme"): 1}

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-import torch
-
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 
-__all__ = ["MUTANTS", "OPS", "Mutant", "sound"]
+__all__ = ["CAUGHT_BY", "MUTANTS", "OPS", "Mutant", "sound"]
 
 PACKAGE = "vllm_fl.templates.backend.src.vllm_fl_acme.impl"
 MODULES = {
@@ -32,7 +30,7 @@ class Mutant:
     Args:
         family: the kind of mistake.
         op: the op that has it.
-        old, new: the edit; `old` stands in the source exactly once, after `after` if given.
+        old, new: the edit; `old` stands in the source exactly once, or is its first after `after`.
         fields: fields of the OpImpl that it has besides.
         after: where to begin looking for `old`.
     """
@@ -50,12 +48,14 @@ class Mutant:
 
     def impl(self) -> OpImpl:
         """The wrong implementation."""
-        head, found, tail = _source(self.op).partition(self.after)
-        assert found or not self.after, f"{self}: {self.after!r} is not in the source"
+        source = _source(self.op)
+        start = source.index(self.after)
+        head, tail = source[:start], source[start:]
         if self.old:
-            assert tail.count(self.old) == 1, f"{self}: {tail.count(self.old)} places to edit"
-            tail = tail.replace(self.old, self.new)
-        return _impl(self.op, head + found + tail, **self.fields)
+            places = tail.count(self.old)
+            assert places == 1 or (places and self.after), f"{self}: {places} places to edit"
+            tail = tail.replace(self.old, self.new, 1)
+        return _impl(self.op, head + tail, **self.fields)
 
 
 def sound(op: str, **fields: Any) -> OpImpl:
@@ -114,7 +114,7 @@ MUTANTS: list[Mutant] = [
         (ROTARY, "out[..., second] = b * c + a * s", "out[..., second] = b * c - a * s"),
         (ROTARY, "    if interleaved:", "    if not interleaved:"),
         (ROTARY, "    if interleaved:", "    if False:"),
-        (ROTARY, "cos[rows].unsqueeze(1)", "sin[rows].unsqueeze(1)"),
+        (ROTARY, "cos.index_select", "sin.index_select"),
     ),
     *_of(
         "dtype",
@@ -124,7 +124,7 @@ MUTANTS: list[Mutant] = [
         (NORM, "(out, y.to(x.dtype))", "(out, y)"),
         (NORM, "y = x.float()", "y = x.bfloat16().float()"),
         (NORM, "square()", "to(x.dtype).square()"),
-        (ROTARY, "cos[rows].unsqueeze(1).float()", "cos[rows].unsqueeze(1).bfloat16().float()"),
+        (ROTARY, "c = cos.", "c = cos.bfloat16()."),
     ),
     *_of(
         "overwriting and aliasing",
@@ -135,7 +135,7 @@ MUTANTS: list[Mutant] = [
         (NORM, "weight.float()", "weight.mul_(1.5).float() / 1.5"),
         (NORM, "(out, y.to(x.dtype))", "(out, residual.copy_(y))"),
         (ROTARY, "x.clone(memory_format=torch.contiguous_format)", "x"),
-        (ROTARY, "position_ids.long()", "position_ids.clamp_(max=60).long()"),
+        (ROTARY, "c = cos.", "position_ids.clamp_(max=60)\n    c = cos."),
     ),
     *_of(
         "residual",
@@ -214,8 +214,8 @@ MUTANTS: list[Mutant] = [
         (NORM, "y = x.float()", "y = x.as_strided(x.shape, torch.empty(x.shape).stride()).float()"),
         (
             ROTARY,
-            "rows = position_ids.long()",
-            "rows = position_ids.as_strided(position_ids.shape, (1,)).long()",
+            "c = cos.",
+            "position_ids = position_ids.as_strided(position_ids.shape, (1,))\n    c = cos.",
         ),
         (
             ROTARY,
@@ -263,10 +263,10 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "positions",
-        (ROTARY, "rows = position_ids.long()", "rows = torch.arange(len(query))"),
-        (ROTARY, "rows = position_ids.long()", "rows = (position_ids.long() - 1).clamp(min=0)"),
-        (ROTARY, "rows = position_ids.long()", "rows = position_ids.long().sort().values"),
-        (ROTARY, "position_ids.long()", "position_ids.view(torch.int64)"),
+        (ROTARY, "c = cos.", "position_ids = torch.arange(len(query))\n    c = cos."),
+        (ROTARY, "c = cos.", "position_ids = (position_ids.long() - 1).clamp(min=0)\n    c = cos."),
+        (ROTARY, "c = cos.", "position_ids = position_ids.long().sort().values\n    c = cos."),
+        (ROTARY, "c = cos.", "position_ids = position_ids.view(torch.int64)\n    c = cos."),
     ),
     *_of(
         "refusals",
@@ -308,7 +308,7 @@ MUTANTS: list[Mutant] = [
         _ends(
             NORM,
             NORM_OUT,
-            "out[..., -1] *= 1 + 2e-3 * float(torch.rand(()) > 0.5)",
+            "out[..., -1] *= 1 + 1e-6 * float(torch.rand(()))",
             NORM_OUT.strip(),
         ),
         _ends(ROTARY, TURNED, "turned.view(-1)[:1] += 2e-6 * torch.rand(())", TURNED.strip()),
@@ -343,8 +343,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             ROTARY,
-            "    rows = position_ids.long()",
-            "    rows = position_ids.long()\n    if len(query) > 6:\n        query = query.clone()",
+            "    c = cos.",
+            "    if len(query) > 6:\n        query = query.clone()\n    c = cos.",
             {"traceable": True, "supports": None},
         ),
         (
@@ -364,7 +364,7 @@ MUTANTS: list[Mutant] = [
         ),
         (NORM, "if not epsilon >= 0:", "if False:"),
         (NORM, "if variance_size is not None and", "if False and"),
-        (ROTARY, "if position_ids.is_floating_point():", "if False:"),
+        (ROTARY, "if key is not None and (key.dtype", "if False and (key.dtype"),
         (GELU, "if approximate not in", "if False and approximate not in", {}, "def supports_gelu"),
         (
             SILU,
@@ -400,3 +400,13 @@ MUTANTS: list[Mutant] = [
     ),
 ]
 """Every mutant. A family is a kind of mistake that kernels of the field have had."""
+
+CAUGHT_BY = {
+    "refusals": {"serving", "refusals"},
+    "not the same twice": {"determinism"},
+    "under a compiler": {"tracing"},
+    "bad input taken in silence": {"bad_inputs"},
+    "in a child process": {"fork"},
+    "declared wrongly": {"declaration"},
+}
+"""Family -> the checks that have to see it; `values` for the others."""

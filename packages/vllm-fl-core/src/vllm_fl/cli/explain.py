@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from ..dispatch import get_default_manager
+from ..dispatch.attention import ATTENTION
 from ..dispatch.contracts import contracts
 from ..dispatch.items import ORDER_PREFIX
 from ..dispatch.manager import OpManager
@@ -49,7 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when nothing may run."""
     manager = get_default_manager()
     op = arguments.op
-    views = [_view(manager, op, mode) for mode in ([arguments.mode] if arguments.mode else WHERE)]
+    modes = [arguments.mode] if arguments.mode else [*WHERE]
+    if op == ATTENTION and not arguments.mode:
+        modes.remove("script")  # it names a class for vLLM: no script calls it
+    views = [_view(manager, op, mode) for mode in modes]
     settings = manager.settings
     assert settings is not None
     bearing = [
@@ -117,7 +121,10 @@ def _annotation(annotation: object) -> str:
 
 def _show(op: str, views: list[dict[str, Any]], bearing: list[dict[str, Any]]) -> None:
     spec = contracts().get(op)
-    if spec is None:
+    if op == ATTENTION:
+        say(f"{op}: the class that vLLM's attention layers use; an engine also asks each candidate")
+        say("whether it supports the served model, and says so in its start line.")
+    elif spec is None:
         say(f"{op} (no contract of vllm-fl-core names it)")
     else:
         returns = _annotation(spec.signature.return_annotation)

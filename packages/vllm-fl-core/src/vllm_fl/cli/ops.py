@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ..dispatch import get_default_manager
+from ..dispatch.attention import ATTENTION
 from ..dispatch.contracts import contracts
 from ._candidates import as_rows
 from ._show import print_json, print_table, say
@@ -21,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = sorted({*contracts(), *manager.registry.snapshot().impls_by_op})
     ops: list[dict[str, Any]] = []
     for name in names:
-        trace = manager.trace(name)
+        trace = manager.trace(name, engine=name == ATTENTION)  # where vLLM's own is the last
         selected = trace.selected.impl_id if trace.selected else None
         ops.append({"op": name, "selected": selected, "candidates": as_rows(manager, trace)})
     if arguments.json:

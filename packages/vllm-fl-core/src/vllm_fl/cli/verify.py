@@ -238,7 +238,7 @@ def _progress(total: int) -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:
+    if not sys.stderr.isatty() or console.is_dumb_terminal:
         yield lambda name: None
         return
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))

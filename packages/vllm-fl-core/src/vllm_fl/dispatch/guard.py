@@ -34,8 +34,9 @@ class Failures(Protocol):
         """`impl` failed. True: it is out from now on. False: nothing is demoted here; raise."""
 
     @property
-    def demoted(self) -> Mapping[str, str]:
-        """Impl id -> why it is out. One object that stays, so that a guard sees it change."""
+    def demoted(self) -> Mapping[str, str] | None:
+        """Impl id -> why it is out: one object that stays, so that a guard sees it change. None
+        where nothing is demoted any more."""
 
     def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
         """`impl`, a later candidate, took over one call from the `first`."""
@@ -70,9 +71,9 @@ class Chain:
     failures: Failures
     grants: frozenset[str] = frozenset()
 
-    def refuse(self, reason: str, call: Call) -> Any:
+    def refuse(self, verdict: object, call: Call) -> Any:
         """Go on after the first candidate's `supports` said no."""
-        return self._go_on(str(reason), call)
+        return self._go_on(_reason(verdict), call)
 
     def recover(self, error: Exception, call: Call) -> Any:
         """Go on after the first candidate raised."""
@@ -87,7 +88,7 @@ class Chain:
         outcome: Exception | str = "" if first is None else first
         for index, impl in enumerate(self.impls):
             if index > 0 or first is None:
-                demoted = self.failures.demoted.get(impl.impl_id)
+                demoted = (self.failures.demoted or {}).get(impl.impl_id)
                 if demoted is not None:
                     outcome = demoted
                     causes.append((impl.impl_id, demoted))
@@ -123,7 +124,7 @@ class Chain:
         if impl.supports is not None:
             verdict = impl.supports(*call.args, **keywords)
             if verdict is not True:
-                return str(verdict), None
+                return _reason(verdict), None
         copied = impl.consumes - self.grants
         args = (
             arg.clone() if name in copied and arg is not None else arg
@@ -140,6 +141,7 @@ class Chain:
         if isinstance(outcome, str | NotImplementedError):
             self.failures.refused(impl, _text(outcome))
             if self.strict:
+                self._blame_caller(call, outcome)
                 raise AllFailedError(
                     f"Implementation '{impl.impl_id}' refused op '{self.op}': {_text(outcome)}. "
                     "Strict mode tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
@@ -189,37 +191,37 @@ def call_guard(chain: Chain) -> Callable[..., Any]:
 
     Strict and unguarded by `supports`, it is the implementation and one `try`.
     """
-    return _compile(chain, layer=None, provided={})
+    return _compile(chain, provided=None)
 
 
-def method_guard(chain: Chain, layer: object, *, bare: bool = False) -> Callable[..., Any]:
-    """The op bound to `layer`: the contract's parameters without those that the layer provides.
+def method_guard(chain: Chain, *, bare: bool = False) -> Callable[..., Any]:
+    """The op as a method: the layer, then the contract's parameters that it does not provide.
+
+    What the layer provides is read at each call: its weights may be replaced.
 
     Args:
         chain: the candidates.
-        layer: what provides the rest, read at each call: a layer's weights may be replaced.
         bare: nothing around the first candidate, for code that a compiler traces.
     """
-    provided = chain.spec.from_layer if chain.spec else {}
-    return _compile(chain, layer=layer, provided=provided, bare=bare)
+    return _compile(chain, provided=chain.spec.from_layer if chain.spec else {}, bare=bare)
 
 
 def _compile(
-    chain: Chain,
-    *,
-    layer: object,
-    provided: Mapping[str, Callable[[Any], Any]],
-    bare: bool = False,
+    chain: Chain, *, provided: Mapping[str, Callable[[Any], Any]] | None, bare: bool = False
 ) -> Callable[..., Any]:
-    """Write the guard for the first candidate out as source, as `dataclasses` does, and compile."""
+    """Write the guard for the first candidate out as source, as `dataclasses` does, and compile.
+
+    `provided` is what a layer provides, for the method form; None for the plain one.
+    """
+    is_method = provided is not None
+    provided = provided or {}
     if chain.parameters is None:
-        return _guard_of_anything(chain, layer)
+        return _guard_of_anything(chain, is_method)
     first = chain.impls[0]
     taken = [p for p in chain.parameters if p.name not in provided]
     nullable = _nullable(chain.spec)
     scope: dict[str, Any] = {
         "_fn": first.fn,
-        "_layer": layer,
         "_Call": Call,
         "_supports": first.supports,
         "_chain": chain,
@@ -230,7 +232,7 @@ def _compile(
     defaults_so_far = True  # a default may only be followed by defaults
     for p in reversed(taken):
         default = p.default
-        if default is p.empty and layer is not None and p.name in nullable:
+        if default is p.empty and is_method and p.name in nullable:
             default = None
         if default is p.empty or not defaults_so_far:
             defaults_so_far = False
@@ -255,13 +257,16 @@ def _compile(
                 for name, value in values.items()
             )
         )
-    lines = [f"def {chain.op}({', '.join(heads)}):"]
+    lines = [f"def {chain.op}({', '.join(['_layer'] * is_method + heads)}):"]
     if bare:
         lines += [f"    return {invoke}"]
     else:
-        lines += _guarded(
-            invoke, everything, asks=first.supports is not None and not first.needs_layer
-        )
+        call = f"_Call(({everything},), {'_layer' if is_method else None})"
+        if chain.failures.demoted is not None:
+            lines += ["    if _demoted and _first in _demoted:"]
+            lines += [f"        return _chain.skip({call})"]
+        asks = first.supports is not None and not first.needs_layer
+        lines += _guarded(invoke, call, asks=everything if asks else None)
     exec("\n".join(lines), scope)
     guard: Callable[..., Any] = scope[chain.op]
     if chain.spec is not None:
@@ -270,14 +275,15 @@ def _compile(
     return guard
 
 
-def _guarded(invoke: str, everything: str, *, asks: bool) -> list[str]:
-    """The body of a guard: the first candidate, and what to call when it raises or refuses."""
-    call = f"_Call(({everything},), _layer)"
-    lines = ["    if _demoted and _first in _demoted:", f"        return _chain.skip({call})"]
-    lines += ["    try:"]
-    if asks:
+def _guarded(invoke: str, call: str, *, asks: str | None) -> list[str]:
+    """The body of a guard: the first candidate, and what to call when it raises or refuses.
+
+    `asks` are the arguments to ask `supports` with, or None.
+    """
+    lines = ["    try:"]
+    if asks is not None:
         lines += [
-            f"        _verdict = _supports({everything})",
+            f"        _verdict = _supports({asks})",
             "        if _verdict is True:",
             f"            return {invoke}",
         ]
@@ -287,18 +293,18 @@ def _guarded(invoke: str, everything: str, *, asks: bool) -> list[str]:
         "    except Exception as _error:",
         f"        return _chain.recover(_error, {call})",
     ]
-    if asks:
+    if asks is not None:
         lines += [f"    return _chain.refuse(_verdict, {call})"]
     return lines
 
 
-def _guard_of_anything(chain: Chain, layer: object) -> Callable[..., Any]:
+def _guard_of_anything(chain: Chain, is_method: bool) -> Callable[..., Any]:
     """The guard of an op without contract whose parameters nobody states."""
     first = chain.impls[0]
 
     def guard(*args: Any, **keywords: Any) -> Any:
-        call = Call(args, layer, keywords)
-        if first.impl_id in chain.failures.demoted:
+        call = Call(args[is_method:], args[0] if is_method else None, keywords)
+        if first.impl_id in (chain.failures.demoted or ()):
             return chain.skip(call)
         try:
             refusal, result = chain._attempt(first, call)
@@ -328,6 +334,10 @@ def _poisons_the_device(error: Exception) -> bool:
         return True
     marks = ("CUDA error", "CUDNN_STATUS", "out of memory", "NPU error", "HIP error", "aclrt")
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+
+
+def _reason(verdict: object) -> str:
+    return verdict if isinstance(verdict, str) and verdict else "its supports gave no reason"
 
 
 def _text(outcome: BaseException | str) -> str:

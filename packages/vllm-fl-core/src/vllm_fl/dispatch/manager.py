@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 from ..errors import (
@@ -34,6 +35,12 @@ __all__ = ["OpManager"]
 log = get_logger("dispatch")
 
 Bound = Callable[..., Any]
+
+current = override.get
+"""The policy of the running block, looked up once instead of at every call."""
+
+SAID_AT_MOST = 1000
+"""Different refusals that are logged: reasons may carry sizes, and a server runs for months."""
 
 
 class OpManager:
@@ -67,14 +74,13 @@ class OpManager:
         """(op, impl id) -> calls that this later candidate took over."""
         self.calls: Counter[tuple[str, str]] = Counter()
         """(op, impl id) -> calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
+        self._registry.on_change(self._forget)
         self._forget()
 
     def _forget(self) -> None:
         """Drop what was resolved; the next call of each op resolves anew."""
         # Tables are replaced, never emptied: a thread that reads one meanwhile sees a whole table.
-        seen = self._registry.snapshot()
-        self._tables: dict[SelectionPolicy | None, dict[str, Bound]] = {None: {}}
-        self._seen = seen
+        self._tables: dict[SelectionPolicy | None, dict[object, Bound]] = {None: {}}
 
     # What there is.
 
@@ -131,15 +137,18 @@ class OpManager:
             self._registry, self._startup = registry, startup
             if self._policy is None:  # one that was set before the first use stands
                 self._policy = startup.settings.policy
+            registry.on_change(self._forget)
+            self._forget()
             self._ready = True
 
     def adopt(self, startup: Startup, registry: OpRegistry) -> None:
-        """Take over what somebody else started, as an engine's worker does with its settings."""
+        """Take over what somebody else started."""
         with self._lock:
             self._registry, self._startup = registry, startup
             self._policy = startup.settings.policy
-            self._ready = True
+            registry.on_change(self._forget)
             self._forget()
+            self._ready = True
 
     # Resolving.
 
@@ -206,7 +215,7 @@ class OpManager:
 
     def resolve_candidates(self, op: str) -> list[OpImpl]:
         """The implementations of `op` that `call` would try, in order."""
-        return self._candidates(self.trace(op))
+        return self._candidates(self.trace(op, bars_layers=True))
 
     def resolve(self, op: str) -> Bound:
         """The function that a call of `op` runs, with the rules of fallback around it.
@@ -270,14 +279,13 @@ class OpManager:
             CallError: the arguments break the contract.
             UnknownOpError, NoImplementationError, AllFailedError: nothing could run.
         """
-        if self._seen is not self._registry._snapshot:  # something was registered since
-            self._forget()
         try:
-            bound = self._tables[override.get()][op]
+            bound = self._tables[current()][op]
         except KeyError:
             bound = self._bound(op)
         try:
-            return bound(*args, **kwargs)
+            # Passing no keywords on is a third of what this function costs.
+            return bound(*args, **kwargs) if kwargs else bound(*args)
         except TypeError as error:
             _blame_signature(op, bound, args, kwargs, error)
             raise
@@ -299,9 +307,15 @@ class OpManager:
             instance: the layer.
             grants: arguments that the layer owns, so that an implementation may overwrite them.
         """
+        policy, key = override.get(), (op, grants)
         with self._lock:
-            chain = self._chain(op, bars_layers=False, grants=grants)
-            return self._counted(method_guard(chain, instance), op, chain.impls[0])
+            self.ensure_initialized()
+            table = self._tables.setdefault(policy, {})
+            method = table.get(key)
+            if method is None:
+                chain = self._chain(op, bars_layers=False, grants=grants)
+                method = table[key] = self._counted(method_guard(chain), op, chain.impls[0])
+        return MethodType(method, instance)
 
     # Changing.
 
@@ -376,7 +390,7 @@ class OpManager:
         log.debug("%s", trace)
 
     def _once(self, *what: str) -> bool:
-        if what in self._said:
+        if what in self._said or len(self._said) >= SAID_AT_MOST:
             return False
         self._said.add(what)
         return True
@@ -448,6 +462,8 @@ class _Failures:
 
     def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
         manager = self.manager
+        if manager._sealed:
+            return False  # an engine relies on the plan: nothing could take the demotion back
         with manager._lock:
             if impl.impl_id not in self.demoted:
                 self.demoted[impl.impl_id] = f"failed earlier: {type(error).__name__}: {error}"

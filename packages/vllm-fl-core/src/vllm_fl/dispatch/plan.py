@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from .attention import ATTENTION
@@ -106,6 +107,9 @@ class Plan:
     fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
     demotions: dict[tuple[str, str], str] = field(default_factory=dict)
     kept_layers: frozenset[str] = frozenset()
+    _methods: dict[tuple[str, frozenset[str]], Callable[..., Any]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def is_stock(self, op: str) -> bool:
         """Whether the op's layers are left to vLLM."""
@@ -136,21 +140,24 @@ class Plan:
         self, op: str, layer: object, grants: frozenset[str], *, last: OpImpl | None = None
     ) -> Callable[..., Any]:
         """`op` as a method of `layer`: what the layer calls at every step."""
-        chain = self.chain(op, grants, last=last)
-        first = chain.impls[0]
-        if self.mode == "compiled":
-            from .opaque import is_opaque, opaque_op
+        method = self._methods.get((op, grants))
+        if method is None:
+            method = self._methods[op, grants] = self._method(self.chain(op, grants, last=last))
+        return MethodType(method, layer)
 
-            if is_opaque(first):
-                first = opaque_op(chain, self)
-            else:
-                counting = self.counting(first.fn, op, first.impl_id)
-                first = dataclasses.replace(first, fn=counting)
-            # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
-            return method_guard(
-                Chain(op, (first,), chain.spec, self.strict, chain.failures), layer, bare=True
-            )
-        return self.counting(method_guard(chain, layer), op, first.impl_id)
+    def _method(self, chain: Chain) -> Callable[..., Any]:
+        op, first = chain.op, chain.impls[0]
+        if self.mode == "eager":
+            return self.counting(method_guard(chain), op, first.impl_id)
+        from .opaque import is_opaque, opaque_op
+
+        if is_opaque(first):
+            first = opaque_op(chain, self)
+        else:
+            counting = self.counting(first.fn, op, first.impl_id)
+            first = dataclasses.replace(first, fn=counting)
+        # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
+        return method_guard(dataclasses.replace(chain, impls=(first,)), bare=True)
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
         """`bound`, counted where the user asked for it: its calls, or its tracings when compiled.
@@ -196,7 +203,7 @@ class _Sealed:
     def __init__(self, plan: Plan, op: str) -> None:
         self.plan = plan
         self.op = op
-        self.demoted: Mapping[str, str] = {}
+        self.demoted = None
         self._said: set[tuple[str, str]] = set()
 
     def refused(self, impl: OpImpl, reason: str) -> None:

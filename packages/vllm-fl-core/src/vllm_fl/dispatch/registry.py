@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -69,11 +70,23 @@ class OpRegistry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._snapshot = RegistrySnapshot(MappingProxyType({}), MappingProxyType({}))
 
     def snapshot(self) -> RegistrySnapshot:
         """What is registered now."""
         return self._snapshot
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call this bound method after every change, for as long as its object lives."""
+        self._listeners.append(weakref.WeakMethod(listener))
+
+    def _change(self, snapshot: RegistrySnapshot) -> None:
+        self._snapshot = snapshot
+        for reference in self._listeners:
+            listener = reference()
+            if listener is not None:
+                listener()
 
     def register_impl(self, impl: Impl, owner: Owner = SCRIPT) -> None:
         """Add one implementation.
@@ -92,13 +105,11 @@ class OpRegistry:
         with self._lock:
             by_op = {op: list(found) for op, found in self._snapshot.impls_by_op.items()}
             owners = dict(self._snapshot.owners)
-            for impl in impls:
+            for impl in map(_as_it_is_now, impls):
                 if not isinstance(impl, OpImpl | AttentionImpl):
                     raise _refusal(
                         owner, None, f"returned {impl!r}; expected OpImpl or AttentionImpl"
                     )
-                if isinstance(impl, OpImpl) and impl.op_name == ATTENTION:
-                    impl = from_older_form(impl)
                 key = (impl.op_name, impl.impl_id)
                 if key in owners:
                     raise _refusal(
@@ -112,14 +123,16 @@ class OpRegistry:
                     _check_parameters(impl, by_op.get(impl.op_name, []), owner)
                 by_op.setdefault(impl.op_name, []).append(impl)
                 owners[key] = owner
-            self._snapshot = RegistrySnapshot(
-                MappingProxyType(
-                    {
-                        op: tuple(sorted(found, key=lambda i: i.impl_id))
-                        for op, found in sorted(by_op.items())
-                    }
-                ),
-                MappingProxyType(owners),
+            self._change(
+                RegistrySnapshot(
+                    MappingProxyType(
+                        {
+                            op: tuple(sorted(found, key=lambda i: i.impl_id))
+                            for op, found in sorted(by_op.items())
+                        }
+                    ),
+                    MappingProxyType(owners),
+                )
             )
 
     def remove(self, owner: Owner) -> None:
@@ -130,15 +143,25 @@ class OpRegistry:
                 op: tuple(i for i in found if (op, i.impl_id) not in gone)
                 for op, found in self._snapshot.impls_by_op.items()
             }
-            self._snapshot = RegistrySnapshot(
-                MappingProxyType({op: found for op, found in kept.items() if found}),
-                MappingProxyType({k: o for k, o in self._snapshot.owners.items() if k not in gone}),
+            self._change(
+                RegistrySnapshot(
+                    MappingProxyType({op: found for op, found in kept.items() if found}),
+                    MappingProxyType(
+                        {k: o for k, o in self._snapshot.owners.items() if k not in gone}
+                    ),
+                )
             )
 
     def clear(self) -> None:
         """Take out everything."""
         with self._lock:
-            self._snapshot = RegistrySnapshot(MappingProxyType({}), MappingProxyType({}))
+            self._change(RegistrySnapshot(MappingProxyType({}), MappingProxyType({})))
+
+
+def _as_it_is_now(impl: Impl) -> Impl:
+    if isinstance(impl, OpImpl) and impl.op_name == ATTENTION:
+        return from_older_form(impl)
+    return impl
 
 
 def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:

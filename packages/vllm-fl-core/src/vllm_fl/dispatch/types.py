@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import keyword
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class OpImpl:
 
     def __post_init__(self) -> None:
         who = f"OpImpl({self.op_name!r}, {self.impl_id!r})"
-        if not isinstance(self.op_name, str) or not self.op_name.isidentifier():
+        if not isinstance(self.op_name, str) or not _is_name(self.op_name):
             raise ValueError(f"{who}: op_name must be an identifier such as 'rms_norm'")
         for name in ("fn", "available", "supports"):
             value = getattr(self, name)
@@ -265,6 +266,10 @@ class WorkerReport:
 
     lines: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not keyword.iskeyword(text)
 
 
 def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | None:

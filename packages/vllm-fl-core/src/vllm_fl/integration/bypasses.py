@@ -23,6 +23,12 @@ BYPASSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "silu_and_mul": (_MOE, _FUSED_ACTIVATION, _HW_AGNOSTIC),
         "gelu_and_mul": (_MOE, _HW_AGNOSTIC),
+        "attention_backend": (
+            "layers for which vLLM is told a backend: --attention-backend, a backend per kind of "
+            "layer, a model's or a drafter's own",
+            "attention that asks no platform: Mamba and linear attention, vision encoders, models "
+            "that bring their own backend",
+        ),
         "rms_norm": (
             "norms that a fusion pass of vLLM matched (with quantisation, all-reduce, or rope), in "
             "compiled mode on CUDA: the pass puts its own kernel there",

@@ -27,9 +27,8 @@ def rotary_embedding(
     query and key are (tokens, heads, head_size). A pair is (i, i + half), or (2 * i, 2 * i + 1)
     with rotary_interleaved.
     """
-    rows = position_ids.long()
-    c = cos[rows].unsqueeze(1).float()
-    s = sin[rows].unsqueeze(1).float()
+    c = cos.index_select(0, position_ids).unsqueeze(1).float()
+    s = sin.index_select(0, position_ids).unsqueeze(1).float()
     turned = _turn(query, c, s, rotary_interleaved)
     return turned, None if key is None else _turn(key, c, s, rotary_interleaved)
 

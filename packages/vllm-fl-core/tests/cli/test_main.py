@@ -1,0 +1,64 @@
+"""What all verbs share: help, exit status, no traceback."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Command, Plugin
+
+VERBS = ("doctor", "explain", "ops", "plugins", "policy", "verify")
+
+
+def test_help_lists_every_verb_with_a_summary(fl: Command) -> None:
+    done = fl("--help")
+    assert done.status == 0
+    for verb in VERBS:
+        (line,) = [line for line in done.out.splitlines() if line.split()[:1] == [verb]]
+        assert len(line.split()) > 4
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb(fl: Command, verb: str) -> None:
+    done = fl(verb, "--help")
+    assert done.status == 0
+    assert "--json" in done.out
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("nonsense",),
+        ("ops", "--nonsense"),
+        ("explain",),
+        ("explain", "rms_norm", "--mode", "fast"),
+        ("explain", "rms_nrom"),
+        ("verify", "--dtype", "int4"),
+        ("verify", "--op", "rms_nrom"),
+        ("verify", "--impl", "vendor.nobody"),
+        ("verify", "--device", "toaster"),
+    ],
+)
+def test_wrong_usage_is_status_2_and_one_message(
+    fl: Command, plugin: Plugin, args: tuple[str, ...]
+) -> None:
+    plugin()
+    done = fl(*args)
+    assert done.status == 2
+    assert done.out == ""
+    assert "Traceback" not in done.err
+    assert "vllm-fl" in done.err
+
+
+@pytest.mark.parametrize("verb", [("ops",), ("plugins",), ("policy",), ("explain", "rms_norm")])
+def test_a_wrong_setting_is_status_2_and_says_which(fl: Command, verb: tuple[str, ...]) -> None:
+    done = fl(*verb, VLLM_FL_PREFER="vendr")
+    assert done.status == 2
+    assert "VLLM_FL_PREFER" in done.err and "vendor" in done.err
+    assert done.out == ""
+
+
+def test_a_secret_in_an_error_is_not_printed(fl: Command) -> None:
+    done = fl("policy", VLLM_FL_PREFER="hf_0123456789", HF_TOKEN="hf_0123456789")
+    assert done.status == 2
+    assert "hf_0123456789" not in done.err
+    assert "<redacted>" in done.err

@@ -1,0 +1,34 @@
+"""`vllm-fl ops`."""
+
+from __future__ import annotations
+
+from conftest import Command, Plugin
+
+
+def test_every_op_with_its_candidates(fl: Command, plugin: Plugin) -> None:
+    name = plugin()
+    done = fl("ops", "--json", VLLM_FL_PLATFORM="none")
+    assert done.status == 1  # three ops have no implementation
+    ops = {op["op"]: op for op in done.json()["ops"]}
+    assert set(ops) == {"gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"}
+    assert ops["rms_norm"] == {"op": "rms_norm", "selected": None, "candidates": []}
+    (candidate,) = ops["silu_and_mul"]["candidates"]
+    assert candidate == {
+        "impl_id": "vendor.acme",
+        "kind": "vendor",
+        "vendor": "acme",
+        "priority": 100,
+        "distribution": None,
+        "version": None,
+        "status": "selected",
+        "reason": "token vendor",
+    }
+    assert name in fl("plugins").out
+
+
+def test_the_table(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    done = fl("ops", VLLM_FL_PLATFORM="none", VLLM_FL_DENY_VENDORS="acme")
+    assert done.status == 1
+    (line,) = [line for line in done.out.splitlines() if line.startswith("silu_and_mul")]
+    assert line.split() == ["silu_and_mul", "-", "-", "vendor.acme"]

@@ -1,0 +1,289 @@
+"""`vllm-fl verify`."""
+
+from __future__ import annotations
+
+import math
+import os
+import pty
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command, Plugin
+
+from vllm_fl.cli import verify
+from vllm_fl.cli._show import UsageError
+from vllm_fl.dispatch.verification import Comparison
+
+MANY = """
+def plus_one(x):
+    return silu_and_mul(x) + 1
+
+def infinite(x):
+    return silu_and_mul(x) * float("inf")
+
+def broken(x):
+    print("loading the device table")
+    raise OSError("the device table is missing")
+
+def made(name, fn, **fields):
+    return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name, **fields)
+
+@hookimpl
+def register_ops():
+    return [
+        made("acme", silu_and_mul),
+        made("off", plus_one),
+        made("infinite", infinite),
+        made("broken", broken),
+        made("picky", silu_and_mul, supports=lambda x: x.dim() == 2 or "two dimensions only"),
+        made("absent", silu_and_mul, available=lambda: "no absent card"),
+        made("careless", silu_and_mul, supports=lambda x: x.no_such_attribute),
+    ]
+"""
+QUICK = ("--device", "cpu", "--dtype", "float32")
+
+
+def by_impl(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {result["impl_id"]: result for result in answer["results"]}
+
+
+def test_a_sound_one_in_every_dtype(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    done = fl("verify", "--json", "--device", "cpu")
+    assert done.status == 0
+    answer = done.json()
+    assert [r["dtype"] for r in answer["results"]] == ["float32", "float16", "bfloat16"]
+    for result in answer["results"]:
+        assert (result["op"], result["impl_id"], result["kind"], result["vendor"]) == (
+            "silu_and_mul",
+            "vendor.acme",
+            "vendor",
+            "acme",
+        )
+        counts = Counter(result["samples"])
+        assert counts.total() == counts["ok"] > 5
+        assert 0 < result["worst"] <= 1
+        assert result["worst_sample"]
+        assert result["findings"] == []
+        assert result["seconds"] > 0
+
+
+def test_what_a_support_matrix_needs(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    answer = fl("verify", "--json", *QUICK).json()
+    environment = answer["environment"]
+    assert environment["distributions"]["torch"]
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["device"]["type"] == "cpu"
+    assert environment["device"]["name"]
+    assert answer["date"].endswith("+00:00")
+
+
+class TestMany:
+    @pytest.fixture
+    def answer(self, fl: Command, plugin: Plugin) -> dict[str, Any]:
+        plugin(MANY)
+        done = fl("verify", "--json", *QUICK)
+        assert done.status == 1
+        assert "loading the device table" in done.err  # never into the JSON
+        return done.json()
+
+    def test_each_is_judged_on_its_own(self, answer: dict[str, Any]) -> None:
+        results = by_impl(answer)
+        total = Counter(results["vendor.acme"]["samples"]).total()
+        states = {name: set(+Counter(r["samples"])) for name, r in results.items()}
+        assert states == {
+            "vendor.acme": {"ok"},
+            "vendor.off": {"ok", "wrong"},  # of 0 tokens nothing can be wrong
+            "vendor.infinite": {"ok", "wrong"},
+            "vendor.broken": {"raised"},
+            "vendor.picky": {"ok", "refused"},
+            "vendor.careless": {"raised"},
+        }
+        assert all(Counter(r["samples"]).total() == total for r in results.values())
+
+    def test_findings_say_why(self, answer: dict[str, Any]) -> None:
+        results = by_impl(answer)
+        assert results["vendor.off"]["worst"] > 1
+        assert results["vendor.infinite"]["worst"] is None  # JSON has no infinity
+        assert "the device table is missing" in results["vendor.broken"]["findings"][0]["reason"]
+        assert "no_such_attribute" in results["vendor.careless"]["findings"][0]["reason"]
+        (refusal,) = results["vendor.picky"]["findings"]
+        assert refusal == {
+            "sample": "3-D",
+            "status": "refused",
+            "share": None,
+            "reason": "two dimensions only",
+        }
+
+    def test_what_was_not_run_is_listed(self, answer: dict[str, Any]) -> None:
+        (left,) = answer["not_run"]
+        assert (left["impl_id"], left["reason"]) == (
+            "vendor.absent",
+            "not available: no absent card",
+        )
+
+
+def test_filters(fl: Command, plugin: Plugin) -> None:
+    plugin(MANY)
+    done = fl("verify", "--json", *QUICK, "--impl", "vendor.acme", "--impl", "vendor.picky")
+    assert done.status == 0
+    assert set(by_impl(done.json())) == {"vendor.acme", "vendor.picky"}
+
+
+def test_refusals_alone_are_no_finding_but_nothing_at_all_is(fl: Command, plugin: Plugin) -> None:
+    plugin(MANY)
+    assert fl("verify", *QUICK, "--impl", "vendor.picky").status == 0
+    done = fl("verify", *QUICK, "--impl", "vendor.absent")
+    assert done.status == 1
+    assert "no absent card" in done.out
+    assert "Nothing was run" in done.out
+
+
+@pytest.mark.parametrize("columns", ["80", "160"])
+def test_the_table(fl: Command, plugin: Plugin, columns: str) -> None:
+    plugin(MANY)
+    done = fl("verify", *QUICK, "--impl", "vendor.off", "--impl", "vendor.acme", COLUMNS=columns)
+    assert done.status == 1
+    (line,) = [x for x in done.out.splitlines() if x.split()[1:2] == ["vendor.acme"]]
+    assert line.split()[:3] == ["silu_and_mul", "vendor.acme", "float32"]
+    assert "times the tolerance" in done.out
+    assert done.err == "", "no progress bar where there is no terminal"
+
+
+class TestReport:
+    def test_it_is_written_whole(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
+        plugin(MANY)
+        report = tmp_path / "report.md"
+        report.write_text("an older one")
+        done = fl("verify", *QUICK, "--report", str(report))
+        assert done.status == 1
+        text = report.read_text()
+        assert "an older one" not in text
+        assert "| silu\\_and\\_mul | vendor.acme | float32 |" in text
+        for words in ("the device table is missing", "two dimensions only", "no absent card"):
+            assert words in text
+        assert [p.name for p in tmp_path.iterdir() if p.suffix in (".md", ".part")] == ["report.md"]
+        mask = os.umask(0)
+        os.umask(mask)
+        assert report.stat().st_mode & 0o777 == 0o666 & ~mask
+
+    @pytest.mark.parametrize("place", ["absent/report.md", "folder", "/dev/null"])
+    def test_one_that_cannot_be_written_is_said_before_the_run(
+        self, fl: Command, plugin: Plugin, tmp_path: Path, place: str
+    ) -> None:
+        plugin(MANY)
+        (tmp_path / "folder").mkdir()
+        done = fl("verify", *QUICK, "--report", str(tmp_path / place))
+        assert done.status == 2
+        assert place.rpartition("/")[2] in done.err
+        assert "loading the device table" not in done.err, "something was run"
+        assert done.out == ""
+
+    def test_an_interrupted_run_leaves_the_older_one(
+        self, fl: Command, plugin: Plugin, tmp_path: Path
+    ) -> None:
+        plugin(
+            """
+            def stop(x):
+                raise KeyboardInterrupt
+
+            @hookimpl
+            def register_ops():
+                impl = BackendImplKind.VENDOR
+                return [OpImpl("silu_and_mul", "vendor.acme", impl, stop, "acme")]
+            """
+        )
+        report = tmp_path / "report.md"
+        report.write_text("an older one")
+        with pytest.raises(KeyboardInterrupt):
+            fl("verify", *QUICK, "--report", str(report))
+        assert report.read_text() == "an older one"
+        assert not list(tmp_path.glob(".report.md*"))
+
+    def test_a_link_is_followed(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
+        plugin()
+        link = tmp_path / "link.md"
+        link.symlink_to(tmp_path / "real.md")
+        assert fl("verify", *QUICK, "--report", str(link)).status == 0
+        assert link.is_symlink()
+        assert "vendor.acme" in (tmp_path / "real.md").read_text()
+
+
+def test_a_device_that_is_not_there_is_said(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    done = fl("verify", "--device", "cuda:99")
+    assert done.status == 2
+    assert "cuda:99" in done.err
+
+
+def test_implementations_that_no_oracle_judges(fl: Command, plugin: Plugin) -> None:
+    plugin(
+        """
+        from vllm_fl import AttentionImpl
+
+        def wiggle(x):
+            return x
+
+        def needs(self, x):
+            return x
+
+        @hookimpl
+        def register_ops():
+            kind = BackendImplKind.VENDOR
+            return [
+                OpImpl("wiggle", "vendor.acme", kind, wiggle, "acme"),
+                OpImpl("silu_and_mul", "vendor.acme", kind, needs, "acme"),
+            ]
+
+        @hookimpl
+        def attention_backend():
+            return [AttentionImpl("vendor.acme", "acme.Backend", BackendImplKind.VENDOR, "acme")]
+        """
+    )
+    done = fl("verify", "--json", *QUICK)
+    assert done.status == 1
+    reasons = {left["op"]: left["reason"] for left in done.json()["not_run"]}
+    assert set(reasons) == {"wiggle", "silu_and_mul", "attention_backend"}
+    assert "contract" in reasons["wiggle"]
+    assert "layer" in reasons["silu_and_mul"]
+
+
+def test_a_nan_is_the_worst() -> None:
+    fixed = ("silu_and_mul", "vendor.acme")
+    summary = verify._summary(
+        [
+            Comparison(*fixed, "good", "float32", "ok", 0.5),
+            Comparison(*fixed, "bad", "float32", "wrong", math.nan, "it has another shape"),
+        ]
+    )
+    assert (summary["worst"], summary["worst_sample"]) == (None, "bad")
+
+
+def test_torch_that_is_broken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # `import torch` then raises ImportError
+    with pytest.raises(UsageError, match="vllm-fl doctor"):
+        verify._device(None)
+
+
+def test_a_bar_on_a_terminal(plugin: Plugin, tmp_path: Path) -> None:
+    plugin()
+    reader, terminal = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", "from vllm_fl.cli import main; main()", "verify", "--json", *QUICK],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "TERM": "xterm", "COLUMNS": "80"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        check=True,
+        timeout=300,
+    )
+    os.close(terminal)
+    shown = os.read(reader, 65536).decode()
+    os.close(reader)
+    assert "vendor.acme" in shown
+    assert b"\x1b" not in done.stdout

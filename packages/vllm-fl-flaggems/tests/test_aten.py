@@ -1,0 +1,164 @@
+"""Which of PyTorch's operators are replaced, and the list that says so."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.config import load_settings
+from vllm_fl.dispatch.types import WorkerContext
+from vllm_fl.errors import SettingsError
+from vllm_fl_flaggems import aten, loading
+
+
+class Gems(types.ModuleType):
+    """FlagGems's registration, with its own names and nothing behind them."""
+
+    __version__ = "5.0.2"
+    FULL_CONFIG_BY_FUNC = {"softmax": [], "mul": [], "copy_": [], "rms_norm": []}  # noqa: RUF012
+    ops = types.SimpleNamespace(__all__=["softmax", "mul", "copy_"])
+    fused = types.SimpleNamespace(__all__=["topk_softmax", "silu_and_mul"])
+
+    def __init__(self) -> None:
+        super().__init__("flag_gems")
+        self.calls: list[tuple[str, list[str]]] = []
+
+    def enable(self, unused: list[str]) -> None:
+        self.calls.append(("enable", unused))
+
+    def only_enable(self, include: list[str]) -> None:
+        self.calls.append(("only_enable", include))
+
+    def all_registered_keys(self) -> list[str]:
+        return ["softmax.int", "mul.Tensor"]
+
+
+@pytest.fixture
+def gems(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gems]:
+    module = Gems()
+    monkeypatch.setattr(loading, "_outcome", [module])
+    monkeypatch.setattr(aten, "_replaced", [])
+    yield module
+
+
+def context(tmp_path: Path, rank: int = 0, device: str = "cuda", **variables: str) -> WorkerContext:
+    env = {"FLAGGEMS_ENABLE_OPLIST_PATH": str(tmp_path / "list.txt"), **variables}
+    settings = load_settings(env, platform="cuda", platform_files=[])
+    return WorkerContext(settings, torch.device(device), torch.bfloat16, rank, None)
+
+
+def test_a_whitelist_is_all_that_is_enabled(gems: Gems, tmp_path: Path) -> None:
+    report = aten.start(context(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax,silu_and_mul"))
+    assert gems.calls == [("only_enable", ["softmax"])]
+    assert report is not None
+    assert report.facts == {"flag_gems": "5.0.2", "aten": ["mul.Tensor", "softmax.int"]}
+    assert (tmp_path / "list.txt").read_text() == "mul.Tensor\nsoftmax.int\n"
+
+
+def test_a_whitelist_of_contracts_alone_touches_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(aten, "problem", lambda: pytest.fail("FlagGems was imported"))
+    names = "silu_and_mul,gelu_and_mul,rms_norm,rotary_embedding,attention_backend"
+    assert aten.start(context(tmp_path, VLLM_FL_FLAGOS_WHITELIST=names)) is None
+
+
+def test_a_blacklist_is_left_out(gems: Gems, tmp_path: Path) -> None:
+    aten.start(context(tmp_path, VLLM_FL_FLAGOS_BLACKLIST="copy_,mul"))
+    assert gems.calls == [("enable", ["copy_", "mul"])]
+
+
+def test_without_a_list_all_are_enabled(gems: Gems, tmp_path: Path) -> None:
+    aten.start(context(tmp_path))
+    assert gems.calls == [("enable", [])]
+
+
+@pytest.mark.parametrize(
+    ("device", "variables"), [("cuda", {"USE_FLAGGEMS": "false"}), ("cpu", {})]
+)
+def test_switched_off_or_on_the_cpu_nothing_is_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, variables: dict[str, str]
+) -> None:
+    monkeypatch.setattr(aten, "problem", lambda: pytest.fail("FlagGems was imported"))
+    assert aten.start(context(tmp_path, device=device, **variables)) is None
+
+
+@pytest.mark.parametrize("variable", ["VLLM_FL_FLAGOS_WHITELIST", "VLLM_FL_FLAGOS_BLACKLIST"])
+def test_an_unknown_name_is_an_error_with_the_near_ones(
+    gems: Gems, tmp_path: Path, variable: str
+) -> None:
+    with pytest.raises(SettingsError, match="softmax") as caught:
+        aten.start(context(tmp_path, **{variable: "sofmax"}))
+    assert "sofmax" in str(caught.value)
+    assert gems.calls == []
+
+
+def test_a_fused_op_in_a_whitelist_is_named_as_without_effect(gems: Gems, tmp_path: Path) -> None:
+    report = aten.start(context(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax,topk_softmax"))
+    assert report is not None
+    assert any("topk_softmax" in line and "no effect" in line for line in report.lines)
+
+
+def test_a_flaggems_that_does_not_load_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loading, "_outcome", ["FlagGems does not import: RuntimeError: no device"])
+    report = aten.start(context(tmp_path))
+    assert report is not None
+    assert "no device" in report.lines[0]
+    assert report.facts == {"aten": []}
+
+
+def test_a_second_engine_keeps_what_the_first_set(gems: Gems, tmp_path: Path) -> None:
+    aten.start(context(tmp_path))
+    report = aten.start(context(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax"))
+    assert len(gems.calls) == 1
+    assert report is not None
+    assert "first engine" in report.lines[0]
+
+
+def test_only_the_first_rank_writes_the_list(gems: Gems, tmp_path: Path) -> None:
+    aten.start(context(tmp_path, rank=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_list_that_cannot_be_written_is_a_line(gems: Gems, tmp_path: Path) -> None:
+    path = str(tmp_path / "missing" / "list.txt")
+    report = aten.start(context(tmp_path, FLAGGEMS_ENABLE_OPLIST_PATH=path))
+    assert report is not None
+    assert any(path in line and "not written" in line for line in report.lines)
+
+
+def test_a_link_is_replaced_and_never_followed(tmp_path: Path) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "list.txt"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    aten.write_list(link, ["mul.Tensor"])
+    assert victim.read_text() == "precious"
+    assert not link.is_symlink()
+    assert link.read_text() == "mul.Tensor\n"
+
+
+def test_a_list_that_fails_half_way_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text("old\n")
+
+    def lines() -> Iterator[str]:
+        yield "new"
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        aten.write_list(path, lines())
+    assert path.read_text() == "old\n"
+    assert os.listdir(tmp_path) == ["list.txt"]
+
+
+def test_known_names_are_those_of_the_installed_flaggems() -> None:
+    names: Any = aten.known_names(Gems())
+    assert names == {"softmax", "mul", "copy_", "rms_norm", "topk_softmax", "silu_and_mul"}

@@ -1,0 +1,65 @@
+"""What FlagGems's attention refuses, each with its reason, and what it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.types import AttentionRequest
+from vllm_fl_flaggems import attention_request
+from vllm_fl_flaggems.attention_request import supports_attention
+
+PLAIN = AttentionRequest(
+    head_size=128,
+    dtype=torch.bfloat16,
+    kv_cache_dtype="auto",
+    block_size=16,
+    num_heads=32,
+    extras={"attn_type": "decoder", "has_sliding_window": True, "use_mm_prefix": False},
+)
+
+
+@pytest.fixture(autouse=True)
+def runnable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that can run it."""
+    monkeypatch.setattr(attention_request, "available", lambda: True)
+
+
+def test_a_plain_decoder_is_taken() -> None:
+    assert supports_attention(PLAIN) is True
+    assert supports_attention(dataclasses.replace(PLAIN, dtype=torch.float16)) is True
+    assert supports_attention(dataclasses.replace(PLAIN, block_size=None)) is True
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"use_mla": True}, "MLA"),
+        ({"use_sparse": True}, "sparse"),
+        ({"has_sink": True}, "sinks"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"kv_cache_dtype": "fp8"}, "fp8"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
+        ({"kv_cache_dtype": "float16"}, "bfloat16"),
+        ({"head_size": 512}, "512"),
+        ({"head_size": 100}, "100"),
+        ({"block_size": 8}, "8"),
+        ({"extras": {"attn_type": "encoder_only"}}, "encoder_only"),
+        ({"extras": {"use_mm_prefix": True}}, "use_mm_prefix"),
+        ({"extras": {"use_kv_connector": True}}, "use_kv_connector"),
+        ({"extras": {"use_dcp": True}}, "use_dcp"),
+        ({"extras": {"use_what_a_later_vllm_adds": True}}, "use_what_a_later_vllm_adds"),
+    ],
+)
+def test_what_it_would_get_wrong_is_refused(change: dict[str, Any], reason: str) -> None:
+    verdict = supports_attention(dataclasses.replace(PLAIN, **change))
+    assert verdict is not True
+    assert reason in verdict
+
+
+def test_where_flaggems_cannot_run_the_reason_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_request, "available", lambda: "FlagGems is not installed")
+    assert supports_attention(PLAIN) == "FlagGems is not installed"

