@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "none"
 
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
+CUDA, FLAGGEMS = "vllm-fl-cuda", "vllm-fl-flaggems"
 
 
 def timed(name: str, *, default: bool = True) -> Callable[..., Callable[..., None]]:
@@ -120,15 +122,17 @@ def tests_cpu(session: nox.Session) -> None:
 
 @timed("tests-flaggems")
 def tests_flaggems(session: nox.Session) -> None:
-    """Test the FlagGems backend."""
-    env = over(session, with_torch(session), CORE, "vllm-fl-flaggems")
-    pytest(session, env, "packages/vllm-fl-flaggems/tests")
+    """Test the FlagGems backend, its kernels through Triton's interpreter."""
+    with_torch(session)  # says what is amiss with it
+    env = over(session, envs.flaggems(), CORE, FLAGGEMS)
+    cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
+    pytest(session, env, "packages/vllm-fl-flaggems/tests", **cache)
 
 
 @timed("tests-cuda")
 def tests_cuda(session: nox.Session) -> None:
-    """Test the NVIDIA CUDA backend."""
-    env = over(session, with_torch(session), CORE, "vllm-fl-cuda")
+    """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
+    env = over(session, with_torch(session), CORE, CUDA)
     pytest(session, env, "packages/vllm-fl-cuda/tests")
 
 
@@ -174,6 +178,27 @@ def full(session: nox.Session, vllm: str) -> None:
     """Run all engine tests, the slow ones too, on every vLLM release that is supported here."""
     env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
     pytest(session, env, "tests/engine", **ENGINE)
+
+
+def with_gpu(session: nox.Session) -> envs.Env:
+    """vLLM's CUDA build beside the Python that runs nox; without a GPU the session is skipped."""
+    if shutil.which("nvidia-smi") is None:
+        session.skip("no NVIDIA GPU here (there is no nvidia-smi)")
+    return over(session, envs.Env(Path(sys.prefix)), CORE, REFERENCE, CUDA, FLAGGEMS)
+
+
+@timed("tests-gpu", default=False)
+def tests_gpu(session: nox.Session) -> None:
+    """Test every implementation and vLLM's engine on an NVIDIA GPU."""
+    python(session, with_gpu(session), "tests/gpu/run.py", *session.posargs)
+
+
+@timed("bench-gpu", default=False)
+def bench_gpu(session: nox.Session) -> None:
+    """Measure the ops and the engine on an NVIDIA GPU against stock vLLM."""
+    env = with_gpu(session)
+    python(session, env, "benchmarks/gpu/ops.py", *session.posargs)
+    python(session, env, "benchmarks/gpu/engine.py", *session.posargs)
 
 
 @timed("wheels", default=False)

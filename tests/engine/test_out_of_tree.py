@@ -20,12 +20,13 @@ TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 """A communicator exists only between ranks."""
 
 
-def job_for(folder: Path, **options: object) -> Job:
+def job_for(folder: Path) -> Job:
     return Job(
         model=str(tiny_model.make(folder)),
         batches=[[[3, 17, 170, 99, 41, 7, 250, 12]], [[5 * i + 3, 60, 7, 11, 8] for i in range(4)]],
         new_tokens=6,
-        options={"tensor_parallel_size": 2, **options},
+        # In bfloat16 the linear layers' other kernel, off vLLM's own CPU, rounds tokens apart.
+        options={"tensor_parallel_size": 2, "dtype": "float32"},
     )
 
 
@@ -46,9 +47,8 @@ def test_a_device_plugin_runs_a_whole_engine(tmp_path: Path) -> None:
         assert rank["calls"]["rotary_embedding"]["reference.torch"] > 0
     stock = run(job, timeout=300, **STOCK, **TWO_RANKS)
     assert ours["tokens"] == stock["tokens"]
-    # The linear layers take another kernel where the platform is not vLLM's own CPU: bf16 rounding.
     worst, magnitude = largest_difference(stock, ours)
-    assert worst <= 0.05 * magnitude
+    assert worst <= 1e-4 * magnitude  # two orders above float32's rounding after two layers
 
 
 @pytest.mark.slow

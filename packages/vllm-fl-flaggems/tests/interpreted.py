@@ -2,7 +2,7 @@
 
     python interpreted.py ops|attention
 
-Prints one JSON line per case: {"case": NAME, "status": "ok|refused|wrong|raised|died", "reason": TEXT}.
+Prints a JSON line per case: `case`, `status` (ok, refused, wrong, raised, died) and `reason`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 os.environ |= {"TRITON_INTERPRET": "1", "GEMS_VENDOR": "nvidia", "ARCH": "sm_80"}
 
-import torch  # noqa: E402 (Triton reads the variables when it is imported)
+import torch
 
 SECONDS = 60
 Case = tuple[str, Callable[[], tuple[str, str]]]
@@ -244,7 +244,7 @@ def refuses_huge_cache() -> tuple[str, str]:
 
 
 def forked(cases: Sequence[Case]) -> Iterator[tuple[str, str, str]]:
-    """(case, status, reason) of each. A child runs them until one ends it; then a new child goes on."""
+    """(case, status, reason) of each, from a child; where one ends it, a new child goes on."""
     done = 0
     while done < len(cases):
         reading, writing = os.pipe()

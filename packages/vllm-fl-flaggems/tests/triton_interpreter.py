@@ -79,7 +79,7 @@ def _fake_device() -> None:
 
 
 class _Launcher:
-    """A kernel behind a decorator that chooses arguments; the choice is made without a benchmark."""
+    """A kernel behind a decorator that chooses arguments; here without a benchmark."""
 
     def __init__(self, kernel: Any, choose: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.kernel = kernel

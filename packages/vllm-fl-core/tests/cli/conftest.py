@@ -101,7 +101,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plugin]:
         (tmp_path / f"{name}.py").write_text(HEAD + dedent(source))
         made.append(name)
         monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", ",".join(made))
-        monkeypatch.setenv("VLLM_FL_PLUGINS", ",".join(made))
+        monkeypatch.setenv("VLLM_FL_PLUGINS", "")
         return name
 
     yield make

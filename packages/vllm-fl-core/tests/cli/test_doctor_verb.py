@@ -99,6 +99,23 @@ class TestPlugins:
             assert "no file" in finding["why"]
             assert not found(done, "settings", "ops")
 
+    def test_two_that_claim_the_device(self, fl: Command, plugin: Plugin) -> None:
+        device = """
+        from vllm_fl import DeviceProfile
+
+        @hookimpl
+        def device():
+            return DeviceProfile("NAME", "acme.Platform", "acme.Worker", detect=lambda: True)
+        """
+        plugin(device.replace("NAME", "acme"))
+        done = fl("doctor", "--json")
+        assert not found(done, "device")
+        assert done.json()["facts"]["device of a plugin"] == "acme"
+        plugin(device.replace("NAME", "zeta"))
+        (finding,) = found(fl("doctor", "--json"), "device")
+        assert "acme" in finding["why"] and "zeta" in finding["why"]
+        assert not found(fl("doctor", "--json", VLLM_FL_PLATFORM="cpu"), "device")
+
     def test_what_a_plugin_prints_stays_out_of_the_json(self, fl: Command, plugin: Plugin) -> None:
         plugin("print('hello from acme')" + FOUR)
         done = fl("doctor", "--json")
@@ -219,8 +236,8 @@ class TestSettings:
         assert "oot_blacklist.fused_moe" in done.json()["unchecked"]
 
     def test_a_plugin_that_is_asked_for_and_absent(self, fl: Command, plugin: Plugin) -> None:
-        name = plugin(FOUR)
-        done = fl("doctor", "--json", VLLM_FL_PLUGINS=f"{name},vllm-fl-nobody")
+        plugin(FOUR)
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="vllm-fl-nobody")
         assert "'vllm-fl-nobody'" in text(found(done, "settings"))
 
     def test_a_complete_override(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:

@@ -365,7 +365,12 @@ MUTANTS: list[Mutant] = [
         (NORM, "if not epsilon >= 0:", "if False:"),
         (NORM, "if variance_size is not None and", "if False and"),
         (ROTARY, "if key is not None and (key.dtype", "if False and (key.dtype"),
-        (GELU, "if approximate not in", "if False and approximate not in", {}, "def supports_gelu"),
+        (
+            GELU,
+            "approximate=approximate",
+            'approximate="tanh" if approximate == "tanh" else "none"',
+            {"supports": None},
+        ),
         (
             SILU,
             "    d = x.shape[-1] // 2",

@@ -113,7 +113,7 @@ def find_idle(
 
 
 def _absent_plugins(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Finding]:
-    known = {canonical(p.owner.distribution or p.owner.plugin) for p in plugins}
+    known = {canonical(p.owner.distribution) for p in plugins if p.owner.distribution}
     for name in settings.plugins or ():
         if canonical(name) not in known:
             yield Finding(

@@ -17,7 +17,8 @@ from ..dispatch.manager import OpManager
 from ..dispatch.registry import OpRegistry
 from ..dispatch.settings import Settings
 from ..dispatch.startup import Startup, detect_platform, read_settings
-from ..errors import SettingsError
+from ..errors import PluginError, SettingsError
+from ..integration.device import IN_TREE
 from ..plugins import Plugin
 from . import plugins as plugins_verb
 from ._effects import find_idle, find_unknown, warned
@@ -42,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
             for finding in contained(check, find)
         ]
     facts = _facts()
+    if patient.device is not None:
+        facts["device of a plugin"] = patient.device
     unchecked = list(patient.settings.unchecked) if patient.settings else []
     rows = plugins_verb.as_rows(patient.plugins)
     if arguments.json:
@@ -73,8 +76,10 @@ class _Patient:
         self.registry = OpRegistry()
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
+        self.device: str | None = None
         self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
             "plugins": self.load_plugins,
+            "device": self.find_device,
             "settings": self.read_settings,
             "effects": self.find_idle,
             "ops": self.find_idle_ops,
@@ -100,10 +105,30 @@ class _Patient:
                 "pip install vllm-fl-reference, or the backend of your hardware's vendor",
             )
 
+    def find_device(self) -> Iterator[Finding]:
+        """The hardware that a plugin brings for this machine; two that claim it are a finding."""
+        try:
+            forced = load_startup(os.environ).platform
+        except SettingsError:  # the next check says it
+            return
+        if forced in IN_TREE:
+            return
+        try:
+            profile = plugin_loader.find_device(self.plugins, forced)
+        except PluginError as error:
+            yield Finding(
+                "device",
+                "The device that a plugin brings cannot be used.",
+                str(error),
+                "Do what the error says; until then vLLM does not start on that device.",
+            )
+            return
+        self.device = profile.name if profile is not None else None
+
     def read_settings(self) -> Iterator[Finding]:
         """Read the settings; a wrong one is a finding, and so is each warning."""
         try:
-            where = load_startup(os.environ).platform or detect_platform()
+            where = load_startup(os.environ).platform or self.device or detect_platform()
             _, errors = plugin_loader.policy_files(self.plugins, where)
             for name, failure in errors.items():
                 yield _plugin_finding(name, failure)

@@ -1,0 +1,137 @@
+"""The test class, as a vendor's pytest run sees it: exceptions, unavailability, mistakes in use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_fl.testing import CHECKS, OpConformance
+from vllm_fl.testing.exceptions import read_xfails
+
+pytest_plugins = ["pytester"]
+
+PLUGIN = """
+from vllm_fl import BackendImplKind, OpImpl
+
+def silu_and_mul(x):
+    import torch
+    d = x.shape[-1] // 2
+    if x.shape[-1] % 2 or not x.is_floating_point():
+        raise ValueError("x")
+    return torch.nn.functional.silu(x[..., :d]) * x[..., d:]{mistake}
+
+def register(registry):
+    registry.register_impl(OpImpl(
+        "silu_and_mul", "vendor.toy", BackendImplKind.VENDOR, silu_and_mul, "toy", traceable=True,
+        available=lambda: {available},
+    ))
+"""
+TEST = """
+from vllm_fl.testing import OpConformance
+
+class TestToy(OpConformance):
+    backend = "vendor.toy"
+"""
+WRONG = '[[xfail]]\nop = "silu_and_mul"\nreason = "twice too large"\n'
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Run the kit on a toy backend, in a process of its own."""
+
+    def run(
+        xfails: str = "", *args: str, mistake: str = "", available: str = "True"
+    ) -> pytest.RunResult:
+        pytester.makepyfile(
+            toy_plugin=PLUGIN.format(mistake=mistake, available=available), test_toy=TEST
+        )
+        (pytester.path / "xfails.toml").write_text(xfails)
+        monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "toy_plugin")
+        monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
+        return pytester.runpytest_subprocess("-q", "-rA", "-p", "no:cacheprovider", *args)
+
+    return run
+
+
+def test_a_sound_backend_passes_in_every_check(run) -> None:  # type: ignore[no-untyped-def]
+    result = run()
+    assert result.ret == 0
+    outcomes = result.parseoutcomes()
+    assert "failed" not in outcomes
+    assert outcomes["skipped"] == 3 + 1  # opcheck of a traceable op, and the engine
+
+
+def test_what_is_excepted_fails_as_it_should(run) -> None:  # type: ignore[no-untyped-def]
+    result = run(WRONG, "-k", "values or exceptions", mistake=" * 2")
+    outcomes = result.parseoutcomes()
+    assert outcomes["xfailed"] > 30
+    assert "failed" not in outcomes or outcomes["failed"] == 3  # 0 tokens are right all the same
+    result.stdout.fnmatch_lines(["*0 tokens*xfails.toml excepts silu_and_mul / values*"])
+
+
+def test_an_exception_that_is_none_any_more_fails(run) -> None:  # type: ignore[no-untyped-def]
+    result = run(WRONG + 'sample = "1 token"\ndtype = "float16"\n', "-k", "values")
+    assert result.parseoutcomes()["failed"] == 1
+    result.stdout.fnmatch_lines(["*passes or is refused, but xfails.toml excepts*remove it*"])
+
+
+def test_an_exception_that_names_no_test_fails(run) -> None:  # type: ignore[no-untyped-def]
+    result = run(WRONG + 'sample = "1 tokn"\n', "-k", "exceptions")
+    assert result.parseoutcomes()["failed"] == 1
+    result.stdout.fnmatch_lines(["*name no test: silu_and_mul / values / 1 tokn*"])
+
+
+def test_what_would_end_the_process_is_not_run(run) -> None:  # type: ignore[no-untyped-def]
+    result = run(WRONG + "run = false\n", "-k", "values", mistake=" * exit(3)")
+    outcomes = result.parseoutcomes()
+    assert set(outcomes) == {"xfailed", "deselected"}
+
+
+def test_an_unavailable_backend_is_skipped_with_its_reason(run) -> None:  # type: ignore[no-untyped-def]
+    result = run(available="'no toy device'")
+    assert result.ret == 0
+    assert set(result.parseoutcomes()) == {"skipped"}
+    result.stdout.fnmatch_lines(["*vendor.toy is not available: no toy device*"])
+
+
+def test_a_backend_that_is_not_installed_is_named(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(TEST)
+    result = pytester.runpytest_subprocess("-q")
+    result.stdout.fnmatch_lines(["*No installed plugin brings the backend 'vendor.toy'*"])
+    assert result.ret != 0
+
+
+def test_every_check_has_a_test_method_and_stands_in_the_guide() -> None:
+    import vllm_fl.testing
+
+    methods = {n.removeprefix("test_") for n in vars(OpConformance) if n.startswith("test_")}
+    assert methods == {*CHECKS, "exceptions"}
+    assert vllm_fl.testing.__doc__
+    for name in methods:
+        assert f"`test_{name}`" in vllm_fl.testing.__doc__
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('op = "x"', "expected [[xfail]] entries only, got op"),
+        ('[[xfail]]\nop = "x"', "reason is missing"),
+        ('[[xfail]]\nreason = "x"', "op is missing"),
+        (WRONG + 'sampel = "1 token"', "unknown key 'sampel'"),
+        (WRONG + 'check = "vales"', "no check 'vales'"),
+        (WRONG + "run = 0", "run must be a bool, got 0"),
+        (WRONG + "dtype = 16", "dtype must be a str, got 16"),
+        ("[[xfail", "xfails.toml"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "xfails.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_xfails(path, CHECKS)
+    assert problem in str(caught.value)
+
+
+def test_no_file_is_no_exception(tmp_path: Path) -> None:
+    assert read_xfails(tmp_path / "xfails.toml", CHECKS) == ()

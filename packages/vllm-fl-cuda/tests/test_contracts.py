@@ -1,0 +1,211 @@
+"""The calls, on vLLM's CPU kernels of the same names: what they pass, what they refuse.
+
+The numbers of the CUDA kernels are compared on a GPU (tests/gpu). Here the same calls go to kernels
+that take less: a sample that those get wrong by their own limits is left out by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.dispatch.verification import compare
+from vllm_fl_cuda.impl import activation, normalization, rotary
+from vllm_fl_cuda.plugin import register_ops
+
+IMPLS = {impl.op_name: impl for impl in register_ops()}
+CPU = torch.device("cpu")
+
+SCHEMAS = {
+    "silu_and_mul": "silu_and_mul(Tensor! result, Tensor input) -> ()",
+    "gelu_and_mul": "gelu_and_mul(Tensor! out, Tensor input) -> ()",
+    "gelu_tanh_and_mul": "gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()",
+    "rms_norm": "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
+    "fused_add_rms_norm": "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, "
+    "float epsilon) -> ()",
+    "rotary_embedding": "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, "
+    "int head_size, Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, "
+    "bool inverse=False) -> ()",
+}
+"""As vLLM 0.26.0's CUDA build registers them (vllm/_C_stable_libtorch.abi3.so of its wheel)."""
+
+CPU_LACKS: dict[str, set[str]] = {
+    # Its vectors are of 8 elements, without a remainder.
+    "silu_and_mul": {"1 feature", "odd sizes", "odd sizes beyond one block", "small values"},
+    "rms_norm": {"1 feature", "1 feature, residual", "odd sizes", "odd sizes, residual",
+                 "odd sizes beyond one block", "odd sizes beyond one block, residual",
+                 # It takes x for contiguous.
+                 "query heads, strided out of qkv", "key heads, strided out of qkv",
+                 "first columns of a wider buffer"},
+    "rotary_embedding": {"odd sizes", "odd sizes, interleaved", "odd head_size", "1 pair",
+                         "fp32 tables"},
+}  # fmt: skip
+CPU_LACKS["gelu_and_mul"] = {
+    f"{name}, approximate={how}" for name in CPU_LACKS["silu_and_mul"] for how in ("none", "tanh")
+}
+
+REFUSED = {
+    "rms_norm": {
+        "variance_size",
+        "variance_size, residual",
+        "fp32 weight",
+        "fp32 weight, residual",
+    },
+    "rotary_embedding": {"cos and sin are separate tensors"},
+}
+"""What the CUDA kernels have no form for."""
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("op", sorted(IMPLS))
+def test_samples_are_right_or_refused(op: str, dtype: torch.dtype) -> None:
+    spec, seen = contracts()[op], set()
+    for sample in spec.samples(dtype, CPU):
+        if sample.name in CPU_LACKS[op]:
+            continue
+        result = compare(IMPLS[op], spec, sample, dtype)
+        refused = sample.name in REFUSED.get(op, ()) and not (
+            "fp32 weight" in sample.name and dtype is torch.float32
+        )
+        assert result.status == ("refused" if refused else "ok"), f"{sample.name}: {result.reason}"
+        seen.add(sample.name)
+    assert len(seen) >= 6
+
+
+def test_what_is_left_out_are_samples() -> None:
+    for op, names in CPU_LACKS.items():
+        known = {sample.name for sample in contracts()[op].samples(torch.bfloat16, CPU)}
+        assert names | REFUSED.get(op, set()) <= known
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("name", sorted(SCHEMAS))
+def test_the_calls_fit_the_schemas_of_the_oldest_release(name: str) -> None:
+    """Positional arguments of the CPU build's schema are the CUDA build's, up to its defaults."""
+    recorded = torch._C.parse_schema(f"_C::{SCHEMAS[name].replace('!?', '(a!)?')}")
+    installed = getattr(torch.ops._C, name).default._schema
+    ours = [(a.name, str(a.type)) for a in installed.arguments]
+    theirs = [(a.name, str(a.type)) for a in recorded.arguments]
+    assert [kind for _, kind in ours] == [kind for _, kind in theirs][: len(ours)]
+    assert all(a.has_default_value() for a in recorded.arguments[len(ours) :])
+
+
+class Recorder:
+    """Stands in for a kernel: keeps the arguments of its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, name: str) -> Any:
+        return lambda *args: self.calls.append((name, *args))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    record = Recorder()
+    for module in (activation, normalization, rotary):
+        monkeypatch.setattr(module, "kernel", record)
+    return record
+
+
+@pytest.mark.parametrize("op", sorted(IMPLS))
+def test_no_kernel_is_launched_for_no_tokens(op: str, recorder: Recorder) -> None:
+    for sample in contracts()[op].samples(torch.bfloat16, CPU):
+        if sample.name.startswith("0 token"):
+            IMPLS[op].fn(*sample.args)
+    assert recorder.calls == []
+
+
+def unaligned(*shape: int) -> torch.Tensor:
+    """Contiguous, two bytes behind a multiple of what the kernels load at once."""
+    return torch.randn(torch.Size(shape).numel() + 1).bfloat16()[1:].view(shape)
+
+
+def test_vectors_are_loaded_from_aligned_memory_only(recorder: Recorder) -> None:
+    x, residual = unaligned(2, 64), unaligned(2, 64)
+    IMPLS["silu_and_mul"].fn(x)
+    IMPLS["rms_norm"].fn(x, None, unaligned(64), 1e-6)
+    IMPLS["rms_norm"].fn(x, residual, unaligned(64), 1e-6)
+    tensors = [a for call in recorder.calls for a in call if isinstance(a, torch.Tensor)]
+    assert len(tensors) == 2 + 3 + 3
+    assert all(a.data_ptr() % 32 == 0 for a in tensors)
+
+
+def test_the_heads_of_a_qkv_buffer_are_normed_where_they_lie(recorder: Recorder) -> None:
+    heads = torch.randn(5, 32 * 128).bfloat16()[:, : 16 * 128].view(5, 16, 128)
+    out = normalization.rms_norm(heads, None, torch.ones(128).bfloat16(), 1e-6)
+    ((_, result, read, *_rest),) = recorder.calls
+    assert read is heads
+    assert result is out
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(4, 2 * 64)[:, ::2],
+        torch.randn(4, 67)[:, :64],
+        torch.randn(2, 2, 2, 2, 2, 64)[:, :, :, :, 0],
+        torch.randn(64),
+    ],
+    ids=["features apart", "rows out of step", "5-D", "1-D"],
+)
+def test_rows_that_the_kernel_would_not_find_are_copied(
+    recorder: Recorder, x: torch.Tensor
+) -> None:
+    normalization.rms_norm(x, None, None, 1e-6)
+    ((_, _, read, *_),) = recorder.calls
+    assert read.ndim == 2
+    assert read.is_contiguous()
+    assert torch.equal(read.view(x.shape), x)
+
+
+def test_kernels_work_in_place_where_they_can(recorder: Recorder) -> None:
+    x, residual = torch.randn(4, 64), torch.randn(4, 64)
+    normed, total = IMPLS["rms_norm"].fn(x, residual, None, 1e-6)
+    assert normed is x
+    assert total is residual
+    query = torch.randn(4, 3 * 64)[:, :128].view(4, 2, 64)
+    cos, sin = torch.randn(8, 64).chunk(2, dim=-1)
+    turned, none = IMPLS["rotary_embedding"].fn(query, None, cos, sin, torch.arange(4))
+    assert turned is query
+    assert none is None
+    assert recorder.calls[-1][2].shape == (4, 128)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "reason"),
+    [
+        ("silu_and_mul", (torch.zeros(2, 32),), "CUDA device"),
+        ("gelu_and_mul", (torch.zeros(2, 32), "erf"), "approximate"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused(op: str, args: tuple[Any, ...], reason: str) -> None:
+    verdict = IMPLS[op].supports(*args)
+    assert verdict is not True
+    assert reason in verdict
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_other_dtypes_and_heads_are_refused() -> None:
+    x = torch.zeros(2, 16).bfloat16()
+    norm, rope = IMPLS["rms_norm"].supports, IMPLS["rotary_embedding"].supports
+    assert "weight" in norm(x, None, torch.ones(16), 1e-6)
+    assert "not contiguous" in norm(x, None, torch.ones(32).bfloat16()[::2], 1e-6)
+    assert "residual" in norm(x, x.float(), None, 1e-6)
+    cos, sin = torch.zeros(4, 16).bfloat16().chunk(2, dim=-1)
+    query, key = torch.zeros(2, 3, 16).bfloat16(), torch.zeros(2, 2, 16).bfloat16()
+    assert "multiple" in rope(query, key, cos, sin, torch.arange(2))
+
+
+def test_parameters_are_the_contracts() -> None:
+    for op, impl in IMPLS.items():
+        wanted = contracts()[op].signature.parameters.values()
+        for fn in (impl.fn, impl.supports):
+            found = inspect.signature(fn).parameters.values()
+            assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in wanted]
+        assert impl.consumes <= contracts()[op].consumable

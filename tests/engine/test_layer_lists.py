@@ -1,0 +1,113 @@
+"""Which layers are replaced: the OOT settings and what the user told vLLM itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import json, os, sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm_fl.errors import SettingsError
+from vllm_fl.integration.planning import plan_for
+
+def told(variables, options):
+    config = EngineArgs(sys.argv[1], skip_tokenizer_init=True, **options).create_engine_config()
+    plan = plan_for(config)
+    return {
+        "ops": {op: [entry.label, entry.reason] for op, entry in plan.entries.items()},
+        "kept": sorted(plan.kept_layers),
+        "custom_ops": config.compilation_config.custom_ops,
+        "norms": config.kernel_config.ir_op_priority.rms_norm,
+    }
+
+answers = []
+for variables, options in json.loads(sys.argv[2]):
+    os.environ.update(variables)
+    try:
+        answers.append(told(variables, options))
+    except SettingsError as error:
+        answers.append({"error": str(error)})
+    for name in variables:
+        del os.environ[name]
+print(json.dumps(answers))
+"""
+
+VENDOR = {
+    "VLLM_FL_PER_OP": "rms_norm=vendor|reference;silu_and_mul=vendor|reference;"
+    "rotary_embedding=vendor|reference"
+}
+
+LISTS: list[tuple[dict[str, str], set[str], list[str]]] = [
+    ({"VLLM_FL_OOT_ENABLED": "0"}, {"silu_and_mul", "rotary_embedding", "rms_norm"}, []),
+    ({"VLLM_FL_OOT_BLACKLIST": "SiluAndMul"}, {"silu_and_mul"}, []),
+    ({"VLLM_FL_OOT_BLACKLIST": "silu_and_mul,fused_moe"}, {"silu_and_mul"}, []),
+    ({"VLLM_FL_OOT_BLACKLIST": "rms_norm"}, {"rms_norm"}, []),
+    ({"VLLM_FL_OOT_WHITELIST": "RMSNorm"}, {"silu_and_mul", "rotary_embedding"}, []),
+    ({"VLLM_FL_OOT_BLACKLIST": "Llama3RotaryEmbedding"}, set(), ["Llama3RotaryEmbedding"]),
+]
+"""Variables, the ops that are then left to vLLM, and the layer classes that are."""
+
+UNKNOWN = ({"VLLM_FL_OOT_BLACKLIST": "SiluAndMull"}, {})
+
+USERS: tuple[dict[str, str], dict[str, Any]] = (
+    {},
+    {
+        "compilation_config": {"custom_ops": ["none", "-silu_and_mul"]},
+        "kernel_config": {"ir_op_priority": {"rms_norm": ["native"]}},
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def told(model: Callable[[str], Path]) -> list[Any]:
+    """What each configuration becomes, or its error; made in one process, one after the other."""
+    cases = [*((variables, {}) for variables, _, _ in LISTS), UNKNOWN, USERS]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model("qwen3")), json.dumps(cases)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **VENDOR},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    answers: list[Any] = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("["))
+    )
+    return answers
+
+
+def impls(plan: Any) -> dict[str, str]:
+    return {op: label for op, (label, _) in plan["ops"].items()}
+
+
+@pytest.mark.parametrize("number", range(len(LISTS)), ids=lambda n: ",".join(LISTS[n][0].values()))
+def test_lists_leave_layers_to_vllm(told: list[Any], number: int) -> None:
+    _, stock, kept = LISTS[number]
+    plan = told[number]
+    left = {op for op, label in impls(plan).items() if label == "stock"}
+    assert left & {"silu_and_mul", "rotary_embedding", "rms_norm"} == stock
+    assert plan["kept"] == kept
+    assert ("+silu_and_mul" in plan["custom_ops"]) == ("silu_and_mul" not in stock)
+    assert (plan["norms"][0] == "fl_vendor_cpu") == ("rms_norm" not in stock)
+
+
+def test_an_unknown_layer_is_an_error_with_the_near_name(told: list[Any]) -> None:
+    assert "Did you mean 'SiluAndMul'?" in told[-2]["error"]
+
+
+def test_what_the_user_told_vllm_stands(told: list[Any]) -> None:
+    plan = told[-1]
+    assert plan["ops"]["silu_and_mul"] == ["stock", "custom_ops has -silu_and_mul"]
+    assert impls(plan)["rms_norm"] == "stock"
+    assert plan["norms"][0] == "native"
+    assert impls(plan)["rotary_embedding"] == "vendor.cpu"
+    assert "+rotary_embedding" in plan["custom_ops"]
+    assert "+silu_and_mul" not in plan["custom_ops"]

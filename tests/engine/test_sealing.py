@@ -1,0 +1,85 @@
+"""Two engines in one process, each with its own sealed plan, and what a seal still lets through."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+SCRIPT = """
+import json, os, sys
+import torch
+from vllm import LLM, SamplingParams
+from vllm_fl.dispatch import (
+    call_op, get_default_manager, reset_global_policy, set_global_policy, with_preference,
+    SelectionPolicy,
+)
+from vllm_fl.errors import PolicySealedError
+
+
+def start(**variables):
+    os.environ.update(variables)
+    return LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True,
+               additional_config={"mine": 1})
+
+
+def answer(llm):
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    prompt = {"prompt_token_ids": list(range(5, 30))}
+    return list(llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def refused(change):
+    try:
+        change()
+    except PolicySealedError as error:
+        return str(error)
+    return ""
+
+
+first = start(VLLM_FL_PER_OP="rms_norm=vendor|reference;silu_and_mul=vendor|reference")
+second = start(VLLM_FL_PER_OP="rms_norm=reference;silu_and_mul=reference")
+reports = [llm.collective_rpc("vllm_fl_report")[0] for llm in (first, second)]
+answers = [answer(first), answer(second), answer(first)]
+x = torch.randn(2, 8)
+manager = get_default_manager()
+with with_preference("reference"):
+    call_op("silu_and_mul", x)
+print(json.dumps({
+    "ops": [report["ops"] for report in reports],
+    "digests": [report["digest"] for report in reports],
+    "answers": answers,
+    "set": refused(lambda: set_global_policy(SelectionPolicy(prefer="vendor"))),
+    "reset": refused(reset_global_policy),
+    "clear": refused(manager.clear_failed_impls),
+    "config": first.llm_engine.vllm_config.additional_config,
+}))
+"""
+
+
+def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model("qwen3"))],
+        env={
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    first, second = told["ops"]
+    assert first["rms_norm"]["impl"] == first["silu_and_mul"]["impl"] == "vendor.cpu"
+    assert second["rms_norm"]["impl"] == second["silu_and_mul"]["impl"] == "reference.torch"
+    assert told["digests"][0] != told["digests"][1]
+    assert told["answers"][0] == told["answers"][2]
+    for change in ("set", "reset", "clear"):
+        assert "sealed plan" in told[change]
+    assert told["config"] == {"mine": 1, "vllm_fl": {"plan": told["digests"][0]}}

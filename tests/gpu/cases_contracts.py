@@ -1,0 +1,43 @@
+"""Every implementation on the GPU against the oracle: all samples, and Qwen3-8B's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["cases"]
+
+
+def cases(folder: Path) -> Iterator[tuple[str, str]]:
+    """(implementation and dtype, the first things that are wrong or empty)."""
+    import torch
+
+    import vllm_fl_cuda.plugin
+    import vllm_fl_flaggems.plugin
+    import vllm_fl_reference.plugin
+    from vllm_fl.dispatch.contracts import ModelSizes, contracts
+    from vllm_fl.dispatch.verification import Comparison, compare, dtype_name
+
+    device = torch.device("cuda")
+    torch.zeros(1, device=device)  # the device exists, as it does in a worker
+    sizes = ModelSizes(4096, 12288, 32, 8, 128, 128, tokens=(1, 16, 4096))
+    plugins = (vllm_fl_reference.plugin, vllm_fl_cuda.plugin, vllm_fl_flaggems.plugin)
+    for impl in (impl for plugin in plugins for impl in plugin.register_ops()):
+        name = f"{impl.op_name} {impl.impl_id}"
+        verdict = impl.availability()
+        if verdict is not True:
+            yield name, f"not available: {verdict}"
+            continue
+        spec = contracts()[impl.op_name]
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            results: list[Comparison] = []
+            for samples in (spec.samples(dtype, device), spec.served(sizes, dtype, device)):
+                results += [compare(impl, spec, sample, dtype) for sample in samples]
+            refused = [r for r in results if r.status == "refused"]
+            wrong = [f"{r.sample}: {r.reason}" for r in results if r.status in ("wrong", "raised")]
+            if len(refused) * 2 > len(results):
+                wrong.append(f"{len(refused)} of {len(results)} refused: {refused[0].reason}")
+            worst = max((r.share for r in results if r.status == "ok"), default=0.0)
+            case = f"{name} {dtype_name(dtype)}: {len(results)} samples, {len(refused)} refused"
+            yield f"{case}, worst {worst:.2f} of the tolerance", "; ".join(wrong[:3])
+            torch.cuda.empty_cache()

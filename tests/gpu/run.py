@@ -1,0 +1,87 @@
+"""Everything that only a GPU can show, as a plain script: a line per case, and JSON under $OUT.
+
+    python tests/gpu/run.py [contracts] [engines] [attention]
+
+Exits with 1 when a case failed, and with 0 and the reason where there is no NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tools"), str(Path(__file__).parent)]
+
+import cases_attention  # noqa: E402 (beside this file)
+import cases_contracts  # noqa: E402
+import cases_engines  # noqa: E402
+
+PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
+    "contracts": cases_contracts.cases,
+    "engines": cases_engines.cases,
+    "attention": cases_attention.cases,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case: `problem` is empty when it is as it should be."""
+
+    part: str
+    case: str
+    problem: str
+    seconds: float
+
+
+def no_gpu() -> str | None:
+    """Why nothing of this can run here; None when it can."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is not a CUDA build"
+    if torch.cuda.device_count() == 0:
+        return "no NVIDIA GPU is visible"
+    return None
+
+
+def main() -> int:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    chosen = parser.parse_args().parts or list(PARTS)
+    reason = no_gpu()
+    if reason:
+        print(f"skipped: {reason}")
+        return 0
+    out = Path(os.environ.get("OUT", ".")) / "tests-gpu.json"
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for part in chosen:
+            start = time.perf_counter()
+            try:
+                for case, problem in PARTS[part](Path(folder)):
+                    seconds = time.perf_counter() - start
+                    outcomes.append(Outcome(part, case, problem, seconds))
+                    print(f"{seconds:7.1f} s  {problem or 'ok'}  [{part}] {case}", flush=True)
+                    out.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+                    start = time.perf_counter()
+            except Exception as error:  # one part must not hide the others
+                problem = f"{type(error).__name__}: {error}"
+                outcomes.append(Outcome(part, "(the part itself)", problem, 0.0))
+                print(f"[{part}] {problem}", flush=True)
+    out.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+    failed = sum(1 for outcome in outcomes if outcome.problem)
+    print(f"{len(outcomes)} cases, {failed} failed; {out}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
