@@ -152,10 +152,12 @@ def isolation(session: nox.Session) -> None:
 
 
 @timed("engine")
-def engine(session: nox.Session) -> None:
-    """Run vLLM's CPU engine with the plugins, eager and compiled."""
-    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
-    pytest(session, env, "tests/engine", "-m", "not slow", **ENGINE)
+@nox.parametrize("vllm", (envs.VLLM_RANGE[0], envs.VLLM))
+def engine(session: nox.Session, vllm: str) -> None:
+    """Run vLLM's CPU engine with the plugins, eager and compiled; on the oldest release a part."""
+    env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
+    chosen = "not slow" if vllm == envs.VLLM else "oldest"
+    pytest(session, env, "tests/engine", "-m", chosen, **ENGINE)
 
 
 @timed("quickstart")

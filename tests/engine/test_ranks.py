@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from conftest import batches
-
 from engine_run import EngineFailed, Job, run
 
 TWO_RANKS = {

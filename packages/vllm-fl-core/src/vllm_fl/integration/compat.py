@@ -2,27 +2,86 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
 
-__all__ = ["OLDEST", "TOO_NEW", "hide_our_variables", "obstacle", "vllm_version"]
+from ..dispatch.items import ITEMS
+
+__all__ = [
+    "FORMER_LAYERS",
+    "OLDEST",
+    "OVERRIDDEN",
+    "TOO_NEW",
+    "hide_our_variables",
+    "missing",
+    "obstacle",
+    "outside",
+    "vllm_version",
+]
 
 OLDEST, TOO_NEW = (0, 26), (0, 33)
 """Supported: from `OLDEST` up to, not including, `TOO_NEW`."""
 
-OVERRIDDEN = {
-    "vllm.platforms.interface:Platform": (
-        "check_and_update_config",
-        "get_attn_backend_cls",
-        "get_default_ir_op_priority",
-        "get_device_communicator_cls",
-        "import_ir_kernels",
-    ),
-    "vllm.model_executor.custom_op:CustomOp": ("register_oot", "dispatch_forward"),
-    "vllm.v1.worker.worker_base:WorkerBase": ("load_model",),
-}
-"""Class -> what of it we override or call; a vLLM that lacks one of them runs as stock."""
+UNTAGGED = (0, 1)
+"""The release that vLLM's build gives itself where the source has no tags: `0.1.dev1+g0123abc`."""
+
+FORMER_LAYERS = frozenset({"fused_moe", "FusedMoE"})
+"""Layer names of vLLM releases that are gone, which users' lists of layers may still hold."""
+
+OVERRIDDEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "platforms": ("builtin_platform_plugins",),
+        "platforms.interface": (
+            "Platform.check_and_update_config",
+            "Platform.get_attn_backend_cls",
+            "Platform.get_default_ir_op_priority",
+            "Platform.get_device_communicator_cls",
+            "Platform.import_ir_kernels",
+        ),
+        "envs": ("environment_variables",),
+        "config.compilation": ("CompilationConfig.custom_ops", "CompilationMode.NONE"),
+        "config.kernel": (
+            "IrOpPriorityConfig.fused_add_rms_norm",
+            "IrOpPriorityConfig.rms_norm",
+            "IrOpPriorityConfig.set_default",
+            "KernelConfig.ir_op_priority",
+        ),
+        "config.parallel": ("ParallelConfig.worker_cls",),
+        "config.vllm": ("VllmConfig.additional_config",),
+        "distributed.parallel_state": ("get_world_group",),
+        "ir.op": ("IrOp.register_impl",),
+        "ir.ops.layernorm": ("fused_add_rms_norm", "rms_norm"),
+        "model_executor.custom_op": (
+            "CustomOp.dispatch_forward",
+            "CustomOp.forward_cpu",
+            "CustomOp.forward_cuda",
+            "CustomOp.forward_native",
+            "CustomOp.forward_oot",
+            "CustomOp.register_oot",
+            "op_registry",
+            "op_registry_oot",
+        ),
+        "model_executor.layers.activation": (
+            "GeluAndMul.forward_native",
+            "SiluAndMul.forward_native",
+        ),
+        "model_executor.layers.rotary_embedding": ("RotaryEmbedding",),
+        "model_executor.layers.rotary_embedding.base": (
+            "RotaryEmbedding.forward_native",
+            "RotaryEmbedding.forward_static",
+            "RotaryEmbeddingBase._match_cos_sin_cache_dtype",
+        ),
+        "v1.attention.backends.registry": ("AttentionBackendEnum",),
+        "v1.worker.worker_base": ("WorkerBase.load_model", "WorkerBase.shutdown"),
+    }
+)
+"""Module below `vllm` -> what of it we override or call; a vLLM that lacks one runs as stock."""
 
 
 def vllm_version() -> str:
@@ -41,40 +100,81 @@ def vllm_version() -> str:
 
 @cache
 def obstacle() -> str | None:
-    """Why we cannot run inside this vLLM, in one line; None when we can."""
+    """Why we cannot run inside this vLLM, in one line; None when we can. Imports no vLLM."""
     version = vllm_version()
-    try:
-        release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    except ValueError:
-        release = OLDEST  # a source build ("dev"): the attributes below decide
-    if not OLDEST <= release < TOO_NEW:
-        span = f"{'.'.join(map(str, OLDEST))} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"
-        return f"vLLM {version} is outside the supported range {span}"
-    return None
+    problem = outside(version)
+    if problem is None:
+        spec = find_spec("vllm")
+        folders = (spec.submodule_search_locations if spec else None) or ()
+        lacks = missing(Path(folder) for folder in folders)
+        problem = lacks and f"vLLM {version} has no {lacks}, which vllm-fl overrides or calls"
+    return problem
 
 
-@cache
-def missing() -> str | None:
-    """What of vLLM's that we override is not there; looked at once its modules may be imported."""
-    from importlib import import_module
+def outside(version: str) -> str | None:
+    """Why a vLLM of this version is not supported; None when it is, or cannot be told."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    release = tuple(map(int, numbers.groups())) if numbers else UNTAGGED
+    # A build that does not know its release is judged by what it has.
+    if release == UNTAGGED or OLDEST <= release < TOO_NEW:
+        return None
+    span = f"{'.'.join(map(str, OLDEST))} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"
+    return f"vLLM {version} is outside the supported range {span}"
 
-    for place, names in OVERRIDDEN.items():
-        module, _, cls = place.partition(":")
-        owner: Any = getattr(import_module(module), cls, None)
+
+def missing(folders: Iterable[Path]) -> str | None:
+    """The first name of `OVERRIDDEN` that a vLLM lacks, as `vllm.module.name`; None for none.
+
+    It is read from the source: where the platform is chosen vLLM's modules may not be imported,
+    since most of them ask for the platform; and later a choice of stock would come too late.
+
+    Args:
+        folders: where the package `vllm` lies.
+    """
+    roots = list(folders)
+    for module, names in OVERRIDDEN.items():
+        stem = module.replace(".", "/")
+        files = (root / form for root in roots for form in (f"{stem}.py", f"{stem}/__init__.py"))
+        source = next((file for file in files if file.is_file()), None)
+        if source is None:
+            return f"vllm.{module}"
+        known = set(_names(ast.parse(source.read_bytes()).body))
         for name in names:
-            if not hasattr(owner, name):
-                return f"vLLM {vllm_version()} has no {cls}.{name}"
+            if name not in known:
+                return f"vllm.{module}.{name}"
     return None
+
+
+def _names(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """What these statements define: `function`, `Class`, `Class.attribute`, imported names."""
+    for statement in body:
+        match statement:
+            case ast.ClassDef(name=name, body=inner):
+                yield prefix + name
+                yield from _names(inner, f"{prefix}{name}.")
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield prefix + name
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield prefix + name
+            case ast.Assign(targets=targets):
+                yield from (prefix + t.id for t in targets if isinstance(t, ast.Name))
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                yield from (prefix + (alias.asname or alias.name) for alias in aliases)
+            case ast.If(body=inner, orelse=rest) | ast.Try(body=inner, orelse=rest):
+                yield from _names([*inner, *rest], prefix)
 
 
 def hide_our_variables() -> None:
-    """Make the VLLM_FL_* that are set known to vLLM, so that it neither warns nor fails.
+    """Make our variables known to vLLM, so that it neither warns of them nor fails.
 
-    The getters return None: a real value would enter vLLM's compile key, which our plan's digest
-    does better.
+    Up to 0.30 `vllm.envs.validate_environ` asks, from 0.31 on `Platform.validate_environ`; both
+    look into one table. The getters return None, since values would enter vLLM's compile key,
+    which our plan's digest does better; names enter it too, so all are given at all times.
     """
     import vllm.envs
 
-    for name in os.environ:
+    table = getattr(vllm.envs, "environment_variables", {})  # a vLLM out of range may lack it
+    known = {item.variable for item in ITEMS.values()}
+    for name in sorted(known | set(os.environ)):
         if name.startswith("VLLM_FL_"):
-            vllm.envs.environment_variables.setdefault(name, lambda: None)
+            table.setdefault(name, lambda: None)

@@ -6,7 +6,9 @@ says what is wrong, and the second one ends a start that the user's own settings
 
 from __future__ import annotations
 
+import logging
 import os
+from multiprocessing import parent_process
 
 from ..dispatch import get_default_manager
 from ..dispatch.config import load_startup
@@ -30,7 +32,9 @@ def platform_plugin() -> str | None:
 
         problem = obstacle()
         if problem:
-            log.warning("vllm-fl steps aside, vLLM runs as stock: %s", problem)
+            # Once per engine: its other processes are children of the one that the user started.
+            level = logging.WARNING if parent_process() is None else logging.DEBUG
+            log.log(level, "vllm-fl steps aside, vLLM runs as stock: %s", problem)
             return None
         return overlay_path(startup.platform)
     except VllmFLError as error:

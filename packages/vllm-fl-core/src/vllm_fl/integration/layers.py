@@ -19,6 +19,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from ..dispatch import dispatch_method
 from ..dispatch.logs import get_logger
 from ..dispatch.types import BackendImplKind, OpImpl
+from .compat import FORMER_LAYERS
 
 __all__ = ["Layer", "known_layers", "layer_table", "replace_layers"]
 
@@ -113,17 +114,15 @@ def layer_table() -> list[Layer]:
     ]
 
 
-FORMER = frozenset({"fused_moe", "FusedMoE"})
-"""Layer names of other vLLM releases, which users' lists may still hold."""
-
-
 def known_layers() -> frozenset[str]:
     """Every name that a list of layers may hold: vLLM's registered names and its class names."""
     from vllm.model_executor import custom_op
 
     registry = custom_op.op_registry
     ours = {name for layer in layer_table() for name in (layer.cls, layer.registered)}
-    return frozenset({*registry, *(cls.__name__ for cls in registry.values()), *ours, *FORMER})
+    return frozenset(
+        {*registry, *(cls.__name__ for cls in registry.values()), *ours, *FORMER_LAYERS}
+    )
 
 
 def replace_layers() -> None:

@@ -20,7 +20,15 @@ from .platform import platform_name
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["apply", "engine_mode", "note_user_priority", "plan_for", "seal", "settings_of"]
+__all__ = [
+    "apply",
+    "engine_mode",
+    "is_sealed",
+    "note_user_priority",
+    "plan_for",
+    "seal",
+    "settings_of",
+]
 
 KEY = "vllm_fl"
 """Our entry in vLLM's `additional_config`, which vLLM hashes into its compile-cache key."""
@@ -116,6 +124,11 @@ def seal(vllm_config: VllmConfig, digest: str) -> None:
     extra = vllm_config.additional_config
     if isinstance(extra, dict):
         extra[KEY] = {"plan": digest}
+
+
+def is_sealed(vllm_config: VllmConfig) -> bool:
+    """Whether a worker of this engine has sealed its plan: nothing of it may change any more."""
+    return "plan" in (_ours(vllm_config) or {})
 
 
 def _ours(vllm_config: VllmConfig) -> dict[str, Any] | None:

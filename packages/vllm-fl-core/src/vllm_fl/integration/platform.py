@@ -50,7 +50,7 @@ class PlatformOverlay:
         from .planning import note_user_priority, plan_for
 
         note_user_priority(vllm_config)
-        # vLLM 0.26 and 0.27 hash the priorities before they import the kernels.
+        # Not every release imports the kernels before it hashes the priorities.
         cls.import_ir_kernels()
         default = cls.vllm_fl_stock_priority(vllm_config)
         if vllm_config.model_config is None:
@@ -69,11 +69,13 @@ class PlatformOverlay:
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
-        if vllm_config.model_config is None:
-            return  # a configuration without a model runs nothing
-        from .planning import apply, plan_for
+        from .planning import apply, is_sealed, plan_for
         from .worker import wrap_worker
 
+        # A configuration without a model runs nothing. vLLM also comes here a second time, after
+        # the workers have loaded: in one process with them, the plan is sealed by then.
+        if vllm_config.model_config is None or is_sealed(vllm_config):
+            return
         apply(plan_for(vllm_config), vllm_config)
         wrap_worker(vllm_config)
 

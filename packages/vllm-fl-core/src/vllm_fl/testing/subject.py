@@ -59,15 +59,17 @@ class Subject:
 
     def all_samples(self, dtype: str) -> tuple[Sample, ...]:
         """The contract's samples and the served model's. Shared: copy before use."""
-        return _samples(self.spec.name, self.sizes, dtype, self.device)
+        op = self.spec.name
+        own = _samples(op, None, dtype, self.device)
+        return own + _samples(op, self.sizes, dtype, self.device)
 
     def sample(self, dtype: str, name: str) -> Sample:
         """A fresh copy of one sample, with its layout: views of one buffer stay that."""
         return fresh(next(s for s in self.all_samples(dtype) if s.name == name))
 
     def samples(self, dtype: str) -> Iterator[Sample]:
-        """Fresh copies of every sample that is not left out."""
-        for sample in self.all_samples(dtype):
+        """Fresh copies of the contract's own samples, without those that are left out."""
+        for sample in _samples(self.spec.name, None, dtype, self.device):
             if (self.spec.name, dtype, sample.name) not in self.left_out:
                 yield fresh(sample)
 
@@ -144,6 +146,9 @@ def digest(result: Any) -> str:
 
 
 @cache
-def _samples(op: str, sizes: ModelSizes, dtype: str, device: torch.device) -> tuple[Sample, ...]:
+def _samples(
+    op: str, sizes: ModelSizes | None, dtype: str, device: torch.device
+) -> tuple[Sample, ...]:
+    """A contract's own samples, or those of a served model."""
     spec, kind = contracts()[op], getattr(torch, dtype)
-    return (*spec.samples(kind, device), *spec.served(sizes, kind, device))
+    return tuple(spec.samples(kind, device) if sizes is None else spec.served(sizes, kind, device))

@@ -1,0 +1,264 @@
+"""vLLM's engine on a GPU, Qwen3-8B's shapes with dummy weights: stock, shipped and FlagGems.
+
+    python benchmarks/gpu/engine.py [--modes compiled eager] [--variants …] [--rounds 5]
+
+The engines of one mode are loaded side by side, each in a process of its own with a quarter of the
+memory, and work in turn: every round visits all of them with each workload, beginning with another
+one each time; a ratio is taken inside a round. JSON goes to $OUT/engine.json after every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import selectors
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from host import facts
+
+SERVER = Path(__file__).resolve().parents[1] / "engine_server.py"
+START_TIMEOUT, ANSWER_TIMEOUT = 400.0, 120.0
+VOCABULARY = 151_936
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "max_position_embeddings": 40_960,
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+WORKLOADS = {"batch 1": (1, 128, 128), "batch 64": (64, 128, 128), "prefill": (16, 1024, 1)}
+"""Name -> (prompts, tokens of each, new tokens of each)."""
+
+STOCK = {"VLLM_PLUGINS": ""}
+LAYERS = "silu_and_mul=flagos;gelu_and_mul=flagos;rms_norm=flagos;rotary_embedding=flagos"
+ONLY_LAYERS = {"VLLM_FL_PER_OP": f"{LAYERS};attention_backend=stock"}
+VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
+    "stock": (STOCK, False),
+    "shipped": ({}, True),
+    "flagos": (ONLY_LAYERS, True),
+    "flagos-attention": ({"VLLM_FL_PER_OP": "attention_backend=flagos"}, True),
+}
+"""Name -> (what the environment says, whether vllm-fl takes part)."""
+
+BARS = {
+    ("compiled", "shipped"): {"batch 1": 0.995, "batch 64": 0.995, "prefill": 0.995},
+    ("eager", "shipped"): {"batch 1": 0.995, "batch 64": 0.995, "prefill": 0.995},
+    ("compiled", "flagos"): {"batch 1": 0.88, "batch 64": 0.90, "prefill": 0.94},
+    ("eager", "flagos"): {"batch 1": 0.48, "batch 64": 0.52, "prefill": 0.96},
+}
+"""(mode, variant) -> the smallest share of stock's tokens per second."""
+
+
+class Engine:
+    """A running engine, idle until it is asked."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        self.name, self.process, self.log = name, process, log
+        self.ready: dict[str, Any] = {}
+
+    def generate(self, workload: str, seed: int) -> float:
+        """Tokens per second, prompt and output."""
+        assert self.process.stdin is not None
+        batch, length, new = WORKLOADS[workload]
+        pick = random.Random(f"{workload} {seed}")  # no round finds an earlier one's prefix
+        prompts = [[pick.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(batch)]
+        print(json.dumps({"prompts": prompts, "new_tokens": new}), file=self.process.stdin)
+        self.process.stdin.flush()
+        return batch * (length + new) / float(self.answer(ANSWER_TIMEOUT)["seconds"])
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The next line that the engine writes; RuntimeError with its log when there is none."""
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            line = self.process.stdout.readline() if selector.select(timeout) else ""
+        if not line:
+            raise RuntimeError(f"{self.name}: {self.log.read_text(errors='replace')[-5000:]}")
+        values: dict[str, Any] = json.loads(line)
+        return values
+
+
+@contextlib.contextmanager
+def running(name: str, mode: str, model: Path, folder: Path) -> Iterator[Engine]:
+    """Start an engine and wait until it is ready; end all its processes at the end.
+
+    One after the other: an engine measures the free memory while it starts.
+    """
+    variables, ours = VARIANTS[name]
+    request = {
+        "model": str(model),
+        "ours": ours,
+        "options": {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "enforce_eager": mode == "eager",
+            "gpu_memory_utilization": 0.25,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 16384,
+            "enable_prefix_caching": False,
+        },
+    }
+    log = folder / f"{mode}-{name}.log"
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(folder / f"cache-{mode}-{name}"),
+        **variables,
+    }
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(SERVER), json.dumps(request)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+    engine = Engine(f"{mode} {name}", process, log)
+    try:
+        engine.ready = {**engine.answer(START_TIMEOUT), "memory_mib": memory_of(process.pid)}
+        print(f"{engine.name}: ready in {engine.ready['seconds']:.0f} s", flush=True)
+        yield engine
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def memory_of(session: int) -> int | None:
+    """MiB of device memory of the processes of an engine; None where the driver does not tell."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    asked = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    used = None
+    for line in asked.splitlines():
+        pid, _, size = line.partition(",")
+        with contextlib.suppress(OSError, ValueError):
+            if os.getsid(int(pid)) == session:
+                used = (used or 0) + int(size)
+    return used
+
+
+def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, Any]]:
+    """What is known after each round: tokens per second, and ratios to stock, per workload."""
+    names = list(engines)
+    speeds: dict[str, dict[str, list[float]]] = {n: {w: [] for w in WORKLOADS} for n in names}
+    for name in names:
+        for workload in WORKLOADS:
+            for warm_up in (-1, -2):
+                engines[name].generate(workload, warm_up)
+    for number in range(rounds):
+        turn = number % len(names)
+        for workload in WORKLOADS:
+            for name in (*names[turn:], *names[:turn]):
+                speeds[name][workload].append(engines[name].generate(workload, number))
+        yield {
+            "mode": mode,
+            "rounds": number + 1,
+            "engines": {
+                name: {
+                    "ready": engines[name].ready,
+                    "tokens_per_second": speeds[name],
+                    "of_stock": {w: ratios(speeds, name, w) for w in WORKLOADS},
+                }
+                for name in names
+            },
+        }
+
+
+def ratios(
+    speeds: dict[str, dict[str, list[float]]], name: str, workload: str
+) -> dict[str, float] | None:
+    """Median, smallest and largest ratio to stock, round by round; None without stock."""
+    if "stock" not in speeds:
+        return None
+    pairs = zip(speeds[name][workload], speeds["stock"][workload], strict=True)
+    found = [mine / stock for mine, stock in pairs]
+    return {"median": statistics.median(found), "low": min(found), "high": max(found)}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result of a mode, a line per engine and workload."""
+    lines = []
+    for name, engine in result["engines"].items():
+        bars = BARS.get((result["mode"], name), {})
+        for workload, found in engine["tokens_per_second"].items():
+            ratio = engine["of_stock"][workload]
+            share = (
+                f"{ratio['median']:.3f} ({ratio['low']:.3f} – {ratio['high']:.3f})" if ratio else ""
+            )
+            bar = f"≥ {bars[workload]}" if workload in bars else ""
+            speed = statistics.median(found)
+            lines.append(f"{result['mode']:9}{name:18}{workload:10}{speed:>10.1f}  {share:26}{bar}")
+        ready = engine["ready"]
+        lines.append(f"  {ready['kv_blocks']} KV blocks, {ready['memory_mib']} MiB")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure the modes that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--modes", nargs="+", default=["compiled", "eager"])
+    parser.add_argument("--variants", nargs="+", default=["stock", "shipped", "flagos"])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if shutil.which("nvidia-smi") is None:
+        print("skipped: no NVIDIA GPU here (there is no nvidia-smi)")
+        return
+    out = Path(os.environ.get("OUT", "."))
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(MODEL))
+        for mode in options.modes:
+            with contextlib.ExitStack() as stack:
+                engines: dict[str, Engine] = {}
+                for name in options.variants:
+                    try:
+                        engine = stack.enter_context(running(name, mode, model, folder))
+                    except RuntimeError as error:
+                        print(f"does not start: {error}", flush=True)
+                        results[f"{mode} {name}"] = {"failed": str(error)}
+                        continue
+                    engines[name] = engine
+                for result in compare(mode, engines, options.rounds):
+                    results[mode] = result
+                    text = json.dumps({"host": facts(), "results": results}, indent=1)
+                    (out / "engine.json").write_text(text)
+            if mode in results:
+                print(table(results[mode]), flush=True)
+        for log in folder.glob("*.log"):
+            shutil.copy(log, out / f"engine-{log.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Which vLLM we run in: its version, what it must have, and our variables in its table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_fl.integration.compat import OVERRIDDEN, missing, outside
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def write_vllm(folder: Path, *, without: str = "") -> Path:
+    """A package that has the names of `OVERRIDDEN`, but for `without` (`module.name`)."""
+    for module, names in OVERRIDDEN.items():
+        if module == without:
+            continue
+        lines: list[str] = []
+        classes: dict[str, list[str]] = {}
+        for name in names:
+            if f"{module}.{name}" == without:
+                continue
+            owner, _, attribute = name.rpartition(".")
+            if owner:
+                classes.setdefault(owner, []).append(f"    {attribute}: object = None")
+            else:
+                lines.append(f"{name} = None")
+        for owner, attributes in classes.items():
+            lines += [f"class {owner}:", *attributes]
+        path = folder / f"{module.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["0.26.0", "0.27.1", "0.32.0+cpu", "0.32.1rc1", "0.27.2.dev3+g0123abc.cpu", "0.32"],
+)
+def test_a_release_of_the_range_is_supported(version: str) -> None:
+    assert outside(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "0.33.0rc1", "1.0", "0.2.0", "0.100.0"])
+def test_another_release_is_named_with_the_range(version: str) -> None:
+    assert outside(version) == f"vLLM {version} is outside the supported range 0.26 to 0.32"
+
+
+@pytest.mark.parametrize("version", ["dev", "0.1.dev1+g0123abc"])
+def test_a_build_that_does_not_know_its_release_is_judged_by_what_it_has(version: str) -> None:
+    assert outside(version) is None
+
+
+def test_nothing_is_missing_where_all_names_are_there(tmp_path: Path) -> None:
+    assert missing([write_vllm(tmp_path)]) is None
+
+
+@pytest.mark.parametrize(
+    "name", [f"{module}.{name}" for module, names in OVERRIDDEN.items() for name in names]
+)
+def test_each_name_is_missed(tmp_path: Path, name: str) -> None:
+    assert missing([write_vllm(tmp_path, without=name)]) == f"vllm.{name}"
+
+
+def test_a_module_is_missed(tmp_path: Path) -> None:
+    assert missing([write_vllm(tmp_path, without="ir.op")]) == "vllm.ir.op"
+
+
+def test_a_name_may_be_conditional_imported_or_asynchronous(tmp_path: Path) -> None:
+    write_vllm(tmp_path)
+    (tmp_path / "ir/ops/layernorm.py").write_text(
+        "if True:\n    from .other import norm as rms_norm\n"
+        "else:\n    pass\n"
+        "try:\n    async def fused_add_rms_norm(): ...\nexcept ImportError:\n    pass\n"
+    )
+    assert missing([tmp_path]) is None
+
+
+def test_a_package_counts_as_its_module(tmp_path: Path) -> None:
+    write_vllm(tmp_path)
+    (tmp_path / "platforms/__init__.py").write_text((tmp_path / "platforms.py").read_text())
+    (tmp_path / "platforms.py").unlink()
+    assert missing([tmp_path]) is None
+
+
+def run(code: str, *args: str, **variables: str) -> tuple[Any, str]:
+    """(the JSON that `code` prints last, its stderr)."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@needs_vllm
+def test_the_installed_vllm_has_no_obstacle_and_is_not_imported_to_see_it() -> None:
+    code = (
+        "import json, sys\nfrom vllm_fl.integration.compat import obstacle\n"
+        "print(json.dumps([obstacle(), 'vllm' in sys.modules]))"
+    )
+    assert run(code)[0] == [None, False]
+
+
+DOORS = """
+import json
+from vllm_fl.integration.entry import general_plugin, platform_plugin
+path = platform_plugin()
+general_plugin()
+from vllm.model_executor.custom_op import op_registry_oot
+print(json.dumps([path, sorted(op_registry_oot)]))
+"""
+
+
+@needs_vllm
+def test_a_vllm_that_lacks_what_we_override_is_stock_with_one_line(tmp_path: Path) -> None:
+    spec = find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    real = Path(next(iter(spec.submodule_search_locations)))
+    copy = tmp_path / "vllm"
+    # The installed one, but for a single file in which one method goes by another name.
+    for folder in (Path("v1/worker"), Path("v1"), Path()):
+        (copy / folder).mkdir(parents=True, exist_ok=True)
+        for entry in (real / folder).iterdir():
+            if not (copy / folder / entry.name).exists():
+                (copy / folder / entry.name).symlink_to(entry)
+    changed = copy / "v1/worker/worker_base.py"
+    source = changed.read_text()
+    changed.unlink()
+    changed.write_text(source.replace("def load_model(", "def load_weights("))
+
+    answer, log = run(DOORS, PYTHONPATH=str(tmp_path))
+    assert answer == [None, []]
+    lines = [line for line in log.splitlines() if "vllm-fl steps aside" in line]
+    assert len(lines) == 1
+    assert "vLLM runs as stock: vLLM " in lines[0]
+    assert "has no vllm.v1.worker.worker_base.WorkerBase.load_model" in lines[0]
+
+
+FACTORS = """
+import json, os
+from vllm_fl.integration.compat import hide_our_variables
+import vllm.envs
+hide_our_variables()
+ours = [name for name in os.environ if name.startswith("VLLM_FL_")]
+unknown = [name for name in ours if name not in vllm.envs.environment_variables]
+print(json.dumps([len(ours), unknown, vllm.envs.compile_factors()], default=str))
+"""
+
+
+@needs_vllm
+def test_our_variables_are_known_to_vllm_and_leave_its_compile_key_alone() -> None:
+    none = {name: value for name, value in os.environ.items() if name.startswith("VLLM_FL_")}
+    assert not none, "the caller's own settings would hide what is tested"
+    unset, _ = run(FACTORS)
+    settings = {"VLLM_FL_PREFER": "vendor", "VLLM_FL_PER_OP": "rms_norm=vendor"}
+    some, _ = run(FACTORS, **settings)
+    assert some[:2] == [2, []]
+    assert some[2] == unset[2]
+    unheard_of, _ = run(FACTORS, VLLM_FL_PREFFER="vendor")  # stepping aside reads no settings
+    assert unheard_of[:2] == [1, []]
