@@ -56,6 +56,7 @@ print(json.dumps({
     "reset": refused(reset_global_policy),
     "clear": refused(manager.clear_failed_impls),
     "config": first.llm_engine.vllm_config.additional_config,
+    "keys": [llm.llm_engine.vllm_config.compute_hash() for llm in (first, second)],
 }))
 """
 
@@ -82,4 +83,6 @@ def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
     assert told["answers"][0] == told["answers"][2]
     for change in ("set", "reset", "clear"):
         assert "sealed plan" in told[change]
+    # vLLM names its compile cache's folder after this hash: two plans, two folders.
+    assert told["keys"][0] != told["keys"][1]
     assert told["config"] == {"mine": 1, "vllm_fl": {"plan": told["digests"][0]}}

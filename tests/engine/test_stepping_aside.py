@@ -34,13 +34,14 @@ with set_current_vllm_config(config):
     layers = [SiluAndMul(), GeluAndMul(), RMSNorm(64), get_rope(64, 128, True, rope)]
     forwards = [layer._forward_method.__func__.__qualname__ for layer in layers]
 priority = config.kernel_config.ir_op_priority
+norms = ("rms_norm", "fused_add_rms_norm")
 print(json.dumps({
     "platform": [path(base) for base in type(current_platform).__mro__],
     "enum": current_platform._enum.name,
     "layers": [path(type(layer)) for layer in layers],
     "forwards": forwards,
-    "priorities": {op: getattr(priority, op) for op in ("rms_norm", "fused_add_rms_norm")},
-    "providers": {op: sorted(getattr(ir.ops, op).impls) for op in ("rms_norm", "fused_add_rms_norm")},
+    "priorities": {op: getattr(priority, op) for op in norms},
+    "providers": {op: sorted(getattr(ir.ops, op).impls) for op in norms},
     "custom_ops": config.compilation_config.custom_ops,
     "worker": config.parallel_config.worker_cls,
     "extra": config.additional_config,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.testing import CHECKS, OpConformance
 from vllm_fl.testing.exceptions import read_xfails
 
 pytest_plugins = ["pytester"]
+
+Run = Callable[..., pytest.RunResult]
 
 PLUGIN = """
 from vllm_fl import BackendImplKind, OpImpl
@@ -37,8 +41,8 @@ WRONG = '[[xfail]]\nop = "silu_and_mul"\nreason = "twice too large"\n'
 
 
 @pytest.fixture
-def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Run the kit on a toy backend, in a process of its own."""
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Run the kit on a toy backend."""
 
     def run(
         xfails: str = "", *args: str, mistake: str = "", available: str = "True"
@@ -48,13 +52,16 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):  # type: ig
         )
         (pytester.path / "xfails.toml").write_text(xfails)
         monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "toy_plugin")
-        monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
-        return pytester.runpytest_subprocess("-q", "-rs", "-p", "no:cacheprovider", *args)
+        monkeypatch.syspath_prepend(pytester.path)
+        reset_default_manager()
+        return pytester.runpytest_inprocess("-q", "-rs", "-p", "no:cacheprovider", *args)
 
-    return run
+    yield run
+    monkeypatch.undo()
+    reset_default_manager()
 
 
-def test_a_sound_backend_passes_in_every_check(run) -> None:  # type: ignore[no-untyped-def]
+def test_a_sound_backend_passes_in_every_check(run: Run) -> None:
     result = run()
     assert result.ret == 0
     outcomes = result.parseoutcomes()
@@ -62,7 +69,7 @@ def test_a_sound_backend_passes_in_every_check(run) -> None:  # type: ignore[no-
     assert outcomes["skipped"] == 3 + 1  # opcheck of a traceable op, and the engine
 
 
-def test_what_is_excepted_fails_as_it_should(run) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_excepted_fails_as_it_should(run: Run) -> None:
     result = run(WRONG, "-k", "values or exceptions", mistake=" * 2")
     outcomes = result.parseoutcomes()
     assert outcomes["xfailed"] > 30
@@ -70,25 +77,25 @@ def test_what_is_excepted_fails_as_it_should(run) -> None:  # type: ignore[no-un
     result.stdout.fnmatch_lines(["*xfails.toml excepts silu_and_mul / values: remove it*"])
 
 
-def test_an_exception_that_is_none_any_more_fails(run) -> None:  # type: ignore[no-untyped-def]
+def test_an_exception_that_is_none_any_more_fails(run: Run) -> None:
     result = run(WRONG + 'sample = "1 token"\ndtype = "float16"\n', "-k", "values")
     assert result.parseoutcomes()["failed"] == 1
     result.stdout.fnmatch_lines(["*passes or is refused, but xfails.toml excepts*remove it*"])
 
 
-def test_an_exception_that_names_no_test_fails(run) -> None:  # type: ignore[no-untyped-def]
+def test_an_exception_that_names_no_test_fails(run: Run) -> None:
     result = run(WRONG + 'sample = "1 tokn"\n', "-k", "exceptions")
     assert result.parseoutcomes()["failed"] == 1
     result.stdout.fnmatch_lines(["*name no test: silu_and_mul / values / 1 tokn*"])
 
 
-def test_what_would_end_the_process_is_not_run(run) -> None:  # type: ignore[no-untyped-def]
+def test_what_would_end_the_process_is_not_run(run: Run) -> None:
     result = run(WRONG + "run = false\n", "-k", "values", mistake=" * exit(3)")
     outcomes = result.parseoutcomes()
     assert set(outcomes) == {"xfailed", "deselected"}
 
 
-def test_an_unavailable_backend_is_skipped_with_its_reason(run) -> None:  # type: ignore[no-untyped-def]
+def test_an_unavailable_backend_is_skipped_with_its_reason(run: Run) -> None:
     result = run(available="'no toy device'")
     assert result.ret == 0
     assert set(result.parseoutcomes()) == {"skipped"}

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
-from ..dispatch.items import ITEMS
+from ..dispatch.items import VARIABLES
 
 __all__ = [
     "FORMER_LAYERS",
@@ -174,7 +174,6 @@ def hide_our_variables() -> None:
     import vllm.envs
 
     table = getattr(vllm.envs, "environment_variables", {})  # a vLLM out of range may lack it
-    known = {item.variable for item in ITEMS.values()}
-    for name in sorted(known | set(os.environ)):
+    for name in sorted({*VARIABLES, *os.environ}):
         if name.startswith("VLLM_FL_"):
             table.setdefault(name, lambda: None)

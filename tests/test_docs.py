@@ -1,0 +1,344 @@
+"""The documentation and the code say the same: nothing undocumented, nothing documented in vain."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib
+import inspect
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import envs
+
+ROOT = envs.ROOT
+SOURCES = ROOT / "packages" / "vllm-fl-core" / "src"
+sys.path.insert(0, str(SOURCES))  # core imports no torch, so that it can be read as it lies there
+
+import vllm_fl  # noqa: E402
+from vllm_fl import dispatch, errors, hookspecs  # noqa: E402
+from vllm_fl.dispatch.config import load_settings  # noqa: E402
+from vllm_fl.dispatch.contracts import contracts  # noqa: E402
+from vllm_fl.dispatch.items import (  # noqa: E402
+    APPEND,
+    CONFIG,
+    FILE_KEYS,
+    ITEMS,
+    OP_CONFIG,
+    PER_OP,
+    VARIABLES,
+)
+from vllm_fl.dispatch.policy import DEFAULT_ORDERS  # noqa: E402
+
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+EVERY_PAGE = [
+    *PAGES,
+    *sorted(ROOT.glob("packages/*/README.md")),
+    *sorted(ROOT.glob("examples/*/README.md")),
+]
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def section(text: str, title: str) -> str:
+    """What stands under the heading `## title`."""
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    assert found, f"there is no section {title!r}"
+    return found[1]
+
+
+def headings(text: str) -> list[str]:
+    """The code in headings of the third level: ### `name`."""
+    return re.findall(r"^### `([^`]+)`", text, re.M)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """The cells of each row of the tables whose first cell is code."""
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def code(cell: str) -> str:
+    return cell.strip("`").replace(r"\|", "|")
+
+
+class _Word:
+    """An annotation as its source has it."""
+
+    def __init__(self, text: object) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return str(self.text)
+
+
+def signature(value: Callable[..., Any]) -> str:
+    """The literal signature, with `...` for a default that is no literal."""
+    found = inspect.signature(value)
+    parameters = []
+    for p in found.parameters.values():
+        if p.annotation is not p.empty:
+            p = p.replace(annotation=_Word(p.annotation))
+        if p.default is not p.empty and len(repr(p.default)) > 20 or repr(p.default) == "<factory>":
+            p = p.replace(default=_Word("..."))
+        parameters.append(p)
+    returns = found.return_annotation
+    if inspect.isclass(value):
+        returns = found.empty
+    elif returns is not found.empty:
+        returns = _Word(returns)
+    return str(found.replace(parameters=parameters, return_annotation=returns))
+
+
+def public(value: type) -> dict[str, Any]:
+    """The public methods and properties that a class states itself."""
+    return {
+        name: member
+        for name, member in vars(value).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(member) or isinstance(member, property | classmethod))
+    }
+
+
+def one_line(text: str) -> str:
+    """Without what only lays a signature out: line breaks, and the comma before a bracket."""
+    text = re.sub(r"\s+", " ", text)
+    return re.sub(r",? ([)\]])", r"\1", re.sub(r"([(\[]) ", r"\1", text))
+
+
+def written_signatures(text: str) -> set[str]:
+    """Every `name(...)` in the Python blocks of an API reference."""
+    found = set()
+    for block in blocks(text, "python"):
+        for part in re.split(r"\n(?=\S)(?![)\]])", block.strip()):
+            found.add(one_line(part))
+    return found
+
+
+def expected_signatures(module: Any) -> set[str]:
+    """What the API reference of a module has to hold."""
+    wanted = set()
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, type) and issubclass(value, enum.Enum):
+            wanted |= {f"{name}.{member.name} = {member.value!r}" for member in value}
+        elif callable(value) and not isinstance(value, hookspecs.pluggy.HookimplMarker):
+            wanted.add(f"{name}{signature(value)}")
+        else:
+            wanted.add(name)
+        if name in ("OpManager", "OpRegistry"):
+            for method, member in public(value).items():
+                if isinstance(member, property):
+                    kind = member.fget.__annotations__["return"]
+                    wanted.add(f"{name}.{method}: {kind}")
+                else:
+                    wanted.add(f"{name}.{method}{signature(member)}")
+    return wanted
+
+
+@pytest.mark.parametrize(
+    ("file", "module"), [("dispatch.md", dispatch), ("plugins.md", vllm_fl)], ids=lambda v: str(v)
+)
+def test_every_public_name_is_documented_with_its_signature(file: str, module: Any) -> None:
+    assert written_signatures(section(page(file), "API reference")) == expected_signatures(module)
+
+
+def test_every_hook_is_documented_with_its_signature() -> None:
+    text = section(page("plugins.md"), "Hooks")
+    hooks = {
+        name
+        for name, value in vars(hookspecs).items()
+        if getattr(value, f"{hookspecs.PROJECT}_spec", None)
+    }
+    assert set(headings(text)) == hooks
+    wanted = {f"{name}{signature(getattr(hookspecs, name))}" for name in hooks}
+    assert wanted <= {one_line(code(c)) for c in re.findall(r"`[^`\n]+`", text)}
+
+
+def test_every_contract_is_documented_with_its_signature() -> None:
+    text = section(page("dispatch.md"), "Contracts")
+    assert set(headings(text)) == {*contracts(), "attention_backend"}
+    wanted = {f"{name}{signature(spec.oracle)}" for name, spec in contracts().items()}
+    assert written_signatures(text) == wanted
+
+
+def test_every_error_is_documented_with_its_fields() -> None:
+    table = {code(r[0]): r[1] for r in rows(section(page("dispatch.md"), "Errors"))}
+    assert set(table) == set(errors.__all__)
+    for name, fields in table.items():
+        documented = inspect.getdoc(getattr(errors, name)) or ""
+        told = re.findall(r"^    (\w+): ", documented, re.M)
+        assert re.findall(r"`(\w+)`", fields) == told, name
+
+
+def test_every_variable_is_documented_with_its_key_and_default() -> None:
+    table = {
+        code(variable): (code(key), code(default), in_file)
+        for variable, key, default, in_file, _ in rows(section(page("settings.md"), "Reference"))
+    }
+    items = {item.variable: item for item in ITEMS.values()}
+    assert set(table) == set(VARIABLES)
+    for variable, item in items.items():
+        default = {None: "–", (): "–", True: "true", False: "false"}.get(item.default, item.default)
+        assert table[variable] == (item.key, default, "yes" if item.in_file else "no"), variable
+    for variable in (PER_OP, OP_CONFIG):
+        assert table[variable][0] == "op_backends"
+    assert table[APPEND][0] == "flagos_blacklist"
+
+
+def test_every_key_of_a_file_is_documented() -> None:
+    told = {code(r[0]) for r in rows(section(page("settings.md"), "Files"))}
+    assert told == set(FILE_KEYS)
+
+
+def test_tokens_and_orders_are_the_codes() -> None:
+    text = page("settings.md")
+    orders = {code(r[0]): re.findall(r"`(\w+)`", r[1]) for r in rows(section(text, "Orders"))}
+    assert orders == {kind: list(order) for kind, order in DEFAULT_ORDERS.items()}
+    tokens = {code(r[0]) for r in rows(section(text, "Tokens"))}
+    assert tokens == {"flagos", "vendor", "vendor:NAME", "reference", "impl:ID", "stock"}
+
+
+def test_every_verb_is_documented() -> None:
+    verbs = {f.stem for f in (SOURCES / "vllm_fl" / "cli").glob("[!_]*.py")}
+    told = headings(page("cli.md"))
+    assert {h.split()[1] for h in told} == verbs
+    readme = (ROOT / "README.md").read_text()
+    for verb in re.findall(r"vllm-fl (\w+)", "\n".join(blocks(readme, "sh"))):
+        assert verb in verbs
+
+
+def test_no_page_speaks_of_a_verb_or_variable_that_is_not_there() -> None:
+    verbs = {f.stem for f in (SOURCES / "vllm_fl" / "cli").glob("[!_]*.py")}
+    for path in EVERY_PAGE:
+        text = path.read_text()
+        commands = re.findall(r"`vllm-fl (\w+)[^`\n]*`", text)
+        commands += re.findall(r"^(?:\$ )?vllm-fl (\w+)", text, re.M)
+        assert set(commands) <= verbs, path
+        if path.name != "migration.md":  # it names variables of the other system, too
+            assert set(re.findall(r"\bVLLM_FL_[A-Z_]*[A-Z]\b", text)) <= set(VARIABLES), path
+
+
+def test_the_conformance_kit_is_documented() -> None:
+    folder = SOURCES / "vllm_fl" / "testing"
+    text = section(page("plugins.md"), "Conformance kit")
+    assert {code(r[0]) for r in rows(text) if r[0].startswith("`test_")} == {
+        *(f"test_{name}" for name in _keys_of(folder / "cases.py", "CHECKS")),
+        "test_exceptions",
+    }
+    for name in _strings_of(folder / "__init__.py", "__all__"):
+        assert f"`{name}" in text, name
+
+
+def _assigned(path: Path, name: str) -> ast.expr:
+    for node in ast.parse(path.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+            value: ast.expr = node.value  # type: ignore[union-attr]
+            return value
+    raise AssertionError(f"{path} assigns no {name}")
+
+
+def _keys_of(path: Path, name: str) -> list[str]:
+    value = _assigned(path, name)
+    assert isinstance(value, ast.Dict)
+    return [key.value for key in value.keys if isinstance(key, ast.Constant)]
+
+
+def _strings_of(path: Path, name: str) -> list[str]:
+    found: list[str] = ast.literal_eval(_assigned(path, name))
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(blocks(page("settings.md"), "yaml"))))
+def test_every_yaml_example_loads(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "fl.yaml"
+    path.write_text(blocks(page("settings.md"), "yaml")[number])
+    settings = load_settings({CONFIG: str(path)})
+    assert any(s.origin.startswith(str(path)) for s in settings.values())
+    assert settings.warnings == ()
+
+
+@pytest.mark.parametrize("number", range(len(blocks(page("settings.md"), "sh"))))
+def test_every_shell_example_loads(number: int, tmp_path: Path) -> None:
+    text = page("settings.md")
+    config, orders = tmp_path / "fl.yaml", tmp_path / "ops.json"
+    config.write_text(blocks(text, "yaml")[0])
+    orders.write_text(blocks(text, "json")[0])
+    env: dict[str, str] = {}
+    for line in blocks(text, "sh")[number].splitlines():
+        words = shlex.split(line, comments=True)
+        if not words or words[0] != "export":
+            continue
+        name, equals, value = words[1].partition("=")
+        assert equals and len(words) == 2, line
+        files = {CONFIG: config, OP_CONFIG: orders}
+        env[name] = str(files.get(name, value))
+    assert env
+    assert set(env) <= set(VARIABLES)
+    settings = load_settings(env, platform="cuda")
+    told = {s.variable for s in settings.values() if "environment" in s.origin}
+    if CONFIG not in env:
+        assert set(env) <= told | {PER_OP, OP_CONFIG, APPEND}
+        assert settings.warnings == ()
+
+
+def test_every_json_example_loads() -> None:
+    for block in blocks(page("settings.md"), "json"):
+        json.loads(block)
+
+
+def _anchors(text: str) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_internal_links_resolve(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), f"{path.name}: {target}"
+        if anchor:
+            assert anchor in _anchors(linked.read_text()), f"{path.name}: {target}"
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert not [p.name for p in PAGES if p.parent.name == "docs" and f"docs/{p.name}" not in readme]
+
+
+def test_each_contradiction_of_the_other_system_has_a_test() -> None:
+    numbers = [int(r[0].strip("`")) for r in rows(section(page("migration.md"), "Contradictions"))]
+    assert numbers == list(range(1, 15))
+    tests = (ROOT / "packages/vllm-fl-core/tests/test_contradictions.py").read_text()
+    assert sorted(map(int, re.findall(r"^def test_(\d\d)_", tests, re.M))) == numbers
+
+
+def test_modules_named_in_the_pages_exist() -> None:
+    for path in PAGES:
+        for name in set(re.findall(r"`(vllm_fl(?:\.[a-z_]+)+)`", path.read_text())):
+            head, _, last = name.rpartition(".")
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                if error.name is not None and error.name.startswith("vllm_fl"):
+                    assert hasattr(importlib.import_module(head), last), name
