@@ -121,9 +121,11 @@ def one_line(text: str) -> str:
 
 
 def written_signatures(text: str) -> set[str]:
-    """Every `name(...)` in the Python blocks of an API reference."""
+    """Every signature in the Python blocks of a reference; a block with an import is an example."""
     found = set()
     for block in blocks(text, "python"):
+        if "import " in block:
+            continue
         for part in re.split(r"\n(?=\S)(?![)\]])", block.strip()):
             found.add(one_line(part))
     return found

@@ -114,10 +114,10 @@ def test_one_that_refuses_an_edge_only_passes() -> None:
 def test_a_slow_one_is_named_while_it_runs_and_out_after(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(preflight, "SLOW", 0.2)
+    monkeypatch.setattr(preflight, "SLOW", 1.0)
 
     def slow(x: Tensor) -> Tensor:
-        time.sleep(0.5)
+        time.sleep(1.5)
         return sound(x)
 
     with caplog.at_level(logging.WARNING, "vllm_fl"):
@@ -127,13 +127,13 @@ def test_a_slow_one_is_named_while_it_runs_and_out_after(
 
 
 def test_one_that_is_slow_once_while_it_compiles_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "SLOW", 0.2)
+    monkeypatch.setattr(preflight, "SLOW", 1.0)
     compiled = []
 
     def compiles(x: Tensor) -> Tensor:
         if not compiled:
             compiled.append(True)
-            time.sleep(0.5)
+            time.sleep(1.5)
         return sound(x)
 
     assert fault_of(compiles) is None

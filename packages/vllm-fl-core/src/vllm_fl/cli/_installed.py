@@ -16,10 +16,10 @@ IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton", "flag_gems")
 
 FLAG_GEMS = "5.0.2"
 FLAG_GEMS_LINES = (
-    f"pip install --no-deps flag-gems=={FLAG_GEMS} && "
-    'pip install packaging pyyaml "sqlalchemy>=2.0.48,<2.1"'
+    'pip install "vllm-fl-flaggems[beside-vllm]" && '
+    f"pip install --no-deps flag-gems=={FLAG_GEMS}"
 )
-"""FlagGems pins a numpy and others that no vLLM accepts: here its dependencies follow."""
+"""FlagGems pins a numpy that no vLLM accepts: the extra brings what it needs, without the pins."""
 
 
 def entry_point() -> Iterator[Finding]:
