@@ -147,7 +147,8 @@ def tests_ascend(session: nox.Session) -> None:
 def isolation(session: nox.Session) -> None:
     """Install core alone, with one, all and broken plugins, and look at what the user sees."""
     with_vllm(session)  # made here, so that a first run's minutes do not count in a test
-    tests = ["tests/isolation", "tests/test_import.py", "tests/test_repository.py"]
+    tests = ["tests/isolation"]
+    tests += [f"tests/test_{name}.py" for name in ("docs", "import", "repository")]
     pytest(session, over(session, envs.light()), *tests)
 
 

