@@ -16,8 +16,7 @@ IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton", "flag_gems")
 
 FLAG_GEMS = "5.0.2"
 FLAG_GEMS_LINES = (
-    'pip install "vllm-fl-flaggems[beside-vllm]" && '
-    f"pip install --no-deps flag-gems=={FLAG_GEMS}"
+    f'pip install "vllm-fl-flaggems[beside-vllm]" && pip install --no-deps flag-gems=={FLAG_GEMS}'
 )
 """FlagGems pins a numpy that no vLLM accepts: the extra brings what it needs, without the pins."""
 

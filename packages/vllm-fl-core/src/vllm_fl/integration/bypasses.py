@@ -12,8 +12,8 @@ __all__ = ["BYPASSES"]
 
 _MOE = "MoE experts: vLLM's fused_moe calls its own kernels, the activation included"
 _HW_AGNOSTIC = (
-    "the Transformers backend under VLLM_USE_HW_AGNOSTIC=1 (vLLM 0.28 on): its layers have a registry "
-    "of their own"
+    "the Transformers backend under VLLM_USE_HW_AGNOSTIC=1 (vLLM 0.28 on): its layers have a "
+    "registry of their own"
 )
 _FUSED_ACTIVATION = (
     "quantised models: vLLM's passes and kernels that fuse activation and quantisation take both"
