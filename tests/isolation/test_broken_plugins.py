@@ -92,6 +92,38 @@ def test_a_broken_plugin_that_is_left_out_is_no_finding(install: Install) -> Non
     assert plugins["fl-sound"]["status"] == "ok"
 
 
+@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.parametrize(
+    ("only", "sound", "broken"),
+    [
+        (None, "ok", "failed"),
+        ("", "disabled", "disabled"),
+        ("fl-sound", "ok", "disabled"),
+        ("FL_Broken.Import", "disabled", "failed"),
+        ("fl-sound,fl-broken-import", "ok", "failed"),
+    ],
+)
+def test_narrowing_and_strictness(
+    install: Install, only: str | None, sound: str, broken: str, strict: str
+) -> None:
+    """What VLLM_FL_PLUGINS leaves out cannot fail; what it loads fails the start when strict."""
+    installed = install("fl-sound", "fl-broken-import")
+    variables = {"VLLM_FL_STRICT_PLUGINS": strict}
+    if only is not None:
+        variables["VLLM_FL_PLUGINS"] = only
+    if broken == "failed" and strict == "1":
+        done = installed.command("ops", **variables)
+        assert done.returncode == 1
+        assert done.stderr.count("libacme.so.3: cannot open shared object file") == 1
+        assert "VLLM_FL_STRICT_PLUGINS=1 makes this an error" in done.stderr
+        return
+    plugins = installed.plugins(status=int(broken == "failed"), **variables)
+    assert {name: plugin["status"] for name, plugin in plugins.items()} == {
+        "fl-sound": sound,
+        "fl-broken-import": broken,
+    }
+
+
 def test_two_distributions_with_one_implementation_id(install: Install) -> None:
     installed = install("fl-twin-a", "fl-twin-b", "fl-sound")
     plugins = installed.plugins(status=1)
