@@ -186,12 +186,14 @@ class Chain:
         return tuple(p.name for p in self.parameters or ())
 
 
-def call_guard(chain: Chain) -> Callable[..., Any]:
-    """The op as a plain function of the contract's parameters.
+def call_guard(chain: Chain, *, bare: bool = False) -> Callable[..., Any]:
+    """The op as a plain function of the contract's parameters: the implementation and one `try`.
 
-    Strict and unguarded by `supports`, it is the implementation and one `try`.
+    Args:
+        chain: the candidates.
+        bare: nothing around the first candidate, for code that a compiler traces.
     """
-    return _compile(chain, provided=None)
+    return _compile(chain, provided=None, bare=bare)
 
 
 def method_guard(chain: Chain, *, bare: bool = False) -> Callable[..., Any]:
@@ -201,7 +203,7 @@ def method_guard(chain: Chain, *, bare: bool = False) -> Callable[..., Any]:
 
     Args:
         chain: the candidates.
-        bare: nothing around the first candidate, for code that a compiler traces.
+        bare: as for `call_guard`.
     """
     return _compile(chain, provided=chain.spec.from_layer if chain.spec else {}, bare=bare)
 

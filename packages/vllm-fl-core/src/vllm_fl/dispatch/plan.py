@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .attention import ATTENTION
 from .contracts import contracts
-from .guard import Chain, method_guard
+from .guard import Chain, call_guard, method_guard
 from .logs import get_logger
 from .policy import Mode
 from .resolver import Stock, Trace, describe
@@ -107,7 +107,7 @@ class Plan:
     fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
     demotions: dict[tuple[str, str], str] = field(default_factory=dict)
     kept_layers: frozenset[str] = frozenset()
-    _methods: dict[tuple[str, frozenset[str]], Callable[..., Any]] = field(
+    _bound: dict[tuple[str, frozenset[str]], tuple[Callable[..., Any], bool]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -140,15 +140,21 @@ class Plan:
         self, op: str, layer: object, grants: frozenset[str], *, last: OpImpl | None = None
     ) -> Callable[..., Any]:
         """`op` as a method of `layer`: what the layer calls at every step."""
-        method = self._methods.get((op, grants))
-        if method is None:
-            method = self._methods[op, grants] = self._method(self.chain(op, grants, last=last))
-        return MethodType(method, layer)
+        bound = self._bound.get((op, grants))
+        if bound is None:
+            chain = self.chain(op, grants, last=last)
+            asks_layer = bool(chain.spec and chain.spec.from_layer)
+            asks_layer |= any(impl.needs_layer for impl in chain.impls)
+            bound = self._bound[op, grants] = (self._guard(chain, asks_layer), asks_layer)
+        function, asks_layer = bound
+        # A layer that provides nothing is not handed over: an argument less at every call.
+        return MethodType(function, layer) if asks_layer else function
 
-    def _method(self, chain: Chain) -> Callable[..., Any]:
+    def _guard(self, chain: Chain, asks_layer: bool) -> Callable[..., Any]:
         op, first = chain.op, chain.impls[0]
+        guard = method_guard if asks_layer else call_guard
         if self.mode == "eager":
-            return self.counting(method_guard(chain), op, first.impl_id)
+            return self.counting(guard(chain), op, first.impl_id)
         from .opaque import is_opaque, opaque_op
 
         if is_opaque(first):
@@ -157,7 +163,7 @@ class Plan:
             counting = self.counting(first.fn, op, first.impl_id)
             first = dataclasses.replace(first, fn=counting)
         # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
-        return method_guard(dataclasses.replace(chain, impls=(first,)), bare=True)
+        return guard(dataclasses.replace(chain, impls=(first,)), bare=True)
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
         """`bound`, counted where the user asked for it: its calls, or its tracings when compiled.
