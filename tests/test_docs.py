@@ -141,7 +141,7 @@ def expected_signatures(module: Any) -> set[str]:
     for name in module.__all__:
         value = getattr(module, name)
         if isinstance(value, type) and issubclass(value, enum.Enum):
-            wanted |= {f"{name}.{member.name} = {member.value!r}" for member in value}
+            wanted |= {f"{name}.{member.name} = {json.dumps(member.value)}" for member in value}
         elif callable(value) and not isinstance(value, hookspecs.pluggy.HookimplMarker):
             wanted.add(f"{name}{signature(value)}")
         else:
