@@ -6,14 +6,13 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import PlatformEnum
 
+# At shutdown vLLM empties the accelerator's caches on every platform but its own CPU's, in each of
+# its processes; there are none here.
+torch.accelerator.empty_cache = lambda: None
+torch.accelerator.empty_host_cache = lambda: None
+
 
 class OotCpuPlatform(CpuPlatform):
     _enum = PlatformEnum.OOT
     # vLLM builds torch.device(f"{device_name}:{index}") from it.
     device_name = "cpu"
-
-    @classmethod
-    def check_and_update_config(cls, vllm_config) -> None:
-        super().check_and_update_config(vllm_config)
-        # At shutdown vLLM empties the accelerator's cache on every platform but its own CPU's.
-        torch.accelerator.empty_cache = lambda: None
