@@ -9,7 +9,7 @@ import enum
 import inspect
 import keyword
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -278,12 +278,6 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | Non
         return tuple(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         return None
-
-
-def unknown_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """The members of `names` that are not in `known`, in order."""
-    allowed = set(known)
-    return [name for name in names if name not in allowed]
 
 
 def availability_of(impl: OpImpl | AttentionImpl) -> Availability:
