@@ -144,7 +144,7 @@ def running(name: str, mode: str, model: Path, folder: Path) -> Iterator[Engine]
         )
     engine = Engine(f"{mode} {name}", process, log)
     try:
-        engine.ready = {**engine.answer(START_TIMEOUT), "memory_mib": memory_of(process.pid)}
+        engine.ready = engine.answer(START_TIMEOUT)
         print(f"{engine.name}: ready in {engine.ready['seconds']:.0f} s", flush=True)
         yield engine
     finally:
@@ -185,6 +185,7 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
             "engines": {
                 name: {
                     "ready": engines[name].ready,
+                    "memory_mib": memory_of(engines[name].process.pid),  # after all workloads
                     "tokens_per_second": speeds[name],
                     "of_stock": {w: ratios(speeds, name, w) for w in WORKLOADS},
                 }
@@ -217,8 +218,7 @@ def table(result: dict[str, Any]) -> str:
             bar = f"≥ {bars[workload]}" if workload in bars else ""
             speed = statistics.median(found)
             lines.append(f"{result['mode']:9}{name:18}{workload:10}{speed:>10.1f}  {share:26}{bar}")
-        ready = engine["ready"]
-        lines.append(f"  {ready['kv_blocks']} KV blocks, {ready['memory_mib']} MiB")
+        lines.append(f"  {engine['ready']['kv_blocks']} KV blocks, {engine['memory_mib']} MiB")
     return "\n".join(lines)
 
 

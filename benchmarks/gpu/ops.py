@@ -104,11 +104,14 @@ def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
 
         if op == "silu_and_mul":
             (x,) = args
-            gate, up = x.chunk(2, dim=-1)
-            return lambda: flag_gems.silu_and_mul_out(gate, up, torch.empty_like(gate))
+            half = x.shape[-1] // 2
+            return lambda: flag_gems.silu_and_mul_out(
+                x[..., :half], x[..., half:], x.new_empty((len(x), half))
+            )
         if op == "gelu_and_mul":
-            gate, up = args[0].chunk(2, dim=-1)
-            return lambda: flag_gems.gelu_and_mul(gate, up, args[1])
+            x, approximate = args
+            half = x.shape[-1] // 2
+            return lambda: flag_gems.gelu_and_mul(x[..., :half], x[..., half:], approximate)
         if op == "rms_norm":
             x, residual, weight, epsilon = args
             if residual is None:

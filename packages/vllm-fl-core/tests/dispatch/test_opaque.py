@@ -187,6 +187,114 @@ def test_what_consumes_gets_copies() -> None:
     assert x.eq(1).all() and residual.eq(1).all()
 
 
+BOTH = frozenset({"x", "residual"})
+
+
+def adding(write: Any) -> OpImpl:
+    """An rms_norm that gives (x + residual, x - residual) back, as `write` says."""
+
+    def rms_norm(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> Any:
+        if residual is None:
+            return x * 2
+        return write(x, residual, x + residual, x - residual)
+
+    vendor = ("vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme")
+    return OpImpl("rms_norm", *vendor, consumes=BOTH)
+
+
+def written(plan: Plan, grants: frozenset[str] = BOTH) -> Any:
+    return opaque_op(plan.chain("rms_norm", grants), plan).fn
+
+
+def in_both(x: Any, residual: Any, one: Any, other: Any) -> Any:
+    return x.copy_(one), residual.copy_(other)
+
+
+WRITES = {
+    "in place": in_both,
+    "views of both": lambda *a: tuple(part.view_as(part) for part in in_both(*a)),
+    "fresh": lambda x, residual, one, other: (one, other),
+    "fresh, over ruins": lambda x, residual, one, other: (
+        (x.fill_(9), residual.fill_(9)) and (one, other)
+    ),
+    "crosswise": lambda x, residual, one, other: in_both(x, residual, other, one)[::-1],
+    "both in one": lambda x, residual, one, other: (x.copy_(one), other),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_granted_arguments_hold_the_results(write: Any) -> None:
+    fn = written(planned(adding(write)))
+    x, residual = torch.randn(3, 4), torch.randn(3, 4)
+    one, other = x + residual, x - residual
+    got = fn(x, residual, None, 1e-6, None)
+    assert got[0] is x and got[1] is residual
+    assert torch.equal(x, one) and torch.equal(residual, other)
+    kept = x.clone()
+    assert torch.equal(fn(x, None, None, 1e-6, None), kept * 2) and torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("grants", [frozenset(), frozenset({"x"})])
+def test_what_is_not_granted_stays(grants: frozenset[str]) -> None:
+    x, residual = torch.ones(3, 4), torch.ones(3, 4)
+    got = written(planned(adding(in_both)), grants)(x, residual, None, 1e-6, None)
+    assert got[0].eq(2).all() and got[1].eq(0).all()
+    assert x.eq(1).all() and residual.eq(1).all()
+
+
+def test_a_later_candidate_fills_the_granted_arguments_too() -> None:
+    def nothing(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> bool | str:
+        return "not today"
+
+    first = dataclasses.replace(
+        adding(in_both), impl_id="vendor.first", vendor="first", supports=nothing
+    )
+    plan = planned(
+        first,
+        dataclasses.replace(adding(WRITES["fresh"]), impl_id="vendor.second", vendor="second"),
+    )
+    x, residual = torch.ones(3, 4), torch.ones(3, 4)
+    got = written(plan)(x, residual, None, 1e-6, None)
+    assert got[0] is x and x.eq(2).all() and residual.eq(0).all()
+    assert plan.fallbacks == {("rms_norm", "vendor.second"): 1}
+
+
+def test_opcheck_of_the_form_that_mutates() -> None:
+    scope = written(planned(adding(in_both))).__globals__
+    operators = [op for name, op in scope.items() if name.startswith("_op")]
+    (mutating,) = (op for op in operators if op._schema.is_mutable)
+    args = (torch.randn(3, 4), torch.randn(3, 4), None, 1e-6, None)
+    torch.library.opcheck(mutating, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiler_makes_the_copies_that_are_needed_and_no_more(backend: str) -> None:
+    fn = written(planned(adding(in_both)))
+
+    def kept(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        doubled = x * 2
+        first, second = fn(doubled, residual.clone(), None, 1e-6, None)
+        return first + second, residual
+
+    def strided(qkv: torch.Tensor) -> Any:
+        q, k = qkv.split(4, dim=-1)
+        first, second = fn(q, k, None, 1e-6, None)
+        return first * 1, second * 1
+
+    torch._dynamo.reset()
+    x, residual = torch.randn(3, 4), torch.randn(3, 4)
+    got, untouched = torch.compile(kept, fullgraph=True, backend=backend)(x, residual)
+    assert torch.allclose(got, 4 * x) and torch.equal(untouched, residual)
+    qkv = torch.randn(3, 8)
+    one, other = (qkv[:, :4] + qkv[:, 4:]).clone(), (qkv[:, :4] - qkv[:, 4:]).clone()
+    got = torch.compile(strided, fullgraph=True, backend=backend)(qkv)
+    assert torch.equal(got[0], one) and torch.equal(got[1], other)
+
+
 @pytest.mark.parametrize(
     "alias",
     [

@@ -1,7 +1,8 @@
 """Opaque ops: an implementation that a compiler must take whole, as a torch.library operator.
 
 Dynamo, Inductor and CUDA graphs see one operator with the contract's schema and fake; the chain of
-candidates, their refusals included, runs inside it.
+candidates, their refusals included, runs inside it. An implementation that writes its results over
+arguments which the caller grants becomes an operator that mutates them: no copies are made for it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,72 +49,118 @@ def opaque_op(chain: Chain, plan: Plan) -> OpImpl:
     first = chain.impls[0]
     ids = "|".join(impl.impl_id for impl in chain.impls)
     digest = hashlib.sha256(f"{ids} strict={chain.strict}".encode()).hexdigest()[:8]
-    # Inputs of an operator stay intact unless its schema says otherwise; ours says nothing.
-    guard = plan.counting(
-        call_guard(dataclasses.replace(chain, grants=frozenset())), chain.op, first.impl_id
-    )
-    operators = {
-        variant.name: _operator(spec, variant, f"{_word(first.impl_id)}_{digest}", guard)
-        for variant in spec.variants
-    }
+    suffix = f"{_word(first.impl_id)}_{digest}"
+    branches = []
+    for variant in sorted(spec.variants, key=lambda variant: len(variant.parameters)):
+        written = variant.overwrites
+        if not written or not chain.grants & first.consumes >= set(written):
+            written = ()
+        # Inputs of an operator stay intact unless its schema says otherwise.
+        guarded = call_guard(dataclasses.replace(chain, grants=frozenset(written)))
+        guard = plan.counting(guarded, chain.op, first.impl_id)
+        operator = (_mutating if written else _functional)(spec, variant, suffix, guard)
+        branches.append((variant, written, operator))
     return dataclasses.replace(
-        first, fn=_router(spec, operators), supports=None, consumes=frozenset(), traceable=True
+        first, fn=_router(spec, branches), supports=None, consumes=frozenset(), traceable=True
+    )
+
+
+def _functional(
+    spec: OpSpec, variant: Variant, suffix: str, guard: Callable[..., Any]
+) -> Callable[..., Any]:
+    """An operator that leaves its arguments as they are and returns tensors of its own."""
+    single = variant.returns == 1
+
+    def body(*args: Any) -> Any:
+        result = guard(*args)
+        return _fresh(result[0] if single and isinstance(result, tuple) else result, args)
+
+    def fake(*args: Any) -> Any:
+        result = spec.fake(*args)
+        return result[0] if single and isinstance(result, tuple) else result
+
+    return _operator(spec, variant, variant.schema, suffix, body, fake)
+
+
+def _mutating(
+    spec: OpSpec, variant: Variant, suffix: str, guard: Callable[..., Any]
+) -> Callable[..., Any]:
+    """An operator that leaves its results in the arguments that they overwrite."""
+    targets = [spec.parameters.index(name) for name in variant.overwrites]
+
+    def body(*args: Any) -> None:
+        result = guard(*args)
+        parts = result if isinstance(result, tuple) else (result,)
+        pairs = [(args[at], part) for at, part in zip(targets, parts, strict=False)]
+        # An implementation may find an argument unfit to write to, and a later candidate may write
+        # to none. What must be copied is apart from all arguments before the first one is written.
+        elsewhere = [(to, part) for to, part in pairs if not _is_same(to, part)]
+        for to, part in [(to, _fresh(part, args)) for to, part in elsewhere]:
+            to.copy_(part)
+
+    return _operator(
+        spec, variant, variant.mutating_schema, f"{suffix}_inplace", body, lambda *args: None
     )
 
 
 def _operator(
-    spec: OpSpec, variant: Variant, suffix: str, guard: Callable[..., Any]
+    spec: OpSpec,
+    variant: Variant,
+    schema: str,
+    suffix: str,
+    body: Callable[..., Any],
+    fake: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """One torch.library operator: the schema's arguments in, the contract's call inside."""
+    """One torch.library operator; `body` and `fake` are given the contract's arguments."""
     name = "_".join(filter(None, (spec.name, variant.name, suffix)))
     absent = {
         p.name: None if p.default is p.empty else p.default
         for p in spec.signature.parameters.values()
     }
     fresh = name not in _bodies
-    single = variant.returns == 1
 
     def contract_args(args: tuple[Any, ...]) -> list[Any]:
         # torch leaves out trailing arguments that equal the schema's defaults.
         given = dict(zip(variant.parameters, args, strict=False))
         return [given.get(p, absent[p]) for p in spec.parameters]
 
-    def body(*args: Any) -> Any:
-        result = guard(*contract_args(args))
-        result = result[0] if single and isinstance(result, tuple) else result
-        return _fresh(result, args)
-
     _bodies[name] = body
     if fresh:
-        LIBRARY.define(name + variant.schema)
-
-        def fake(*args: Any) -> Any:
-            result = spec.fake(*contract_args(args))
-            return result[0] if single and isinstance(result, tuple) else result
+        LIBRARY.define(name + schema)
 
         def newest(*args: Any) -> Any:
-            return _bodies[name](*args)
+            return _bodies[name](*contract_args(args))
+
+        def shapes(*args: Any) -> Any:
+            return fake(*contract_args(args))
 
         LIBRARY.impl(name, newest, dispatch_key="CompositeExplicitAutograd")
-        torch.library.register_fake(f"vllm_fl::{name}", fake, lib=LIBRARY)
+        torch.library.register_fake(f"vllm_fl::{name}", shapes, lib=LIBRARY)
     overload: Callable[..., Any] = getattr(torch.ops.vllm_fl, name).default
     return overload
 
 
-def _router(spec: OpSpec, operators: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Choose the operator by which arguments are None, written out so that Dynamo can trace it."""
+def _router(
+    spec: OpSpec, branches: Sequence[tuple[Variant, tuple[str, ...], Callable[..., Any]]]
+) -> Callable[..., Any]:
+    """Choose the operator by which arguments are None, written out so that Dynamo can trace it.
+
+    Args:
+        spec: the contract.
+        branches: (variant, the arguments that hold its results afterwards, its operator), those
+            with the fewest parameters first.
+    """
     scope: dict[str, Any] = {}
     lines = [f"def {spec.name}({', '.join(spec.parameters)}):"]
-    narrowest_first = sorted(spec.variants, key=lambda variant: len(variant.parameters))
-    for number, variant in enumerate(narrowest_first):
-        scope[f"_op{number}"] = operators[variant.name]
+    for number, (variant, written, operator) in enumerate(branches):
+        scope[f"_op{number}"] = operator
         call = f"_op{number}({', '.join(variant.parameters)})"
         left_out = [p for p in spec.parameters if p not in variant.parameters]
-        test = " and ".join(f"{p} is None" for p in left_out) or "True"
-        lines += [
-            f"    if {test}:",
-            f"        return {f'({call}, None)' if variant.pads else call}",
-        ]
+        lines.append(f"    if {' and '.join(f'{p} is None' for p in left_out) or 'True'}:")
+        if written:
+            lines.append(f"        {call}")
+            call = ", ".join(written)
+        lines.append(f"        return {f'({call}, None)' if variant.pads else call}")
     exec("\n".join(lines), scope)
     router: Callable[..., Any] = scope[spec.name]
     return router
@@ -129,6 +176,15 @@ def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
         taken.append(fresh)
         parts.append(fresh)
     return tuple(parts) if isinstance(result, tuple) else parts[0]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the two are one tensor, or two views of the same elements in the same order."""
+    return one is other or (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 def _word(impl_id: str) -> str:

@@ -147,7 +147,11 @@ def bind_providers(plan: Plan) -> None:
             # vLLM has asked `supports` just before: the implementation itself is enough.
             bound = plan.counting(impl.fn, "rms_norm", impl.impl_id)
         elif is_opaque(impl):
-            bound = opaque_op(plan.chain("rms_norm", first=impl, last=native_norm()), plan).fn
+            # Of vLLM's providers these may write over activations; it copies what it still needs.
+            grants = frozenset({"x", "residual"})
+            bound = opaque_op(
+                plan.chain("rms_norm", grants, first=impl, last=native_norm()), plan
+            ).fn
         else:
             bound = impl.fn
         _bound[provider_name(impl)] = bound

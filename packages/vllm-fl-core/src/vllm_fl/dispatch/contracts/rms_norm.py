@@ -231,6 +231,7 @@ SPEC = OpSpec(
             "add",
             "(Tensor x, Tensor residual, Tensor? weight, float epsilon, "
             "SymInt? variance_size=None) -> (Tensor, Tensor)",
+            overwrites=("x", "residual"),
         ),
     ),
     fake=_fake,

@@ -310,12 +310,14 @@ SPEC = OpSpec(
             "",
             "(Tensor query, Tensor key, Tensor cos, Tensor sin, Tensor position_ids, "
             "bool rotary_interleaved=False) -> (Tensor, Tensor)",
+            overwrites=("query", "key"),
         ),
         Variant(
             "query",
             "(Tensor query, Tensor cos, Tensor sin, Tensor position_ids, "
             "bool rotary_interleaved=False) -> Tensor",
             pads=True,
+            overwrites=("query",),
         ),
     ),
     fake=_fake,

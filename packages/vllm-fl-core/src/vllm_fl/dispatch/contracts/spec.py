@@ -101,11 +101,14 @@ class Variant:
         schema: `(Tensor x, float epsilon) -> Tensor`, the parameters a subset of the contract's,
             in its order and under its names; those left out are None.
         pads: the contract returns (Tensor, None) where this schema returns the Tensor alone.
+        overwrites: the arguments over which a consuming implementation writes the results, in the
+            results' order; empty where a result has no such place.
     """
 
     name: str
     schema: str
     pads: bool = False
+    overwrites: tuple[str, ...] = ()
 
     @cached_property
     def types(self) -> Mapping[str, str]:
@@ -117,6 +120,14 @@ class Variant:
     def parameters(self) -> tuple[str, ...]:
         """The names of the schema's parameters, in order."""
         return tuple(self.types)
+
+    @cached_property
+    def mutating_schema(self) -> str:
+        """The schema of the operator that leaves its results in `overwrites`."""
+        schema = self.schema.rpartition("->")[0]
+        for mark, name in zip("abcdefgh", self.overwrites, strict=False):
+            schema = re.sub(rf"\bTensor {name}\b", f"Tensor({mark}!) {name}", schema)
+        return f"{schema}-> ()"
 
     @cached_property
     def returns(self) -> int:
