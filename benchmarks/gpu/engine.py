@@ -194,12 +194,8 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
         }
 
 
-def ratios(
-    speeds: dict[str, dict[str, list[float]]], name: str, workload: str
-) -> dict[str, float] | None:
-    """Median, smallest and largest ratio to stock, round by round; None without stock."""
-    if "stock" not in speeds:
-        return None
+def ratios(speeds: dict[str, dict[str, list[float]]], name: str, workload: str) -> dict[str, float]:
+    """Median, smallest and largest ratio to stock, round by round."""
     pairs = zip(speeds[name][workload], speeds["stock"][workload], strict=True)
     found = [mine / stock for mine, stock in pairs]
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
@@ -212,9 +208,7 @@ def table(result: dict[str, Any]) -> str:
         bars = BARS.get((result["mode"], name), {})
         for workload, found in engine["tokens_per_second"].items():
             ratio = engine["of_stock"][workload]
-            share = (
-                f"{ratio['median']:.3f} ({ratio['low']:.3f} – {ratio['high']:.3f})" if ratio else ""
-            )
+            share = f"{ratio['median']:.3f} ({ratio['low']:.3f} – {ratio['high']:.3f})"
             bar = f"≥ {bars[workload]}" if workload in bars else ""
             speed = statistics.median(found)
             lines.append(f"{result['mode']:9}{name:18}{workload:10}{speed:>10.1f}  {share:26}{bar}")
@@ -250,6 +244,8 @@ def main() -> None:
                         results[f"{mode} {name}"] = {"failed": str(error)}
                         continue
                     engines[name] = engine
+                if "stock" not in engines or len(engines) < 2:
+                    continue  # nothing to compare: spend no more time on the device
                 for result in compare(mode, engines, options.rounds):
                     results[mode] = result
                     text = json.dumps({"host": facts(), "results": results}, indent=1)

@@ -80,20 +80,28 @@ def shapes(tokens: int) -> Iterator[Shape]:
 
 
 def implementations(op: str) -> dict[str, Callable[..., Any]]:
-    """Name -> the function, for all that run here; Inductor's is the reference compiled."""
-    import vllm_fl_cuda.plugin
-    import vllm_fl_flaggems.plugin
-    import vllm_fl_reference.plugin
+    """Name -> the op as a layer in eager mode calls it; Inductor's is the reference compiled.
+
+    That is: with the guard of a plan around each implementation, `supports` included, and leave to
+    overwrite its arguments.
+    """
+    from vllm_fl.dispatch import SelectionPolicy, get_default_manager
+    from vllm_fl.dispatch.contracts import contracts
+    from vllm_fl.dispatch.guard import call_guard
+    from vllm_fl.dispatch.plan import Plan, PlanEntry
 
     found: dict[str, Callable[..., Any]] = {}
-    for plugin in (vllm_fl_reference.plugin, vllm_fl_cuda.plugin, vllm_fl_flaggems.plugin):
-        (impl,) = (i for i in plugin.register_ops() if i.op_name == op)
-        verdict = impl.availability()
-        if verdict is True:
-            found[impl.impl_id] = impl.fn
-        else:
-            print(f"{op} {impl.impl_id}: {verdict}", file=sys.stderr)
-    found["inductor"] = torch.compile(found["reference.torch"], dynamic=False)
+    for name in ("reference.torch", "vendor.cuda", "default.flagos"):
+        policy = SelectionPolicy(per_op_order={op: (f"impl:{name}",)})
+        trace = get_default_manager().trace(op, policy=policy)
+        plan = Plan("eager", {op: PlanEntry(op, trace)}, strict=True)
+        impl = plan.entries[op].impl
+        if impl is None:
+            print(f"{op} {name}: {trace.rejected}", file=sys.stderr)
+            continue
+        found[name] = call_guard(plan.chain(op, contracts()[op].consumable))
+        if name == "reference.torch":
+            found["inductor"] = torch.compile(impl.fn, dynamic=False)
     return found
 
 
@@ -118,20 +126,35 @@ def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
                 return lambda: flag_gems.rms_norm(x, weight.shape, weight, epsilon)
             return lambda: flag_gems.fused_add_rms_norm(x, residual, weight.shape, weight, epsilon)
         return lambda: flag_gems.apply_rotary_pos_emb(*args)
-    if impl == "vendor.cuda" and op in ("silu_and_mul", "rms_norm"):
-        from vllm_fl_cuda.impl import kernel
+    if impl == "vendor.cuda":
+        return bare_cuda(op, args)
+    return None
 
-        if op == "silu_and_mul":
-            (x,) = args
-            silu = kernel("silu_and_mul")
-            return lambda: silu(x.new_empty((len(x), x.shape[-1] // 2)), x)
+
+def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
+    """vLLM's C++ kernel called straight."""
+    from vllm_fl.dispatch.contracts.rotary_embedding import joint_cos_sin
+    from vllm_fl_cuda.impl import kernel
+
+    if op == "silu_and_mul":
+        (x,) = args
+        silu = kernel("silu_and_mul")
+        return lambda: silu(x.new_empty((len(x), x.shape[-1] // 2)), x)
+    if op == "gelu_and_mul":
+        x, _ = args
+        gelu = kernel("gelu_and_mul")
+        return lambda: gelu(x.new_empty((len(x), x.shape[-1] // 2)), x)
+    if op == "rms_norm":
         x, residual, weight, epsilon = args
         if residual is None:
             norm = kernel("rms_norm")
             return lambda: norm(torch.empty_like(x), x, weight, epsilon)
         fused = kernel("fused_add_rms_norm")
         return lambda: fused(x, residual, weight, epsilon)
-    return None
+    query, key, cos, sin, at, _ = args
+    rotary, cache = kernel("rotary_embedding"), joint_cos_sin(cos, sin)
+    rows = (len(query), -1)
+    return lambda: rotary(at, query.view(rows), key.view(rows), HEAD_SIZE, cache, True)
 
 
 def host_time(call: Call) -> float:

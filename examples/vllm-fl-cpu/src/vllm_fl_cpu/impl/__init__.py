@@ -77,7 +77,7 @@ def _not_a_cpu_build() -> str | None:
 
 def unsuitable(name: str, x: torch.Tensor) -> str | None:
     """Why no kernel takes the tensor `x`, by its dtype or device; None if one may."""
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return f"{name} is on {x.device}, not on the CPU"
     if x.dtype not in DTYPES:
         return f"no kernel for {name} of {x.dtype}"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
@@ -51,8 +52,6 @@ def _rotary_embedding(
     position_ids: Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    import torch
-
     cache = torch.cat((cos, sin), dim=-1)
     rotated: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
         position_ids, query, key, query.shape[-1], cache.shape[-1], cache, not rotary_interleaved
@@ -63,25 +62,32 @@ def _rotary_embedding(
 def _from_positions(layer: Any, rotate: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's rope (positions, flat query, flat key) over the contract's (heads apart, cos, sin).
 
-    cos and sin are views of the layer's one cache: nothing is allocated per call.
+    cos and sin are views of the layer's one cache, the same ones at every step.
     """
+    tables: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
 
     def forward(
         positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        nonlocal tables
         positions = positions.flatten()
-        tokens = positions.shape[0]
-        cos, sin = layer._match_cos_sin_cache_dtype(query).chunk(2, dim=-1)
-        heads = (tokens, -1, layer.head_size)
-        q, k = rotate(
-            query.view(heads),
-            None if key is None else key.view(heads),
-            cos,
-            sin,
-            positions,
-            not layer.is_neox_style,
+        cache = layer._match_cos_sin_cache_dtype(query)
+        if torch.compiler.is_compiling():  # there views cost nothing
+            cos, sin = cache.chunk(2, dim=-1)
+        else:
+            known, cos, sin = tables
+            if known is not cache:
+                cos, sin = cache.chunk(2, dim=-1)
+                tables = cache, cos, sin
+        heads = (positions.shape[0], -1, layer.head_size)
+        q = query.view(heads)
+        k = None if key is None else key.view(heads)
+        q_out, k_out = rotate(q, k, cos, sin, positions, not layer.is_neox_style)
+        # What was turned in place is there already.
+        return (
+            query if q_out is q else q_out.reshape(query.shape),
+            key if key is None or k_out is k else k_out.reshape(key.shape),
         )
-        return q.reshape(query.shape), None if key is None else k.reshape(key.shape)
 
     return forward
 

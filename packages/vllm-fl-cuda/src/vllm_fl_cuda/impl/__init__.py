@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from vllm_fl.dispatch.types import Availability
 
-__all__ = ["aligned", "kernel", "packed", "provides", "unsuitable"]
+__all__ = ["ALIGNMENT", "kernel", "packed", "provides", "unsuitable"]
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -100,20 +100,15 @@ def _no_device() -> str | None:
 
 def unsuitable(name: str, x: torch.Tensor) -> str | None:
     """Why no kernel takes the tensor `x`, by its dtype or device; None if one may."""
-    if x.device.type != "cuda":
+    if not x.is_cuda:
         return f"{name} is on {x.device}, not on a CUDA device"
     if x.dtype not in DTYPES:
         return f"no kernel for {name} of {x.dtype}"
     return None
 
 
-def aligned(x: torch.Tensor) -> bool:
-    """Whether every vector of x's rows lies where the kernels may load it whole."""
-    return x.data_ptr() % ALIGNMENT == 0
-
-
 def packed(x: torch.Tensor) -> torch.Tensor:
     """`x` itself where it is contiguous and aligned, else a copy that is."""
     if not x.is_contiguous():
         return x.contiguous()
-    return x if aligned(x) else x.clone()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x

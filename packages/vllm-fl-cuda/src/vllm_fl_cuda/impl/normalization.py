@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import ALIGNMENT, aligned, kernel, packed, unsuitable
+from . import ALIGNMENT, kernel, packed, unsuitable
 
 if TYPE_CHECKING:
     from vllm_fl.dispatch.types import Availability
@@ -42,18 +42,16 @@ def rms_norm(
     """
     if variance_size is not None:
         raise NotImplementedError("the kernels have no variance_size")
-    if weight is not None and not aligned(weight):
+    if weight is not None and weight.data_ptr() % ALIGNMENT:
         weight = weight.clone()
     if residual is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if out.numel():  # an empty grid is a launch error
             kernel("rms_norm")(out, _readable(x), weight, epsilon)
         return out
     normed, total = packed(x), packed(residual)
     if normed.numel():
-        # Of two dimensions: the kernel looks at the stride of the last but one.
-        rows = (-1, x.shape[-1])
-        kernel("fused_add_rms_norm")(normed.view(rows), total.view(rows), weight, epsilon)
+        _fused_add_rms_norm(normed, total, weight, epsilon)
     return normed, total
 
 
@@ -81,10 +79,21 @@ def supports_rms_norm(
     return True if weight.is_contiguous() else "weight is not contiguous"
 
 
+def _fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float
+) -> None:
+    if x.ndim != 2:  # the kernel looks at the stride of the last but one
+        x, residual = x.view(-1, x.shape[-1]), residual.view(-1, x.shape[-1])
+    kernel("fused_add_rms_norm")(x, residual, weight, epsilon)
+
+
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy, as rows that `rms_norm` finds: two to four dimensions, whole vectors."""
-    if 2 <= x.ndim <= 4 and x.stride(-1) == 1 and aligned(x):
-        step = ALIGNMENT // x.itemsize
-        if x.is_contiguous() or all(stride % step == 0 for stride in x.stride()[:-1]):
+    if 2 <= x.ndim <= 4 and not x.data_ptr() % ALIGNMENT:
+        if x.is_contiguous():
+            return x
+        *steps, feature_step = x.stride()
+        vector = ALIGNMENT // x.itemsize
+        if feature_step == 1 and all(step % vector == 0 for step in steps):
             return x
     return packed(x).view(-1, x.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,28 @@ def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
         The contiguous (max_position, 2 * half) tensor in the storage of both, or None when they
         are not adjacent halves of its rows.
     """
+    key = id(cos), id(sin)
+    known = _joint.get(key)
+    if known is not None and known[0]() is cos and known[1]() is sin:
+        return known[2]
+    cache = _as_one(cos, sin)
+    if cache is not None:
+
+        def forget(_: object) -> None:
+            _joint.pop(key, None)
+
+        _joint[key] = (weakref.ref(cos, forget), weakref.ref(sin, forget), cache)
+    return cache
+
+
+_joint: dict[
+    tuple[int, int],
+    tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], torch.Tensor],
+] = {}
+"""Pairs of tables that are alive, and their cache: a layer passes the same pair at every step."""
+
+
+def _as_one(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
     if cos.ndim != 2 or cos.shape != sin.shape or cos.dtype != sin.dtype or not cos.numel():
         return None
     rows, half = cos.shape
