@@ -34,6 +34,8 @@ class Job:
         eager: whether vLLM runs without torch.compile.
         options: further arguments of `vllm.LLM`.
         logits: whether to return the logits of prompt and answer.
+        prompt_logits: whether the prompt's are among them; asking for them turns vLLM's prefix
+            cache off.
         rounds: timed repetitions of the last batch, after one that warms up.
     """
 
@@ -43,6 +45,7 @@ class Job:
     eager: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     logits: bool = True
+    prompt_logits: bool = True
     rounds: int = 0
 
 
@@ -122,7 +125,7 @@ def _main(request: dict[str, Any]) -> None:
             ignore_eos=True,
             detokenize=False,
             logprobs=-1 if logits else None,
-            prompt_logprobs=-1 if logits else None,
+            prompt_logprobs=-1 if logits and job.prompt_logits else None,
         )
 
     outputs = []

@@ -173,7 +173,8 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
     for name in names:
         for workload in WORKLOADS:
             for warm_up in (-1, -2):
-                engines[name].generate(workload, warm_up)
+                speed = engines[name].generate(workload, warm_up)
+            print(f"{engines[name].name}: {workload} {speed:.0f} tokens/s, warm", flush=True)
     for number in range(rounds):
         turn = number % len(names)
         for workload in WORKLOADS:

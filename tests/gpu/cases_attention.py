@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tiny_model
-from cases_engines import OPTIONS, batches, close
+from cases_engines import OPTIONS, batches, close, side_by_side
 from engine_run import STOCK, EngineFailed, Job, run
 
 __all__ = ["cases"]
@@ -24,7 +25,7 @@ class Work:
     batches: list[list[list[int]]]
     options: dict[str, Any] = field(default_factory=dict)
     eager: bool = True
-    logits: bool = True
+    prompt_logits: bool = True
 
 
 def works() -> dict[str, Work]:
@@ -36,39 +37,55 @@ def works() -> dict[str, Work]:
         "prefill and decode": Work(short),
         "prefill and decode, graphs": Work(short, eager=False),
         "chunked prefill": Work(batches(400, 30, 5), chunked),
-        # Prompt logits would turn the cache off: the tokens are compared.
-        "prefix caching": Work([*again, *again], {"enable_prefix_caching": True}, logits=False),
-        "16k tokens": Work(batches(LONG, seed=2), {"max_model_len": LONG + 64}, logits=False),
+        "prefix caching": Work(
+            [*again, *again], {"enable_prefix_caching": True}, prompt_logits=False
+        ),
+        "16k tokens": Work(
+            batches(LONG, seed=2), {"max_model_len": LONG + 64}, prompt_logits=False
+        ),
     }
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
     """(phase, what is wrong or empty)."""
     model = str(tiny_model.make(folder / "long", "qwen3", max_position_embeddings=LONG + 64))
-    for name, work in works().items():
-        options = {**OPTIONS, **work.options}
-        job = Job(model, work.batches, eager=work.eager, options=options, logits=work.logits)
-        stock = run(job, **STOCK)
-        try:
-            mine = run(job, **FLAGOS)
-        except EngineFailed as error:
-            yield name, f"the engine failed: {error.log[-3000:]}"
-            continue
-        entry = mine["report"][0]["ops"].get("attention_backend", {})
-        problem = "" if entry.get("impl") == "default.flagos" else f"planned: {entry}"
-        if work.logits:
-            problem = problem or close(stock, mine)
-        elif mine["tokens"] != stock["tokens"]:
-            problem = problem or f"tokens {mine['tokens']}, stock {stock['tokens']}"
-        yield name, problem
-    yield "FP8 KV cache", refused(model, "fp8")
+    jobs = {
+        name: Job(
+            model,
+            work.batches,
+            eager=work.eager,
+            options={**OPTIONS, **work.options},
+            prompt_logits=work.prompt_logits,
+        )
+        for name, work in works().items()
+    }
+    fp8 = Job(model, batches(5), options={**OPTIONS, "kv_cache_dtype": "fp8"})
+    with side_by_side() as pool:
+        pairs = {
+            name: (pool.submit(run, job, **STOCK), pool.submit(run, job, **FLAGOS))
+            for name, job in jobs.items()
+        }
+        left_to_vllm = pool.submit(run, fp8, **FLAGOS)
+        for name, (stock, mine) in pairs.items():
+            yield name, differs(stock, mine)
+        yield "FP8 KV cache", refused(left_to_vllm)
 
 
-def refused(model: str, kv_cache_dtype: str) -> str:
-    """Empty when a cache that FlagGems would get wrong is left to vLLM, with the reason."""
-    job = Job(model, batches(5), options={**OPTIONS, "kv_cache_dtype": kv_cache_dtype})
+def differs(stock: Future[dict[str, Any]], mine: Future[dict[str, Any]]) -> str:
+    """Empty when FlagGems's attention ran and its logits are FlashAttention's."""
     try:
-        entry = run(job, **FLAGOS)["report"][0]["ops"]["attention_backend"]
+        entry = mine.result()["report"][0]["ops"].get("attention_backend", {})
     except EngineFailed as error:
         return f"the engine failed: {error.log[-3000:]}"
-    return "" if entry["impl"] == "stock" else f"planned: {entry}"
+    if entry.get("impl") != "default.flagos":
+        return f"planned: {entry}"
+    return close(stock.result(), mine.result())
+
+
+def refused(mine: Future[dict[str, Any]]) -> str:
+    """Empty when a cache that FlagGems would get wrong is left to vLLM, with the reason."""
+    try:
+        entry = mine.result()["report"][0]["ops"]["attention_backend"]
+    except EngineFailed as error:
+        return f"the engine failed: {error.log[-3000:]}"
+    return "" if entry["impl"] == "stock" and "fp8" in entry["reason"] else f"planned: {entry}"
