@@ -57,6 +57,29 @@ def test_a_wrong_setting_is_status_2_and_says_which(fl: Command, verb: tuple[str
     assert done.out == ""
 
 
+@pytest.mark.parametrize("verb", [("ops",), ("plugins",), ("explain", "silu_and_mul"), ("verify",)])
+def test_what_libraries_print_is_no_part_of_an_answer(
+    fl: Command, plugin: Plugin, verb: tuple[str, ...]
+) -> None:
+    plugin(
+        """
+        import os, sys
+        print("a library says hello", flush=True)
+
+        def loud():
+            print("and once more")
+            return True
+
+        @hookimpl
+        def register_ops():
+            return [vendor("acme", available=loud)]
+        """
+    )
+    done = fl(*verb, "--json")
+    assert done.json()
+    assert "hello" in done.err
+
+
 def test_a_secret_in_an_error_is_not_printed(fl: Command) -> None:
     done = fl("policy", VLLM_FL_PREFER="hf_0123456789", HF_TOKEN="hf_0123456789")
     assert done.status == 2

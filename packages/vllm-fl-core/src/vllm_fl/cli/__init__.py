@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ..errors import SettingsError, UnknownOpError, VllmFLError
-from ._show import UsageError, say
+from ._show import UsageError, answering, say
 
 __all__ = ["main"]
 
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.set_defaults(run=verb.run)
     arguments = parser.parse_args(argv)
     try:
-        status: int = arguments.run(arguments)
+        with answering():
+            status: int = arguments.run(arguments)
     except BrokenPipeError:  # `vllm-fl ops | head`
         sys.stderr.close()
         return GOOD

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 from ._secrets import scrub
 
-__all__ = ["UsageError", "print_json", "print_table", "say"]
+__all__ = ["UsageError", "answering", "print_json", "print_table", "say"]
 
 SCHEMA = 1
+
+_answers: TextIO | None = None
+"""Where answers go; None: to standard output as it is."""
 
 
 class UsageError(Exception):
     """The command line asks for something that is not there, or cannot be done: exit status 2."""
 
 
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Inside, standard output holds our answers alone: vLLM logs there, and a compiler may too."""
+    global _answers
+    before, _answers = _answers, sys.stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _answers = before
+
+
 def print_json(**content: Any) -> None:
     """One JSON object with the schema's number."""
-    print(json.dumps(_scrubbed({"schema": SCHEMA, **content}), indent=2, allow_nan=False))
+    text = json.dumps(_scrubbed({"schema": SCHEMA, **content}), indent=2, allow_nan=False)
+    print(text, file=_answers)
 
 
 def say(text: str = "", *, error: bool = False) -> None:
     """A line of text; on stderr with `error`."""
-    print(scrub(text), file=sys.stderr if error else None)
+    print(scrub(text), file=sys.stderr if error else _answers)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -39,7 +56,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, file=_answers)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 200
     cells = [["-" if cell is None else scrub(str(cell)) for cell in row] for row in rows]

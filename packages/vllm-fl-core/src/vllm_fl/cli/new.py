@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import tempfile
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from ._show import print_json
+from ._show import print_json, say
 
 __all__ = ["add_arguments", "run"]
 
@@ -43,12 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             problem = f"{folder} cannot be written: {error}"
     if problem is not None:
-        print(f"vllm-fl new: {problem}", file=sys.stderr)
+        say(f"vllm-fl new: {problem}", error=True)
         return USAGE
     if arguments.json:
         print_json(name=name, folder=str(folder))
     else:
-        print(f"Wrote {folder}. Next:\n  cd {folder}\n  pip install -e '.[testing]' && pytest")
+        say(f"Wrote {folder}. Next:\n  cd {folder}\n  pip install -e '.[testing]' && pytest")
     return 0
 
 
