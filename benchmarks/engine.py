@@ -2,7 +2,9 @@
 
 The engines of one mode are loaded side by side, each in a process of its own, and work in turn:
 every round visits all of them with each workload, beginning with another one each time. A ratio is
-taken inside a round, so that what a shared machine does meanwhile falls on both sides.
+taken inside a round, so that what a shared machine does meanwhile falls on both sides. Where a
+process happens to lie in memory makes it faster or slower for as long as it lives, by some percent:
+the rounds are spread over engines that are started anew, in another order.
 
 Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, tied embeddings,
 random weights. The vocabulary has 32768 entries instead of 151936: four engines fit into 24 GiB so.
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,10 @@ from figures import Figure, MeasurementFailed, figure, vector_extensions
 
 __all__ = ["add_arguments", "measure"]
 
-ROUNDS = 6
+ROUNDS = 8
+STARTS = 2
+"""How often the engines of a mode are started anew; the rounds are spread over them."""
+
 START_TIMEOUT, ANSWER_TIMEOUT = 600.0, 300.0
 VOCABULARY = 32_768
 VISIT = 2.0
@@ -151,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> list[Figure]:
     """The figures of the engine."""
-    rounds = options.rounds or ROUNDS
+    rounds = -(-(options.rounds or ROUNDS) // STARTS)
     dtype = options.dtype or ("bfloat16" if "avx512f" in vector_extensions() else "float32")
     figures: list[Figure] = []
     starts = 0
@@ -161,49 +166,73 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         (model / "config.json").write_text(json.dumps(MODEL))
         for mode in options.modes:
             chosen = [name for name in MODES[mode] if name in options.variants]
-            with contextlib.ExitStack() as stack:
-                engines = {
-                    name: stack.enter_context(running(name, mode, model, dtype)) for name in chosen
-                }
-                starts += len(engines)
-                figures += compare(mode, dtype, engines, rounds)
+            measured = Measured(mode)
+            for again in range(STARTS):
+                order = chosen if again % 2 == 0 else chosen[::-1]
+                with contextlib.ExitStack() as stack:
+                    engines = {
+                        name: stack.enter_context(running(name, mode, model, dtype))
+                        for name in order
+                    }
+                    starts += len(engines)
+                    measured.add(engines, rounds)
+            figures += measured.figures(chosen)
+            print(f"  {mode}: {dtype}, {measured.visits}", file=sys.stderr, flush=True)
     print(f"engine starts: {starts}", file=sys.stderr, flush=True)
     return figures
 
 
-def compare(mode: str, dtype: str, engines: Mapping[str, Engine], rounds: int) -> list[Figure]:
-    """Let the engines of one mode work in turn."""
-    names = list(engines)
-    workloads = warmed_up(engines)
-    idle = [engine.idle_share() for engine in engines.values()]
-    speeds: dict[tuple[str, Workload], list[float]] = {}
-    for number in range(rounds):
-        for workload in workloads:
-            prompts = workload.prompts(number)
-            turn = number % len(names)
-            for name in (*names[turn:], *names[:turn]):
-                seconds = engines[name].generate(prompts, workload.new_tokens)
-                speeds.setdefault((name, workload), []).append(workload.counted / seconds)
-        print(f"  {mode}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    figures = []
-    for workload in workloads:
-        title = f"{mode}, {workload.name}:"
-        for name in names:
-            figures.append(figure(f"{title} {name}", "tokens/s", speeds[name, workload]))
-        for (where, name, over), bar in BARS.items():
-            if where == mode and name in engines and over in engines:
-                pairs = zip(speeds[name, workload], speeds[over, workload], strict=True)
-                ratios = [mine / other for mine, other in pairs]
-                figures.append(figure(f"{title} {name} / {over}", "", ratios, at_least=bar))
-    blocks = [int(engine.ready["kv_blocks"]) for engine in engines.values()]
-    most = max(blocks)
-    figures += [
-        figure(f"{mode}: KV blocks, fewest / most ({most})", "", [min(blocks) / most], at_least=1),
-        figure(f"{mode}: what an idle engine takes", "cores", idle),
-    ]
-    decoded = " and ".join(str(w.new_tokens) for w in workloads[:-1])
-    print(f"  {mode}: {dtype}, visits of {decoded} new tokens", file=sys.stderr, flush=True)
-    return figures
+class Measured:
+    """What the engines of one mode did."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.workloads: list[Workload] = []
+        self.speeds: dict[tuple[str, str], list[float]] = {}
+        self.idle: list[float] = []
+        self.blocks: list[int] = []
+
+    @property
+    def visits(self) -> str:
+        """How long the visits of a decoding engine were."""
+        return (
+            f"visits of {' and '.join(str(w.new_tokens) for w in self.workloads[:-1])} new tokens"
+        )
+
+    def add(self, engines: Mapping[str, Engine], rounds: int) -> None:
+        """Let the engines work in turn."""
+        names = list(engines)
+        fitted = warmed_up(engines)
+        self.workloads = self.workloads or fitted  # the first engines' visits for all
+        self.idle += [engine.idle_share() for engine in engines.values()]
+        self.blocks += [int(engine.ready["kv_blocks"]) for engine in engines.values()]
+        for number in range(rounds):
+            for workload in self.workloads:
+                prompts = workload.prompts(number)
+                turn = number % len(names)
+                for name in (*names[turn:], *names[:turn]):
+                    seconds = engines[name].generate(prompts, workload.new_tokens)
+                    speed = workload.counted / seconds
+                    self.speeds.setdefault((name, workload.name), []).append(speed)
+            print(f"  {self.mode}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+
+    def figures(self, names: Sequence[str]) -> list[Figure]:
+        """Speeds, their ratios round by round, KV blocks and what idle engines take."""
+        found = []
+        for workload in self.workloads:
+            title = f"{self.mode}, {workload.name}:"
+            speeds = {name: self.speeds[name, workload.name] for name in names}
+            found += [figure(f"{title} {n}", "tokens/s", speeds[n]) for n in names]
+            for (mode, name, over), bar in BARS.items():
+                if mode == self.mode and name in speeds and over in speeds:
+                    pairs = zip(speeds[name], speeds[over], strict=True)
+                    ratios = [mine / other for mine, other in pairs]
+                    found.append(figure(f"{title} {name} / {over}", "", ratios, at_least=bar))
+        most, fewest = max(self.blocks), min(self.blocks)
+        title = f"{self.mode}: KV blocks, fewest / most ({most})"
+        found.append(figure(title, "", [fewest / most], at_least=1))
+        found.append(figure(f"{self.mode}: what an idle engine takes", "cores", self.idle))
+        return found
 
 
 def warmed_up(engines: Mapping[str, Engine]) -> list[Workload]:
