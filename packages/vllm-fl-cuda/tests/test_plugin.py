@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,20 @@ def test_either_extension_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "EXTENSIONS", ("vllm._C",))
     with pytest.raises(ImportError, match=r"vllm\._C"):
         shared.load_kernels.__wrapped__()
+
+
+def test_a_kernel_is_loaded_before_it_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    ops = SimpleNamespace(_C=SimpleNamespace())
+
+    def load() -> None:
+        loaded.append("once")
+        ops._C.rms_norm = SimpleNamespace(default="the kernel")
+
+    monkeypatch.setattr(shared, "load_kernels", load)
+    monkeypatch.setattr(torch, "ops", ops)
+    assert shared.kernel.__wrapped__("rms_norm") == "the kernel"
+    assert loaded == ["once"]
 
 
 def test_identity() -> None:

@@ -18,6 +18,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ __all__ = ["install"]
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "pre_hook", "ir_override")
 
 
+@cache
 def install() -> Any:
     """Prepare Triton, import FlagGems for tensors on the CPU, and return the module."""
     _fake_device()

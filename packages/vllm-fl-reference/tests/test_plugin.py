@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pluggy
 import pytest
 
@@ -36,12 +34,3 @@ def test_identity(impl: OpImpl) -> None:
     assert impl.vendor is None
     assert not impl.consumes
     assert impl.is_available()
-
-
-@pytest.mark.parametrize("impl", IMPLS.values(), ids=lambda impl: impl.op_name)
-def test_parameters_are_the_contracts(impl: OpImpl) -> None:
-    own = inspect.signature(impl.fn).parameters.values()
-    theirs = contracts()[impl.op_name].signature.parameters.values()
-    assert [(p.name, p.kind, p.default) for p in own] == [
-        (p.name, p.kind, p.default) for p in theirs
-    ]

@@ -70,6 +70,19 @@ def test_a_sound_one_in_every_dtype(fl: Command, plugin: Plugin) -> None:
         assert result["worst_sample"]
         assert result["findings"] == []
         assert result["seconds"] > 0
+        assert result["call"]["microseconds"] > 0
+        assert result["call"]["sample"].startswith("256 x")
+    assert answer["environment"]["emulated"] is None
+
+
+def test_what_stood_in_for_hardware_is_said_and_not_timed(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    answer = fl("verify", "--json", "--emulated", "Acme's simulator", *QUICK).json()
+    assert answer["environment"]["emulated"] == "Acme's simulator"
+    assert [r["call"] for r in answer["results"]] == [None] * len(answer["results"])
+    assert (
+        "EMULATED (Acme's simulator)" in fl("verify", *QUICK, "--emulated", "Acme's simulator").out
+    )
 
 
 def test_what_a_support_matrix_needs(fl: Command, plugin: Plugin) -> None:

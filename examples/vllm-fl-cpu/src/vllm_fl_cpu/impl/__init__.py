@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LANES", "kernel", "provides", "unsuitable", "writable"]
 
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
 LANES = 8
 """Elements of one vector of the kernels; the innermost size must be a multiple of it."""
 
@@ -76,12 +74,8 @@ def _not_a_cpu_build() -> str | None:
 
 
 def unsuitable(name: str, x: torch.Tensor) -> str | None:
-    """Why no kernel takes the tensor `x`, by its dtype or device; None if one may."""
-    if not x.is_cpu:
-        return f"{name} is on {x.device}, not on the CPU"
-    if x.dtype not in DTYPES:
-        return f"no kernel for {name} of {x.dtype}"
-    return None
+    """Why no kernel may read `x`; None if one may. Other dtypes the kernels refuse themselves."""
+    return None if x.is_cpu else f"{name} is on {x.device}, not on the CPU"
 
 
 def writable(x: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["rotary_embedding", "supports_rotary_embedding"]
 
-APART = "cos and sin are not the two halves of one cache"
-
 
 def rotary_embedding(
     query: torch.Tensor,
@@ -41,12 +39,9 @@ def rotary_embedding(
         (query, key) of the shapes and dtypes of the arguments; None for a key of None.
 
     Raises:
-        NotImplementedError: cos and sin are not adjacent.
-        RuntimeError: the kernel refuses a dtype.
+        RuntimeError: cos and sin are not adjacent, or the kernel refuses a dtype.
     """
     cache = joint_cos_sin(cos, sin)
-    if cache is None:
-        raise NotImplementedError(APART)
     query, rows = _rows(query)
     key, key_rows = (None, None) if key is None else _rows(key)
     kernel("rotary_embedding")(
@@ -72,8 +67,6 @@ def supports_rotary_embedding(
     reason = unsuitable("query", query)
     if reason:
         return reason
-    if key is not None and key.dtype != query.dtype:
-        return f"key is {key.dtype} and query {query.dtype}"
     # The kernel checks no shape: it would read and write beyond a tensor of fewer tokens.
     if key is not None and key.shape[::2] != query.shape[::2]:
         return f"key is {tuple(key.shape)} and query {tuple(query.shape)}"
@@ -82,7 +75,7 @@ def supports_rotary_embedding(
     if cos.dtype != query.dtype:
         return f"cos is {cos.dtype} and query {query.dtype}"
     if joint_cos_sin(cos, sin) is None:
-        return APART
+        return "cos and sin are not the two halves of one cache"
     half, head_size = cos.shape[-1], query.shape[-1]
     if query.dtype != torch.bfloat16 or rotary_interleaved:
         return True

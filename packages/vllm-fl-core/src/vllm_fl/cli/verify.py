@@ -7,8 +7,10 @@ wanted tomorrow.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
-from ..dispatch.contracts import contracts
+from ..dispatch.contracts import ModelSizes, contracts
 from ..dispatch.manager import OpManager
 from ..dispatch.policy import closest
 from ..dispatch.types import AttentionImpl, OpImpl
@@ -30,9 +32,16 @@ if TYPE_CHECKING:
 
     from ..dispatch.verification import Comparison
 
+SIZES = ModelSizes(1024, 3072, 16, 8, 128, 128, tokens=(256,))
+"""What is timed: a call of Qwen3-0.6B with 256 tokens."""
+
+WARM_UP, TIMED_CALLS, TIMED_SECONDS = 4, 30, 1.0
+"""Calls that compile, allocate and choose; then those whose median is taken, and after how many
+seconds no further one is begun."""
+
 DTYPES = ("float32", "float16", "bfloat16")
 STATES = ("ok", "refused", "wrong", "raised")
-HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "s")
+HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "µs", "s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated")
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
     parser.add_argument("--impl", action="append", metavar="ID", help="may be repeated")
+    parser.add_argument(
+        "--emulated",
+        metavar="WHAT",
+        help="what stood in for the hardware; every report of this run says so, and has no times",
+    )
     parser.add_argument(
         "--report", metavar="FILE.md", help="write the tables there too, as Markdown"
     )
@@ -55,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         device = _device(arguments.device)
         facts = device_facts(device)  # asked before anything runs: a broken device tells nothing
         with redirect_stdout(sys.stderr):  # a compiler's or a kernel's own output is no result
-            results = _run_all(manager, runnable, arguments.dtype or DTYPES, device)
+            dtypes = arguments.dtype or DTYPES
+            results = _run_all(manager, runnable, dtypes, device, timed=not arguments.emulated)
         found = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "environment": {
@@ -63,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "system": platform.platform(),
                 "distributions": distributions(),
                 "device": facts,
+                "emulated": arguments.emulated,
             },
             "results": results,
             "not_run": not_run,
@@ -153,7 +169,12 @@ def _device(name: str | None) -> torch.device:
 
 
 def _run_all(
-    manager: OpManager, impls: Sequence[OpImpl], dtypes: Sequence[str], device: torch.device
+    manager: OpManager,
+    impls: Sequence[OpImpl],
+    dtypes: Sequence[str],
+    device: torch.device,
+    *,
+    timed: bool,
 ) -> list[dict[str, Any]]:
     results = []
     units = [
@@ -168,12 +189,14 @@ def _run_all(
             start = time.perf_counter()
             comparisons = list(_compare_all(impl, dtype, device))
             seconds = time.perf_counter() - start
+            sound = all(c.status in ("ok", "refused") for c in comparisons)
             results.append(
                 {
                     **_identity(manager, impl),
                     "dtype": dtype,
                     **_summary(comparisons),
                     "seconds": round(seconds, 3),
+                    "call": _timed(impl, dtype, device) if timed and sound else None,
                 }
             )
     return results
@@ -204,6 +227,39 @@ def _compare_all(impl: OpImpl, dtype_name: str, device: torch.device) -> Iterato
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             yield Comparison(*fixed, sample.name, dtype_name, "raised", reason=reason, error=error)
+
+
+def _timed(impl: OpImpl, dtype_name: str, device: torch.device) -> dict[str, Any] | None:
+    """The median time of one call of a served model, from Python until the device is done.
+
+    Returns:
+        `sample`, `microseconds` and `calls`; None where every such call is refused.
+    """
+    import torch
+
+    wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
+    samples = contracts()[impl.op_name].served(SIZES, getattr(torch, dtype_name), device)
+    for sample in samples:
+        if impl.supports is not None and impl.supports(*sample.args) is not True:
+            continue
+        times: list[float] = []
+        begin = time.perf_counter()
+        try:
+            while len(times) <= WARM_UP or (
+                len(times) < WARM_UP + TIMED_CALLS and time.perf_counter() - begin < TIMED_SECONDS
+            ):
+                args = copy.deepcopy(sample.args)  # it may overwrite what it consumes
+                wait()
+                start = time.perf_counter()
+                impl.fn(*args)
+                wait()
+                times.append(time.perf_counter() - start)
+        except NotImplementedError:
+            continue
+        warm = times[WARM_UP:]
+        median = round(statistics.median(warm) * 1e6, 1)
+        return {"sample": sample.name, "microseconds": median, "calls": len(warm)}
+    return None
 
 
 def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
@@ -264,6 +320,7 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             r["dtype"],
             ", ".join(f"{n} {state}" for state, n in r["samples"].items() if n) or "none",
             "-" if r["worst"] is None else f"{r['worst']:.3g}",
+            "-" if r["call"] is None else f"{r['call']['microseconds']:.0f}",
             f"{r['seconds']:.1f}",
         )
         for r in results
@@ -293,8 +350,8 @@ def _not_run(found: dict[str, Any]) -> Iterator[str]:
 
 
 LEGEND = (
-    "worst: the worst error as a share of the contract's tolerance (1 is the limit); s: seconds, "
-    "with the oracle's."
+    "worst: the worst error as a share of the contract's tolerance (1 is the limit); µs: one call "
+    f"of Qwen3-0.6B with {SIZES.tokens[0]} tokens, the median; s: all of it, with the oracle's."
 )
 
 
@@ -302,9 +359,10 @@ def _heading(found: dict[str, Any]) -> str:
     environment = found["environment"]
     device = environment["device"]
     versions = ", ".join(f"{name} {v}" for name, v in environment["distributions"].items())
+    emulated = f" EMULATED ({environment['emulated']})" if environment["emulated"] else ""
     return (
-        f"{device['type']}: {device['name']}; Python {environment['python']}; {versions}; "
-        f"{found['date']}"
+        f"{device['type']}: {device['name']}{emulated}; Python {environment['python']}; "
+        f"{versions}; {found['date']}"
     )
 
 

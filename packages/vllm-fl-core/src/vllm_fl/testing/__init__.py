@@ -20,7 +20,8 @@ pytest then runs, for every op that the installed backend brings and every dtype
 `test_bad_inputs`         `call_op` names the wrong argument, and demotes nothing
 `test_call_op`            `call_op` leaves every input intact, whatever `fn` consumes
 `test_determinism`        the same inputs give the same bits
-`test_refusals`           `supports` gives True or a reason, and looks at neither values nor batch
+`test_refusals`           `supports` gives True or a reason, looks at neither values nor batch, and
+                          refuses tensors on another device
 `test_serving`            it takes some call of a served model: one that refuses all of them fails
 `test_preflight`          an engine that starts with it would keep it
 `test_tracing`            it compiles whole, once for every batch size, with the right numbers

@@ -105,12 +105,21 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def refusals(subject: Subject, dtype: str, sample: str) -> None:
-    """`supports` answers True or a reason; other values or another batch change nothing."""
+    """`supports` answers True or a reason; other values or another batch change nothing.
+
+    Another device does: a kernel would read memory that is not its own. What a compiler looks into
+    is not asked, since PyTorch runs anywhere.
+    """
     impl = subject.impl
     if impl.supports is None:
         return
+    device = "meta" if subject.device.type == "cpu" else "cpu"
     for each in subject.samples(dtype):
         verdict = _verdict(impl, each)
+        away = dataclasses.replace(each, args=(each.args[0].to(device), *each.args[1:]))
+        assert impl.traceable or not _verdict(impl, away), (
+            f"{each.name}: supports takes tensors on {device}, where its kernel cannot run"
+        )
         for value in (0.0, 1e4, float("nan")):
             other = fresh(each)
             for arg in other.args:

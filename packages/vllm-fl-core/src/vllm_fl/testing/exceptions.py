@@ -24,7 +24,8 @@ class Xfail:
         dtype: `float32`, `float16` or `bfloat16`; empty for every one.
         check: the test without its `test_`.
         sample: the sample or bad input by name; empty for every one.
-        run: false does not even run it, for what would end the process.
+        run: false for what would end the process: on the CPU it is run in a forked child, and
+            must fail or die there; on another device it is not run.
     """
 
     op: str

@@ -1,7 +1,8 @@
-"""The checks on child processes, in which vLLM's workers live: same bits, in time."""
+"""Child processes: the checks on them, in which vLLM's workers live, and any check in one."""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from ..dispatch.contracts import ModelSizes, contracts
 from ..dispatch.types import OpImpl
 from .subject import Refused, Subject, digest
 
-__all__ = ["fork", "installed", "spawn"]
+__all__ = ["apart", "fork", "installed", "spawn"]
 
 Answers = dict[str, str]
 """`op, dtype, sample` -> the digest of the result, for each sample that is not refused."""
@@ -67,6 +68,32 @@ def spawn(subject: Subject, dtype: str, sample: str) -> None:
         raise Refused(f"the installed {backend} does not bring this op")
     place = (backend, str(subject.device), subject.sizes, subject.left_out)
     _compare("spawn", subject, _spawned(place, subject.deadline))
+
+
+def apart(
+    function: Callable[[Subject, str, str], None], subject: Subject, dtype: str, sample: str
+) -> None:
+    """Run another check in a forked child, which may end there.
+
+    Raises:
+        AssertionError: it failed, or the child died or gave no answer; the message says which.
+        Refused: the implementation refused the call.
+    """
+    outcome = _run("fork", _outcome, (function, subject, dtype, sample), subject.deadline)
+    assert not isinstance(outcome, str), f"in a process of its own it {outcome}"
+    if "refused" in outcome:
+        raise Refused(outcome["refused"])
+
+
+def _outcome(
+    function: Callable[[Subject, str, str], None], subject: Subject, dtype: str, sample: str
+) -> Answers:
+    faulthandler.disable()  # it may well die: the message of the parent says so
+    try:
+        function(subject, dtype, sample)
+    except Refused as refusal:
+        return {"refused": str(refusal)}
+    return {}
 
 
 @cache

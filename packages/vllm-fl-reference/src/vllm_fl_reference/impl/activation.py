@@ -18,7 +18,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         (..., d), of x's dtype.
 
     Raises:
-        TypeError, ValueError: x is not floating, or its last dimension is odd.
+        ValueError: the last dimension of x is odd.
+        RuntimeError: x is not floating.
     """
     _refuse_silent_mistakes(x)
     d = x.shape[-1] // 2
@@ -36,8 +37,8 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         (..., d), of x's dtype.
 
     Raises:
-        TypeError, ValueError: x is not floating, or its last dimension is odd.
-        RuntimeError: `approximate` is another word.
+        ValueError: the last dimension of x is odd.
+        RuntimeError: x is not floating, or `approximate` is another word.
     """
     _refuse_silent_mistakes(x)
     d = x.shape[-1] // 2
@@ -45,7 +46,5 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 
 def _refuse_silent_mistakes(x: torch.Tensor) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating, got {x.dtype}")
     if x.shape[-1] % 2:  # three features would broadcast: one gate for two of them
         raise ValueError(f"x must have an even last dimension, got {x.shape[-1]}")

@@ -251,6 +251,8 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     q, k = _heads(source, 5, 4, 2, 128)
     at = _positions(source, 5, 64)
     yield Sample("contiguous query and key", (q.contiguous(), k.contiguous(), cos, sin, at, False))
+    heads_first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
+    yield Sample("heads first in memory", (*heads_first, cos, sin, at, False))
     yield Sample("interleaved", (q, k, cos, sin, at, True))
     yield Sample("key=None", (q, None, cos, sin, at, False))
     yield Sample("key=None, interleaved", (q, None, cos, sin, at, True))
@@ -307,10 +309,15 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
 
     yield bad("query is not a tensor", "query", query=[1.0])
     yield bad("query of integers", "query", query=integers)
+    both = {"query": integers, "key": integers[:, :1]}
+    yield bad("query and key of integers", "query", **both)
     yield bad("query of two dimensions", "query", query=source.normal(4, 16))
     yield bad("key is not a tensor", "key", key=[1.0])
     yield bad("key of integers", "key", key=integers)
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    yield bad("key of another dtype", "key", key=source.normal(4, 1, 8, dtype=other))
     yield bad("key of other tokens", "key", key=source.normal(3, 1, 8))
+    yield bad("key of one token, which would broadcast", "key", key=source.normal(1, 1, 8))
     yield bad("key of another head_size", "key", key=source.normal(4, 1, 6))
     yield bad("cos is not a tensor", "cos", cos=1.0)
     yield bad("cos wider than half a head", "cos", cos=source.normal(16, 6))
@@ -319,8 +326,9 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("sin is not a tensor", "sin", sin=1.0)
     yield bad("sin of another width", "sin", sin=source.normal(16, 3))
     yield bad("position_ids is not a tensor", "position_ids", position_ids=[0, 1, 2, 3])
-    yield bad("positions of floats", "position_ids", position_ids=source.normal(4))
+    yield bad("positions of floats", "position_ids", position_ids=at.to(torch.float32))
     yield bad("too few positions", "position_ids", position_ids=at[:3])
+    yield bad("one position, which would broadcast", "position_ids", position_ids=at[:1])
     if source.device.type == "cpu":  # an accelerator would be unusable after it
         yield bad("a position beyond the tables", "position_ids", position_ids=at + 16)
         yield bad("a negative position", "position_ids", position_ids=at - 16)

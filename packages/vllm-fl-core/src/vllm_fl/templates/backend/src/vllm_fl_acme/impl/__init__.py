@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["available", "unsuitable"]
 
+DEVICE = "cpu"
+"""torch's name of the device that the kernels run on."""
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -21,6 +24,8 @@ def available() -> Availability:
 
 def unsuitable(name: str, x: torch.Tensor) -> str | None:
     """Why no kernel takes the tensor `x`; None if one may."""
+    if x.device.type != DEVICE:
+        return f"{name} is on {x.device}, not on {DEVICE}"
     if x.dtype not in DTYPES:
         return f"no kernel for {name} of {x.dtype}"
     if x.ndim == 0:

@@ -1,6 +1,6 @@
-"""FlagGems's kernels compared with the oracles, in child processes: a wrong access ends one.
+"""FlagGems's attention compared with fp64, in child processes: a wrong access ends one.
 
-    python interpreted.py ops|attention
+    python interpreted_attention.py
 
 Prints a JSON line per case: `case`, `status` (ok, refused, wrong, raised, died) and `reason`.
 """
@@ -13,47 +13,15 @@ import json
 import os
 import select
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {"TRITON_INTERPRET": "1", "GEMS_VENDOR": "nvidia", "ARCH": "sm_80"}
-
+import on_interpreter
 import torch
 
 SECONDS = 60
 Case = tuple[str, Callable[[], tuple[str, str]]]
-
-
-def prepare() -> None:
-    """FlagGems as the implementations find it, on the interpreter."""
-    import triton_interpreter
-
-    from vllm_fl_flaggems import loading
-
-    loading._outcome.append(triton_interpreter.install())
-
-
-def ops() -> Iterator[Case]:
-    """Every sample of every contract, in every dtype."""
-    prepare()
-    from vllm_fl.dispatch.contracts import contracts
-    from vllm_fl.dispatch.verification import compare, dtype_name
-    from vllm_fl_flaggems.plugin import register_ops
-
-    for impl in register_ops():
-        spec = contracts()[impl.op_name]
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for sample in spec.samples(dtype, torch.device("cpu")):
-
-                def run(
-                    impl: Any = impl, spec: Any = spec, sample: Any = sample, dtype: Any = dtype
-                ) -> tuple[str, str]:
-                    result = compare(impl, spec, sample, dtype)
-                    return result.status, result.reason
-
-                yield f"{impl.op_name} {dtype_name(dtype)}: {sample.name}", run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +60,7 @@ def attention() -> Iterator[Case]:
     current_platform.import_kernels()
     import vllm.v1.attention.backends.flash_attn  # noqa: F401
 
-    prepare()
+    on_interpreter.register_ops()
     for dtype in (torch.float16, torch.bfloat16):
         for batch in BATCHES:
             yield (
@@ -278,8 +246,7 @@ def attempt(run: Callable[[], tuple[str, str]]) -> tuple[str, str]:
 def main() -> None:
     """Run the cases and print what came of them."""
     torch.set_num_threads(1)  # threads do not survive a fork
-    cases = {"ops": ops, "attention": attention}[sys.argv[1]]()
-    for _, group in itertools.groupby(cases, key=lambda case: case[0].rpartition(": ")[0]):
+    for _, group in itertools.groupby(attention(), key=lambda case: case[0].rpartition(": ")[0]):
         for name, status, reason in forked(list(group)):
             print(json.dumps({"case": name, "status": status, "reason": reason}), flush=True)
 

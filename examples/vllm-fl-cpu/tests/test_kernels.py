@@ -1,15 +1,16 @@
-"""Every sample of every contract is right within its tolerance, or refused with a reason."""
+"""What the conformance kit does not ask: which calls are not refused, and what only these kernels
+get wrong or end the process with."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_fl.dispatch.contracts import ModelSizes, OpSpec, Sample, contracts
+from vllm_fl.dispatch.contracts import ModelSizes, Sample, contracts
 from vllm_fl.dispatch.types import OpImpl
+from vllm_fl.dispatch.verification import compare
 from vllm_fl_cpu.plugin import register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
@@ -32,43 +33,10 @@ NEVER_REFUSED = {
 }  # fmt: skip
 
 
-def assert_right(impl: OpImpl, spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
-    """Compare one call with the oracle, and the arguments that must stay with what they were."""
-    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in sample.args]
-    wanted = spec.oracle(*sample.args)
-    got = impl.fn(*sample.args)
-    tolerance = spec.tolerance(dtype)
-    for want, have in zip(_many(wanted), _many(got), strict=True):
-        if want is None:
-            assert have is None
-            continue
-        assert have.dtype == dtype
-        torch.testing.assert_close(
-            have.double(),
-            want,
-            rtol=tolerance.rtol,
-            atol=tolerance.atol,
-            msg=lambda m: f"{sample.name}: {m}",
-        )
-    for name, old, now in zip(spec.parameters, before, sample.args, strict=True):
-        if name not in impl.consumes and isinstance(now, torch.Tensor):
-            assert torch.equal(old, now), f"{sample.name}: {name} was overwritten"
-
-
-def _many(result: Any) -> tuple[Any, ...]:
-    return result if isinstance(result, tuple) else (result,)
-
-
-def test_samples_are_right_or_refused(impl: OpImpl, dtype: torch.dtype) -> None:
-    spec = contracts()[impl.op_name]
-    for sample in spec.samples(dtype, CPU):
-        verdict = impl.supports(*sample.args)
-        if verdict is True:
-            assert_right(impl, spec, sample, dtype)
-        else:
-            assert isinstance(verdict, str)
-            assert verdict
-            assert sample.name not in NEVER_REFUSED[impl.op_name], verdict
+def test_what_the_kernels_can_do_is_not_refused(impl: OpImpl, dtype: torch.dtype) -> None:
+    for sample in contracts()[impl.op_name].samples(dtype, CPU):
+        if sample.name in NEVER_REFUSED[impl.op_name]:
+            assert impl.supports(*sample.args) is True, sample.name
 
 
 def test_the_list_of_what_is_never_refused_names_samples(impl: OpImpl) -> None:
@@ -82,23 +50,7 @@ def test_a_served_model_is_right(impl: OpImpl, dtype: torch.dtype, sizes: ModelS
     samples = list(spec.served(sizes, dtype, CPU))
     assert samples
     for sample in samples:
-        assert impl.supports(*sample.args) is True, sample.name
-        assert_right(impl, spec, sample, dtype)
-
-
-def test_parameters_are_the_contracts(impl: OpImpl) -> None:
-    wanted = contracts()[impl.op_name].signature.parameters.values()
-    for fn in (impl.fn, impl.supports):
-        found = inspect.signature(fn).parameters.values()
-        assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in wanted]
-    assert impl.consumes <= contracts()[impl.op_name].consumable
-
-
-def test_rms_norm_without_residual_leaves_x(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(4, 64).to(dtype), torch.ones(64, dtype=dtype)
-    before = x.clone()
-    IMPLS["rms_norm"].fn(x, None, weight, 1e-6)
-    assert torch.equal(x, before)
+        assert compare(impl, spec, sample, dtype).status == "ok", sample.name
 
 
 def test_kernels_work_in_place_where_they_can(dtype: torch.dtype) -> None:
@@ -115,9 +67,7 @@ def test_kernels_work_in_place_where_they_can(dtype: torch.dtype) -> None:
 
 REFUSED = [
     ("silu_and_mul", lambda d: (torch.zeros(2, 24, dtype=d),), "multiple of 16"),
-    ("silu_and_mul", lambda d: (torch.zeros(2, 32, dtype=torch.float64),), "float64"),
     ("silu_and_mul", lambda d: (torch.zeros(2, 32, dtype=d, device="meta"),), "not on the CPU"),
-    ("gelu_and_mul", lambda d: (torch.zeros(2, 32, dtype=d), "erf"), "approximate"),
     ("rms_norm", lambda d: (torch.zeros(2, 12, dtype=d), None, None, 1e-6), "multiple of 8"),
     ("rms_norm", lambda d: (torch.zeros(2, 16, dtype=d), None, None, 1e-6, 8), "variance_size"),
     (
@@ -144,10 +94,9 @@ def test_an_fp32_weight_or_table_for_bf16_is_refused() -> None:
     assert "cos" in IMPLS["rotary_embedding"].supports(query, None, cos, sin, torch.arange(2))
 
 
-def test_separate_tables_are_refused_before_anything_is_written(dtype: torch.dtype) -> None:
+def test_separate_tables_are_refused(dtype: torch.dtype) -> None:
     rotary = IMPLS["rotary_embedding"]
     query = torch.randn(2, 1, 16).to(dtype)
-    before = query.clone()
     args = (
         query,
         None,
@@ -156,9 +105,6 @@ def test_separate_tables_are_refused_before_anything_is_written(dtype: torch.dty
         torch.arange(2),
     )
     assert "halves" in rotary.supports(*args)
-    with pytest.raises(NotImplementedError):
-        rotary.fn(*args)
-    assert torch.equal(query, before)
 
 
 @pytest.mark.parametrize(("head_size", "rotary"), [(80, 24), (12, 8)])
@@ -198,5 +144,5 @@ def test_any_layout_is_right(layout: str, dtype: torch.dtype) -> None:
     for op, args in calls.items():
         spec = contracts()[op]
         full = (*args, *(p.default for p in list(spec.signature.parameters.values())[len(args) :]))
-        assert IMPLS[op].supports(*full) is True
-        assert_right(IMPLS[op], spec, Sample(f"{op}, {layout}", full), dtype)
+        result = compare(IMPLS[op], spec, Sample(layout, full), dtype)
+        assert result.status == "ok", f"{op}: {result.reason}"

@@ -1,0 +1,9 @@
+"""`python -m vllm_fl.cli`: the command, where no console script was installed."""
+
+from __future__ import annotations
+
+import sys
+
+from . import main
+
+sys.exit(main())

@@ -1,0 +1,119 @@
+"""vendor.cuda without a GPU, on the kernels of vLLM's CPU build: a plugin module for the tests.
+
+VLLM_FL_PLUGIN_MODULES=on_cpu_kernels, with this folder on PYTHONPATH: every process that finds
+plugins then has it. The kernels have the names and signatures of the CUDA build's. Where they take
+less, the stand-in takes the call for them or refuses it; nothing here knows a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm_fl.dispatch.types import OpImpl
+from vllm_fl.hookspecs import hookimpl
+
+LANES = 8
+"""Elements of one vector of the CPU kernels, which have no remainder."""
+
+
+@hookimpl
+def register_ops() -> Iterable[OpImpl]:
+    """Nothing: what the installed plugin brings is let run here."""
+    import vllm_fl_cuda.impl as shared
+    from vllm_fl_cuda.impl import activation, normalization, rotary
+
+    shared._no_cuda_build = shared._no_device = lambda: None
+    for module in (shared, activation, normalization, rotary):
+        module.kernel = kernel
+    for module in (activation, normalization, rotary):
+        module.unsuitable = unsuitable
+    return ()
+
+
+def unsuitable(name: str, x: torch.Tensor) -> str | None:
+    """The backend's own question, with the CPU for the CUDA device."""
+    from vllm_fl_cuda.impl import DTYPES
+
+    if x.device.type != "cpu":
+        return f"{name} is on {x.device}, not on the CPU"
+    return None if x.dtype in DTYPES else f"no kernel for {name} of {x.dtype}"
+
+
+@cache
+def kernel(name: str) -> Callable[..., None]:
+    """vLLM's CPU kernel `torch.ops._C.<name>` behind the CUDA kernel's demands."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.import_kernels()
+    overload = getattr(torch.ops._C, name).default
+    return {"rms_norm": _norm, "fused_add_rms_norm": _add_norm, "rotary_embedding": _rotary}.get(
+        name, _gated
+    )(overload)
+
+
+def _gated(overload: Any) -> Callable[..., None]:
+    def call(out: torch.Tensor, x: torch.Tensor) -> None:
+        _reads_packed(x)
+        size = out.shape[-1]
+        whole = F.pad(x.unflatten(-1, (2, size)), (0, -size % LANES)).flatten(-2)
+        result = whole.new_empty((*whole.shape[:-1], whole.shape[-1] // 2))
+        overload(result, whole)
+        out.copy_(result[..., :size])
+
+    return call
+
+
+def _norm(overload: Any) -> Callable[..., None]:
+    def call(out: torch.Tensor, x: torch.Tensor, weight: Any, epsilon: float) -> None:
+        assert 2 <= x.ndim <= 4, "the CUDA kernel takes two to four dimensions"
+        assert x.stride(-1) == 1, "the CUDA kernel reads rows without gaps"
+        _whole_vectors(x)
+        overload(out, x.contiguous(), weight, epsilon)  # the CUDA kernel minds the rows' strides
+
+    return call
+
+
+def _add_norm(overload: Any) -> Callable[..., None]:
+    def call(x: torch.Tensor, residual: torch.Tensor, weight: Any, epsilon: float) -> None:
+        _reads_packed(x, residual)
+        _whole_vectors(x)
+        overload(x, residual, weight, epsilon)
+
+    return call
+
+
+def _rotary(overload: Any) -> Callable[..., None]:
+    def call(
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        head_size: int,
+        cache: torch.Tensor,
+        neox: bool,
+    ) -> None:
+        _reads_packed(positions, cache)
+        if not all(0 <= position < len(cache) for position in positions.tolist()):
+            raise IndexError("a position outside the tables, which on a GPU is undefined")
+        # In fp32, as the CUDA kernel computes: there the CPU's takes any size, and any tables.
+        wide = [None if x is None else x.float() for x in (query, key)]
+        overload(positions, *wide, head_size, cache.float(), neox)
+        for x, turned in zip((query, key), wide, strict=True):
+            if x is not None:
+                x.copy_(turned)
+
+    return call
+
+
+def _whole_vectors(x: torch.Tensor) -> None:
+    if x.shape[-1] % LANES:
+        raise NotImplementedError(f"the CPU kernel takes whole vectors of {LANES}: {x.shape[-1]}")
+
+
+def _reads_packed(*tensors: torch.Tensor) -> None:
+    for x in tensors:
+        assert x.is_contiguous(), "the kernel reads it as if it were contiguous"

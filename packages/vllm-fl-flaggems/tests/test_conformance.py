@@ -1,0 +1,16 @@
+"""The backend keeps every contract; where no GPU is, on_interpreter.py can stand in for it."""
+
+from __future__ import annotations
+
+import os
+
+from vllm_fl.dispatch.contracts import ModelSizes
+from vllm_fl.testing import OpConformance
+
+SMALL = ModelSizes(64, 96, 2, 1, 32, 32, tokens=(1, 7, 20))
+"""The interpreter takes seconds for what a GPU does in microseconds."""
+
+
+class TestFlagGems(OpConformance):
+    backend = "default.flagos"
+    sizes = SMALL if os.environ.get("TRITON_INTERPRET") else OpConformance.sizes

@@ -1,0 +1,28 @@
+"""What the ops refuse, and that they refuse nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.contracts import contracts
+from vllm_fl_flaggems import loading
+from vllm_fl_flaggems.plugin import register_ops
+
+REFUSED = {
+    "rms_norm": {"weight=None", "weight=None, residual", "variance_size", "variance_size, residual"}
+}
+"""What FlagGems has no kernel for."""
+
+
+@pytest.mark.parametrize("impl", register_ops(), ids=lambda impl: impl.op_name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_what_has_no_kernel_is_refused_and_nothing_else(
+    impl, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="cpu")])
+    samples = list(contracts()[impl.op_name].samples(dtype, torch.device("cpu")))
+    refused = {s.name for s in samples if impl.supports(*s.args) is not True}
+    assert refused == REFUSED.get(impl.op_name, set())
