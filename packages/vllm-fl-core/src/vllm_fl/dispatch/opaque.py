@@ -60,8 +60,9 @@ def opaque_op(chain: Chain, plan: Plan) -> OpImpl:
         guard = plan.counting(guarded, chain.op, first.impl_id)
         operator = (_mutating if written else _functional)(spec, variant, suffix, guard)
         branches.append((variant, written, operator))
+    consumes = frozenset(name for _, written, _ in branches for name in written)
     return dataclasses.replace(
-        first, fn=_router(spec, branches), supports=None, consumes=frozenset(), traceable=True
+        first, fn=_router(spec, branches), supports=None, consumes=consumes, traceable=True
     )
 
 

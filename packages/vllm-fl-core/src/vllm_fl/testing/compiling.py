@@ -50,10 +50,14 @@ def opcheck(subject: Subject, dtype: str, sample: str) -> None:
     if not is_opaque(subject.impl):
         raise Refused("traceable: a compiler looks inside, and nothing is wrapped")
     # opcheck copies each argument by itself; an implementation may refuse such copies.
-    wrapped = _wrapped(subject, last=_oracle(subject)).fn
+    oracle = _oracle(subject)
+    intact = _wrapped(subject, frozenset(), last=oracle).fn
+    granted = _wrapped(subject, subject.spec.consumable, last=oracle).fn
     for each in subject.patterns(dtype):
         with _Recorder() as recorder:
-            wrapped(*fresh(each).args)
+            intact(*fresh(each).args)
+            if subject.impl.consumes:
+                granted(*fresh(each).args)
         for operator, args, kwargs in recorder.calls:
             try:
                 torch.library.opcheck(
@@ -74,16 +78,18 @@ def _compiled(subject: Subject) -> tuple[OpImpl, list[torch.fx.GraphModule]]:
         lowered: Callable[..., Any] = lower(graph, inputs)
         return lowered
 
-    impl = _wrapped(subject) if is_opaque(subject.impl) else subject.impl
+    impl = subject.impl
+    if is_opaque(impl):
+        impl = _wrapped(subject, subject.spec.consumable)
     fn = torch.compile(impl.fn, backend=backend, fullgraph=True)
     return dataclasses.replace(impl, fn=fn), graphs
 
 
-def _wrapped(subject: Subject, last: OpImpl | None = None) -> OpImpl:
-    """The implementation as one operator of torch.library, as a compiled plan has it."""
+def _wrapped(subject: Subject, grants: frozenset[str], last: OpImpl | None = None) -> OpImpl:
+    """The implementation as operators of torch.library, as a compiled plan has it."""
     op = subject.spec.name
     plan = Plan("compiled", {op: PlanEntry(op, subject.manager().trace(op))})
-    return opaque_op(plan.chain(op, last=last), plan)
+    return opaque_op(plan.chain(op, grants, last=last), plan)
 
 
 def _oracle(subject: Subject) -> OpImpl:
