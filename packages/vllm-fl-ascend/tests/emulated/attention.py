@@ -1,0 +1,1 @@
+"""What the operators behind attention compute."""
