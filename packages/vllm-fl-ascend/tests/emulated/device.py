@@ -47,6 +47,8 @@ def activate() -> None:
     module.__spec__ = ModuleSpec("torch_npu", None)
     module.__version__ = VERSION
     module.npu = npu
+    # As in the real one, its operators are functions of the module; transformers imports some.
+    module.__getattr__ = lambda name: getattr(torch.ops.npu, name)
     sys.modules["torch_npu"] = module
     sys.modules["torch_npu.npu"] = npu
     torch.npu = npu
