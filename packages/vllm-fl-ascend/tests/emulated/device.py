@@ -30,6 +30,12 @@ class Npu(ModuleType):
     def current_device(self) -> int:
         return 0
 
+    def set_device(self, device: object) -> None:
+        pass
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass  # there is no generator beside torch's own
+
     def get_device_name(self, device: object = None) -> str:
         return "Ascend910B1"
 
@@ -47,14 +53,20 @@ def activate() -> None:
     module.__spec__ = ModuleSpec("torch_npu", None)
     module.__version__ = VERSION
     module.npu = npu
-    # As in the real one, its operators are functions of the module; transformers imports some.
-    module.__getattr__ = lambda name: getattr(torch.ops.npu, name)
+    module.__getattr__ = _operator
     sys.modules["torch_npu"] = module
     sys.modules["torch_npu.npu"] = npu
     torch.npu = npu
     _metadata()
-    for module in ("ops", "attention"):
-        importlib.import_module(f"{__package__}.{module}")  # their numerics register themselves
+    for name in ("ops", "attention"):
+        importlib.import_module(f"{__package__}.{name}")  # their numerics register themselves
+
+
+def _operator(name: str) -> object:
+    """The module's operators are its functions, as in the real one; transformers imports some."""
+    if not name.startswith("npu_"):
+        raise AttributeError(f"module 'torch_npu' has no attribute {name!r}")
+    return getattr(torch.ops.npu, name)
 
 
 def _metadata() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .calls import note
-from .wheel import meta_source, schemas
+from .wheel import META, meta_source, schemas
 
 __all__ = ["EmulationError", "define", "numerics"]
 
@@ -120,7 +120,7 @@ def _register_meta() -> None:
     sys.modules.update(stand_ins)
     namespace: dict[str, Any] = {"__name__": "torch_npu.op_plugin.meta._meta_registrations"}
     try:
-        exec(compile(meta_source(), "_meta_registrations.py", "exec"), namespace)
+        exec(compile(meta_source(), META, "exec"), namespace)
     finally:
         for name, old in shadowed.items():
             del sys.modules[name]
