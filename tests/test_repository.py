@@ -17,8 +17,9 @@ from installed import Install
 DISTRIBUTIONS = envs.distributions()
 BACKENDS = {name: path for name, path in DISTRIBUTIONS.items() if name != "vllm-fl-core"}
 OF_EVERY_BACKEND = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests")
-OF_EVERY_MODULE = ("__init__.py", "plugin.py", "py.typed") + tuple(
-    f"impl/{name}.py" for name in ("__init__", "activation", "normalization", "rotary")
+OF_EVERY_MODULE = (
+    *("__init__.py", "plugin.py", "py.typed"),
+    *(f"impl/{name}.py" for name in ("__init__", "activation", "normalization", "rotary")),
 )
 
 
