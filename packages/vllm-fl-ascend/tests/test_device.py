@@ -93,8 +93,11 @@ def config(**model: Any) -> Any:
             cudagraph_capture_sizes=[1, 2],
         ),
         scheduler_config=SimpleNamespace(async_scheduling=True),
-        parallel_config=SimpleNamespace(disable_custom_all_reduce=False),
+        parallel_config=SimpleNamespace(
+            disable_custom_all_reduce=False, data_parallel_size=1, assigned_physical_gpu_ids=None
+        ),
         use_v2_model_runner=False,
+        speculative_config=None,
     )
 
 
@@ -139,6 +142,23 @@ def test_the_model_runner_is_vllm_s_first(platform: Any, monkeypatch: pytest.Mon
     asked.use_v2_model_runner = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     with pytest.raises(ValueError, match="unset VLLM_USE_V2_MODEL_RUNNER"):
         platform.check_and_update_config(asked)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"data_parallel_size": 2}, {"assigned_physical_gpu_ids": [4, 5]}], ids=str
+)
+def test_other_npus_than_the_rank_s_are_refused(platform: Any, asked: dict[str, Any]) -> None:
+    changed = config()
+    vars(changed.parallel_config).update(asked)
+    with pytest.raises(ValueError, match="choose these with ASCEND_RT_VISIBLE_DEVICES"):
+        platform.check_and_update_config(changed)
+
+
+def test_drafts_are_refused(platform: Any) -> None:
+    changed = config()
+    changed.speculative_config = object()
+    with pytest.raises(ValueError, match="no speculative decoding"):
+        platform.check_and_update_config(changed)
 
 
 @pytest.mark.parametrize("padded", [0, 3])
@@ -217,10 +237,16 @@ def test_the_worker_takes_the_npu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
         17,
         "runner",
     )
-    assert events[0] == ("device", made.device)
-    joined = ("init_worker_distributed_environment", "config", 11, "tcp://x", 3, "hccl")
-    names = [event[0] for event in events]
-    assert events.index(joined) < names.index("snapshot") < names.index("runner")
+    assert [name for name, *_ in events] == [
+        *("device", "dtype", "init_worker_distributed_environment", "set_random_seed", "cache"),
+        *("snapshot", "request", "workspace", "runner"),  # after the ranks' buffers, HCCL's
+    ]
+    assert events[:3] == [
+        ("device", made.device),
+        ("dtype", torch.float16),
+        ("init_worker_distributed_environment", "config", 11, "tcp://x", 3, "hccl"),
+    ]
+    assert events[-2] == ("workspace", made.device)
     with made._maybe_get_memory_pool_context("weights") as context:
         assert context is None
 

@@ -102,8 +102,20 @@ class AscendPlatform(Platform):  # type: ignore[misc]
 
         model, cache = vllm_config.model_config, vllm_config.cache_config
         compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
-        if getattr(vllm_config, "use_v2_model_runner", False):
+        parallel = vllm_config.parallel_config
+        if vllm_config.use_v2_model_runner:
             raise ValueError(f"vllm-fl-ascend has no model runner V2: unset {RUNNER}")
+        if vllm_config.speculative_config is not None:
+            raise ValueError(
+                "vllm-fl-ascend has no speculative decoding: vLLM's runner copies drafts on CUDA "
+                "streams"
+            )
+        if parallel.data_parallel_size > 1 or parallel.assigned_physical_gpu_ids is not None:
+            raise ValueError(
+                "vllm-fl-ascend's worker takes the NPU of its rank, so that there is no data "
+                "parallelism in one engine: start one per group of NPUs, and choose these with "
+                f"{cls.device_control_env_var}"
+            )
         if model is not None and not model.enforce_eager:
             log.info(
                 "vllm-fl-ascend runs the model eagerly, without torch.compile and graphs: neither "
@@ -115,8 +127,8 @@ class AscendPlatform(Platform):  # type: ignore[misc]
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
         scheduler.async_scheduling = False  # its copies run on CUDA streams
-        vllm_config.parallel_config.disable_custom_all_reduce = True
-        if cache is not None and not getattr(cache, "user_specified_block_size", False):
+        parallel.disable_custom_all_reduce = True
+        if cache is not None and not cache.user_specified_block_size:
             cache.block_size = BLOCK_SIZE
 
     @classmethod
