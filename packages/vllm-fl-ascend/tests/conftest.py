@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -25,6 +26,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(HERE), os.environ.get("PYTHONPATH")))
     )
+
+
+def pytest_unconfigure() -> None:
+    """Leave nothing behind."""
+    shutil.rmtree(COUNTS.parent, ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -85,7 +85,7 @@ def npu_mrope(
     demand(query.dtype == key.dtype == cos_sin_cache.dtype, name, "query, key, cache of one dtype")
     demand(query.numel() > 0 and key.numel() > 0, name, "no empty tensors")
     demand(rotary_mode in ("half", "interleave"), name, "rotary_mode half or interleave")
-    demand(cache_mode == "default", name, "cache_mode default (CANN before 8.5 has no other)")
+    demand(cache_mode == "default", name, "cache_mode default (an older CANN has no other)")
     step = 64 // query.itemsize
     rotary = cos_sin_cache.shape[1]
     demand(head_size % step == rotary % step == 0, name, f"sizes that are multiples of {step}")
