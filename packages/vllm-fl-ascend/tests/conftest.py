@@ -10,6 +10,7 @@ from pathlib import Path
 
 import emulated
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 COUNTS = Path(tempfile.mkdtemp()) / "calls"
@@ -22,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except emulated.WheelMissing as missing:
         raise pytest.UsageError(str(missing)) from missing
     emulated.count_in(COUNTS)
+    torch.set_num_threads(1)  # the tensors are small; on a busy machine threads wait for each other
     os.environ["VLLM_FL_PLUGIN_MODULES"] = "emulated.plugin"
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(HERE), os.environ.get("PYTHONPATH")))
