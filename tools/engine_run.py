@@ -33,7 +33,9 @@ class Job:
         new_tokens: tokens generated for each, greedily.
         eager: whether vLLM runs without torch.compile.
         options: further arguments of `vllm.LLM`.
-        logits: whether to return the logits of prompt and answer.
+        logits: whether to return logits.
+        prompt_logits: whether those of the prompts are among them. vLLM reads no cached prefix
+            then.
         rounds: timed repetitions of the last batch, after one that warms up.
     """
 
@@ -43,6 +45,7 @@ class Job:
     eager: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     logits: bool = True
+    prompt_logits: bool = True
     rounds: int = 0
 
 
@@ -58,7 +61,8 @@ def run(job: Job, *, timeout: float = 600, **variables: str) -> dict[str, Any]:
     """Run a job in a fresh process with these environment variables added.
 
     Returns:
-        `tokens` and `logits` per prompt of all batches, `seconds` per round, `kv_blocks`,
+        `tokens`, `logits` and `cached` (tokens found in the cache) per prompt of all batches,
+        `seconds` per round, `kv_blocks`,
         `report` (None for stock), `custom_ops`, and `log`, all that the process printed.
 
     Raises:
@@ -122,7 +126,7 @@ def _main(request: dict[str, Any]) -> None:
             ignore_eos=True,
             detokenize=False,
             logprobs=-1 if logits else None,
-            prompt_logprobs=-1 if logits else None,
+            prompt_logprobs=-1 if logits and job.prompt_logits else None,
         )
 
     outputs = []
@@ -139,6 +143,7 @@ def _main(request: dict[str, Any]) -> None:
     result = {
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "logits": [_rows(o) for o in outputs] if job.logits else [],
+        "cached": [o.num_cached_tokens for o in outputs],
         "seconds": seconds,
         "kv_blocks": config.cache_config.num_gpu_blocks,
         "report": llm.collective_rpc("vllm_fl_report") if ours else None,
