@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calls import note
 from .operators import EmulationError, numerics
 
 FIA = "npu_fused_infer_attention_score"
@@ -103,6 +104,7 @@ def npu_fused_infer_attention_score(
             demand(bool(((row >= 0) & (row < len(key))).all()), FIA, "a block that does not exist")
 
     _check_mask(atten_mask, sparse_mode)
+    _note_kinds([end - start for start, end in spans], [len(row) for row in rows], pre_tokens)
     out = torch.empty_like(query)
     for (start, end), row in zip(spans, rows, strict=True):
         keys, values = (
@@ -115,6 +117,21 @@ def npu_fused_infer_attention_score(
         seen = ~hidden.all(0)  # a block that no query sees is not read
         out[start:end] = torch.einsum("hqk,khd->qhd", weights[..., seen], values[seen])
     return out, torch.empty(0)
+
+
+def _note_kinds(queries: list[int], keys: list[int], before: int) -> None:
+    """Add what this call served to the counts, under "attends"."""
+    kinds = {
+        "prompts" if new == all_ else "decoded" if new == 1 else "continued"
+        for new, all_ in zip(queries, keys, strict=True)
+        if new
+    }
+    for kind in kinds:
+        note("attends", kind)
+    if len(kinds) > 1:
+        note("attends", "mixed")
+    if any(all_ > before + 1 for all_ in keys):
+        note("attends", "windowed")
 
 
 def _rises(ends: list[int]) -> bool:
