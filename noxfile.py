@@ -26,7 +26,7 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "none"
 
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
-CUDA, FLAGGEMS = "vllm-fl-cuda", "vllm-fl-flaggems"
+ASCEND, CUDA, FLAGGEMS = "vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"
 
 
 def timed(name: str, *, default: bool = True) -> Callable[..., Callable[..., None]]:
@@ -159,9 +159,10 @@ def tests_cuda(session: nox.Session) -> None:
 
 @timed("tests-ascend")
 def tests_ascend(session: nox.Session) -> None:
-    """Test the Huawei Ascend backend."""
-    env = over(session, with_torch(session), CORE, "vllm-fl-ascend")
-    pytest(session, env, "packages/vllm-fl-ascend/tests")
+    """Test the Huawei Ascend backend on torch_npu's schemas and meta functions, read as data."""
+    env = over(session, with_vllm(session), CORE, REFERENCE, ASCEND)
+    wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
+    pytest(session, env, "packages/vllm-fl-ascend/tests", **ENGINE, **wheel)
 
 
 @timed("isolation")

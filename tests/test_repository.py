@@ -17,11 +17,10 @@ from installed import Install
 DISTRIBUTIONS = envs.distributions()
 BACKENDS = {name: path for name, path in DISTRIBUTIONS.items() if name != "vllm-fl-core"}
 OF_EVERY_BACKEND = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests")
-OF_EVERY_MODULE = ("__init__.py", "plugin.py", "py.typed")
-OF_ONE_WITH_OPS = tuple(
-    f"impl/{name}.py" for name in ("__init__", "activation", "normalization", "rotary")
+OF_EVERY_MODULE = (
+    *("__init__.py", "plugin.py", "py.typed"),
+    *(f"impl/{name}.py" for name in ("__init__", "activation", "normalization", "rotary")),
 )
-WITHOUT_OPS = {"vllm-fl-ascend"}
 
 
 def import_name(distribution: str) -> str:
@@ -29,7 +28,8 @@ def import_name(distribution: str) -> str:
 
 
 def test_the_distributions_are_all_there() -> None:
-    assert set(DISTRIBUTIONS) == WITHOUT_OPS | {
+    assert set(DISTRIBUTIONS) == {
+        "vllm-fl-ascend",
         "vllm-fl-core",
         "vllm-fl-cpu",
         "vllm-fl-cuda",
@@ -42,8 +42,7 @@ def test_the_distributions_are_all_there() -> None:
 def test_every_backend_has_the_same_skeleton(name: str) -> None:
     folder = BACKENDS[name]
     wanted = [folder / file for file in OF_EVERY_BACKEND]
-    files = OF_EVERY_MODULE if name in WITHOUT_OPS else OF_EVERY_MODULE + OF_ONE_WITH_OPS
-    wanted += [folder / "src" / import_name(name) / file for file in files]
+    wanted += [folder / "src" / import_name(name) / file for file in OF_EVERY_MODULE]
     assert not [str(file.relative_to(folder)) for file in wanted if not file.exists()]
     assert list((folder / "tests").glob("test_*.py"))
 

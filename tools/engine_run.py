@@ -61,7 +61,8 @@ def run(job: Job, *, timeout: float = 600, **variables: str) -> dict[str, Any]:
     """Run a job in a fresh process with these environment variables added.
 
     Returns:
-        `tokens` and `logits` per prompt of all batches, `seconds` per round, `kv_blocks`,
+        `tokens`, `logits` and `cached` (tokens found in the cache) per prompt of all batches,
+        `seconds` per round, `kv_blocks`,
         `report` (None for stock), `custom_ops`, and `log`, all that the process printed.
 
     Raises:
@@ -142,6 +143,7 @@ def _main(request: dict[str, Any]) -> None:
     result = {
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "logits": [_rows(o) for o in outputs] if job.logits else [],
+        "cached": [o.num_cached_tokens for o in outputs],
         "seconds": seconds,
         "kv_blocks": config.cache_config.num_gpu_blocks,
         "report": llm.collective_rpc("vllm_fl_report") if ours else None,

@@ -43,6 +43,10 @@ no solution beside vLLM. The lines that a user types are in packages/vllm-fl-fla
 FLAGGEMS_TRITON = "triton==3.7.1"
 """The newest Triton whose interpreter runs all of FlagGems 5.0.2's kernels that we use."""
 
+TORCH_NPU = "2.13.0"
+"""The release of torch_npu for `TORCH`. Its wheel is read, never installed: beside its entry point
+`import torch` fails wherever there is no CANN."""
+
 BUILD = ("build==1.6.1", "hatchling==1.33.0", "setuptools==78.1.1")
 LINT = ("ruff==0.17.5",)
 TEST = ("pytest==9.2.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15")
@@ -148,6 +152,16 @@ def flaggems() -> Env:
             env.pip("install", *options, *steps)
             _marker(env.path).write_text(json.dumps({"steps": steps}))
     return env
+
+
+def torch_npu_wheel() -> Path:
+    """torch_npu's wheel, downloaded once."""
+    folder = ROOT / "build" / "torch-npu"
+    with _locked(folder):
+        if not any(folder.glob(f"torch_npu-{TORCH_NPU}-*.whl")):
+            options = ("-q", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:")
+            tools().pip("download", *options, "--dest", str(folder), f"torch-npu=={TORCH_NPU}")
+    return next(folder.glob(f"torch_npu-{TORCH_NPU}-*.whl"))
 
 
 def cuda_build(env: Env) -> str | None:

@@ -1,14 +1,96 @@
-"""The hooks of the Huawei Ascend backend. It brings no ops yet."""
+"""What this distribution brings: the plugin that the entry point `ascend` names."""
 
 from __future__ import annotations
 
-from vllm_fl.dispatch.types import OpImpl
+from pathlib import Path
+
+from vllm_fl.dispatch.types import (
+    AttentionImpl,
+    BackendImplKind,
+    DeviceProfile,
+    OpImpl,
+    PolicyDefaults,
+)
 from vllm_fl.hookspecs import hookimpl
 
-__all__ = ["register_ops"]
+from .attention_request import supports_attention
+from .impl import activation, normalization, rotary
+from .npu import available
+
+POLICY = Path(__file__).with_name("ascend.yaml")
+VENDOR = ("vendor.ascend", BackendImplKind.VENDOR)
+
+PROFILE = DeviceProfile(
+    "ascend",
+    platform_class="vllm_fl_ascend.platform.AscendPlatform",
+    worker_class="vllm_fl_ascend.worker.AscendWorker",
+    communicator_class="vllm_fl_ascend.communicator.AscendCommunicator",
+    dist_backend="hccl",
+    detect=available,
+)
 
 
 @hookimpl
-def register_ops() -> tuple[OpImpl, ...]:
-    """Return the implementations that this backend brings: none yet."""
-    return ()
+def register_ops() -> list[OpImpl]:
+    """The four ops as `vendor.ascend`; they run where torch_npu and an NPU are."""
+    return [
+        OpImpl(
+            "silu_and_mul",
+            *VENDOR,
+            activation.silu_and_mul,
+            "ascend",
+            available=available,
+            supports=activation.supports_silu_and_mul,
+        ),
+        OpImpl(
+            "gelu_and_mul",
+            *VENDOR,
+            activation.gelu_and_mul,
+            "ascend",
+            available=available,
+            supports=activation.supports_gelu_and_mul,
+        ),
+        OpImpl(
+            "rms_norm",
+            *VENDOR,
+            normalization.rms_norm,
+            "ascend",
+            available=available,
+            supports=normalization.supports_rms_norm,
+        ),
+        OpImpl(
+            "rotary_embedding",
+            *VENDOR,
+            rotary.rotary_embedding,
+            "ascend",
+            available=available,
+            supports=rotary.supports_rotary_embedding,
+        ),
+    ]
+
+
+@hookimpl
+def attention_backend() -> list[AttentionImpl]:
+    """The paged attention of CANN as `vendor.ascend`."""
+    return [
+        AttentionImpl(
+            VENDOR[0],
+            "vllm_fl_ascend.impl.attention.AscendAttentionBackend",
+            VENDOR[1],
+            "ascend",
+            available=available,
+            supports=supports_attention,
+        )
+    ]
+
+
+@hookimpl
+def device() -> DeviceProfile:
+    """The NPU, which vLLM has no platform for."""
+    return PROFILE
+
+
+@hookimpl
+def policy(platform: str) -> PolicyDefaults | None:
+    """The order per op for NPUs, and FlagGems's ops that fail there; nothing for others."""
+    return PolicyDefaults(POLICY) if platform == "ascend" else None

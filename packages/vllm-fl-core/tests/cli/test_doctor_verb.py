@@ -116,6 +116,20 @@ class TestPlugins:
         assert "acme" in finding["why"] and "zeta" in finding["why"]
         assert not found(fl("doctor", "--json", VLLM_FL_PLATFORM="cpu"), "device")
 
+    def test_a_device_that_is_not_here_says_why(self, fl: Command, plugin: Plugin) -> None:
+        plugin(
+            """
+            from vllm_fl import DeviceProfile, hookimpl
+
+            @hookimpl
+            def device():
+                return DeviceProfile("acme", "a.B", "c.D", detect=lambda: "no /dev/acme0")
+            """
+        )
+        done = fl("doctor", "--json")
+        assert not found(done, "device")
+        assert done.json()["facts"]["device of a plugin"] == "not acme: no /dev/acme0"
+
     def test_what_a_plugin_prints_stays_out_of_the_json(self, fl: Command, plugin: Plugin) -> None:
         plugin("print('hello from acme')" + FOUR)
         done = fl("doctor", "--json")

@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
             for finding in contained(check, find)
         ]
     facts = _facts()
-    if patient.device is not None:
-        facts["device of a plugin"] = patient.device
+    if patient.device is not None or patient.absent:
+        facts["device of a plugin"] = patient.device or "; ".join(patient.absent)
     unchecked = list(patient.settings.unchecked) if patient.settings else []
     rows = plugins_verb.as_rows(patient.plugins)
     if arguments.json:
@@ -77,6 +77,7 @@ class _Patient:
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
         self.device: str | None = None
+        self.absent: list[str] = []
         self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
             "plugins": self.load_plugins,
             "device": self.find_device,
@@ -124,6 +125,9 @@ class _Patient:
             )
             return
         self.device = profile.name if profile is not None else None
+        if profile is None:
+            known = plugin_loader.devices(self.plugins)
+            self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
     def read_settings(self) -> Iterator[Finding]:
         """Read the settings; a wrong one is a finding, and so is each warning."""

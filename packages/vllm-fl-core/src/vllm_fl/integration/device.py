@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from ..dispatch import get_default_manager
 from ..dispatch.startup import Startup, read_settings
 from ..dispatch.types import DeviceProfile
 from ..errors import PluginError
-from ..plugins import devices, find_device
+from ..plugins import ENGINE_GROUPS, devices, find_device
 
-__all__ = ["IN_TREE", "adopt_device", "profile_named"]
+__all__ = ["IN_TREE", "adopt_device", "other_platforms", "profile_named"]
 
 IN_TREE = ("cpu", "cuda")
 """The platforms that we know of vLLM's own, as settings name them."""
@@ -49,3 +51,31 @@ def profile_named(name: str) -> DeviceProfile:
         "wherever a process of one engine runs.",
         plugin=name,
     )
+
+
+def other_platforms() -> tuple[str, ...]:
+    """Other distributions whose platform plugin answers here too: vLLM takes one, and no more.
+
+    Returns:
+        One sentence for each, with what to do. They are asked as vLLM asks them, VLLM_PLUGINS
+        included; one that fails is out for vLLM as well.
+    """
+    from importlib.metadata import entry_points  # vLLM's own way to them
+
+    allowed = os.environ.get("VLLM_PLUGINS")
+    found = []
+    for entry in entry_points(group=ENGINE_GROUPS[0]):
+        if entry.name == "fl" or (allowed is not None and entry.name not in allowed.split(",")):
+            continue
+        try:
+            answer = entry.load()()
+        except Exception:
+            continue
+        if answer is not None:
+            name = entry.dist.name if entry.dist else entry.value
+            found.append(
+                f"{name} brings a platform of vLLM's too ({entry.name!r}: {answer}), and vLLM "
+                f"takes one only. pip uninstall -y {name}, or choose: VLLM_PLUGINS=fl for vllm-fl, "
+                f"VLLM_PLUGINS={entry.name} for {name}"
+            )
+    return tuple(found)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dispatch.types import DeviceProfile
 from ..errors import PluginError
-from .device import IN_TREE, adopt_device, profile_named
+from .device import IN_TREE, adopt_device, other_platforms, profile_named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -119,13 +119,17 @@ def overlay_path(forced: str | None = None) -> str | None:
         forced: what VLLM_FL_PLATFORM says, or None.
 
     Raises:
-        PluginError: two devices claim the machine, or the forced one is not there.
+        PluginError: two devices claim the machine, or the forced one is not there; or another
+            distribution's platform plugin answers too, at which vLLM would end its start.
     """
     path = _in_tree_path()
     if path is None or (forced is not None and forced not in IN_TREE):
         profile = adopt_device(None if forced in IN_TREE else forced)
         if profile is not None:
-            return f"{__name__}.{DEVICE}{profile.name}"
+            path = f"{__name__}.{DEVICE}{profile.name}"
+    others = other_platforms() if path is not None else ()
+    if others:
+        raise PluginError(f"vllm-fl: {others[0]}", plugin="fl", distribution=others[0].split()[0])
     return path
 
 

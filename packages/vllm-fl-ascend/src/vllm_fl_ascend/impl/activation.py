@@ -1,0 +1,81 @@
+"""Gated activations, on torch_npu's kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import unsuitable
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
+
+GELU = {"none": 0, "tanh": 1}
+"""How `npu_geglu` numbers the two forms."""
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(x[..., :d]) * x[..., d:], by `npu_swiglu`.
+
+    Args:
+        x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout.
+
+    Returns:
+        (..., d), of x's dtype.
+
+    Raises:
+        RuntimeError: CANN's kernel fails.
+    """
+    if not x.numel():
+        return _nothing(x)
+    out: torch.Tensor = torch.ops.npu.npu_swiglu.default(x, dim=-1)
+    return out
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """gelu(x[..., :d]) * x[..., d:], by `npu_geglu`, which also returns the gelu.
+
+    `npu_gelu_mul` would return no more than the product, but takes at most 1024 features.
+
+    Args:
+        x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout.
+        approximate: "none" (erf) or "tanh".
+
+    Returns:
+        (..., d), of x's dtype.
+
+    Raises:
+        KeyError: `approximate` is another word.
+        RuntimeError: CANN's kernel fails.
+    """
+    form = GELU[approximate]
+    if not x.numel():
+        return _nothing(x)
+    out: torch.Tensor
+    out, _gelu = torch.ops.npu.npu_geglu.default(x, dim=-1, approximate=form, activate_left=True)
+    return out
+
+
+def supports_silu_and_mul(x: torch.Tensor) -> Availability:
+    """True, or why the kernel would fail."""
+    reason = unsuitable("x", x)
+    if reason:
+        return reason
+    if x.shape[-1] % 2:
+        return f"the last dimension of x, {tuple(x.shape)[-1:]}, has no two halves"
+    return True
+
+
+def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availability:
+    """True, or why the kernel would fail."""
+    if approximate not in GELU:
+        return f"no kernel for approximate={approximate!r}"
+    return supports_silu_and_mul(x)
+
+
+def _nothing(x: torch.Tensor) -> torch.Tensor:
+    """The result without elements: that the kernels take empty tensors is documented nowhere."""
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))

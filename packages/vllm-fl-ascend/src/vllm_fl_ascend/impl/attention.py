@@ -1,0 +1,342 @@
+"""Attention for vLLM's v1 engine, on `npu_fused_infer_attention_score`.
+
+One call serves a batch that mixes prompts, chunks of prompts, prompts behind a cached prefix and
+decoded tokens: this step's keys are written to the cache first, and a step's queries are the last
+tokens of their sequence. It takes a CANN whose kernel reads packed sequences from a paged cache; an
+older one says "When layout is TND, not support Page Attention". Imported only where the plan chose
+it: it needs vLLM, and torch_npu when a layer is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+
+from ..attention_request import BLOCK_SIZE, HEAD_SIZES, KV_CACHE_DTYPES
+from .masks import sight
+
+__all__ = [
+    "AscendAttentionBackend",
+    "AscendAttentionImpl",
+    "AscendMetadata",
+    "AscendMetadataBuilder",
+]
+
+SHAPED_HERE = hasattr(AttentionBackend, "get_kv_cache_shape")
+"""Whether a backend shapes the KV cache, as up to vLLM 0.28; later ones lay out a spec of its."""
+
+
+class AscendAttentionBackend(AttentionBackend):  # type: ignore[misc]
+    """What vLLM asks a backend about. Its name must be one that vLLM knows."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    # The cache is written in `forward`, where the number of tokens is known without their padding.
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        """vLLM's name for what is not its own."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[AscendAttentionImpl]:
+        """The computation."""
+        return AscendAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AscendMetadataBuilder]:
+        """What makes the metadata of a step."""
+        return AscendMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int]:
+        """128 tokens; vLLM takes the block size from here where the user sets none."""
+        return [BLOCK_SIZE]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """128 and no multiple of it: the planes of the cache cannot be cut into smaller blocks."""
+        return block_size in (None, BLOCK_SIZE)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """(2, blocks, block_size, heads, head_size): all keys, then all values.
+
+        Raises:
+            ValueError: block_size is not 128.
+        """
+        if block_size != BLOCK_SIZE:
+            raise ValueError(
+                f"AscendAttentionBackend needs blocks of {BLOCK_SIZE} tokens, got {block_size}: "
+                f"set --block-size {BLOCK_SIZE}"
+            )
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The same memory for a vLLM that shapes the cache: one head of keys and one of values.
+
+        With the layout below it lays them out as `get_kv_cache_shape` does.
+
+        Raises:
+            ValueError: values have another size than keys.
+        """
+        if SHAPED_HERE:
+            return spec
+        if spec.head_size != spec.head_size_v:
+            raise ValueError(
+                f"AscendAttentionBackend needs keys and values of one size, got {spec.head_size} "
+                f"and {spec.head_size_v}"
+            )
+        size = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+        return dataclasses.replace(spec, num_head_slots=2, state_content_bytes=size)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Layers, keys and values, blocks, tokens: each plane of a layer in one piece."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LHBNC,)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """What the kernel takes with packed sequences."""
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """The kernel has a band."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """The kernel runs without a mask."""
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Connectors move blocks, and expect a block's keys and values in one piece."""
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """The kernel takes the lengths from the host."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class AscendMetadata(AttentionMetadata):  # type: ignore[misc]
+    """One step, as all layers of a group see it.
+
+    Args:
+        query_ends: where each sequence's queries end among the step's tokens; the last is their
+            number.
+        seq_lens: tokens of each sequence that are in the cache after this step.
+        block_table: (sequences, blocks) int32: the blocks of each sequence, in order.
+        slot_mapping: (tokens,) int32 or int64: where in the cache each token's key and value go,
+            counted in tokens.
+        causal: a query sees no later key.
+    """
+
+    query_ends: list[int]
+    seq_lens: list[int]
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool
+
+
+class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):  # type: ignore[misc]
+    """Makes the metadata of a step, once for all layers: the kernel takes lengths as Python lists.
+
+    Where vLLM drafts tokens ahead, only the device knows how many were kept, and the lengths are
+    copied from it: one wait a step. Elsewhere the host knows them.
+    """
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.host_knows_lengths = vllm_config.speculative_config is None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> AscendMetadata:
+        """The metadata of one step.
+
+        Raises:
+            NotImplementedError: sequences of one batch differ in causality.
+        """
+        common = common_attn_metadata
+        if not isinstance(common.causal, bool):
+            raise NotImplementedError(
+                "AscendAttentionBackend has no batches in which only some sequences are causal"
+            )
+        sequences = common.num_reqs
+        lengths = common.seq_lens_cpu_upper_bound if self.host_knows_lengths else None
+        if lengths is None:
+            lengths = common.seq_lens
+        query_ends = common.query_start_loc_cpu[1 : sequences + 1].tolist()
+        return AscendMetadata(
+            query_ends=query_ends,
+            seq_lens=lengths[:sequences].tolist(),
+            block_table=common.block_table_tensor[:sequences],
+            # The kernel wants slots that exist. A padded one is -1; slot 0 lies in block 0, which
+            # vLLM gives to no sequence.
+            slot_mapping=common.slot_mapping[: query_ends[-1]].clamp_min(0),
+            causal=common.causal,
+        )
+
+
+class AscendAttentionImpl(AttentionImpl[AscendMetadata]):  # type: ignore[misc]
+    """One layer's attention.
+
+    Raises:
+        NotImplementedError: ALiBi, a soft cap, sinks, a quantised cache, or no decoder.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        asked = {
+            "alibi_slopes": alibi_slopes,
+            "logits_soft_cap": logits_soft_cap or None,
+            "kv_cache_dtype": None if kv_cache_dtype in KV_CACHE_DTYPES else kv_cache_dtype,
+            "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
+            **others,
+        }
+        refused = [f"{name}={value}" for name, value in asked.items() if value is not None]
+        if refused:
+            raise NotImplementedError(f"AscendAttentionBackend has no {', '.join(refused)}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._attend = torch.ops.npu.npu_fused_infer_attention_score
+        self._store = torch.ops.npu.npu_scatter_pa_kv_cache
+        self._cache: torch.Tensor | None = None
+        self._keys_and_values: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: AscendMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write this step's keys and values to the cache, and attend to all that is in it.
+
+        Args:
+            layer: vLLM's attention layer; not read.
+            query: (tokens, heads, head_size), float16 or bfloat16.
+            key, value: (tokens, kv_heads, head_size); None, or not written, where the layer
+                shares the cache of an earlier one.
+            kv_cache: (2, blocks, 128, kv_heads, head_size), as `get_kv_cache_shape` says, or
+                (blocks, 2, 128, kv_heads * head_size) with each plane in one piece.
+            attn_metadata: None while vLLM measures memory.
+            output: (tokens, heads, head_size), written here; rows of padding stay as they are.
+            output_scale, output_block_scale: None; there is no quantised output.
+
+        Returns:
+            output.
+
+        Raises:
+            NotImplementedError: a quantised output.
+            RuntimeError: the KV cache is not as this backend shapes it.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("AscendAttentionBackend has no quantised output")
+        if attn_metadata is None:
+            return output.fill_(0)
+        tokens = attn_metadata.query_ends[-1]
+        keys, values = self._planes(kv_cache)
+        if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
+            self._store(
+                key[:tokens].contiguous(),
+                value[:tokens].contiguous(),
+                keys,
+                values,
+                attn_metadata.slot_mapping,
+                cache_mode="Norm",
+            )
+        attended, _ = self._attend(
+            query[:tokens].contiguous(),
+            keys.flatten(2),
+            values.flatten(2),
+            block_table=attn_metadata.block_table,
+            block_size=BLOCK_SIZE,
+            input_layout="TND",
+            actual_seq_lengths=attn_metadata.query_ends,
+            actual_seq_lengths_kv=attn_metadata.seq_lens,
+            num_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            scale=self.scale,
+            **sight(attn_metadata.causal, self.sliding_window, query.device),
+        )
+        output[:tokens].copy_(attended)
+        return output
+
+    def _planes(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values), each (blocks, 128, kv_heads, head_size); looked at once per cache."""
+        if kv_cache is self._cache:
+            return self._keys_and_values
+        planes = kv_cache.transpose(0, 1) if kv_cache.ndim == 4 else kv_cache
+        heads, size = self.num_kv_heads, self.head_size
+        if (
+            planes.shape[0] != 2
+            or planes.shape[2] != BLOCK_SIZE
+            or planes.shape[3:].numel() != heads * size
+            or not all(plane.is_contiguous() for plane in planes)
+        ):
+            raise RuntimeError(
+                "AscendAttentionBackend needs all keys and all values in one piece each, in "
+                f"blocks of {BLOCK_SIZE} tokens with {heads} heads of {size}; this vLLM gives a KV "
+                f"cache of shape {tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Set "
+                f"--block-size {BLOCK_SIZE}, and leave VLLM_KV_CACHE_LAYOUT unset."
+            )
+        keys, values = (plane.view(-1, BLOCK_SIZE, heads, size) for plane in planes)
+        self._cache, self._keys_and_values = kv_cache, (keys, values)
+        return keys, values

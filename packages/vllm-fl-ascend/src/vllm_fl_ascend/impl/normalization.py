@@ -1,0 +1,86 @@
+"""RMS normalisation, on torch_npu's kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import unsuitable
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["rms_norm", "supports_rms_norm"]
+
+NO_VARIANCE_SIZE = "the kernels have no variance_size"
+
+
+def rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y / sqrt(mean(y**2) + epsilon) * weight, where y = x + residual; out of place.
+
+    By `npu_rms_norm`, or with a residual by `npu_add_rms_norm`.
+
+    Args:
+        x: (..., hidden), float32, float16 or bfloat16, of any layout.
+        residual: of x's shape and dtype, or None.
+        weight: (hidden,), of x's dtype, or None for 1. The kernels need one: None makes it.
+        epsilon: added to the mean of squares.
+        variance_size: None; the kernels know no other mean.
+
+    Returns:
+        The normed tensor; with a residual the pair (normed, y).
+
+    Raises:
+        NotImplementedError: variance_size is given.
+        RuntimeError: CANN's kernel fails.
+    """
+    if variance_size is not None:
+        raise NotImplementedError(NO_VARIANCE_SIZE)
+    if not x.numel():
+        empty = x.new_empty(x.shape)
+        return empty if residual is None else (empty, x.new_empty(x.shape))
+    if weight is None:
+        weight = x.new_ones(x.shape[-1])
+    normed: torch.Tensor
+    total: torch.Tensor
+    if residual is None:
+        normed, _rstd = torch.ops.npu.npu_rms_norm.default(_rows(x), weight, epsilon=epsilon)
+        return normed.view(x.shape)
+    normed, _rstd, total = torch.ops.npu.npu_add_rms_norm.default(
+        _rows(x), _rows(residual), weight, epsilon=epsilon
+    )
+    return normed.view(x.shape), total.view(x.shape)
+
+
+def supports_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> Availability:
+    """True, or why the kernels would fail."""
+    reason = unsuitable("x", x)
+    if reason:
+        return reason
+    if variance_size is not None:
+        return NO_VARIANCE_SIZE
+    if epsilon < 0:
+        return f"epsilon is negative: {epsilon}"
+    if residual is not None and residual.dtype != x.dtype:
+        return f"residual is {residual.dtype} and x {x.dtype}"
+    if weight is not None and weight.dtype != x.dtype:
+        return f"weight is {weight.dtype} and x {x.dtype}"
+    return True
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` as two dimensions or more, which the kernels want."""
+    return x[None] if x.ndim == 1 else x

@@ -1,0 +1,39 @@
+"""Whether torch_npu and an NPU are here, found without loading CANN where it is not installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import Availability
+
+__all__ = ["available"]
+
+
+def available() -> Availability:
+    """True, or why no NPU can be used from here and what to do.
+
+    Metadata comes first, so that nothing is imported on a machine that has no torch_npu. Where it
+    is installed torch has loaded it already, by its entry point, or could not be imported at all.
+    """
+    try:
+        found = version("torch-npu")
+    except PackageNotFoundError:
+        return (
+            "torch-npu is not installed; on a host with an Ascend NPU and CANN: "
+            'pip install "vllm-fl-ascend[torch-npu]"'
+        )
+    try:
+        import torch
+        import torch_npu  # noqa: F401 (it registers the operators and torch.npu)
+    except (ImportError, RuntimeError, OSError) as error:
+        return (
+            f"torch_npu {found} does not load: {error}. Source CANN's set_env.sh, and take the "
+            "release of torch-npu that belongs to this torch and this CANN"
+        )
+    if not torch.npu.is_available():  # type: ignore[attr-defined]
+        return (
+            f"torch_npu {found} sees no NPU: look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES"
+        )
+    return True

@@ -1,0 +1,57 @@
+"""Which torch_npu operators were called and checked, in this process and its children."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["against_oracle", "count_in", "counted", "note"]
+
+VARIABLE = "EMULATED_NPU_CALLS"
+"""Names the file to which each checked call adds the line `checked OP`."""
+
+
+def count_in(path: Path) -> None:
+    """Count in this file from here on, in child processes too."""
+    path.touch()
+    os.environ[VARIABLE] = str(path)
+
+
+def note(what: str, op: str) -> None:
+    """Add one line; a line is written at once, so that processes do not mix theirs."""
+    path = os.environ.get(VARIABLE)
+    if path:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            os.write(file, f"{what} {op}\n".encode())
+        finally:
+            os.close(file)
+
+
+def counted(what: str = "checked", *, since: int = 0) -> Counter[str]:
+    """Operator -> calls.
+
+    Args:
+        what: "checked" (schema and meta function) or "oracle" (numbers, too).
+        since: the size that the file had when counting begins.
+    """
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return Counter()
+    with open(path) as file:
+        file.seek(since)
+        return Counter(op for kind, op in map(str.split, file) if kind == what)
+
+
+@contextmanager
+def against_oracle() -> Iterator[None]:
+    """The calls made inside are compared with an oracle there; they count if nothing is raised."""
+    path = os.environ.get(VARIABLE)
+    before = Path(path).stat().st_size if path else 0
+    yield
+    for op, calls in counted(since=before).items():
+        for _ in range(calls):
+            note("oracle", op)

@@ -1,0 +1,130 @@
+"""`torch.ops.npu`: real schemas, real meta functions, and our numerics for CPU tensors."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from .calls import note
+from .wheel import META, meta_source, schemas
+
+__all__ = ["EmulationError", "define", "numerics"]
+
+Function = Callable[..., Any]
+
+_libraries: list[torch.library.Library] = []
+"""A library that is collected takes its registrations along."""
+
+
+class EmulationError(RuntimeError):
+    """The real operator would refuse this call, or ours returned what it would not."""
+
+
+@functools.cache
+def define() -> None:
+    """Register every operator of the wheel, and its meta functions."""
+    library = torch.library.Library("npu", "DEF")
+    for schema in schemas():
+        library.define(schema)
+    _libraries.append(library)
+    _register_meta()
+
+
+@functools.cache
+def _kernels() -> torch.library.Library:
+    define()
+    return torch.library.Library("npu", "IMPL", "CPU")
+
+
+def numerics(name: str) -> Callable[[Function], Function]:
+    """Decorator: `function` is what the operator `npu::<name>` computes.
+
+    It takes the schema's arguments, tensors being on the CPU, and raises EmulationError for what
+    the real operator's documentation rules out. Its result must be what the wheel's meta function
+    says, in number, shapes and dtypes.
+    """
+
+    def decorate(function: Function) -> Function:
+        operator = getattr(torch.ops.npu, name).default
+
+        @functools.wraps(function)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            expected = operator(*_on_meta(args), **_on_meta(kwargs))
+            result = function(*args, **kwargs)
+            _compare(name, result, expected)
+            note("checked", name)
+            return result
+
+        _kernels().impl(name, kernel)
+        return function
+
+    _kernels()
+    return decorate
+
+
+def _on_meta(tree: Any) -> Any:
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
+        tree,
+    )
+
+
+def _compare(name: str, result: Any, expected: Any) -> None:
+    got, wanted = (
+        [
+            (tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else t
+            for t in tree_flatten(r)[0]
+        ]
+        for r in (result, expected)
+    )
+    if got != wanted:
+        raise EmulationError(f"npu::{name} returned {got}, its meta function says {wanted}")
+
+
+def _register_meta() -> None:
+    """Run the wheel's registrations, with stand-ins for what they import."""
+
+    def module(name: str, **members: Any) -> ModuleType:
+        made = ModuleType(name)
+        made.__dict__.update(members)
+        return made
+
+    class Codes:
+        def __getattr__(self, name: str) -> str:
+            return name
+
+    utils = module(
+        "torch_npu.npu.utils",
+        get_cann_version=lambda *args: "9.0.0",
+        _is_gte_cann_version=lambda *args: True,
+    )
+    npu = module("torch_npu.npu", utils=utils)
+    stand_ins = {
+        "torch_npu": module("torch_npu", npu=npu),
+        "torch_npu.utils": module("torch_npu.utils"),
+        "torch_npu.utils._error_code": module(
+            "torch_npu.utils._error_code", ErrCode=Codes(), ops_error=lambda code: f" [{code}]"
+        ),
+        "torch_npu.npu": npu,
+        "torch_npu.npu.utils": utils,
+        "torch_npu.npu._backends": module("torch_npu.npu._backends", get_soc_version=lambda: 224),
+    }
+    shadowed = {name: sys.modules.pop(name, None) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    namespace: dict[str, Any] = {"__name__": "torch_npu.op_plugin.meta._meta_registrations"}
+    try:
+        exec(compile(meta_source(), META, "exec"), namespace)
+    finally:
+        for name, old in shadowed.items():
+            del sys.modules[name]
+            if old is not None:
+                sys.modules[name] = old
+    namespace["m_aten"]._destroy()  # they would replace torch's own meta functions
+    _libraries.append(namespace["m"])

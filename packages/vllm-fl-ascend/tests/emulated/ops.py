@@ -1,0 +1,106 @@
+"""What the operators behind `silu_and_mul`, `gelu_and_mul`, the norms and rotary compute.
+
+Written from torch_npu's own documentation of each (torch_npu/_op_plugin_docs.py of the wheel), in
+fp32 with one rounding at the end, as the kernels do. What that documentation, or CANN's of the
+kernel underneath (aclnnRopeWithSinCosCache), rules out is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .operators import EmulationError, numerics
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def demand(condition: bool, name: str, what: str) -> None:
+    if not condition:
+        raise EmulationError(f"npu::{name} takes {what}")
+
+
+@numerics("npu_swiglu")
+def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    demand(input.dtype in FLOATS, "npu_swiglu", "float32, float16 or bfloat16")
+    demand(1 <= input.ndim <= 8, "npu_swiglu", "1 to 8 dimensions")
+    demand(input.shape[dim] % 2 == 0, "npu_swiglu", "an even size")
+    left, right = input.float().chunk(2, dim)
+    return (left * torch.sigmoid(left) * right).to(input.dtype)
+
+
+@numerics("npu_geglu")
+def npu_geglu(
+    input: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
+) -> tuple[Tensor, Tensor]:
+    demand(input.dtype in FLOATS, "npu_geglu", "float32, float16 or bfloat16")
+    demand(approximate in (0, 1), "npu_geglu", "approximate 0 (none) or 1 (tanh)")
+    left, right = input.float().chunk(2, dim)
+    gated, other = (left, right) if activate_left else (right, left)
+    gelu = torch.nn.functional.gelu(gated, approximate=("none", "tanh")[approximate])
+    return (gelu * other).to(input.dtype), gelu.to(input.dtype)
+
+
+@numerics("npu_rms_norm")
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    demand(input.dtype in FLOATS, "npu_rms_norm", "float32, float16 or bfloat16")
+    demand(2 <= input.ndim <= 8, "npu_rms_norm", "2 to 8 dimensions")
+    demand(gamma.dtype == input.dtype, "npu_rms_norm", "gamma of input's dtype")
+    demand(gamma.shape == input.shape[-gamma.ndim :], "npu_rms_norm", "gamma of input's last sizes")
+    x = input.float()
+    axes = tuple(range(-gamma.ndim, 0))
+    rstd = torch.rsqrt(x.pow(2).mean(axes, keepdim=True) + epsilon)
+    return (x * rstd * gamma.float()).to(input.dtype), rstd
+
+
+@numerics("npu_add_rms_norm")
+def npu_add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    demand(x1.shape == x2.shape, "npu_add_rms_norm", "x1 and x2 of one shape")
+    demand(x1.dtype == x2.dtype, "npu_add_rms_norm", "x1 and x2 of one dtype")
+    total = x1 + x2
+    normed, rstd = npu_rms_norm(total, gamma, epsilon)
+    return normed, rstd, total
+
+
+@numerics("npu_mrope")
+def npu_mrope(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    *,
+    mrope_section: list[int] | None = None,
+    rotary_mode: str = "half",
+    cache_mode: str = "default",
+) -> tuple[Tensor, Tensor]:
+    name = "npu_mrope"
+    demand(positions.dtype == torch.int64, name, "int64 positions")
+    demand(positions.shape == query.shape[:1], name, "one position for each token")
+    demand(not mrope_section or not any(mrope_section), name, "no sections with such positions")
+    demand(query.ndim == key.ndim == cos_sin_cache.ndim == 2, name, "two dimensions each")
+    demand(query.dtype in FLOATS, name, "float32, float16 or bfloat16")
+    demand(query.dtype == key.dtype == cos_sin_cache.dtype, name, "query, key, cache of one dtype")
+    demand(query.numel() > 0 and key.numel() > 0, name, "no empty tensors")
+    demand(rotary_mode in ("half", "interleave"), name, "rotary_mode half or interleave")
+    demand(cache_mode == "default", name, "cache_mode default (an older CANN has no other)")
+    step = 64 // query.itemsize
+    rotary = cos_sin_cache.shape[1]
+    demand(head_size % step == rotary % step == 0, name, f"sizes that are multiples of {step}")
+    demand(rotary <= head_size, name, "a cache no wider than a head")
+    cos, sin = cos_sin_cache.float()[positions].unsqueeze(1).chunk(2, -1)
+
+    def turn(x: Tensor) -> Tensor:
+        heads = x.float().unflatten(1, (-1, head_size))
+        turning, rest = heads[..., :rotary], heads[..., rotary:]
+        if rotary_mode == "half":
+            a, b = turning.chunk(2, -1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        else:
+            a, b = turning[..., ::2], turning[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+        return torch.cat((turned, rest), -1).flatten(1).to(x.dtype)
+
+    return turn(query), turn(key)

@@ -1,0 +1,28 @@
+"""The emulation in processes that tests start: named in VLLM_FL_PLUGIN_MODULES.
+
+vllm-fl-ascend's own plugin runs beside it, unchanged but for the classes of its device profile,
+which here compute on the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import vllm_fl_ascend.plugin as ascend
+from vllm_fl import WorkerContext, WorkerReport, hookimpl
+
+from . import VERSION, activate
+
+activate()
+ascend.PROFILE = dataclasses.replace(
+    ascend.PROFILE,
+    platform_class="emulated.platform.EmulatedPlatform",
+    worker_class="emulated.worker.EmulatedWorker",
+    dist_backend="gloo",
+)
+
+
+@hookimpl
+def worker_start(context: WorkerContext) -> WorkerReport:
+    """Say in the log that no NPU is at work."""
+    return WorkerReport((f"emulated: torch_npu {VERSION}'s operators, on the CPU",))

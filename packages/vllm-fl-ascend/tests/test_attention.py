@@ -1,0 +1,539 @@
+"""Ascend's attention: each phase against plain softmax attention, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import emulated
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_fl.dispatch.types import AttentionRequest
+from vllm_fl_ascend.attention_request import supports_attention
+from vllm_fl_ascend.impl import attention, masks
+
+BLOCK = 128
+ROOM = 7
+"""Blocks in a row of the block table."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step of an engine.
+
+    Args:
+        sequences: (tokens in the cache before the step, tokens of the step) of each.
+        window: the sliding window, as vLLM counts.
+        padding: tokens behind the last sequence's that are padding.
+    """
+
+    sequences: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    window: int | None = None
+    causal: bool = True
+    padding: int = 0
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={value}"
+            for field in dataclasses.fields(self)[1:]
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        steps = " ".join(f"{before}+{new}" for before, new in self.sequences)
+        return ", ".join([steps, *changed])
+
+
+PROMPTS = Case(((0, 1), (0, 127), (0, 128), (0, 129), (0, 300)))
+DECODE = Case(((1, 1), (127, 1), (128, 1), (129, 1), (700, 1)))
+CHUNKS = Case(((200, 77), (1, 255), (384, 130)))
+PREFIX = Case(((128, 3), (256, 128), (512, 45)))
+MIXED = Case(((0, 150), (300, 1), (64, 100), (128, 1), (0, 1), (5, 7)))
+
+CASES = [
+    Case(((0, 5),)),
+    PROMPTS,
+    DECODE,
+    CHUNKS,
+    PREFIX,
+    MIXED,
+    *(dataclasses.replace(MIXED, size=size) for size in (128, 192)),
+    *(dataclasses.replace(MIXED, heads=h, kv_heads=kv) for h, kv in ((4, 4), (8, 1), (6, 2))),
+    dataclasses.replace(MIXED, dtype=torch.float16),
+    *(dataclasses.replace(MIXED, window=window) for window in (1, 2, 100, 128, 1000)),
+    *(dataclasses.replace(DECODE, window=window) for window in (1, 129)),
+    dataclasses.replace(CHUNKS, window=64),
+    dataclasses.replace(MIXED, causal=False),
+    dataclasses.replace(DECODE, padding=3),
+    dataclasses.replace(CHUNKS, padding=1),
+]
+
+
+def drawn(seed: int) -> Case:
+    """A batch of any kind."""
+    draw = random.Random(seed)
+    sequences = [
+        (draw.choice([0, 0, 1, 127, 128, draw.randrange(500)]), draw.choice([1, 1, 2, 128, 200]))
+        for _ in range(draw.randint(1, 6))
+    ]
+    kv_heads = draw.choice([1, 2, 4])
+    return Case(
+        tuple(sequences),
+        kv_heads=kv_heads,
+        heads=kv_heads * draw.choice([1, 2, 4]),
+        dtype=draw.choice([torch.bfloat16, torch.float16]),
+        window=draw.choice([None, None, draw.randint(1, 300)]),
+        padding=draw.choice([0, 0, 5]),
+    )
+
+
+@dataclass
+class Step:
+    """The tensors of one step, and the whole keys and values of each sequence."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cache: Tensor
+    common: CommonAttentionMetadata
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @property
+    def planes(self) -> Tensor:
+        """(2, slots, kv_heads, size), a view of the cache."""
+        return self.cache.view(2, -1, *self.cache.shape[3:])
+
+
+def made(case: Case, seed: int = 0) -> Step:
+    """A step on a random layout: blocks out of order, old blocks full of what others left there."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(case.dtype)
+
+    before = [old for old, _ in case.sequences]
+    new = [tokens for _, tokens in case.sequences]
+    total = [a + b for a, b in case.sequences]
+    count, width = len(total), case.kv_heads
+    blocks = count * ROOM + 1  # block 0 belongs to nobody
+    order = torch.randperm(blocks - 1, generator=draw) + 1
+    table = order[: count * ROOM].view(count, ROOM).int()
+    keys = [noise(n, width, case.size) for n in total]
+    values = [noise(n, width, case.size) for n in total]
+    cache = noise(2, blocks, BLOCK, width, case.size)
+    planes = cache.view(2, -1, width, case.size)
+    slots = [
+        table[i, torch.arange(n) // BLOCK].long() * BLOCK + torch.arange(n) % BLOCK
+        for i, n in enumerate(total)
+    ]
+    for i, old in enumerate(before):
+        planes[0, slots[i][:old]] = keys[i][:old]
+        planes[1, slots[i][:old]] = values[i][:old]
+    pad = [noise(case.padding, width, case.size)]
+    starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
+    lengths = torch.tensor(total, dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths.to("meta"),  # as on a device: reading it would wait
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=count,
+        num_actual_tokens=sum(new),
+        max_query_len=max(new),
+        max_seq_len=max(total),
+        block_table_tensor=table,
+        slot_mapping=torch.cat(
+            [
+                *(s[old:] for s, old in zip(slots, before, strict=True)),
+                torch.full((case.padding,), -1),
+            ]
+        ),
+        causal=case.causal,
+    )
+    return Step(
+        noise(sum(new) + case.padding, case.heads, case.size),
+        torch.cat([*(k[old:] for k, old in zip(keys, before, strict=True)), *pad]),
+        torch.cat([*(v[old:] for v, old in zip(values, before, strict=True)), *pad]),
+        cache,
+        common,
+        keys,
+        values,
+    )
+
+
+def expected(case: Case, step: Step) -> Tensor:
+    """Softmax attention in fp64, sequence by sequence, from the definition."""
+    out = []
+    start = 0
+    for (before, new), keys, values in zip(case.sequences, step.keys, step.values, strict=True):
+        query = step.query[start : start + new].double()
+        start += new
+        group = case.heads // case.kv_heads
+        position = before + torch.arange(new)[:, None]
+        other = torch.arange(before + new)[None]
+        sees = torch.ones(new, before + new, dtype=torch.bool)
+        if case.causal:
+            sees &= other <= position
+        if case.window is not None:
+            sees &= position - other < case.window
+        rows = torch.empty_like(query)
+        for head in range(case.heads):
+            scores = query[:, head] @ keys[:, head // group].double().T * SCALE
+            weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+            rows[:, head] = weights @ values[:, head // group].double()
+        out.append(rows)
+    return torch.cat(out)
+
+
+SCALE = 0.21
+"""Not the usual 1/sqrt(size), so that a scale from elsewhere shows."""
+
+
+def config(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(speculative_config=None, **fields)
+
+
+def layer(module: ModuleType, case: Case, **others: Any) -> Any:
+    """The implementation for one layer."""
+    return module.AscendAttentionImpl(
+        case.heads, case.size, SCALE, case.kv_heads, sliding_window=case.window, **others
+    )
+
+
+def metadata(module: ModuleType, common: CommonAttentionMetadata) -> Any:
+    builder = module.AscendMetadataBuilder(None, ["layer"], config(), torch.device("cpu"))
+    return builder.build(0, common)
+
+
+def check(module: ModuleType, case: Case, seed: int = 0) -> None:
+    """The layer's output is right to the last bit but one, and the cache holds what it should."""
+    step = made(case, seed)
+    want_cache = step.planes.clone()
+    written = step.common.slot_mapping >= 0
+    slots = step.common.slot_mapping[written]
+    for plane, new in zip(want_cache, (step.key, step.value), strict=True):
+        plane[slots] = new[written]
+    output = torch.full_like(step.query, 7.0)
+    impl = layer(module, case)
+    with emulated.against_oracle():
+        got = impl.forward(
+            None,
+            step.query,
+            step.key,
+            step.value,
+            step.cache,
+            metadata(module, step.common),
+            output,
+        )
+        assert got is output
+        tokens = step.common.num_actual_tokens
+        # The emulated kernel computes in fp32 and rounds once: half a unit in the last place.
+        eps = torch.finfo(case.dtype).eps
+        torch.testing.assert_close(
+            output[:tokens].double(), expected(case, step), rtol=0.51 * eps, atol=1e-5
+        )
+        assert (output[tokens:] == 7.0).all()
+        ours = want_cache[:, BLOCK:].view(torch.int16)  # bits: block 0 belongs to nobody
+        assert torch.equal(step.planes[:, BLOCK:].contiguous().view(torch.int16), ours)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_is_attention_over_the_cache(case: Case) -> None:
+    check(attention, case)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_batch(seed: int) -> None:
+    check(attention, drawn(seed), seed)
+
+
+def forward(impl: Any, step: Step, cache: Tensor | None = None, **others: Any) -> Tensor:
+    cache = step.cache if cache is None else cache
+    output = torch.zeros_like(step.query)
+    made = metadata(attention, step.common)
+    return impl.forward(None, step.query, step.key, step.value, cache, made, output, **others)
+
+
+def stored(case: Case) -> Tensor:
+    """The cache after a step."""
+    step = made(case)
+    forward(layer(attention, case), step)
+    return step.cache
+
+
+def test_slots_of_padding_may_stand_anywhere() -> None:
+    step = made(MIXED)
+    want = stored(MIXED)
+    slots = step.common.slot_mapping
+    lost = slots[140:150].clone()
+    slots[140:150] = -1
+    want.view_as(step.planes)[:, lost] = step.planes[:, lost]
+    forward(layer(attention, MIXED), step)
+    assert torch.equal(step.cache[:, 1:], want[:, 1:])  # block 0 belongs to nobody
+
+
+def test_a_layer_may_get_another_cache() -> None:
+    impl = layer(attention, MIXED)
+    forward(impl, made(MIXED))
+    step = made(MIXED, seed=1)
+    want = forward(layer(attention, MIXED), made(MIXED, seed=1))
+    assert torch.equal(forward(impl, step), want)
+
+
+def test_a_step_reads_nothing_from_the_device() -> None:
+    step = made(MIXED)
+    found = metadata(attention, step.common)  # seq_lens lies on meta: nobody can read it
+    impl = layer(attention, MIXED)
+    masks.template(torch.device("cpu"))  # made once, and not in the mode below
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(t) for t in (step.query, step.key, step.value, step.cache)]
+        assert impl.forward(None, *fakes, found, torch.empty_like(fakes[0])).shape == fakes[0].shape
+        with pytest.raises(DataDependentOutputException):  # what a read of theirs raises
+            fakes[0].sum().item()
+
+
+def test_where_tokens_are_drafted_ahead_the_device_tells_the_lengths() -> None:
+    step = made(CHUNKS)
+    lengths = step.common.seq_lens_cpu_upper_bound
+    step.common.seq_lens, step.common.seq_lens_cpu_upper_bound = lengths, lengths + 3
+    device = torch.device("cpu")
+    drafting = SimpleNamespace(speculative_config=object())
+    builder = attention.AscendMetadataBuilder(None, ["layer"], drafting, device)
+    assert builder.build(0, step.common).seq_lens == lengths.tolist()
+    step.common.seq_lens_cpu_upper_bound = None
+    assert metadata(attention, step.common).seq_lens == lengths.tolist()
+
+
+def test_sequences_that_differ_in_causality_are_refused() -> None:
+    step = made(CHUNKS)
+    with pytest.raises(NotImplementedError, match="some sequences are causal"):
+        metadata(attention, step.common.replace(causal=torch.tensor([True, False, True])))
+
+
+def test_a_layer_that_shares_a_cache_writes_none() -> None:
+    step = made(DECODE)
+    want = forward(layer(attention, DECODE), step)
+    before = step.cache.clone()
+    step.key.fill_(9.0)
+    sharing = layer(attention, DECODE, kv_sharing_target_layer_name="earlier")
+    assert torch.equal(forward(sharing, step), want)
+    assert torch.equal(step.cache, before)
+    step.key = step.value = None
+    assert torch.equal(forward(layer(attention, DECODE), step), want)
+
+
+def test_views_of_one_projection_are_taken() -> None:
+    case = dataclasses.replace(MIXED, kv_heads=4)
+    step = made(case)
+    want = forward(layer(attention, case), made(case))
+    packed = torch.stack([step.query, step.key, step.value], 1)
+    step.query, step.key, step.value = packed.unbind(1)
+    assert not step.query.is_contiguous()
+    assert torch.equal(forward(layer(attention, case), step), want)
+
+
+def test_vllm_lays_its_cache_out_as_the_kernels_need_it() -> None:
+    from vllm.v1 import kv_cache_interface as interface
+
+    backend, case = attention.AscendAttentionBackend, dataclasses.replace(CHUNKS, kv_heads=4)
+    step = made(case)
+    blocks = step.cache.shape[1]
+    plain = interface.FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=case.kv_heads, head_size=case.size, dtype=case.dtype
+    )
+    spec = backend.customize_spec(plain)
+    assert spec.page_size_bytes == plain.page_size_bytes  # as many blocks as another backend's
+    (layout,) = backend.supported_kv_cache_layouts()
+    strides = interface.compute_layout_strides(spec, blocks, 2, layout)
+    raw = torch.zeros(2 * blocks * spec.page_size_bytes, dtype=torch.int8)
+    place = interface.KVCacheTensor(
+        size=raw.numel(),
+        layers=["first", "second"],
+        layer_stride=strides[0],
+        block_stride=strides[1],
+    )
+    first, second = interface.create_kv_cache_views(raw, spec, blocks, layout, place)
+    second.copy_(step.cache.flatten(3).transpose(0, 1))
+    got = forward(layer(attention, case), step, second)
+    assert torch.equal(got, forward(layer(attention, case), made(case)))
+    assert torch.equal(second.transpose(0, 1).reshape(step.cache.shape), stored(case))
+    assert not first.any()
+
+
+def test_a_vllm_that_lets_the_backend_shape_the_cache_gets_that_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = attention.AscendAttentionBackend
+    assert backend.get_kv_cache_shape(9, BLOCK, 2, 64) == (2, 9, BLOCK, 2, 64)
+    with pytest.raises(ValueError, match=r"needs blocks of 128 tokens, got 64.*--block-size 128"):
+        backend.get_kv_cache_shape(9, 64, 2, 64)
+    monkeypatch.setattr(attention, "SHAPED_HERE", True)
+    spec = object()
+    assert backend.customize_spec(spec) is spec
+
+
+def test_keys_and_values_of_two_sizes_are_refused() -> None:
+    spec = SimpleNamespace(head_size=192, head_size_v=128)
+    with pytest.raises(ValueError, match="got 192 and 128"):
+        attention.AscendAttentionBackend.customize_spec(spec)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(9, 2, 64, 2 * 64, dtype=torch.bfloat16).transpose(0, 1).contiguous(),
+        torch.zeros(2, 9, 64, 2, 64, dtype=torch.bfloat16),
+        torch.zeros(2, 9, BLOCK, 4, 64, dtype=torch.bfloat16),
+        torch.zeros(9, 2, BLOCK, 2, 64, dtype=torch.bfloat16),
+        torch.zeros(9, 2, BLOCK, 2, 64, dtype=torch.bfloat16).transpose(0, 1),
+        torch.zeros(9, 2, BLOCK, 2 * 64, dtype=torch.bfloat16),  # both of a block side by side
+    ],
+    ids=[
+        "planes first",
+        "smaller blocks",
+        "more heads",
+        "blocks first",
+        "strided",
+        "key beside value",
+    ],
+)
+def test_a_cache_of_another_form_is_refused(cache: Tensor) -> None:
+    with pytest.raises(RuntimeError, match=r"in one piece each, in blocks of 128 .*--block-size"):
+        forward(layer(attention, DECODE), made(DECODE), cache)
+
+
+def test_while_vllm_measures_memory_the_output_is_zero() -> None:
+    step = made(DECODE)
+    impl = layer(attention, DECODE)
+    output = torch.full_like(step.query, torch.nan)
+    empty = torch.empty(0)
+    assert impl.forward(None, step.query, step.key, step.value, empty, None, output) is output
+    assert not output.any()
+
+
+def test_a_quantised_output_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="quantised output"):
+        forward(layer(attention, DECODE), made(DECODE), output_scale=torch.ones(1))
+    with pytest.raises(NotImplementedError, match="quantised output"):
+        forward(layer(attention, DECODE), made(DECODE), output_block_scale=torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"alibi_slopes": [0.5]}, "alibi_slopes"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"attn_type": "encoder_only"}, "attn_type=encoder_only"),
+        ({"sinks": torch.ones(4)}, "sinks"),
+        ({"what_a_later_vllm_adds": True}, "what_a_later_vllm_adds"),
+    ],
+)
+def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"has no {reason}"):
+        layer(attention, DECODE, **asked)
+
+
+def test_what_a_layer_does_not_ask_for_is_no_reason() -> None:
+    layer(attention, DECODE, logits_soft_cap=0.0, sinks=None, kv_cache_dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match="no window that is not causal"):
+        masks.sight(False, 5, torch.device("cpu"))
+
+
+def test_the_mask_hides_what_comes_later() -> None:
+    mask = masks.template(torch.device("cpu"))
+    assert (mask.shape, mask.dtype) == ((2048, 2048), torch.int8)
+    assert mask[5, 6] == 1
+    assert mask[5, 5] == mask[6, 5] == 0
+    assert masks.template(torch.device("cpu")) is mask
+
+
+def test_what_vllm_asks_the_backend() -> None:
+    backend = attention.AscendAttentionBackend
+    assert AttentionBackendEnum[backend.get_name()] is AttentionBackendEnum.CUSTOM
+    assert backend.get_impl_cls() is attention.AscendAttentionImpl
+    assert backend.get_builder_cls() is attention.AscendMetadataBuilder
+    assert backend.get_preferred_block_size(16) == BLOCK
+    assert [size for size in (16, 64, 128, 256) if backend.supports_block_size(size)] == [128]
+    common = {
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": None,
+        "use_mla": False,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": None,
+        "attn_type": "decoder",
+    }
+    fine = {"has_sliding_window": True, "use_non_causal": True}
+    assert backend.validate_configuration(head_size=128, **common, **fine) == []
+    bad = {"use_kv_connector": True, "use_adaptive_verification": True, "use_dcp": True}
+    assert len(backend.validate_configuration(head_size=256, **common, **bad)) == 4
+
+
+PLAIN = AttentionRequest(
+    head_size=128,
+    dtype=torch.bfloat16,
+    kv_cache_dtype="auto",
+    block_size=BLOCK,
+    num_heads=32,
+    extras={"attn_type": "decoder", "has_sliding_window": True, "use_mm_prefix": False},
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"dtype": torch.float16, "kv_cache_dtype": "float16"},
+        {"block_size": None, "kv_cache_dtype": None},
+        {"head_size": 64},
+        {"head_size": 192},
+        {"extras": {}},
+        {"extras": {"use_non_causal": True}},
+    ],
+)
+def test_what_the_kernel_can_do_is_taken(change: dict[str, Any]) -> None:
+    assert supports_attention(dataclasses.replace(PLAIN, **change)) is True
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"use_mla": True}, "not MLA"),
+        ({"use_sparse": True}, "not sparse"),
+        ({"has_sink": True}, "sinks"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"kv_cache_dtype": "fp8"}, "fp8"),
+        ({"kv_cache_dtype": "float16"}, "the KV cache is float16 and the model bfloat16"),
+        ({"head_size": 80}, "heads of 80"),
+        ({"head_size": 256}, "heads of 256"),
+        ({"block_size": 16}, "blocks of 16 tokens: set --block-size 128"),
+        ({"block_size": 256}, "blocks of 256"),
+        ({"extras": {"attn_type": "encoder_only"}}, "encoder_only"),
+        ({"extras": {"use_mm_prefix": True}}, "use_mm_prefix"),
+        ({"extras": {"use_kv_connector": True}}, "use_kv_connector"),
+        ({"extras": {"use_dcp": True}}, "use_dcp"),
+        ({"extras": {"use_non_causal": True, "has_sliding_window": True}}, "not causal"),
+        ({"extras": {"use_what_a_later_vllm_adds": True}}, "use_what_a_later_vllm_adds"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(change: dict[str, Any], reason: str) -> None:
+    verdict = supports_attention(dataclasses.replace(PLAIN, **change))
+    assert verdict is not True
+    assert reason in verdict

@@ -1,0 +1,10 @@
+"""The backend keeps every contract, on the emulation."""
+
+from __future__ import annotations
+
+from vllm_fl.testing import OpConformance
+
+
+class TestAscend(OpConformance):
+    backend = "vendor.ascend"
+    device = "cpu"  # where the emulated operators compute

@@ -1,0 +1,164 @@
+"""What the kernels are given: every sample of a contract, but for those named here."""
+
+from __future__ import annotations
+
+import inspect
+
+import emulated
+import pytest
+import torch
+
+from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.dispatch.types import OpImpl
+from vllm_fl.dispatch.verification import compare
+from vllm_fl_ascend.impl import activation, normalization, rotary
+from vllm_fl_ascend.plugin import register_ops
+
+IMPLS = {impl.op_name: impl for impl in register_ops()}
+CPU = torch.device("cpu")
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+REFUSED = {
+    "rms_norm": {
+        "variance_size": "variance_size",
+        "variance_size, residual": "variance_size",
+        "fp32 weight": "weight is torch.float32",
+        "fp32 weight, residual": "weight is torch.float32",
+    },
+    "rotary_embedding": {
+        "cos and sin are separate tensors": "not the two halves of one cache",
+        "fp32 tables": "cos is torch.float32",
+        "odd sizes": "head_size 70 is no multiple",
+        "odd sizes, interleaved": "head_size 70 is no multiple",
+        "odd head_size": "head_size 7 is no multiple",
+        "1 pair": "head_size 2 is no multiple",
+    },
+}
+"""What torch_npu's kernels have no form for: op -> sample -> a part of the reason."""
+
+
+def mistakes(impls: dict[str, OpImpl], op: str, dtype: torch.dtype) -> list[str]:
+    """The samples of an op that come out otherwise than they should."""
+    found = []
+    for sample in contracts()[op].samples(dtype, CPU):
+        reason = REFUSED.get(op, {}).get(sample.name)
+        if dtype is torch.float32 and "fp32" in sample.name:
+            reason = None  # no mixture of dtypes
+        result = compare(impls[op], contracts()[op], sample, dtype)
+        as_wanted = result.status == ("refused" if reason else "ok")
+        if not as_wanted or (reason and reason not in (result.reason or "")):
+            found.append(f"{sample.name}: {result.status} {result.reason}")
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.get)
+@pytest.mark.parametrize("op", sorted(IMPLS))
+def test_samples_are_right_or_refused(op: str, dtype: torch.dtype) -> None:
+    with emulated.against_oracle():
+        assert mistakes(IMPLS, op, dtype) == []
+
+
+X, ROWS = torch.ones(2, 16), torch.ones(2, 3, 16)
+TABLES = (torch.ones(4, 8), torch.ones(4, 8), torch.arange(2))
+UNSUITABLE = [
+    ("silu_and_mul", (torch.ones(2, 3),), "no two halves"),
+    ("silu_and_mul", (X.long(),), "x of torch.int64"),
+    ("silu_and_mul", (torch.ones([1] * 8 + [2]),), "of 9 dimensions"),
+    ("gelu_and_mul", (X, "erf"), "approximate='erf'"),
+    ("rms_norm", (X, None, None, 1e-6, 8), "variance_size"),
+    ("rms_norm", (X, X.half(), None, 1e-6), "residual is torch.float16"),
+    ("rotary_embedding", (ROWS, ROWS.half(), *TABLES), "key is torch.float16"),
+    ("rotary_embedding", (ROWS, None, *TABLES), "not the two halves of one cache"),
+]
+"""Calls that no kernel takes, with a part of the reason."""
+
+
+def unseen(impls: dict[str, OpImpl]) -> list[str]:
+    """What of UNSUITABLE `supports` takes, or refuses for another reason."""
+    found = []
+    for op, args, reason in UNSUITABLE:
+        impl = impls.get(op)
+        if impl is not None and impl.supports is not None:
+            verdict = impl.supports(*args)
+            if verdict is True or reason not in verdict:
+                found.append(f"{op}: {verdict}, not: {reason}")
+    return found
+
+
+def test_what_no_kernel_takes_is_refused_with_its_reason() -> None:
+    assert unseen(IMPLS) == []
+
+
+def taken_without_a_form(impls: dict[str, OpImpl]) -> list[str]:
+    """Ops that compute what their kernels have no form for, where `supports` was not asked."""
+    calls = {"rms_norm": (X, None, None, 1e-6, 8), "rotary_embedding": (ROWS, None, *TABLES)}
+    found = []
+    for op in set(calls) & set(impls):
+        try:
+            impls[op].fn(*calls[op])
+            found.append(op)
+        except NotImplementedError:
+            pass
+    return found
+
+
+def test_a_call_without_a_form_is_not_computed() -> None:
+    assert taken_without_a_form(IMPLS) == []
+
+
+def one_row(impls: dict[str, OpImpl]) -> list[str]:
+    """What is wrong of a norm of one dimension, which the kernels do not take as it is."""
+    if "rms_norm" not in impls:
+        return []
+    x, weight = torch.randn(32), torch.randn(32)
+    wanted = impls["rms_norm"].fn(x[None], x[None], weight, 1e-6)
+    found = impls["rms_norm"].fn(x, x, weight, 1e-6)
+    alone = impls["rms_norm"].fn(x, None, weight, 1e-6)
+    same = [torch.equal(f, w[0]) for f, w in zip(found, wanted, strict=True)]
+    return [] if all(same) and alone.shape == x.shape else ["one dimension"]
+
+
+def test_a_row_of_one_dimension_is_normed() -> None:
+    assert one_row(IMPLS) == []
+
+
+def test_what_is_refused_are_samples() -> None:
+    for op, reasons in REFUSED.items():
+        assert set(reasons) <= {s.name for s in contracts()[op].samples(torch.bfloat16, CPU)}
+
+
+def test_one_kernel_does_one_call() -> None:
+    """No tensor is copied, converted or normed beside the one launch."""
+    x = torch.randn(4, 128)
+    cos, sin = torch.randn(8, 64).chunk(2, dim=-1)
+    heads = torch.randn(4, 3, 64)
+    calls = {
+        "npu_swiglu": lambda: activation.silu_and_mul(x),
+        "npu_geglu": lambda: activation.gelu_and_mul(x),
+        "npu_rms_norm": lambda: normalization.rms_norm(x, None, torch.ones(128), 1e-6),
+        "npu_add_rms_norm": lambda: normalization.rms_norm(x, x, torch.ones(128), 1e-6),
+        "npu_mrope": lambda: rotary.rotary_embedding(heads, heads, cos, sin, torch.arange(4)),
+    }
+    for name, call in calls.items():
+        before = emulated.counted()
+        call()
+        assert emulated.counted() - before == {name: 1}
+
+
+def test_no_kernel_is_launched_for_no_tokens() -> None:
+    before = emulated.counted()
+    for op, impl in IMPLS.items():
+        for sample in contracts()[op].samples(torch.bfloat16, CPU):
+            if sample.name.startswith("0 token"):
+                impl.fn(*sample.args)
+    assert emulated.counted() == before
+
+
+def test_parameters_are_the_contracts() -> None:
+    for op, impl in IMPLS.items():
+        wanted = contracts()[op].signature.parameters.values()
+        for fn in (impl.fn, impl.supports):
+            assert fn is not None
+            found = inspect.signature(fn).parameters.values()
+            assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in wanted]
+        assert impl.consumes == frozenset()  # the kernels work out of place

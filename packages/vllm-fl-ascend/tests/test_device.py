@@ -1,0 +1,319 @@
+"""The platform, worker and communicator that vLLM is given, as far as a CPU can tell."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from vllm_fl_ascend import plugin
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+PROFILE = {
+    "platform_class": "vllm_fl_ascend.platform.AscendPlatform",
+    "worker_class": "vllm_fl_ascend.worker.AscendWorker",
+    "communicator_class": "vllm_fl_ascend.communicator.AscendCommunicator",
+}
+
+
+@pytest.fixture
+def platform() -> Any:
+    """The platform, as vLLM makes it."""
+    from vllm_fl_ascend.platform import AscendPlatform
+
+    return AscendPlatform()
+
+
+def test_the_profile_s_paths_are_classes_of_vllm_s_kinds() -> None:
+    from vllm.distributed.device_communicators.base_device_communicator import (
+        DeviceCommunicatorBase,
+    )
+    from vllm.platforms.interface import Platform
+    from vllm.v1.worker.gpu_worker import Worker
+
+    kinds = dict(zip(PROFILE, (Platform, Worker, DeviceCommunicatorBase), strict=True))
+    for field, path in PROFILE.items():
+        module, _, name = path.rpartition(".")
+        assert issubclass(getattr(importlib.import_module(module), name), kinds[field])
+    assert plugin.PROFILE.name == "ascend"
+    assert plugin.PROFILE.communicator_class == PROFILE["communicator_class"]
+
+
+def test_the_installed_profile_has_these_paths_and_hccl() -> None:
+    """Read from the source: in this process the emulation has replaced some."""
+    source = Path(str(plugin.__file__)).read_text()
+    for field, path in PROFILE.items():
+        assert f'{field}="{path}"' in source
+    assert 'dist_backend="hccl"' in source
+
+
+def test_what_vllm_reads_of_the_platform(platform: Any) -> None:
+    assert platform.is_out_of_tree()
+    assert not platform.is_cuda_alike()
+    assert (platform.device_name, platform.device_type) == ("npu", "npu")
+    assert (platform.dispatch_key, platform.dist_backend) == ("PrivateUse1", "hccl")
+    assert platform.device_control_env_var == "ASCEND_RT_VISIBLE_DEVICES"
+    assert platform.simple_compile_backend == "eager"
+    assert platform.supported_dtypes == [torch.bfloat16, torch.float16, torch.float32]
+    assert platform.get_device_name() == "Ascend910B1"
+    assert platform.support_static_graph_mode() is False
+
+
+def test_what_does_not_run_is_refused_by_name(platform: Any) -> None:
+    platform.check_if_supports_dtype(torch.bfloat16)
+    with pytest.raises(ValueError, match="float64"):
+        platform.check_if_supports_dtype(torch.float64)
+    with pytest.raises(ValueError, match="no kernels for fp8 quantization"):
+        platform.verify_quantization("fp8")
+    with pytest.raises(ValueError, match="vllm-fl explain attention_backend"):
+        platform.get_attn_backend_cls(None, None)
+
+
+def config(**model: Any) -> Any:
+    """What the platform changes of a VllmConfig, as vLLM's own defaults leave it."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{"enforce_eager": False, **model}),
+        cache_config=SimpleNamespace(block_size=16, user_specified_block_size=False),
+        compilation_config=SimpleNamespace(
+            mode=CompilationMode.VLLM_COMPILE,
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            cudagraph_capture_sizes=[1, 2],
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        parallel_config=SimpleNamespace(
+            disable_custom_all_reduce=False, data_parallel_size=1, assigned_physical_gpu_ids=None
+        ),
+        use_v2_model_runner=False,
+        speculative_config=None,
+    )
+
+
+def test_it_runs_eagerly_with_blocks_of_128_and_says_so_in_one_line(
+    platform: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    changed = config()
+    with caplog.at_level(logging.INFO, "vllm_fl.engine"):
+        platform.check_and_update_config(changed)
+    assert changed.compilation_config.mode is CompilationMode.NONE
+    assert changed.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    assert changed.compilation_config.cudagraph_capture_sizes == []
+    assert changed.model_config.enforce_eager is True
+    assert changed.cache_config.block_size == 128
+    assert changed.scheduler_config.async_scheduling is False
+    assert changed.parallel_config.disable_custom_all_reduce is True
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "without torch.compile and graphs" in line
+    assert "\n" not in line
+
+
+def test_who_asked_for_eager_or_blocks_is_told_nothing_and_keeps_them(
+    platform: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = config(enforce_eager=True)
+    asked.cache_config = SimpleNamespace(block_size=64, user_specified_block_size=True)
+    with caplog.at_level(logging.INFO, "vllm_fl.engine"):
+        platform.check_and_update_config(asked)
+    assert caplog.records == []
+    assert asked.cache_config.block_size == 64
+
+
+def test_the_model_runner_is_vllm_s_first(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    platform.apply_config_platform_defaults(None)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    platform.apply_config_platform_defaults(None)
+    asked = config()
+    asked.use_v2_model_runner = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    with pytest.raises(ValueError, match="unset VLLM_USE_V2_MODEL_RUNNER"):
+        platform.check_and_update_config(asked)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"data_parallel_size": 2}, {"assigned_physical_gpu_ids": [4, 5]}], ids=str
+)
+def test_other_npus_than_the_rank_s_are_refused(platform: Any, asked: dict[str, Any]) -> None:
+    changed = config()
+    vars(changed.parallel_config).update(asked)
+    with pytest.raises(ValueError, match="choose these with ASCEND_RT_VISIBLE_DEVICES"):
+        platform.check_and_update_config(changed)
+
+
+def test_drafts_are_refused(platform: Any) -> None:
+    changed = config()
+    changed.speculative_config = object()
+    with pytest.raises(ValueError, match="no speculative decoding"):
+        platform.check_and_update_config(changed)
+
+
+@pytest.mark.parametrize("padded", [0, 3])
+def test_slots_are_those_of_vllm_s_kernel(padded: int) -> None:
+    """Against vLLM's own C++ version of its Triton kernel."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    from vllm_fl_ascend.slots import compute_slot_mapping
+
+    CpuPlatform.import_kernels()
+    from vllm.utils.cpu_triton_utils import _compute_slot_mapping_kernel_impl as expected
+
+    lengths, before = [5, 1, 200, 3], [0, 127, 128, 250]
+    starts = torch.tensor([0, 5, 6, 206, 209], dtype=torch.int32)
+    positions = torch.cat([torch.arange(a, a + n) for n, a in zip(lengths, before, strict=True)])
+    table = torch.randperm(32, dtype=torch.int32).view(4, 8)
+    slots = []
+    for function in (expected, compute_slot_mapping):
+        mapping = torch.full((209 + padded,), -7)
+        arguments = (209, 209 + padded, starts, positions, table, 8, mapping, 128, 1, 0, 1, -1)
+        function(*arguments, 1024)
+        slots.append(mapping)
+    assert torch.equal(*(mapping[:209] for mapping in slots))
+    assert slots[1][209:].eq(-1).all()  # as the Triton kernel does, and the C++ one does not
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        compute_slot_mapping(*arguments[:8], 2, 0, 1, -1, 1024)
+
+
+def test_its_parameters_are_the_kernel_s() -> None:
+    """vLLM passes them by name where the names agree, else by position."""
+    import inspect
+
+    from vllm.triton_utils.dispatcher import _kernel_arg_names
+    from vllm.v1.worker.block_table import ComputeSlotMappingKernel
+
+    from vllm_fl_ascend.slots import compute_slot_mapping
+
+    kernel = inspect.getattr_static(ComputeSlotMappingKernel, "kernel").__func__
+    assert tuple(inspect.signature(compute_slot_mapping).parameters) == _kernel_arg_names(kernel)
+
+
+def test_the_worker_takes_the_npu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_fl_ascend import worker
+
+    events: list[tuple[Any, ...]] = []
+
+    def note(name: str, result: Any = None) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append((name, *args, *kwargs.values()))
+            return result
+
+        return call
+
+    platform = SimpleNamespace(
+        device_type="cpu",
+        dist_backend="hccl",
+        set_device=note("device"),
+        check_if_supports_dtype=note("dtype"),
+    )
+    monkeypatch.setattr(worker, "current_platform", platform)
+    for name in ("init_worker_distributed_environment", "set_random_seed"):
+        monkeypatch.setattr(worker, name, note(name))
+    monkeypatch.setattr(worker, "MemorySnapshot", note("snapshot", "memory"))
+    monkeypatch.setattr(worker, "request_memory", note("request", 17))
+    monkeypatch.setattr(worker, "init_workspace_manager", note("workspace"))
+    monkeypatch.setattr(torch.accelerator, "empty_cache", note("cache"))
+    made = worker.AscendWorker.__new__(worker.AscendWorker)
+    made.local_rank, made.rank, made.distributed_init_method = 3, 11, "tcp://x"
+    made.model_config = SimpleNamespace(dtype=torch.float16, seed=5)
+    made.vllm_config, made.cache_config = "config", "cache"
+    monkeypatch.setattr(worker.AscendWorker, "_make_model_runner", note("runner", "runner"))
+    made.init_device()
+    assert made.device == torch.device("cpu", 3)
+    assert (made.init_snapshot, made.requested_memory, made.model_runner) == (
+        "memory",
+        17,
+        "runner",
+    )
+    assert [name for name, *_ in events] == [
+        *("device", "dtype", "init_worker_distributed_environment", "set_random_seed", "cache"),
+        *("snapshot", "request", "workspace", "runner"),  # after the ranks' buffers, HCCL's
+    ]
+    assert events[:3] == [
+        ("device", made.device),
+        ("dtype", torch.float16),
+        ("init_worker_distributed_environment", "config", 11, "tcp://x", 3, "hccl"),
+    ]
+    assert events[-2] == ("workspace", made.device)
+    with made._maybe_get_memory_pool_context("weights") as context:
+        assert context is None
+
+
+def gathered(rank: int, file: str, results: Any) -> None:
+    """One rank of two, which gathers to rank 1 of the group."""
+    import torch.distributed as dist
+
+    from vllm_fl_ascend.communicator import AscendCommunicator
+
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    group = dist.group.WORLD
+    dist.gather = None  # HCCL has none
+    mine = AscendCommunicator(group, torch.device("cpu"), group)
+    found = mine.gather(torch.full((2, 3), float(rank)), dst=1, dim=-1)
+    results.put((rank, None if found is None else found.tolist()))
+    dist.destroy_process_group()
+
+
+def test_gather_needs_no_gather_of_hccl(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")  # it need not import vLLM again
+    results = context.Queue()
+    ranks = [
+        context.Process(target=gathered, args=(rank, str(tmp_path / "store"), results))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    found = dict(results.get(timeout=120) for _ in ranks)
+    for rank in ranks:
+        rank.join(60)
+    assert found == {0: None, 1: [[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]] * 2}
+
+
+def test_vllm_ascend_beside_it_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    info = tmp_path / "vllm_ascend-0.26.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-ascend\nVersion: 0.26.0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.platform_plugins]\nascend = vllm_ascend_stand_in:register\n"
+    )
+    (tmp_path / "vllm_ascend_stand_in.py").write_text(
+        "def register():\n    return 'vllm.platforms.cpu.CpuPlatform'\n"
+    )
+
+    def start(**variables: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            "from vllm.plugins import load_general_plugins\n"
+            "from vllm.platforms import current_platform\n"
+            "print('PLATFORM', type(current_platform).__name__)\n"
+            "load_general_plugins()\n"
+        )
+        path = os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": path, "VLLM_FL_PLATFORM": "ascend", **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    both = start()
+    assert both.returncode != 0
+    last = both.stderr.strip().splitlines()[-1]
+    assert "vllm-ascend brings a platform of vLLM's too" in last
+    assert "pip uninstall -y vllm-ascend, or choose: VLLM_PLUGINS=fl" in last
+    assert "Only one platform plugin" not in both.stdout + both.stderr
+    chosen = start(VLLM_PLUGINS="fl")
+    assert chosen.returncode == 0, chosen.stderr
+    assert "PLATFORM EmulatedPlatformFL" in chosen.stdout
