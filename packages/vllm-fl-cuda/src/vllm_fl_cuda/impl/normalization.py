@@ -31,17 +31,14 @@ def rms_norm(
         residual: of x's shape and dtype, or None.
         weight: (hidden,), contiguous, of x's dtype, or None for 1.
         epsilon: added to the mean of squares.
-        variance_size: None; the kernels know no other mean.
+        variance_size: None, which `supports` sees to; the kernels know no other mean.
 
     Returns:
         The normed tensor; with a residual the pair (normed, y).
 
     Raises:
-        NotImplementedError: variance_size is given.
         RuntimeError: the kernel refuses a dtype or a size.
     """
-    if variance_size is not None:
-        raise NotImplementedError("the kernels have no variance_size")
     if weight is not None and weight.data_ptr() % ALIGNMENT:
         weight = weight.clone()
     if residual is None:
@@ -70,12 +67,17 @@ def supports_rms_norm(
         return "the kernels have no variance_size"
     if x.ndim == 0:
         return "x is a scalar"
-    if residual is not None and residual.dtype != x.dtype:
-        return f"residual is {residual.dtype} and x {x.dtype}"
+    if epsilon < 0:
+        return f"epsilon is negative: {epsilon}"
+    # The kernels check neither of these shapes, and read and write beyond a smaller tensor.
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
+        return (
+            f"residual is {residual.dtype} {tuple(residual.shape)} and x {x.dtype} {tuple(x.shape)}"
+        )
     if weight is None:
         return True
-    if weight.dtype != x.dtype:
-        return f"weight is {weight.dtype} and x {x.dtype}"
+    if weight.dtype != x.dtype or weight.shape != x.shape[-1:]:
+        return f"weight is {weight.dtype} {tuple(weight.shape)} and x {x.dtype} {tuple(x.shape)}"
     return True if weight.is_contiguous() else "weight is not contiguous"
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["rotary_embedding", "supports_rotary_embedding"]
 
-APART = "cos and sin are not the two halves of one cache"
-
 
 def rotary_embedding(
     query: torch.Tensor,
@@ -41,12 +39,9 @@ def rotary_embedding(
         (query, key) of the shapes and dtypes of the arguments; None for a key of None.
 
     Raises:
-        NotImplementedError: cos and sin are not adjacent.
-        RuntimeError: the kernel refuses a dtype or a number of heads.
+        RuntimeError: cos and sin are not adjacent, or the kernel refuses a dtype.
     """
     cache = joint_cos_sin(cos, sin)
-    if cache is None:
-        raise NotImplementedError(APART)
     query, rows = _rows(query)
     key, key_rows = (None, None) if key is None else _rows(key)
     if query.shape[0]:  # the kernel divides by the number of tokens
@@ -73,13 +68,20 @@ def supports_rotary_embedding(
     reason = unsuitable("query", query)
     if reason:
         return reason
-    if key is not None and key.dtype != query.dtype:
-        return f"key is {key.dtype} and query {query.dtype}"
-    if key is not None and query.shape[1] % key.shape[1]:
-        return f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads"
+    if key is not None:
+        # The kernel checks no shape: it would read and write beyond a tensor of fewer tokens.
+        if key.dtype != query.dtype or key.shape[::2] != query.shape[::2]:
+            other = f"query {query.dtype} {tuple(query.shape)}"
+            return f"key is {key.dtype} {tuple(key.shape)} and {other}"
+        if query.shape[1] % key.shape[1]:
+            return f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads"
+    if position_ids.is_floating_point() or position_ids.shape != query.shape[:1]:
+        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
     if cos.dtype not in DTYPES:
         return f"no kernel for cos of {cos.dtype}"
-    return True if joint_cos_sin(cos, sin) is not None else APART
+    if joint_cos_sin(cos, sin) is None:
+        return "cos and sin are not the two halves of one cache"
+    return True
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

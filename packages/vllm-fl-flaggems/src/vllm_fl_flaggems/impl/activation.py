@@ -56,6 +56,8 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 def supports_silu_and_mul(x: torch.Tensor) -> Availability:
     """True, or why the kernel would fail."""
+    if x.ndim == 0 or x.shape[-1] % 2:
+        return f"the last dimension of x, {tuple(x.shape)[-1:]}, has no two halves"
     return unsuitable("x", x) or True
 
 
@@ -63,4 +65,4 @@ def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availab
     """True, or why the kernel would fail."""
     if approximate not in APPROXIMATIONS:
         return f"no kernel for approximate={approximate!r}"
-    return unsuitable("x", x) or True
+    return supports_silu_and_mul(x)

@@ -29,18 +29,17 @@ def rms_norm(
     Args:
         x: (..., hidden), float32, float16 or bfloat16, of any layout.
         residual: of x's shape and dtype, or None.
-        weight: (hidden,), of x's dtype or float32.
+        weight: (hidden,), of x's dtype or float32; None is refused by `supports`.
         epsilon: added to the mean of squares.
-        variance_size: None; the kernels know no other mean.
+        variance_size: None, which `supports` sees to; the kernels know no other mean.
 
     Returns:
         The normed tensor; with a residual the pair (normed, y).
 
     Raises:
-        NotImplementedError: FlagGems does not load, weight is None, or variance_size is given.
+        NotImplementedError: FlagGems does not load.
     """
-    if weight is None or variance_size is not None:
-        raise NotImplementedError("the kernels need a weight and have no variance_size")
+    assert weight is not None  # supports sees to it
     gems = flag_gems()
     if residual is None:
         normed: torch.Tensor = gems.rms_norm(x, weight.shape, weight, epsilon)
@@ -63,4 +62,13 @@ def supports_rms_norm(
         return "the kernels need a weight"
     if variance_size is not None:
         return "the kernels have no variance_size"
+    if epsilon < 0:
+        return f"epsilon is negative: {epsilon}"
+    # The kernels check neither of these shapes, and read and write beyond a smaller tensor.
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
+        return (
+            f"residual is {residual.dtype} {tuple(residual.shape)} and x {x.dtype} {tuple(x.shape)}"
+        )
+    if weight.shape != x.shape[-1:]:
+        return f"weight is {tuple(weight.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
     return unsuitable("x", x) or True

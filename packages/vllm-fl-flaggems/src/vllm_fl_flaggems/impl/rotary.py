@@ -51,7 +51,8 @@ def rotary_embedding(
     if not whole:
         q = torch.cat((q, query[..., rotary:]), dim=-1)
         k = k if key is None else torch.cat((k, key[..., rotary:]), dim=-1)
-    return q, None if key is None else k
+    # FlagGems's results have the layout of query and key.
+    return q.contiguous(), None if key is None else k.contiguous()
 
 
 def supports_rotary_embedding(
@@ -66,6 +67,8 @@ def supports_rotary_embedding(
     reason = unsuitable("query", query)
     if reason:
         return reason
-    if cos.stride(-1) != 1 or sin.stride(-1) != 1:
-        return "the rows of cos and sin are not contiguous"
+    if key is not None and (key.dtype != query.dtype or key.shape[::2] != query.shape[::2]):
+        return f"key is {key.dtype} {tuple(key.shape)} and query {query.dtype} {tuple(query.shape)}"
+    if cos.ndim != 2 or cos.stride(-1) != 1 or sin.stride(-1) != 1:
+        return "cos and sin are no tables with contiguous rows"
     return True
