@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..plugins import canonical
+from ..plugins import canonical, identity
 
 __all__ = ["cpu_name", "device_facts", "distributions", "torch_build", "torch_facts", "version_of"]
 
@@ -64,25 +64,27 @@ print("\\n" + json.dumps(facts))
 """A broken torch may raise anything, hang, or end its process: it is imported in another one."""
 
 
-def version_of(distribution: str) -> str | None:
+def version_of(name: str) -> str | None:
     """The installed version, or None."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib_metadata import PackageNotFoundError, distribution
 
     try:
-        return version(distribution)
+        return identity(distribution(name))[1]
     except PackageNotFoundError:
         return None
 
 
 def distributions() -> dict[str, str]:
     """Distribution -> version, of ours and of those that decide what works. Imports nothing."""
-    from importlib.metadata import distributions
+    from importlib_metadata import distributions
 
     found: dict[str, str] = {}
     for dist in distributions():
-        name = canonical(str(dist.metadata["Name"] or ""))
+        name, version, _ = identity(dist)
+        name = canonical(name)
         if name in SHOWN or name.startswith("vllm-fl"):
-            found.setdefault(name, dist.version)  # the first on the path is the one that counts
+            # The first on the path is the one that counts.
+            found.setdefault(name, version or "(no metadata)")
     return dict(sorted(found.items()))
 
 
