@@ -361,7 +361,7 @@ def identity(dist: Any) -> tuple[str, str | None, str]:
     """
     try:
         name, version = dist.name, dist.version
-    except Exception:  # importlib_metadata 8 and later raise, older ones answer None
+    except Exception:  # without METADATA: releases of importlib_metadata raise or answer None
         name = version = None
     if name:
         return name, version, ""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import Any
 
 from ..plugins import CORE, ENGINE_GROUPS, canonical, identity
-from ._environment import PATIENCE
+from ._environment import ProbeFailed, ask
 from ._installed import allowed_plugins
 
 __all__ = ["replaced_layers"]
@@ -38,22 +35,9 @@ def replaced_layers(op: str) -> dict[str, Any]:
     if not _others():
         return {"layers": [], "error": None}
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", PROBE],
-            check=False,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=PATIENCE,
-        )
-    except subprocess.TimeoutExpired:
-        return {"layers": [], "error": f"vLLM's plugins took more than {PATIENCE} s to load"}
-    if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        why = said[-1] if said else f"its process ended with {done.returncode}"
-        return {"layers": [], "error": f"vLLM's plugins could not be loaded: {why}"}
-    rows = json.loads(done.stdout.splitlines()[-1])
+        rows = ask(PROBE, what="loading vLLM's plugins")
+    except ProbeFailed as error:
+        return {"layers": [], "error": f"vLLM's plugins could not be loaded: {error}"}
     layers = [{"layer": cls, "owner": owner} for of, cls, owner in rows if of == op]
     return {"layers": layers, "error": None}
 

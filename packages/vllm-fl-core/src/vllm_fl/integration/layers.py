@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch.nn.functional as F
@@ -164,15 +165,16 @@ def foreign_layers() -> dict[str, str]:
     }
 
 
+@cache
 def owner_of(cls: type) -> str:
     """A class with the distribution that its module belongs to, as far as metadata tells."""
-    from importlib_metadata import PackageNotFoundError, distribution, packages_distributions
+    from importlib_metadata import distribution, packages_distributions
 
     path = f"{cls.__module__}.{cls.__qualname__}"
     try:
         names = packages_distributions().get(cls.__module__.partition(".")[0], [])
         owners = [identity(distribution(name)) for name in dict.fromkeys(names)]
-    except (FileNotFoundError, PackageNotFoundError):  # one of all those installed is half there
+    except Exception:  # all that is installed is read, and one of it may be half there
         return path
     named = " and ".join(f"{name} {version}" for name, version, _ in owners)
     return f"{path} of {named}" if named else path
