@@ -13,6 +13,7 @@ SCRIPT = """
 import json, os, sys
 import torch
 from vllm import LLM, SamplingParams
+from vllm.config.utils import replace
 from vllm_fl.dispatch import (
     call_op, get_default_manager, reset_global_policy, set_global_policy, with_preference,
     SelectionPolicy,
@@ -47,9 +48,9 @@ answers = [answer(first), answer(second), answer(first)]
 x = torch.randn(2, 8)
 manager = get_default_manager()
 keys = [llm.llm_engine.vllm_config.compute_hash() for llm in (first, second)]
-# As a model does that makes a configuration for a part of itself.
+# As vLLM's drafters do, whose configuration is made from their engine's.
 config = first.llm_engine.vllm_config
-part = config.with_hf_config(config.model_config.hf_config)
+part = replace(config)
 with with_preference("reference"):
     call_op("silu_and_mul", x)
 print(json.dumps({

@@ -49,7 +49,7 @@ class PlatformOverlay:
         from .ir import prioritise
         from .planning import is_sealed, note_user_priority, plan_for
 
-        # A model that makes a configuration for a part of itself, from that of its engine.
+        # A configuration that was made from a sealed engine's, as vLLM's drafters do.
         if is_sealed(vllm_config):
             return cls.vllm_fl_stock_priority(vllm_config)
         note_user_priority(vllm_config)
