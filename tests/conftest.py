@@ -14,20 +14,25 @@ PLUGINS = Path(__file__).parent / "plugins"
 
 @pytest.fixture(scope="session")
 def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
-    """`install(*names, engine=False)`: core and these, in an environment of their own.
+    """`install(*names, engine=False, fresh=False)`: core and these, in an environment of their own.
 
     A name is one of this repository's distributions or a folder of tests/plugins. With `engine`
-    torch and vLLM are there too. Asking twice for the same set gives the same environment.
+    torch and vLLM are there too. Asking twice for the same set gives the same environment, but for
+    a `fresh` one, which the test may damage.
     """
     known: dict[tuple[bool, tuple[str, ...]], Installed] = {}
     ours = envs.distributions()
 
-    def make(*names: str, engine: bool = False) -> Installed:
+    def make(*names: str, engine: bool = False, fresh: bool = False) -> Installed:
         key = (engine, names)
-        if key not in known:
+        if fresh or key not in known:
             wheels = [envs.wheel(ours.get(n, PLUGINS / n)) for n in ("vllm-fl-core", *names)]
             base = envs.engine() if engine else envs.light()
-            known[key] = Installed(envs.thin(base, wheels, tmp_path_factory.mktemp("env") / "env"))
+            path = tmp_path_factory.mktemp("env") / "env"
+            installed = Installed(envs.thin(base, wheels, path))
+            if fresh:
+                return installed
+            known[key] = installed
         return known[key]
 
     return make

@@ -41,19 +41,20 @@ class Installed:
 
     def plugins(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
         """What `vllm-fl plugins --json` lists, by distribution; `status` is its exit status."""
-        found = self._json("plugins", status, variables)["plugins"]
+        found = self.answer("plugins", status=status, **variables)["plugins"]
         return {plugin["distribution"]: plugin for plugin in found}
 
     def ops(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
         """What `vllm-fl ops --json` lists, by op; `status` is its exit status."""
-        return {op["op"]: op for op in self._json("ops", status, variables)["ops"]}
+        return {op["op"]: op for op in self.answer("ops", status=status, **variables)["ops"]}
 
-    def _json(self, verb: str, status: int, variables: dict[str, str]) -> dict[str, Any]:
+    def answer(self, verb: str, *, status: int, **variables: str) -> dict[str, Any]:
+        """What `vllm-fl VERB --json` prints; `status` is its exit status."""
         done = self.command(verb, "--json", **variables)
         assert done.returncode == status, done.stdout + done.stderr
-        answer: dict[str, Any] = json.loads(done.stdout)
-        assert answer["schema"] == 1
-        return answer
+        told: dict[str, Any] = json.loads(done.stdout)
+        assert told["schema"] == 1
+        return told
 
 
 Install = Callable[..., Installed]

@@ -13,6 +13,7 @@ SCRIPT = """
 import json, os, sys
 import torch
 from vllm import LLM, SamplingParams
+from vllm.config.utils import replace
 from vllm_fl.dispatch import (
     call_op, get_default_manager, reset_global_policy, set_global_policy, with_preference,
     SelectionPolicy,
@@ -46,6 +47,10 @@ reports = [llm.collective_rpc("vllm_fl_report")[0] for llm in (first, second)]
 answers = [answer(first), answer(second), answer(first)]
 x = torch.randn(2, 8)
 manager = get_default_manager()
+keys = [llm.llm_engine.vllm_config.compute_hash() for llm in (first, second)]
+# As vLLM's drafters do, whose configuration is made from their engine's.
+config = first.llm_engine.vllm_config
+part = replace(config)
 with with_preference("reference"):
     call_op("silu_and_mul", x)
 print(json.dumps({
@@ -55,8 +60,10 @@ print(json.dumps({
     "set": refused(lambda: set_global_policy(SelectionPolicy(prefer="vendor"))),
     "reset": refused(reset_global_policy),
     "clear": refused(manager.clear_failed_impls),
-    "config": first.llm_engine.vllm_config.additional_config,
-    "keys": [llm.llm_engine.vllm_config.compute_hash() for llm in (first, second)],
+    "config": config.additional_config,
+    "part": part.additional_config,
+    "priorities": part.kernel_config.ir_op_priority.rms_norm,
+    "keys": keys,
 }))
 """
 
@@ -86,3 +93,5 @@ def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
     # vLLM names its compile cache's folder after this hash: two plans, two folders.
     assert told["keys"][0] != told["keys"][1]
     assert told["config"] == {"mine": 1, "vllm_fl": {"plan": told["digests"][0]}}
+    assert told["part"] == told["config"]  # nothing is planned anew for it
+    assert told["priorities"][0] == "fl_vendor_cpu"

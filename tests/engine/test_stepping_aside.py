@@ -35,7 +35,10 @@ def become(eager):
         enforce_eager=eager,
         fail_on_environ_validation=True,
     ).create_engine_config()
+    ours = sys.modules.get("vllm_fl.integration.layers")
     with set_current_vllm_config(config):
+        if ours is not None:  # our worker does it before it builds the model
+            ours.replace_layers()
         rope = {"rope_type": "default", "rope_theta": 10000.0}
         layers = [SiluAndMul(), GeluAndMul(), RMSNorm(64), get_rope(64, 128, True, rope)]
         methods = [layer._forward_method for layer in layers]
@@ -93,7 +96,9 @@ def told(model: Callable[[str], Path]) -> Told:
 def test_stepping_aside_is_vllm_without_us(told: Told, mode: str) -> None:
     aside, without = told(ASIDE)[0][mode], told(WITHOUT)[0][mode]
     assert aside == without
-    assert not [name for name in aside["platform"] if "vllm_fl" in name]
+    for what in ("platform", "layers"):
+        assert not [name for name in without[what] if "vllm_fl" in name]
+    assert "vllm_fl" not in without["worker"]
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])

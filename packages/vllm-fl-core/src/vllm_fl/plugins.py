@@ -21,7 +21,7 @@ from .dispatch.types import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults
 from .errors import PluginError
 from .hookspecs import HOOK_API, PROJECT
 
-__all__ = ["GROUP", "Plugin", "discover", "find_device", "load", "rivals"]
+__all__ = ["GROUP", "Plugin", "discover", "find_device", "identity", "load", "rivals"]
 
 GROUP = "vllm_fl.plugin"
 OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
@@ -79,13 +79,15 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
     found = []
     for entry in entry_points(group=GROUP):
         dist = entry.dist
+        name, version, problem = (None, None, "") if dist is None else identity(dist)
         owner = Owner(
             plugin=entry.name,
-            distribution=dist.name if dist else None,
-            version=dist.version if dist else None,
+            distribution=name,
+            version=version,
             path=str(dist.locate_file("")) if dist else None,
         )
-        found.append(Found(owner, entry.value, entry.load))
+        load = _raising(problem) if problem else entry.load
+        found.append(Found(owner, entry.value, load))
     found.sort(key=lambda f: (canonical(f.owner.distribution or ""), f.owner.plugin, f.target))
     seen: set[tuple[str | None, str, str]] = set()
     unique = []
@@ -330,13 +332,13 @@ def rivals() -> tuple[str, ...]:
     from importlib_metadata import PackageNotFoundError, distribution, entry_points
 
     names = {
-        entry.dist.name
+        identity(entry.dist)[0]
         for group in ENGINE_GROUPS
         for entry in entry_points(group=group, name="fl")
-        if entry.dist is not None and canonical(entry.dist.name) != CORE
+        if entry.dist is not None and canonical(identity(entry.dist)[0]) != CORE
     }
     try:
-        names.add(distribution("vllm-plugin-fl").name)
+        names.add(identity(distribution("vllm-plugin-fl"))[0])
     except PackageNotFoundError:
         pass
     unique = {canonical(name): name for name in names}
@@ -347,6 +349,30 @@ def rivals() -> tuple[str, ...]:
     )
 
 
+def identity(dist: Any) -> tuple[str, str | None, str]:
+    """A distribution's name and version, also where its METADATA is gone.
+
+    Args:
+        dist: a `Distribution` of importlib.metadata or importlib_metadata.
+
+    Returns:
+        (name, version, what is wrong with its metadata). Half uninstalled, a distribution may keep
+        its entry points without METADATA; name and version are then those of its folder.
+    """
+    try:
+        name, version = dist.name, dist.version
+    except Exception:  # without METADATA: releases of importlib_metadata raise or answer None
+        name = version = None
+    if name:
+        return name, version, ""
+    # There is no public way to the folder's name; only distributions in folders get here.
+    folder = str(getattr(dist, "_path", "unknown"))
+    stem, _, _ = folder.rpartition("/")[2].rpartition(".")
+    name, _, version = stem.partition("-")
+    problem = f"{folder} has no METADATA: it is half uninstalled, and pip does not see it"
+    return canonical(name), version or None, problem
+
+
 def canonical(name: str) -> str:
     """A distribution's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -354,3 +380,10 @@ def canonical(name: str) -> str:
 
 def _module_loader(name: str) -> Callable[[], ModuleType]:
     return lambda: import_module(name)
+
+
+def _raising(problem: str) -> Callable[[], object]:
+    def load() -> object:
+        raise FileNotFoundError(problem)
+
+    return load

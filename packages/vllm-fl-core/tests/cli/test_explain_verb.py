@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Command, Plugin
+from conftest import Command, Distribution, Plugin
 
+from vllm_fl.cli import _replaced
 from vllm_fl.dispatch.contracts import contracts
 from vllm_fl.integration.bypasses import BYPASSES
 
@@ -99,6 +100,38 @@ def test_what_is_not_reached_inside_vllm(fl: Command, plugin: Plugin, op: str) -
         assert bypass in done.out
     assert fl("explain", op, "--json").json()["bypasses"] == list(BYPASSES[op])
     assert BYPASSES[op][0] not in fl("explain", op, "--mode", "script").out
+
+
+ANSWER = """
+print('["printed by a plugin"]')
+print('[["silu_and_mul", "SiluAndMul", "acme.Silu of vllm-acme 1.0"], ["x", "X", "y"]]')
+"""
+
+
+def test_a_layer_that_another_plugin_replaces(
+    fl: Command,
+    plugin: Plugin,
+    distribution: Distribution,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """tests/engine asks a real vLLM."""
+    plugin(TWO)
+    monkeypatch.setattr(_replaced, "find_spec", lambda name: name)
+    monkeypatch.setattr(_replaced, "PROBE", ANSWER)
+    question = ("explain", "silu_and_mul", "--mode", "eager")
+    nobody = {"layers": [], "error": None}
+    assert fl(*question, "--json").json()["replaced"] == nobody
+    distribution("vllm-acme", entry_points="[vllm.general_plugins]\nacme = acme:register\n")
+    owner = "acme.Silu of vllm-acme 1.0"
+    told = {"layers": [{"layer": "SiluAndMul", "owner": owner}], "error": None}
+    assert fl(*question, "--json").json()["replaced"] == told
+    assert f"layer SiluAndMul is {owner}, not vllm-fl's" in fl(*question).out
+    assert fl(*question, "--json", VLLM_PLUGINS="fl,other").json()["replaced"] == nobody
+    assert owner not in fl("explain", "silu_and_mul", "--mode", "script").out
+    monkeypatch.setattr(_replaced, "PROBE", "raise OSError('libacme.so.3')")
+    done = fl(*question)
+    assert done.status == 0
+    assert "is not known: vLLM's plugins could not be loaded: OSError: libacme.so.3" in done.out
 
 
 def test_an_op_without_anything_is_a_finding(fl: Command, plugin: Plugin) -> None:

@@ -9,16 +9,19 @@ import pytest
 import torch
 from making import X, failing, half, managing, norm, refusing, silu
 
+from vllm_fl.dispatch.config import load_settings
 from vllm_fl.dispatch.context import policy_context
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.dispatch.startup import Startup
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.errors import (
     AllFailedError,
     CallError,
     NoImplementationError,
     PolicySealedError,
+    SettingsError,
     UnknownOpError,
     VllmFLError,
 )
@@ -462,6 +465,24 @@ class TestPolicies:
         assert manager.policy is policy
         assert OpManager(policy=policy).startup is not None
         assert OpManager(policy=policy).policy is policy
+
+    def test_a_patient_start_raises_what_is_wrong_where_the_policy_is_needed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_FL_CONFIG", "/nonexistent/policy.yaml")
+        with pytest.raises(SettingsError, match="does not exist"):
+            OpManager().ensure_initialized()
+        manager = OpManager()
+        manager.ensure_initialized("cpu", patient=True)
+        assert manager.startup is not None and manager.startup.settings.platform == "cpu"
+        registry = manager.registry
+        for need in (lambda: manager.policy, lambda: manager.call(OP, X)):
+            with pytest.raises(SettingsError, match="does not exist"):
+                need()
+        policy = SelectionPolicy(prefer="reference")
+        settings = load_settings({"VLLM_FL_PREFER": "reference"})
+        manager.adopt(Startup(manager.startup.plugins, settings), registry)
+        assert manager.policy == policy
 
     def test_a_block_beats_the_global_one(self) -> None:
         manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))

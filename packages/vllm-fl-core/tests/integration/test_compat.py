@@ -117,8 +117,7 @@ import json
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-from vllm.model_executor.custom_op import op_registry_oot
-print(json.dumps([type(current_platform).__module__, sorted(op_registry_oot)]))
+print(json.dumps(type(current_platform).__module__))
 """
 
 
@@ -139,9 +138,8 @@ def test_a_vllm_that_lacks_what_we_override_is_stock_with_one_line(tmp_path: Pat
     changed.unlink()
     changed.write_text(source.replace("def load_model(", "def load_weights("))
 
-    (platform, replaced), log = run(BOTH_DOORS, PYTHONPATH=str(tmp_path))
+    platform, log = run(BOTH_DOORS, PYTHONPATH=str(tmp_path))
     assert platform.startswith("vllm.platforms.")
-    assert replaced == []
     lines = [line for line in log.splitlines() if "vllm-fl steps aside" in line]
     assert len(lines) == 1
     assert "vLLM runs as stock: vLLM " in lines[0]

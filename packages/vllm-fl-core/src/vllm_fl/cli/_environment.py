@@ -13,9 +13,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..plugins import canonical
+from ..plugins import canonical, identity
 
-__all__ = ["cpu_name", "device_facts", "distributions", "torch_build", "torch_facts", "version_of"]
+__all__ = [
+    "ProbeFailed",
+    "ask",
+    "cpu_name",
+    "device_facts",
+    "distributions",
+    "torch_build",
+    "torch_facts",
+    "version_of",
+]
 
 SHOWN = (
     "torch",
@@ -64,25 +73,27 @@ print("\\n" + json.dumps(facts))
 """A broken torch may raise anything, hang, or end its process: it is imported in another one."""
 
 
-def version_of(distribution: str) -> str | None:
+def version_of(name: str) -> str | None:
     """The installed version, or None."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib_metadata import PackageNotFoundError, distribution
 
     try:
-        return version(distribution)
+        return identity(distribution(name))[1]
     except PackageNotFoundError:
         return None
 
 
 def distributions() -> dict[str, str]:
     """Distribution -> version, of ours and of those that decide what works. Imports nothing."""
-    from importlib.metadata import distributions
+    from importlib_metadata import distributions
 
     found: dict[str, str] = {}
     for dist in distributions():
-        name = canonical(str(dist.metadata["Name"] or ""))
+        name, version, _ = identity(dist)
+        name = canonical(name)
         if name in SHOWN or name.startswith("vllm-fl"):
-            found.setdefault(name, dist.version)  # the first on the path is the one that counts
+            # The first on the path is the one that counts.
+            found.setdefault(name, version or "(no metadata)")
     return dict(sorted(found.items()))
 
 
@@ -117,8 +128,30 @@ def torch_facts() -> dict[str, Any]:
     """
     beside = [name for name in BESIDE_TORCH if find_spec(name) is not None]
     try:
+        facts: dict[str, Any] = ask(PROBE, *beside, what="`import torch`")
+    except ProbeFailed as error:
+        return {"error": str(error)}
+    return facts
+
+
+class ProbeFailed(RuntimeError):
+    """A program that was to tell something did not; the message says why."""
+
+
+def ask(code: str, *args: str, what: str) -> Any:
+    """The JSON that a program prints last, run in a process of its own.
+
+    Args:
+        code: Python code.
+        args: its arguments.
+        what: what takes its time, for the error.
+
+    Raises:
+        ProbeFailed: it failed, or took longer than PATIENCE.
+    """
+    try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", PROBE, *beside],
+            [sys.executable, "-P", "-c", code, *args],
             check=False,
             capture_output=True,
             text=True,
@@ -126,14 +159,13 @@ def torch_facts() -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             timeout=PATIENCE,
         )
-    except subprocess.TimeoutExpired:
-        return {"error": f"`import torch` took more than {PATIENCE} s"}
+    except subprocess.TimeoutExpired as error:
+        raise ProbeFailed(f"{what} took more than {PATIENCE} s") from error
     if done.returncode == 0:
-        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return facts
+        return json.loads(done.stdout.splitlines()[-1])
     last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
     end = "signal" if done.returncode < 0 else "status"
-    return {"error": last[0] if last else f"its process ended with {end} {abs(done.returncode)}"}
+    raise ProbeFailed(last[0] if last else f"its process ended with {end} {abs(done.returncode)}")
 
 
 def cpu_name() -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from ..plugins import CORE, ENGINE_GROUPS, canonical, rivals
+from ..plugins import CORE, ENGINE_GROUPS, GROUP, canonical, identity, rivals
 from ._environment import torch_build, torch_facts, version_of
 from ._finding import Finding
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "allowed_plugins"]
 
 IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton", "flag_gems")
 """The import names that one distribution each must own."""
@@ -34,6 +36,52 @@ def entry_point() -> Iterator[Finding]:
                 "this copy of vllm_fl.",
                 f"pip install {CORE}",
             )
+
+
+def halves() -> Iterator[Finding]:
+    """Distributions of which a part is gone, as after an uninstall that was cut off."""
+    from importlib_metadata import distributions
+
+    for dist in distributions():
+        name, version, problem = identity(dist)
+        if problem:
+            yield Finding(
+                "half-installed",
+                f"{problem}.",
+                "Nothing can tell what it was, and its plugins are refused.",
+                f"Remove that folder; pip install {name} again if it is wanted.",
+            )
+            continue
+        gone = _gone(dist) if _is_ours(dist) else ""
+        if gone:
+            yield Finding(
+                "half-installed",
+                f"{name} {version} is half installed: {gone}.",
+                "A plugin without its entry points is not found, and one without its modules fails "
+                "to load.",
+                f"pip install --force-reinstall --no-deps {name}, or pip uninstall -y {name}",
+            )
+
+
+def _is_ours(dist: Any) -> bool:
+    """Whether it is core, or a plugin for it: by its name, entry points, or what it depends on."""
+    names = [dist.name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
+    ours = any(canonical(name).startswith("vllm-fl-") for name in names)
+    return ours or bool(dist.entry_points.select(group=GROUP))
+
+
+def _gone(dist: Any) -> str:
+    """What was installed of a distribution and is not there; empty when all of it is."""
+    record = dist.read_text("RECORD")
+    if record is None:
+        return "it has no RECORD"
+    files = [row[0] for row in csv.reader(record.splitlines()) if row]
+    # Byte code is anybody's to remove: Python writes it again.
+    files = [file for file in files if not file.endswith(".pyc")]
+    gone = [file for file in files if not os.path.exists(str(dist.locate_file(file)))]
+    if not gone:
+        return ""
+    return f"{len(gone)} of its {len(files)} files are gone, among them {gone[0]}"
 
 
 def owners() -> Iterator[Finding]:
@@ -61,10 +109,10 @@ def platforms() -> Iterator[Finding]:
     """Other platform plugins of vLLM's: two that both answer end its start."""
     from importlib.metadata import entry_points
 
-    allowed = _allowed_plugins()
+    allowed = allowed_plugins()
     for entry in entry_points(group=ENGINE_GROUPS[0]):
         if entry.name != "fl" and (allowed is None or entry.name in allowed):
-            dist = entry.dist.name if entry.dist else entry.value
+            dist = identity(entry.dist)[0] if entry.dist else entry.value
             yield Finding(
                 "platforms",
                 f"{dist} brings a platform plugin {entry.name!r} for vLLM too.",
@@ -91,7 +139,7 @@ def vllm_range() -> Iterator[Finding]:
 
 def vllm_variables() -> Iterator[Finding]:
     """vLLM's own variables that keep us out."""
-    allowed = _allowed_plugins()
+    allowed = allowed_plugins()
     if allowed is not None and "fl" not in allowed:
         names = [name.strip() for name in allowed if name.strip()]
         yield Finding(
@@ -194,7 +242,7 @@ def flag_gems() -> Iterator[Finding]:
         )
 
 
-def _allowed_plugins() -> list[str] | None:
+def allowed_plugins() -> list[str] | None:
     """The names in VLLM_PLUGINS as vLLM splits them; None allows all."""
     text = os.environ.get("VLLM_PLUGINS")
     return None if text is None else text.split(",")
@@ -202,6 +250,7 @@ def _allowed_plugins() -> list[str] | None:
 
 CHECKS: Mapping[str, Callable[[], Iterator[Finding]]] = {
     "entry-point": entry_point,
+    "half-installed": halves,
     "owners": owners,
     "platforms": platforms,
     "vllm-range": vllm_range,

@@ -15,6 +15,7 @@ from ..dispatch.policy import Mode, OpOrder
 from ..dispatch.settings import Settings
 from ..integration.bypasses import BYPASSES
 from ._candidates import as_rows
+from ._replaced import replaced_layers
 from ._show import print_json, print_table, say
 
 WHERE = {
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if op == ATTENTION and not arguments.mode:
         modes.remove("script")  # it names a class for vLLM: no script calls it
     views = [_view(manager, op, mode) for mode in modes]
+    replaced = replaced_layers(op) if modes != ["script"] else {"layers": [], "error": None}
     settings = manager.settings
     assert settings is not None
     bearing = [
@@ -68,9 +70,17 @@ def run(arguments: argparse.Namespace) -> int:
             modes=views,
             settings=bearing,
             bypasses=list(BYPASSES.get(op, ())),
+            replaced=replaced,
         )
     else:
         _show(op, views, bearing)
+        for layer in replaced["layers"]:
+            say(
+                f"\nInside vLLM layer {layer['layer']} is {layer['owner']}, not vllm-fl's: what is "
+                "said above does not hold there."
+            )
+        if replaced["error"]:
+            say(f"\nWhether another plugin replaces a layer is not known: {replaced['error']}")
     return 0 if all(view["selected"] for view in views) else 1
 
 

@@ -103,8 +103,14 @@ class OpManager:
 
     @property
     def policy(self) -> SelectionPolicy:
-        """The global policy."""
+        """The global policy.
+
+        Raises:
+            SettingsError: the settings cannot be read, and no engine has brought its own.
+        """
         self.ensure_initialized()
+        if self._startup is not None and self._startup.problem is not None:
+            raise self._startup.problem
         assert self._policy is not None
         return self._policy
 
@@ -117,11 +123,12 @@ class OpManager:
             for impl_id, why in list(demoted.items())
         }
 
-    def ensure_initialized(self, platform: str | None = None) -> None:
+    def ensure_initialized(self, platform: str | None = None, *, patient: bool = False) -> None:
         """Find and load the plugins and read the settings, once per process.
 
         Args:
             platform: whose settings files count, where the caller knows it.
+            patient: raise what is wrong with the settings where the policy is needed, not here.
 
         Raises:
             SettingsError: a setting is wrong. The next use tries again.
@@ -133,7 +140,7 @@ class OpManager:
             if self._ready:
                 return
             registry = OpRegistry()
-            startup = start(registry, platform=platform)
+            startup = start(registry, platform=platform, patient=patient)
             self._registry, self._startup = registry, startup
             if self._policy is None:  # one that was set before the first use stands
                 self._policy = startup.settings.policy

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .. import plugins as plugin_loader
-from ..errors import PluginError
+from ..errors import PluginError, SettingsError
 from .config import Settings, check_names, load_settings, load_startup
 from .contracts import contracts
 from .logs import get_logger, set_log_level
@@ -18,17 +18,24 @@ from .registry import OpRegistry
 if TYPE_CHECKING:  # `plugins` imports this package, whichever of the two comes first
     from ..plugins import Plugin
 
-__all__ = ["Startup", "detect_platform", "read_settings", "start"]
+__all__ = ["Startup", "detect_platform", "read_settings", "start", "try_settings"]
 
 log = get_logger("plugins")
 
 
 @dataclass(frozen=True)
 class Startup:
-    """What was found: the plugins, what became of each, and the effective settings."""
+    """What was found: the plugins, what became of each, and the effective settings.
+
+    Args:
+        plugins: the plugins.
+        settings: the effective settings; the defaults where they could not be read.
+        problem: why they could not be read, in a process that may be given those of its engine.
+    """
 
     plugins: tuple[Plugin, ...]
     settings: Settings
+    problem: SettingsError | None = None
 
     @property
     def failed(self) -> tuple[Plugin, ...]:
@@ -56,6 +63,7 @@ def start(
     env: Mapping[str, str] | None = None,
     *,
     platform: str | None = None,
+    patient: bool = False,
 ) -> Startup:
     """Load the plugins into `registry` and read the settings.
 
@@ -63,6 +71,7 @@ def start(
         registry: what plugins register into.
         env: the environment; None is the process's own.
         platform: the platform, where the caller knows it; VLLM_FL_PLATFORM beats it.
+        patient: keep what is wrong with the settings instead of raising it.
 
     Raises:
         SettingsError: a setting is wrong.
@@ -75,10 +84,27 @@ def start(
     plugins = plugin_loader.load(registry, found, only=early.plugins)
     for plugin in plugins:
         _report(plugin.error, strict=early.strict_plugins)
-    settings = read_settings(registry, plugins, env, platform=platform)
+    settings, problem = try_settings(registry, plugins, env, platform=platform)
+    if problem is not None and not patient:
+        raise problem
     for warning in settings.warnings:
         log.warning("%s", warning)
-    return Startup(plugins, settings)
+    return Startup(plugins, settings, problem)
+
+
+def try_settings(
+    registry: OpRegistry,
+    plugins: Sequence[Plugin],
+    env: Mapping[str, str] | None = None,
+    *,
+    platform: str | None = None,
+) -> tuple[Settings, SettingsError | None]:
+    """The effective settings, or the defaults and what is wrong. Arguments as for `start`."""
+    try:
+        return read_settings(registry, plugins, env, platform=platform), None
+    except SettingsError as error:
+        forced = load_startup(os.environ if env is None else env).platform
+        return load_settings({}, platform=forced or platform or detect_platform()), error
 
 
 def read_settings(

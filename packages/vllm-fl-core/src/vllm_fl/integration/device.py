@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..dispatch import get_default_manager
-from ..dispatch.startup import Startup, read_settings
+from ..dispatch.startup import Startup, try_settings
 from ..dispatch.types import DeviceProfile
 from ..errors import PluginError
 from ..plugins import ENGINE_GROUPS, devices, find_device
@@ -26,13 +26,14 @@ def adopt_device(forced: str | None) -> DeviceProfile | None:
         PluginError: two devices claim the machine, or the forced one is not there.
     """
     manager = get_default_manager()
+    manager.ensure_initialized(patient=True)
     startup = manager.startup
     assert startup is not None  # the default manager finds its own plugins
     profile = find_device(startup.plugins, forced)
     if profile is not None and startup.settings.platform != profile.name:
         registry = manager.registry
-        settings = read_settings(registry, startup.plugins, platform=profile.name)
-        manager.adopt(Startup(startup.plugins, settings), registry)
+        settings, problem = try_settings(registry, startup.plugins, platform=profile.name)
+        manager.adopt(Startup(startup.plugins, settings, problem), registry)
     return profile
 
 

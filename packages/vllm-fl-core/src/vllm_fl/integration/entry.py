@@ -46,10 +46,10 @@ def platform_plugin() -> str | None:
 
 
 def general_plugin() -> None:
-    """Make our variables known to vLLM and our layers ready.
+    """Make our variables known to vLLM and find the plugins.
 
     Raises:
-        SettingsError: a setting is wrong; the engine must not start with another meaning.
+        SettingsError: a variable that says how to start is wrong.
         PluginError: another distribution owns what is ours; or the platform plugin's error.
     """
     from .compat import hide_our_variables, obstacle
@@ -75,7 +75,6 @@ def general_plugin() -> None:
             type(current_platform).__name__,
         )
         return
-    get_default_manager().ensure_initialized(platform=platform_name(current_platform))
-    from .layers import replace_layers
-
-    replace_layers()
+    # A worker's settings come with its engine's configuration: what cannot be read here may be a
+    # file that is gone since, or never was on this host. Without them, making the plan raises it.
+    get_default_manager().ensure_initialized(platform_name(current_platform), patient=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,13 +19,11 @@ from vllm.model_executor.layers import activation
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from ..dispatch import dispatch_method
-from ..dispatch.logs import get_logger
 from ..dispatch.types import BackendImplKind, OpImpl
+from ..plugins import identity
 from .compat import FORMER_LAYERS
 
-__all__ = ["Layer", "known_layers", "layer_table", "replace_layers"]
-
-log = get_logger("engine")
+__all__ = ["Layer", "foreign_layers", "known_layers", "layer_table", "replace_layers"]
 
 FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
 
@@ -132,20 +131,16 @@ def known_layers() -> frozenset[str]:
 
 
 def replace_layers() -> None:
-    """Register our layers with vLLM, once per process. Another plugin's stay as they are."""
+    """Register our layers with vLLM, once per process. Another plugin's stay as they are.
+
+    Called where the model is about to be built: by then every other plugin has had its turn, and
+    one that comes after us would end the start (vLLM refuses a second class for a layer).
+    """
     from vllm.model_executor import custom_op
 
-    taken = custom_op.op_registry_oot
     for base, op, options in _replacements():
         name = base.__name__
-        if name in taken:
-            if not taken[name].__module__.startswith(__name__):
-                log.warning(
-                    "Layer %s is left to %s.%s, which another plugin registered before vllm-fl",
-                    name,
-                    taken[name].__module__,
-                    taken[name].__qualname__,
-                )
+        if name in custom_op.op_registry_oot:
             continue
         layer = type(
             f"{name}FL",
@@ -158,6 +153,37 @@ def replace_layers() -> None:
         # `custom_ops` speaks of the registered name; register_oot puts the class name there.
         layer.name = registered_name  # type: ignore[attr-defined]
         globals()[layer.__name__] = layer
+
+
+def foreign_layers() -> dict[str, str]:
+    """The layers of `layer_table` that another plugin has replaced.
+
+    Returns:
+        {class name: the other's class and distribution, as `acme.Silu of vllm-acme 1.0`}.
+    """
+    from vllm.model_executor import custom_op
+
+    taken = custom_op.op_registry_oot
+    return {
+        layer.cls: owner_of(taken[layer.cls])
+        for layer in layer_table()
+        if layer.cls in taken and taken[layer.cls].__module__ != __name__
+    }
+
+
+@cache
+def owner_of(cls: type) -> str:
+    """A class with the distribution that its module belongs to, as far as metadata tells."""
+    from importlib_metadata import distribution, packages_distributions
+
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    try:
+        names = packages_distributions().get(cls.__module__.partition(".")[0], [])
+        owners = [identity(distribution(name)) for name in dict.fromkeys(names)]
+    except Exception:  # all that is installed is read, and one of it may be half there
+        return path
+    named = " and ".join(f"{name} {version}" for name, version, _ in owners)
+    return f"{path} of {named}" if named else path
 
 
 def _replacements() -> list[tuple[type, str, dict[str, Any]]]:

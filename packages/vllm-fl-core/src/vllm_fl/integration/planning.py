@@ -12,9 +12,9 @@ from ..dispatch.contracts import contracts
 from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan, make_plan
 from ..dispatch.policy import Mode
-from ..dispatch.startup import read_settings
+from ..dispatch.startup import Startup, read_settings
 from . import attention
-from .layers import Layer, known_layers, layer_table
+from .layers import Layer, foreign_layers, known_layers, layer_table
 from .platform import platform_name
 
 if TYPE_CHECKING:
@@ -51,27 +51,41 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
     """The engine's settings: read once, where its configuration is made.
 
     They travel in `additional_config`, as JSON, so that a worker that does not inherit the
-    environment has them too, and so that two engines of one process have each their own.
+    environment has them too, and so that two engines of one process have each their own. A process
+    that could not read settings of its own takes the engine's over.
+
+    Raises:
+        SettingsError: a setting is wrong; the engine must not start with another meaning.
     """
     from vllm.platforms import current_platform
 
     mine = _ours(vllm_config)
-    if mine is not None and "settings" in mine:
-        return Settings.from_json(mine["settings"])
     manager = get_default_manager()
     startup = manager.startup
     assert startup is not None  # the default manager finds its own plugins
-    settings = read_settings(
-        manager.registry, startup.plugins, platform=platform_name(current_platform)
-    )
-    settings = check_names(
-        settings,
-        ops={*contracts(), *manager.registry.snapshot().impls_by_op, ATTENTION},
+    if mine is not None and "settings" in mine:
+        settings = Settings.from_json(mine["settings"])
+    elif is_sealed(vllm_config):
+        return startup.settings  # the engine's own are gone, and its files may be: ask neither
+    else:
+        settings = _read_settings(platform_name(current_platform))
+        if mine is not None:
+            mine["settings"] = settings.to_json()
+    if startup.problem is not None:
+        manager.adopt(Startup(startup.plugins, settings), manager.registry)
+    return settings
+
+
+def _read_settings(platform: str) -> Settings:
+    """The settings of an engine that is being configured, its layers' names checked too."""
+    manager = get_default_manager()
+    registry, startup = manager.registry, manager.startup
+    assert startup is not None
+    return check_names(
+        read_settings(registry, startup.plugins, platform=platform),
+        ops={*contracts(), *registry.snapshot().impls_by_op, ATTENTION},
         layers=known_layers(),
     )
-    if mine is not None:
-        mine["settings"] = settings.to_json()
-    return settings
 
 
 def plan_for(vllm_config: VllmConfig, demoted: Mapping[tuple[str, str], str] | None = None) -> Plan:
@@ -83,7 +97,7 @@ def plan_for(vllm_config: VllmConfig, demoted: Mapping[tuple[str, str], str] | N
     """
     mode = engine_mode(vllm_config)
     settings = settings_of(vllm_config)
-    notes, kept = _kept_by_lists(settings)
+    notes, kept = _left_layers(settings)
     notes |= {**_kept_by_user(vllm_config, mode), **attention.kept_by_user(vllm_config)}
     return make_plan(
         get_default_manager(),
@@ -139,13 +153,16 @@ def _ours(vllm_config: VllmConfig) -> dict[str, Any] | None:
     return mine
 
 
-def _kept_by_lists(settings: Settings) -> tuple[dict[str, str], list[str]]:
-    """What the OOT settings leave to vLLM: (op -> why all its layers are left, classes left).
+def _left_layers(settings: Settings) -> tuple[dict[str, str], list[str]]:
+    """What the OOT settings leave to vLLM, and other plugins have replaced.
 
-    The norms are ops of vLLM's IR: what holds for one of their layers holds for all of them.
+    The norms are ops of vLLM's IR: a setting that holds for one of their layers holds for all.
+
+    Returns:
+        (op -> why all its layers are left, classes that settings leave to vLLM).
     """
     notes, kept = {}, []
-    layers = layer_table()
+    layers, foreign = layer_table(), foreign_layers()
     for op in dict.fromkeys(layer.op for layer in layers):
         left = {
             layer: why for layer in layers if layer.op == op and (why := _left(layer, settings))
@@ -153,6 +170,9 @@ def _kept_by_lists(settings: Settings) -> tuple[dict[str, str], list[str]]:
         of_op = [layer for layer in layers if layer.op == op]
         if len(left) == len(of_op) or (left and op not in LAYER_OPS and not settings.oot_whitelist):
             notes[op] = next(iter(left.values()))
+        elif all(layer in left or layer.cls in foreign for layer in of_op):
+            cls = next(layer.cls for layer in of_op if layer.cls in foreign)
+            notes[op] = f"layer {cls} is {foreign[cls]}, not vllm-fl's"
         else:
             kept += [layer.cls for layer in left if op in LAYER_OPS]
     return notes, kept

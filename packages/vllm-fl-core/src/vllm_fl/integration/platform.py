@@ -47,8 +47,11 @@ class PlatformOverlay:
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
         """The order of IR providers that the plan gives."""
         from .ir import prioritise
-        from .planning import note_user_priority, plan_for
+        from .planning import is_sealed, note_user_priority, plan_for
 
+        # A configuration that was made from a sealed engine's, as vLLM's drafters do.
+        if is_sealed(vllm_config):
+            return cls.vllm_fl_stock_priority(vllm_config)
         note_user_priority(vllm_config)
         # Not every release imports the kernels before it hashes the priorities.
         cls.import_ir_kernels()

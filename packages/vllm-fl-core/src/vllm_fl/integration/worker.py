@@ -17,6 +17,7 @@ from ..dispatch.types import OpImpl, WorkerContext
 from ..errors import PluginError, VllmFLError
 from . import attention
 from .ir import bind_providers, reset_priorities
+from .layers import foreign_layers, layer_table, replace_layers
 from .planning import apply, plan_for, seal, settings_of
 from .ranks import Verdict, agree, differences
 
@@ -45,6 +46,7 @@ class PlannedWorker:
         # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
         joins = bool(kwargs.get("load_dummy_weights"))
         start = time.monotonic()
+        replace_layers()
         reports = _start_plugins(self.vllm_config, self.device, self.rank)
         settings = settings_of(self.vllm_config)
         plan, facts = _verified_plan(self, reports, alone=joins)
@@ -60,6 +62,7 @@ class PlannedWorker:
             took = f"{how[settings.preflight]} {time.monotonic() - start:.1f} s"
             refused = attention.refusals(self.vllm_config).items()
             remarks = [f"{op}: {impl_id} {why}" for (op, impl_id), why in refused]
+            _warn_of_foreign_layers(plan)
             log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
         seal(self.vllm_config, self.vllm_fl_digest)
         get_default_manager().seal(f"the engine's worker (rank {self.rank})")
@@ -100,6 +103,23 @@ class PlannedWorker:
                 _nested(plan.calls) or "not counted",
             )
         super().shutdown()  # type: ignore[misc]
+
+
+def _warn_of_foreign_layers(plan: Plan) -> None:
+    """Name each layer that another plugin has replaced, its owner, and what does not run in it."""
+    foreign = foreign_layers()
+    owners = get_default_manager().registry.snapshot().owners
+    for layer in layer_table() if foreign else ():
+        impl = plan.entries[layer.op].trace.selected
+        if layer.cls in foreign and isinstance(impl, OpImpl):
+            log.warning(
+                "Layer %s is left to %s, which replaced it before vllm-fl; '%s' of %s does not run "
+                "in it",
+                layer.cls,
+                foreign[layer.cls],
+                impl.impl_id,
+                owners[layer.op, impl.impl_id].name,
+            )
 
 
 def _start_plugins(

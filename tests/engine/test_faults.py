@@ -1,0 +1,156 @@
+"""What may go wrong around an engine: files that vanish, other plugins, half uninstalled ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PLUGINS, Runner, batches
+from engine_run import EngineFailed, Job, largest_difference, run
+
+OWNER = "foreign_layer.ForeignSilu of foreign-layer 2.1"
+GONE = "vanishing: the settings files are gone"
+
+
+def foreign(folder: Path, turn: str) -> str:
+    """The PYTHONPATH on which another plugin lies that vLLM loads before or after vllm-fl."""
+    site = folder / "site"
+    info = site / "foreign_layer-2.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign-layer\nVersion: 2.1\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nforeign = foreign_layer:register\n"
+    )
+    (info / "top_level.txt").write_text("foreign_layer\n")
+    first = site
+    if turn == "after":  # vLLM loads in the order of the path, and PYTHONPATH comes first
+        first = folder / "start"
+        first.mkdir()
+        (first / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(site)!r})\n")
+    return os.pathsep.join(map(str, (first, PLUGINS)))
+
+
+def python(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
+    engine: Runner, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Three faults that touch one another in nothing, in one engine of forked processes."""
+    config = tmp_path / "policy.yaml"
+    config.write_text("op_backends: {rms_norm: reference, silu_and_mul: vendor:cpu}\n")
+    path = foreign(tmp_path, "after")
+    half = tmp_path / "site" / "vllm_fl_half-3.0.dist-info"
+    half.mkdir()
+    (half / "entry_points.txt").write_text("[vllm_fl.plugin]\nhalf = vllm_fl_half\n")
+    result = run(
+        Job(str(model("qwen3")), batches()),
+        PYTHONPATH=path,
+        VLLM_FL_PLUGIN_MODULES="vanishing",
+        VLLM_FL_CONFIG=str(config),
+        VANISHING=str(config),
+    )
+    log, (report,) = result["log"], result["report"]
+    # The settings are those that were read at start.
+    assert GONE in log and not config.exists()
+    assert report["ops"]["rms_norm"]["impl"] == "reference.torch"
+    # The layer is the other plugin's, though it came last, and both owners are named.
+    assert "foreign: in the order ['fl', 'foreign']" in log
+    assert report["ops"]["silu_and_mul"] == {
+        "impl": "stock",
+        "reason": f"layer SiluAndMul is {OWNER}, not vllm-fl's",
+    }
+    assert log.count("foreign: ForeignSilu serves") == 2  # layers
+    said = [line for line in log.splitlines() if "Layer SiluAndMul is left to" in line]
+    assert len(said) == 1
+    assert OWNER in said[0] and "'vendor.cpu' of vllm-fl-cpu " in said[0]
+    # The half plugin is refused by name, in the same words by each process that loads plugins.
+    lines = [line for line in log.splitlines() if "vllm_fl_half-3.0.dist-info has no" in line]
+    (refused,) = {line.partition("[vllm_fl.plugins] ")[2] for line in lines}
+    assert refused.startswith("Plugin 'half' of vllm-fl-half 3.0")
+    worst, magnitude = largest_difference(engine("qwen3", "stock-native"), result)
+    assert worst <= 0.05 * magnitude  # as for any right plan
+
+
+def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
+    engine: Runner, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A spawned process reads everything anew, the files are gone: the engine's settings hold."""
+    shipped, orders = tmp_path / "shipped.yaml", tmp_path / "orders.json"
+    shipped.write_text("oot_blacklist: [SiluAndMul]\n")
+    orders.write_text(json.dumps({"rms_norm": "reference", "rotary_embedding": "reference"}))
+    result = run(
+        Job(str(model("qwen3")), batches()),
+        PYTHONPATH=str(PLUGINS),
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",
+        VLLM_FL_PLUGIN_MODULES="vanishing",
+        VLLM_FL_OP_CONFIG=str(orders),
+        VANISHING_SHIPPED=str(shipped),
+        VANISHING=f"{shipped},{orders}",
+    )
+    assert GONE in result["log"] and not shipped.exists() and not orders.exists()
+    ops = result["report"][0]["ops"]
+    assert ops["rms_norm"]["impl"] == ops["rotary_embedding"]["impl"] == "reference.torch"
+    assert ops["silu_and_mul"] == {"impl": "stock", "reason": "oot_blacklist names SiluAndMul"}
+    assert largest_difference(engine("qwen3", "stock-native"), result)[0] == 0.0
+
+
+def test_a_file_that_was_never_there_ends_the_start(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(EngineFailed) as failure:
+        run(Job(str(model("qwen3")), batches()), VLLM_FL_CONFIG=str(tmp_path / "absent.yaml"))
+    said = [line for line in failure.value.log.splitlines() if "SettingsError: " in line]
+    assert len(said) == 1 and "absent.yaml' does not exist" in said[0]
+
+
+PLAN = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm_fl.integration.planning import plan_for
+config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
+entry = plan_for(config).entries["silu_and_mul"]
+print(json.dumps({
+    "label": entry.label, "reason": entry.reason,
+    "custom_ops": config.compilation_config.custom_ops,
+}))
+"""
+
+
+def test_a_foreign_layer_is_in_the_plan_and_explained(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Here the other plugin comes first; in the engine above it comes after vllm-fl."""
+    variables = {"PYTHONPATH": foreign(tmp_path, "before"), "VLLM_FL_PER_OP": "silu_and_mul=vendor"}
+    done = python("-c", PLAN, str(model("qwen3")), **variables)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "foreign: in the order ['foreign', 'fl']" in done.stdout
+    plan: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert (plan["label"], plan["reason"]) == (
+        "stock",
+        f"layer SiluAndMul is {OWNER}, not vllm-fl's",
+    )
+    assert "+silu_and_mul" not in plan["custom_ops"]
+
+    explain = (
+        "import sys; from vllm_fl.cli import main; sys.exit(main(['explain', 'silu_and_mul']))"
+    )
+    done = python("-c", explain, **variables)
+    assert done.returncode == 0, done.stderr[-5000:]
+    said = [line for line in done.stdout.splitlines() if OWNER in line]
+    assert len(said) == 1 and f"layer SiluAndMul is {OWNER}, not vllm-fl's" in said[0]
