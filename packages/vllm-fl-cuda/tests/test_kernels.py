@@ -152,6 +152,18 @@ def test_rows_that_the_kernel_would_not_find_are_copied(
     assert torch.equal(read.view(x.shape), x)
 
 
+def test_a_residual_is_added_in_two_dimensions(recorder: Recorder) -> None:
+    x, residual = torch.randn(2, 3, 64), torch.randn(2, 3, 64)
+    weight = torch.ones(64)
+    normed, total = normalization.rms_norm(x, residual, weight, 1e-6)
+    ((_, rows, sums, given, _eps),) = recorder.calls
+    assert given is weight
+    assert rows.shape == sums.shape == (6, 64)
+    assert (rows.data_ptr(), sums.data_ptr()) == (x.data_ptr(), residual.data_ptr())
+    assert normed is x
+    assert total is residual
+
+
 def test_kernels_work_in_place_where_they_can(recorder: Recorder) -> None:
     x, residual = torch.randn(4, 64), torch.randn(4, 64)
     normed, total = IMPLS["rms_norm"].fn(x, residual, None, 1e-6)
@@ -169,7 +181,7 @@ def test_kernels_work_in_place_where_they_can(recorder: Recorder) -> None:
     ("op", "args", "reason"),
     [
         ("silu_and_mul", (torch.zeros(2, 32),), "CUDA device"),
-        ("gelu_and_mul", (torch.zeros(2, 32), "erf"), "approximate"),
+        ("gelu_and_mul", (torch.zeros(2, 32), "tanh"), "CUDA device"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused(op: str, args: tuple[Any, ...], reason: str) -> None:
@@ -196,3 +208,5 @@ def test_other_dtypes_and_heads_are_refused() -> None:
     cos, sin = torch.zeros(4, 16).bfloat16().chunk(2, dim=-1)
     query, key = torch.zeros(2, 3, 16).bfloat16(), torch.zeros(2, 2, 16).bfloat16()
     assert "multiple" in rope(query, key, cos, sin, torch.arange(2))
+    cos, sin = torch.zeros(4, 16).double().chunk(2, dim=-1)
+    assert "float64" in rope(query, None, cos, sin, torch.arange(2))

@@ -39,16 +39,14 @@ def rms_norm(
     Raises:
         RuntimeError: the kernel refuses a dtype or a size.
     """
-    if weight is not None and weight.data_ptr() % ALIGNMENT:
-        weight = weight.clone()
     if residual is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if out.numel():  # an empty grid is a launch error
-            kernel("rms_norm")(out, _readable(x), weight, epsilon)
+            kernel("rms_norm")(out, _readable(x), _aligned(weight), epsilon)
         return out
     normed, total = packed(x), packed(residual)
     if normed.numel():
-        _fused_add_rms_norm(normed, total, weight, epsilon)
+        _fused_add_rms_norm(normed, total, _aligned(weight), epsilon)
     return normed, total
 
 
@@ -65,8 +63,6 @@ def supports_rms_norm(
         return reason
     if variance_size is not None:
         return "the kernels have no variance_size"
-    if x.ndim == 0:
-        return "x is a scalar"
     if epsilon < 0:
         return f"epsilon is negative: {epsilon}"
     # The kernels check neither of these shapes, and read and write beyond a smaller tensor.
@@ -81,6 +77,10 @@ def supports_rms_norm(
     return True if weight.is_contiguous() else "weight is not contiguous"
 
 
+def _aligned(weight: torch.Tensor | None) -> torch.Tensor | None:
+    return weight if weight is None or not weight.data_ptr() % ALIGNMENT else weight.clone()
+
+
 def _fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float
 ) -> None:
@@ -92,8 +92,6 @@ def _fused_add_rms_norm(
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy, as rows that `rms_norm` finds: two to four dimensions, whole vectors."""
     if 2 <= x.ndim <= 4 and not x.data_ptr() % ALIGNMENT:
-        if x.is_contiguous():
-            return x
         *steps, feature_step = x.stride()
         vector = ALIGNMENT // x.itemsize
         if feature_step == 1 and all(step % vector == 0 for step in steps):

@@ -68,20 +68,20 @@ def supports_rotary_embedding(
     reason = unsuitable("query", query)
     if reason:
         return reason
-    if key is not None:
-        # The kernel checks no shape: it would read and write beyond a tensor of fewer tokens.
-        if key.dtype != query.dtype or key.shape[::2] != query.shape[::2]:
-            other = f"query {query.dtype} {tuple(query.shape)}"
-            return f"key is {key.dtype} {tuple(key.shape)} and {other}"
-        if query.shape[1] % key.shape[1]:
-            return f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads"
+    # The kernel checks no shape: it would read and write beyond a tensor of fewer tokens.
+    if key is not None and (key.dtype != query.dtype or key.shape[::2] != query.shape[::2]):
+        return f"key is {key.dtype} {(*key.shape,)}, query {query.dtype} {(*query.shape,)}"
     if position_ids.is_floating_point() or position_ids.shape != query.shape[:1]:
         return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
-    if cos.dtype not in DTYPES:
-        return f"no kernel for cos of {cos.dtype}"
     if joint_cos_sin(cos, sin) is None:
         return "cos and sin are not the two halves of one cache"
-    return True
+    return _no_kernel_for(query, key, cos) or True
+
+
+def _no_kernel_for(query: torch.Tensor, key: torch.Tensor | None, cos: torch.Tensor) -> str | None:
+    if key is not None and query.shape[1] % key.shape[1]:
+        return f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads"
+    return None if cos.dtype in DTYPES else f"no kernel for cos of {cos.dtype}"
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
