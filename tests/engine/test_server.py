@@ -40,6 +40,8 @@ def server(
         sys.executable, "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(model("qwen3")), "--served-model-name", "tiny", "--skip-tokenizer-init",
         "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
+        # Else vLLM kills a worker that has not said its counts after 5 s, as on a busy machine.
+        "--shutdown-timeout", "60",
     ]  # fmt: skip
     environment = {
         **os.environ,
