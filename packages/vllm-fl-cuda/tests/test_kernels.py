@@ -207,6 +207,7 @@ def test_other_dtypes_and_heads_are_refused() -> None:
     assert "residual" in norm(x, x.float(), None, 1e-6)
     cos, sin = torch.zeros(4, 16).bfloat16().chunk(2, dim=-1)
     query, key = torch.zeros(2, 3, 16).bfloat16(), torch.zeros(2, 2, 16).bfloat16()
-    assert "multiple" in rope(query, key, cos, sin, torch.arange(2))
+    assert "key is" in rope(query, key, cos, sin, torch.arange(2))
+    assert rope(query, query[:, :1], cos, sin, torch.arange(2)) is True
     cos, sin = torch.zeros(4, 16).double().chunk(2, dim=-1)
     assert "float64" in rope(query, None, cos, sin, torch.arange(2))

@@ -91,9 +91,13 @@ def _fused_add_rms_norm(
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy, as rows that `rms_norm` finds: two to four dimensions, whole vectors."""
-    if 2 <= x.ndim <= 4 and not x.data_ptr() % ALIGNMENT:
-        *steps, feature_step = x.stride()
-        vector = ALIGNMENT // x.itemsize
-        if feature_step == 1 and all(step % vector == 0 for step in steps):
-            return x
+    aligned = 2 <= x.ndim <= 4 and not x.data_ptr() % ALIGNMENT
+    if aligned and (x.is_contiguous() or _in_step(x)):
+        return x
     return packed(x).view(-1, x.shape[-1])
+
+
+def _in_step(x: torch.Tensor) -> bool:
+    *steps, feature_step = x.stride()
+    vector = ALIGNMENT // x.itemsize
+    return feature_step == 1 and all(step % vector == 0 for step in steps)

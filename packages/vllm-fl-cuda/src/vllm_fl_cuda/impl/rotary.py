@@ -68,20 +68,20 @@ def supports_rotary_embedding(
     reason = unsuitable("query", query)
     if reason:
         return reason
+    tokens, heads, head_size = query.shape
     # The kernel checks no shape: it would read and write beyond a tensor of fewer tokens.
-    if key is not None and (key.dtype != query.dtype or key.shape[::2] != query.shape[::2]):
+    if key is not None and (key.dtype != query.dtype or not _fits(key, tokens, heads, head_size)):
         return f"key is {key.dtype} {(*key.shape,)}, query {query.dtype} {(*query.shape,)}"
-    if position_ids.is_floating_point() or position_ids.shape != query.shape[:1]:
+    if position_ids.is_floating_point() or position_ids.shape != (tokens,):
         return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
     if joint_cos_sin(cos, sin) is None:
         return "cos and sin are not the two halves of one cache"
-    return _no_kernel_for(query, key, cos) or True
+    return True if cos.dtype in DTYPES else f"no kernel for cos of {cos.dtype}"
 
 
-def _no_kernel_for(query: torch.Tensor, key: torch.Tensor | None, cos: torch.Tensor) -> str | None:
-    if key is not None and query.shape[1] % key.shape[1]:
-        return f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads"
-    return None if cos.dtype in DTYPES else f"no kernel for cos of {cos.dtype}"
+def _fits(key: torch.Tensor, tokens: int, heads: int, head_size: int) -> bool:
+    key_tokens, kv_heads, key_size = key.shape
+    return key_tokens == tokens and key_size == head_size and not heads % kv_heads
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
