@@ -227,7 +227,7 @@ def test_a_mistake_is_seen(mutant: Mutant) -> None:
 
 def failing(mutant: Mutant | None) -> str | None:
     """What the checks say first of the ops with this mistake; None if they see none."""
-    common = made_anew(shared, mutant)
+    common = made_anew(shared, mutant, DEVICE=shared.DEVICE)
     impls: dict[str, OpImpl] = {}
     for module in MODULES:
         if mutant is not None and mutant.module not in (shared, module):

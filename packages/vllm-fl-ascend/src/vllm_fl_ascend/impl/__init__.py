@@ -8,15 +8,17 @@ __all__ = ["unsuitable"]
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
+DEVICE = "npu"
+"""What torch calls the device whose tensors the kernels take."""
+
 MAX_DIMENSIONS = 8
 """Of any tensor on an NPU (CANN's aclTensor)."""
 
 
 def unsuitable(name: str, x: torch.Tensor) -> str | None:
-    """Why no kernel takes the tensor `x`, by its dtype or dimensions; None if one may.
-
-    The device is left to torch: an operator that has no kernel for a tensor's device refuses it.
-    """
+    """Why no kernel takes the tensor `x`, by its device, dtype or dimensions; None if one may."""
+    if x.device.type != DEVICE:
+        return f"{name} is on {x.device}, not on an NPU"
     if x.dtype not in DTYPES:
         return f"no kernel for {name} of {x.dtype}"
     if not 1 <= x.ndim <= MAX_DIMENSIONS:
