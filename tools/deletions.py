@@ -360,6 +360,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         for deletion, tree in deletions(path.read_text("utf-8"), path.name)
     ]
     start = time.monotonic()
+    sources = {name: (path, ast.parse(path.read_text("utf-8"))) for _, name, path, *_ in found}
+    whole = list(dict.fromkeys((name, tuple(tests)) for _, name, _, _, tests in found))
+    failures = _forked(
+        [functools.partial(_judge, backend, name, *sources[name], tests) for name, tests in whole]
+    )
+    for (name, tests), failure in zip(whole, failures, strict=True):
+        if failure:  # imported anew, which would count as noticing every deletion
+            print(
+                f"{name} fails with nothing deleted, {' '.join(tests) or 'by the kit'}: {failure}"
+            )
+            return 1
     noticed = _forked(
         [
             functools.partial(_judge, backend, name, path, tree, tests)

@@ -7,9 +7,10 @@ which here compute on the CPU.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import vllm_fl_ascend.plugin as ascend
-from vllm_fl import WorkerContext, WorkerReport, hookimpl
+from vllm_fl import OpImpl, WorkerContext, WorkerReport, hookimpl
 
 from . import VERSION, activate
 
@@ -20,6 +21,15 @@ ascend.PROFILE = dataclasses.replace(
     worker_class="emulated.worker.EmulatedWorker",
     dist_backend="gloo",
 )
+
+
+@hookimpl
+def register_ops() -> Iterable[OpImpl]:
+    """Nothing: the installed backend, which may have been imported anew, is let run here."""
+    from vllm_fl_ascend import impl
+
+    impl.DEVICE = "cpu"  # where the emulated operators compute
+    return ()
 
 
 @hookimpl
