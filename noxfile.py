@@ -94,6 +94,7 @@ def standing_in(name: str, module: str, **variables: str) -> dict[str, str]:
 
 
 ON_CPU_KERNELS = standing_in(CUDA, "on_cpu_kernels")
+ON_EMULATION = standing_in(ASCEND, "emulated.plugin")
 ON_INTERPRETER = standing_in(FLAGGEMS, "on_interpreter", TRITON_INTERPRET="1")
 
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -209,6 +210,9 @@ def full(session: nox.Session, vllm: str) -> None:
 def slow_deletions(session: nox.Session) -> None:
     """Delete each statement of the backends whose hardware is stood in for."""
     deletions(session, over(session, with_vllm(session), CORE, CUDA), CUDA, **ON_CPU_KERNELS)
+    wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
+    env = over(session, with_vllm(session), CORE, ASCEND)
+    deletions(session, env, ASCEND, **ON_EMULATION, **wheel)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     env = over(session, envs.flaggems(), CORE, FLAGGEMS)
     deletions(session, env, FLAGGEMS, **ON_INTERPRETER, **cache)

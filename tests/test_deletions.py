@@ -16,6 +16,7 @@ LIMIT = 3
 
 def outer(x):
     """Not a statement to delete."""
+    y: int
     x = x + 1
     if x > LIMIT:
         x = x + 1
@@ -29,6 +30,7 @@ class Layer:
     size = 4
 
     def call(self):
+        self.size: int = 5
         raise ValueError
 '''
 FOUND = {d.key: tree for d, tree in deletions.deletions(SOURCE, "m.py")}
@@ -43,6 +45,7 @@ def test_every_statement_of_every_function_is_found_and_nothing_else() -> None:
         ("m.py", "outer", "def inner():"),
         ("m.py", "outer", "return 2 * x"),
         ("m.py", "outer", "return inner()"),
+        ("m.py", "Layer.call", "self.size: int = 5"),
         ("m.py", "Layer.call", "raise ValueError"),
     }
 

@@ -135,9 +135,10 @@ def _statements(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def _does(node: ast.stmt) -> bool:
-    """Whether it is more than a docstring or a `pass`."""
+    """Whether it is more than a docstring, a bare annotation or a `pass`."""
     documents = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return not documents and not isinstance(node, ast.Pass)
+    annotates = isinstance(node, ast.AnnAssign) and node.value is None
+    return not documents and not annotates and not isinstance(node, ast.Pass)
 
 
 def _replace(tree: ast.Module, old: ast.stmt) -> None:

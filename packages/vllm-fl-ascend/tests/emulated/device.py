@@ -12,8 +12,6 @@ from types import ModuleType
 
 import torch
 
-from vllm_fl_ascend import impl
-
 from . import operators
 from .wheel import VERSION
 
@@ -50,7 +48,6 @@ def activate() -> None:
         WheelMissing: TORCH_NPU_WHEEL does not name torch_npu's wheel.
     """
     operators.define()
-    impl.DEVICE = "cpu"  # where the emulated operators compute
     npu = Npu("torch_npu.npu")
     module = ModuleType("torch_npu")
     module.__spec__ = ModuleSpec("torch_npu", None)

@@ -2,7 +2,8 @@
 
 Written from torch_npu's own documentation of each (torch_npu/_op_plugin_docs.py of the wheel), in
 fp32 with one rounding at the end, as the kernels do. What that documentation, or CANN's of the
-kernel underneath (aclnnRopeWithSinCosCache), rules out is refused.
+kernel underneath (aclnnRopeWithSinCosCache), rules out is refused; so are tensors without elements,
+of which neither says that a kernel takes them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     demand(input.dtype in FLOATS, "npu_swiglu", "float32, float16 or bfloat16")
     demand(1 <= input.ndim <= 8, "npu_swiglu", "1 to 8 dimensions")
     demand(input.shape[dim] % 2 == 0, "npu_swiglu", "an even size")
+    demand(input.numel() > 0, "npu_swiglu", "no empty tensors")
     left, right = input.float().chunk(2, dim)
     return (left * torch.sigmoid(left) * right).to(input.dtype)
 
@@ -35,6 +37,7 @@ def npu_geglu(
 ) -> tuple[Tensor, Tensor]:
     demand(input.dtype in FLOATS, "npu_geglu", "float32, float16 or bfloat16")
     demand(approximate in (0, 1), "npu_geglu", "approximate 0 (none) or 1 (tanh)")
+    demand(input.numel() > 0, "npu_geglu", "no empty tensors")
     left, right = input.float().chunk(2, dim)
     gated, other = (left, right) if activate_left else (right, left)
     gelu = torch.nn.functional.gelu(gated, approximate=("none", "tanh")[approximate])
@@ -45,6 +48,7 @@ def npu_geglu(
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     demand(input.dtype in FLOATS, "npu_rms_norm", "float32, float16 or bfloat16")
     demand(2 <= input.ndim <= 8, "npu_rms_norm", "2 to 8 dimensions")
+    demand(input.numel() > 0, "npu_rms_norm", "no empty tensors")
     demand(gamma.dtype == input.dtype, "npu_rms_norm", "gamma of input's dtype")
     demand(gamma.shape == input.shape[-gamma.ndim :], "npu_rms_norm", "gamma of input's last sizes")
     x = input.float()

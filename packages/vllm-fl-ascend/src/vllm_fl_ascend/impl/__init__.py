@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["unsuitable"]
+__all__ = ["mixed", "unsuitable"]
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -19,6 +19,17 @@ def unsuitable(name: str, x: torch.Tensor) -> str | None:
     """Why no kernel takes the tensor `x`, by its device, dtype or dimensions; None if one may."""
     if x.device.type != DEVICE:
         return f"{name} is on {x.device}, not on an NPU"
+    return _no_kernel_for(name, x)
+
+
+def mixed(name: str, x: torch.Tensor | None, other: str, y: torch.Tensor) -> str | None:
+    """Why no kernel takes `x` beside `y`: its dtype is another. None if one may."""
+    if x is None or x.dtype == y.dtype:
+        return None
+    return f"{name} is {x.dtype} and {other} {y.dtype}"
+
+
+def _no_kernel_for(name: str, x: torch.Tensor) -> str | None:
     if x.dtype not in DTYPES:
         return f"no kernel for {name} of {x.dtype}"
     if not 1 <= x.ndim <= MAX_DIMENSIONS:

@@ -48,7 +48,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         (..., d), of x's dtype.
 
     Raises:
-        KeyError: `approximate` is another word.
+        KeyError: `approximate` is another word, which the contract calls the caller's mistake.
         RuntimeError: CANN's kernel fails.
     """
     form = GELU[approximate]
@@ -61,19 +61,21 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 def supports_silu_and_mul(x: torch.Tensor) -> Availability:
     """True, or why the kernel would fail."""
-    reason = unsuitable("x", x)
+    reason = unsuitable("x", x) or _no_halves(x)
     if reason:
         return reason
-    if x.shape[-1] % 2:
-        return f"the last dimension of x, {tuple(x.shape)[-1:]}, has no two halves"
     return True
 
 
 def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availability:
     """True, or why the kernel would fail."""
-    if approximate not in GELU:
-        return f"no kernel for approximate={approximate!r}"
     return supports_silu_and_mul(x)
+
+
+def _no_halves(x: torch.Tensor) -> str | None:
+    if x.shape[-1] % 2:
+        return f"the last dimension of x, {tuple(x.shape)[-1:]}, has no two halves"
+    return None
 
 
 def _nothing(x: torch.Tensor) -> torch.Tensor:

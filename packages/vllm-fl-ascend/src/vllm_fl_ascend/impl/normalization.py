@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import unsuitable
+from . import mixed, unsuitable
 
 if TYPE_CHECKING:
     from vllm_fl.dispatch.types import Availability
 
 __all__ = ["rms_norm", "supports_rms_norm"]
-
-NO_VARIANCE_SIZE = "the kernels have no variance_size"
 
 
 def rms_norm(
@@ -32,17 +30,14 @@ def rms_norm(
         residual: of x's shape and dtype, or None.
         weight: (hidden,), of x's dtype, or None for 1. The kernels need one: None makes it.
         epsilon: added to the mean of squares.
-        variance_size: None; the kernels know no other mean.
+        variance_size: None, which `supports` sees to; the kernels know no other mean.
 
     Returns:
         The normed tensor; with a residual the pair (normed, y).
 
     Raises:
-        NotImplementedError: variance_size is given.
         RuntimeError: CANN's kernel fails.
     """
-    if variance_size is not None:
-        raise NotImplementedError(NO_VARIANCE_SIZE)
     if not x.numel():
         empty = x.new_empty(x.shape)
         return empty if residual is None else (empty, x.new_empty(x.shape))
@@ -67,17 +62,15 @@ def supports_rms_norm(
     variance_size: int | None = None,
 ) -> Availability:
     """True, or why the kernels would fail."""
-    reason = unsuitable("x", x)
+    reason = (
+        unsuitable("x", x) or mixed("residual", residual, "x", x) or mixed("weight", weight, "x", x)
+    )
     if reason:
         return reason
     if variance_size is not None:
-        return NO_VARIANCE_SIZE
+        return "the kernels have no variance_size"
     if epsilon < 0:
         return f"epsilon is negative: {epsilon}"
-    if residual is not None and residual.dtype != x.dtype:
-        return f"residual is {residual.dtype} and x {x.dtype}"
-    if weight is not None and weight.dtype != x.dtype:
-        return f"weight is {weight.dtype} and x {x.dtype}"
     return True
 
 

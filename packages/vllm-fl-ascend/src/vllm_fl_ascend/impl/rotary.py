@@ -8,14 +8,12 @@ import torch
 
 from vllm_fl.dispatch.contracts.rotary_embedding import joint_cos_sin
 
-from . import unsuitable
+from . import mixed, unsuitable
 
 if TYPE_CHECKING:
     from vllm_fl.dispatch.types import Availability
 
 __all__ = ["rotary_embedding", "supports_rotary_embedding"]
-
-APART = "cos and sin are not the two halves of one cache"
 
 MULTIPLE = 64
 """Bytes of which a head and its rotating part are a multiple (CANN's aclnnRopeWithSinCosCache)."""
@@ -34,7 +32,8 @@ def rotary_embedding(
     Args:
         query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
         key: (tokens, kv_heads, head_size), of query's dtype, or None.
-        cos, sin: (max_position, half), of query's dtype, adjacent halves of one cache.
+        cos, sin: (max_position, half), of query's dtype, adjacent halves of one cache, which
+            `supports` sees to.
         position_ids: (tokens,), int64 or int32, in [0, max_position).
         rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
 
@@ -42,12 +41,8 @@ def rotary_embedding(
         (query, key) turned; None for a key of None.
 
     Raises:
-        NotImplementedError: cos and sin are not adjacent.
         RuntimeError: CANN's kernel fails.
     """
-    cache = joint_cos_sin(cos, sin)
-    if cache is None:
-        raise NotImplementedError(APART)
     if not query.numel():
         return query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
     # The kernel turns two tensors. Without a key the second is one head, whose result is dropped.
@@ -56,7 +51,7 @@ def rotary_embedding(
         position_ids.long(),
         query.flatten(1),
         second.flatten(1),
-        cache,
+        joint_cos_sin(cos, sin),
         query.shape[-1],
         rotary_mode="interleave" if rotary_interleaved else "half",
     )
@@ -72,15 +67,17 @@ def supports_rotary_embedding(
     rotary_interleaved: bool = False,
 ) -> Availability:
     """True, or why the kernel would fail."""
-    reason = unsuitable("query", query)
+    reason = (
+        unsuitable("query", query)
+        or mixed("key", key, "query", query)
+        or mixed("cos", cos, "query", query)
+    )
     if reason:
         return reason
-    if key is not None and key.dtype != query.dtype:
-        return f"key is {key.dtype} and query {query.dtype}"
-    if cos.dtype != query.dtype:
-        return f"cos is {cos.dtype} and query {query.dtype}"
     step = MULTIPLE // query.itemsize
     for what, features in (("head_size", query.shape[-1]), ("rotary size", 2 * cos.shape[-1])):
         if features % step:
             return f"the {what} {features} is no multiple of {step}"
-    return True if joint_cos_sin(cos, sin) is not None else APART
+    if joint_cos_sin(cos, sin) is None:
+        return "cos and sin are not the two halves of one cache"
+    return True
