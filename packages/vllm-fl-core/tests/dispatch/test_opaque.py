@@ -45,7 +45,7 @@ def planned(*impls: OpImpl, **policy: Any) -> Plan:
 
 def opaque(*impls: OpImpl, **policy: Any) -> Any:
     plan = planned(*impls, **policy)
-    return opaque_op(plan.chain(impls[0].op_name), plan).fn
+    return opaque_op(plan.chain(impls[0].op_name), plan.counting).fn
 
 
 def samples() -> Iterator[Any]:
@@ -148,7 +148,7 @@ def test_a_refusal_inside_falls_to_the_next() -> None:
         return True if x.shape[0] == 2 else "two rows only"
 
     plan = planned(silu("vendor.acme", 1, supports=only_two_rows), silu("reference.torch", 2))
-    fn = opaque_op(plan.chain("silu_and_mul"), plan).fn
+    fn = opaque_op(plan.chain("silu_and_mul"), plan.counting).fn
     torch._dynamo.reset()
     compiled = torch.compile(fn, fullgraph=True, backend="eager", dynamic=True)
     assert compiled(torch.ones(2, 8))[0, 0] == 2
@@ -205,7 +205,7 @@ def adding(write: Any) -> OpImpl:
 
 
 def written(plan: Plan, grants: frozenset[str] = BOTH) -> Any:
-    return opaque_op(plan.chain("rms_norm", grants), plan).fn
+    return opaque_op(plan.chain("rms_norm", grants), plan.counting).fn
 
 
 def in_both(x: Any, residual: Any, one: Any, other: Any) -> Any:
@@ -366,7 +366,7 @@ def test_a_traceable_one_stays_open_to_the_compiler() -> None:
 
 def test_the_wrapper_is_a_traceable_implementation_that_refuses_and_consumes_nothing() -> None:
     plan = planned(refusing("vendor.acme", "no"), silu("reference.torch"))
-    wrapped = opaque_op(plan.chain("silu_and_mul"), plan)
+    wrapped = opaque_op(plan.chain("silu_and_mul"), plan.counting)
     first = plan.entries["silu_and_mul"].impl
     assert first is not None
     assert dataclasses.replace(first, fn=wrapped.fn, supports=None, traceable=True).impl_id == (

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,12 +19,11 @@ from .contracts import OpSpec, Variant
 from .guard import Chain, call_guard
 from .types import OpImpl
 
-if TYPE_CHECKING:
-    from .plan import Plan
-
 __all__ = ["is_opaque", "opaque_op"]
 
 LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
+
+Counting = Callable[[Callable[..., Any], str, str], Callable[..., Any]]
 
 _bodies: dict[str, Callable[..., Any]] = {}
 
@@ -38,11 +37,15 @@ def is_opaque(impl: OpImpl) -> bool:
     return not impl.traceable or impl.supports is not None
 
 
-def opaque_op(chain: Chain, plan: Plan) -> OpImpl:
+def opaque_op(chain: Chain, counting: Counting) -> OpImpl:
     """The first implementation of `chain` as one whose function is a torch.library operator.
 
     Registering the same chain again finds the same operator, so that a graph compiled by one
     process is found again by the next; its body then belongs to the newest plan.
+
+    Args:
+        chain: the candidates, and the arguments that the caller grants.
+        counting: (what is called, op, impl id) -> the same, counted if the plan counts calls.
     """
     spec = chain.spec
     assert spec is not None  # only contracts have torch schemas
@@ -57,7 +60,7 @@ def opaque_op(chain: Chain, plan: Plan) -> OpImpl:
             written = ()
         # Inputs of an operator stay intact unless its schema says otherwise.
         guarded = call_guard(dataclasses.replace(chain, grants=frozenset(written)))
-        guard = plan.counting(guarded, chain.op, first.impl_id)
+        guard = counting(guarded, chain.op, first.impl_id)
         operator = (_mutating if written else _functional)(spec, variant, suffix, guard)
         branches.append((variant, written, operator))
     consumes = frozenset(name for _, written, _ in branches for name in written)

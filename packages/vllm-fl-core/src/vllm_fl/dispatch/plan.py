@@ -155,10 +155,10 @@ class Plan:
         guard = method_guard if asks_layer else call_guard
         if self.mode == "eager":
             return self.counting(guard(chain), op, first.impl_id)
-        from .opaque import is_opaque, opaque_op
+        from .opaque import is_opaque, opaque_op  # torch, which a plan needs for this alone
 
         if is_opaque(first):
-            first = opaque_op(chain, self)
+            first = opaque_op(chain, self.counting)
         else:
             counting = self.counting(first.fn, op, first.impl_id)
             first = dataclasses.replace(first, fn=counting)

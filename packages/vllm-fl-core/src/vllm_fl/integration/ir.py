@@ -150,7 +150,7 @@ def bind_providers(plan: Plan) -> None:
             # Of vLLM's providers these may write over activations; it copies what it still needs.
             grants = frozenset({"x", "residual"})
             bound = opaque_op(
-                plan.chain("rms_norm", grants, first=impl, last=native_norm()), plan
+                plan.chain("rms_norm", grants, first=impl, last=native_norm()), plan.counting
             ).fn
         else:
             bound = impl.fn

@@ -89,7 +89,7 @@ def _wrapped(subject: Subject, grants: frozenset[str], last: OpImpl | None = Non
     """The implementation as operators of torch.library, as a compiled plan has it."""
     op = subject.spec.name
     plan = Plan("compiled", {op: PlanEntry(op, subject.manager().trace(op))})
-    return opaque_op(plan.chain(op, grants, last=last), plan)
+    return opaque_op(plan.chain(op, grants, last=last), plan.counting)
 
 
 def _oracle(subject: Subject) -> OpImpl:
