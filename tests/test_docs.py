@@ -361,7 +361,8 @@ def test_the_support_matrix_is_what_the_runs_say() -> None:
 
 
 def test_a_run_on_a_stand_in_is_shown_as_emulated_and_a_wrong_one_as_wrong() -> None:
-    run = copy.deepcopy(next(iter(RUNS.values())))
+    real = (run for run in RUNS.values() if not run["environment"]["emulated"])
+    run = copy.deepcopy(next(real))
     result = run["results"][0]
     sound = support_matrix.page({"x.json": run})
     assert "mulated" not in sound
