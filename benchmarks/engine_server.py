@@ -2,6 +2,8 @@
 
     python engine_server.py '{"model": DIR, "options": {…}, "ours": true}'
 
+`"patch": "MODULE"` calls that module's `install` first: engine processes are forked from this one.
+
 Answers are lines of JSON on what was its standard output; everything that it logs goes to standard
 error. It answers once when it is ready, then once per line that it reads.
 """
@@ -12,6 +14,7 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
 from typing import Any
 
 
@@ -27,6 +30,8 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     from vllm import LLM, SamplingParams
 
+    if "patch" in request:
+        import_module(request["patch"]).install()
     start = time.perf_counter()
     llm = LLM(request["model"], **request["options"])
     config = llm.llm_engine.vllm_config

@@ -3,8 +3,9 @@
     python benchmarks/gpu/engine.py [--modes compiled eager] [--variants …] [--rounds 5]
 
 The engines of one mode are loaded side by side, each in a process of its own with a quarter of the
-memory, and work in turn: every round visits all of them with each workload, beginning with another
-one each time; a ratio is taken inside a round. JSON goes to $OUT/engine.json after every round.
+memory or less, and work in turn: every round visits all of them with each workload, beginning with
+another one each time; a ratio is taken inside a round. JSON goes to $OUT/engine.json after every
+round.
 """
 
 from __future__ import annotations
@@ -62,9 +63,14 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "stock": (STOCK, False),
     "shipped": ({}, True),
     "flagos": (ONLY_LAYERS, True),
+    "direct": (STOCK, False),
     "flagos-attention": ({"VLLM_FL_PER_OP": "attention_backend=flagos"}, True),
 }
-"""Name -> (what the environment says, whether vllm-fl takes part)."""
+"""Name -> (what the environment says, whether vllm-fl takes part).
+
+`flagos` is FlagGems for every layer but attention; `direct` is that without vllm-fl, see direct.py:
+in eager mode only.
+"""
 
 BARS = {
     ("compiled", "shipped"): {"batch 1": 0.995, "batch 64": 0.995, "prefill": 0.995},
@@ -105,7 +111,7 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running(name: str, mode: str, model: Path, folder: Path) -> Iterator[Engine]:
+def running(name: str, mode: str, model: Path, folder: Path, share: float) -> Iterator[Engine]:
     """Start an engine and wait until it is ready; end all its processes at the end.
 
     One after the other: an engine measures the free memory while it starts.
@@ -118,11 +124,12 @@ def running(name: str, mode: str, model: Path, folder: Path) -> Iterator[Engine]
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "enforce_eager": mode == "eager",
-            "gpu_memory_utilization": 0.25,
+            "gpu_memory_utilization": share,
             "max_model_len": 4096,
             "max_num_batched_tokens": 16384,
             "enable_prefix_caching": False,
         },
+        **({"patch": "gpu.direct"} if name == "direct" else {}),
     }
     log = folder / f"{mode}-{name}.log"
     environment = {
@@ -188,18 +195,29 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
                     "ready": engines[name].ready,
                     "memory_mib": memory_of(engines[name].process.pid),  # after all workloads
                     "tokens_per_second": speeds[name],
-                    "of_stock": {w: ratios(speeds, name, w) for w in WORKLOADS},
+                    **{
+                        f"of_{other}": {w: ratios(speeds, name, other, w) for w in WORKLOADS}
+                        for other in ("stock", "direct")
+                        if other in names
+                    },
                 }
                 for name in names
             },
         }
 
 
-def ratios(speeds: dict[str, dict[str, list[float]]], name: str, workload: str) -> dict[str, float]:
-    """Median, smallest and largest ratio to stock, round by round."""
-    pairs = zip(speeds[name][workload], speeds["stock"][workload], strict=True)
-    found = [mine / stock for mine, stock in pairs]
+def ratios(
+    speeds: dict[str, dict[str, list[float]]], name: str, other: str, workload: str
+) -> dict[str, float]:
+    """Median, smallest and largest ratio to another engine, round by round."""
+    pairs = zip(speeds[name][workload], speeds[other][workload], strict=True)
+    found = [mine / its for mine, its in pairs]
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
+
+
+def spread(ratio: dict[str, float]) -> str:
+    """As `0.914 (0.912 – 0.916)`."""
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f} – {ratio['high']:.3f})"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -208,11 +226,13 @@ def table(result: dict[str, Any]) -> str:
     for name, engine in result["engines"].items():
         bars = BARS.get((result["mode"], name), {})
         for workload, found in engine["tokens_per_second"].items():
-            ratio = engine["of_stock"][workload]
-            share = f"{ratio['median']:.3f} ({ratio['low']:.3f} – {ratio['high']:.3f})"
+            share = spread(engine["of_stock"][workload])
             bar = f"≥ {bars[workload]}" if workload in bars else ""
             speed = statistics.median(found)
             lines.append(f"{result['mode']:9}{name:18}{workload:10}{speed:>10.1f}  {share:26}{bar}")
+            if name == "flagos" and "of_direct" in engine:
+                share = spread(engine["of_direct"][workload])
+                lines.append(f"{'  of direct':27}{workload:10}{'':10}  {share:26}≥ 1.0")
         lines.append(f"  {engine['ready']['kv_blocks']} KV blocks, {engine['memory_mib']} MiB")
     return "\n".join(lines)
 
@@ -228,6 +248,7 @@ def main() -> None:
         print("skipped: no NVIDIA GPU here (there is no nvidia-smi)")
         return
     out = Path(os.environ.get("OUT", "."))
+    share = min(0.25, 0.9 / len(options.variants))
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -239,7 +260,7 @@ def main() -> None:
                 engines: dict[str, Engine] = {}
                 for name in options.variants:
                     try:
-                        engine = stack.enter_context(running(name, mode, model, folder))
+                        engine = stack.enter_context(running(name, mode, model, folder, share))
                     except RuntimeError as error:
                         print(f"does not start: {error}", flush=True)
                         results[f"{mode} {name}"] = {"failed": str(error)}

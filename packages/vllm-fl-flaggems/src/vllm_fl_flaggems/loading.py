@@ -7,6 +7,7 @@ its reason; a release that no longer has it is left as it is.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import sys
@@ -143,6 +144,7 @@ def _load() -> ModuleType | str:
         module = import_module("flag_gems")
         _repair_cached_launches()
         _repair_block_pointers()
+        _enlarge_tiles(module)
     # Seen: ImportError (a dependency), RuntimeError (no device found), AssertionError (a CPU build
     # of torch), AttributeError (torch lacks the device), and the database's own errors.
     except Exception as error:
@@ -190,6 +192,32 @@ def _repair_block_pointers() -> None:
         return
     if hasattr(config, "prefer_block_pointer"):
         config.prefer_block_pointer = False
+
+
+GATED = (
+    ("flag_gems.fused.silu_and_mul", "silu_and_mul_kernel"),
+    ("flag_gems.fused.gelu_and_mul", "gelu_none_and_mul_kernel"),
+    ("flag_gems.fused.gelu_and_mul", "gelu_tanh_and_mul_kernel"),
+)
+"""The kernels of gated activations."""
+
+
+def _enlarge_tiles(module: ModuleType) -> None:
+    """Four times as much work for a program of a gated activation, on NVIDIA's GPUs.
+
+    FlagGems 5.0.2 means 512 elements and takes 256, and from 65536 programs on lets them loop. On
+    an H200, 12288 columns in bfloat16, with 1024 elements and no loops: 375 instead of 574 µs for
+    16384 tokens, 7.1 instead of 9.4 for 256, 1.6 instead of 1.1 for one.
+    """
+    if getattr(module, "vendor_name", None) != "nvidia":
+        return  # another vendor's numbers are its own
+    for path, name in GATED:
+        kernel = getattr(sys.modules.get(path), name, None)
+        config = getattr(kernel, "config", None)
+        if getattr(config, "max_tile_size", None) == 512:
+            kernel.config = dataclasses.replace(
+                config, max_tile_size=2048, max_grid_size=(2**31 - 1,) * 3
+            )
 
 
 def _forget_failure() -> None:

@@ -41,7 +41,8 @@ def rms_norm(
     """
     gems = flag_gems()
     if residual is None:
-        normed: torch.Tensor = gems.rms_norm(x, x.shape[-1:], weight, epsilon)
+        # Below `rms_norm`, whose bookkeeping for gradients is a fifth of the host's time.
+        normed: torch.Tensor = gems.rms_norm_forward(x, x.shape[-1:], weight, epsilon)[0]
         return normed
     pair: tuple[torch.Tensor, torch.Tensor] = gems.fused_add_rms_norm(
         x, residual, x.shape[-1:], weight, epsilon
