@@ -249,6 +249,8 @@ def bench_gpu(session: nox.Session) -> None:
     env = with_gpu(session)
     python(session, env, "benchmarks/gpu/ops.py", *session.posargs)
     python(session, env, "benchmarks/gpu/engine.py", *session.posargs)
+    for variant in ("stock", "flagos"):
+        python(session, env, "benchmarks/gpu/kernels.py", variant)
 
 
 @timed("wheels", default=False)

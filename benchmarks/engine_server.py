@@ -5,7 +5,8 @@
 `"patch": "MODULE"` calls that module's `install` first: engine processes are forked from this one.
 
 Answers are lines of JSON on what was its standard output; everything that it logs goes to standard
-error. It answers once when it is ready, then once per line that it reads.
+error. It answers once when it is ready, then once per line that it reads: `seconds` for all of it,
+and in `steps` for each of the engine's steps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import sys
 import time
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 
@@ -35,6 +37,15 @@ def main() -> None:
     start = time.perf_counter()
     llm = LLM(request["model"], **request["options"])
     config = llm.llm_engine.vllm_config
+    ends: list[float] = []
+    engine_step = llm.llm_engine.step
+
+    def step() -> Any:
+        outputs = engine_step()
+        ends.append(time.perf_counter())
+        return outputs
+
+    llm.llm_engine.step = step
     answer(
         seconds=time.perf_counter() - start,
         kv_blocks=config.cache_config.num_gpu_blocks,
@@ -47,10 +58,11 @@ def main() -> None:
             temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
         )
         prompts: Any = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-        start = time.perf_counter()
+        ends = [time.perf_counter()]
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        answer(seconds=seconds, tokens=[list(o.outputs[0].token_ids) for o in outputs])
+        seconds = time.perf_counter() - ends[0]
+        steps = [after - before for before, after in pairwise(ends)]
+        answer(seconds=seconds, steps=steps, tokens=[list(o.outputs[0].token_ids) for o in outputs])
 
 
 if __name__ == "__main__":

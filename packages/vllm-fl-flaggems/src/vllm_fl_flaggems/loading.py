@@ -23,7 +23,15 @@ import torch
 if TYPE_CHECKING:
     from vllm_fl.dispatch.types import Availability
 
-__all__ = ["INSTALL", "available", "block_pointers_work", "flag_gems", "problem", "unsuitable"]
+__all__ = [
+    "INSTALL",
+    "available",
+    "block_pointers_work",
+    "flag_gems",
+    "gated_kernel",
+    "problem",
+    "unsuitable",
+]
 
 INSTALL = 'pip install "vllm-fl-flaggems[beside-vllm]" && pip install --no-deps flag-gems==5.0.2'
 """The release pins numpy 1.26.4 and others that no vLLM can meet, and runs without those pins."""
@@ -113,6 +121,22 @@ def flag_gems() -> Any:
     return outcome
 
 
+GATED = {
+    "silu_and_mul_kernel": "flag_gems.fused.silu_and_mul",
+    "gelu_none_and_mul_kernel": "flag_gems.fused.gelu_and_mul",
+    "gelu_tanh_and_mul_kernel": "flag_gems.fused.gelu_and_mul",
+}
+"""The kernels of gated activations -> the modules that hold them.
+
+The attributes of these names are functions: only `sys.modules` finds the modules.
+"""
+
+
+def gated_kernel(name: str) -> Any:
+    """A kernel of `GATED`, which its public function calls; None where a release has no such."""
+    return getattr(sys.modules.get(GATED.get(name, "")), name, None)
+
+
 def unsuitable(name: str, x: torch.Tensor) -> str | None:
     """Why no kernel takes the tensor `x`: FlagGems does not load, or x's device or dtype."""
     reason = problem()
@@ -194,26 +218,18 @@ def _repair_block_pointers() -> None:
         config.prefer_block_pointer = False
 
 
-GATED = (
-    ("flag_gems.fused.silu_and_mul", "silu_and_mul_kernel"),
-    ("flag_gems.fused.gelu_and_mul", "gelu_none_and_mul_kernel"),
-    ("flag_gems.fused.gelu_and_mul", "gelu_tanh_and_mul_kernel"),
-)
-"""The kernels of gated activations."""
-
-
 def _enlarge_tiles(module: ModuleType) -> None:
     """Four times as much work for a program of a gated activation, on NVIDIA's GPUs.
 
     FlagGems 5.0.2 means 512 elements and takes 256, and from 65536 programs on lets them loop. On
     an H200, 12288 columns in bfloat16, with 1024 elements and no loops: 375 instead of 574 µs for
-    16384 tokens, 7.1 instead of 9.4 for 256, 1.6 instead of 1.1 for one.
+    16384 tokens, 7.1 instead of 9.4 for 256, 1.6 instead of 1.1 for one token.
     """
     if getattr(module, "vendor_name", None) != "nvidia":
         return  # another vendor's numbers are its own
-    for path, name in GATED:
-        kernel = getattr(sys.modules.get(path), name, None)
-        config = getattr(kernel, "config", None)
+    for name in GATED:
+        kernel = gated_kernel(name)
+        config: Any = getattr(kernel, "config", None)
         if getattr(config, "max_tile_size", None) == 512:
             kernel.config = dataclasses.replace(
                 config, max_tile_size=2048, max_grid_size=(2**31 - 1,) * 3

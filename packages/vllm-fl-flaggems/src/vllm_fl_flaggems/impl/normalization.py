@@ -41,7 +41,7 @@ def rms_norm(
     """
     gems = flag_gems()
     if residual is None:
-        # Below `rms_norm`, whose bookkeeping for gradients is a fifth of the host's time.
+        # Below `rms_norm`, whose bookkeeping for gradients takes 10 of 43 µs of the host.
         normed: torch.Tensor = gems.rms_norm_forward(x, x.shape[-1:], weight, epsilon)[0]
         return normed
     pair: tuple[torch.Tensor, torch.Tensor] = gems.fused_add_rms_norm(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["rotary_embedding", "supports_rotary_embedding"]
 
-FEW_TOKENS = 1024
+FEW_TOKENS = 512
 """Up to here the heads of a token are turned side by side, see `_side_by_side`."""
 
 
@@ -52,7 +52,7 @@ def rotary_embedding(
     k = q[:, :1] if key is None else key if whole else key[..., :rotary]
     side_by_side = _side_by_side(q, k)
     if side_by_side > 1:
-        at = position_ids[:, None].expand(tokens, side_by_side).reshape(-1)
+        at = position_ids.unsqueeze(1).expand(tokens, side_by_side).reshape(-1)
         rows = (tokens * side_by_side, -1, head_size)
         turned = gems.apply_rotary_pos_emb(
             q.view(rows), k.view(rows), cos, sin, at, rotary_interleaved
@@ -72,7 +72,7 @@ def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> int:
     """Into how many rows a token's heads are divided, each turned by a program of its own.
 
     FlagGems's program turns all heads of a token one after the other: 8 µs on an H200 however few
-    tokens there are, where 8 rows a token take 2 to 5. Many tokens fill the GPU as they are, and
+    tokens there are, where 8 rows a token take 2 to 7. Many tokens fill the GPU as they are, and
     tensors with gaps between their tokens would have to be copied.
     """
     if len(q) > FEW_TOKENS or not (q.is_contiguous() and k.is_contiguous()):

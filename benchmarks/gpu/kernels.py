@@ -1,0 +1,91 @@
+"""What the GPU does in one step of vLLM's engine, kernel by kernel; Qwen3-8B's shapes, compiled.
+
+    python benchmarks/gpu/kernels.py stock > stock.txt
+    python benchmarks/gpu/kernels.py flagos > flagos.txt
+
+One variant of engine.py per process, which holds the engine itself so that PyTorch's profiler sees
+it. JSON goes to $OUT/kernels-VARIANT.json: µs and calls of each kernel per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from engine import MODEL, VARIANTS, VOCABULARY
+from host import facts
+
+STEPS = {"decode, batch 1": (1, 1, 33), "decode, batch 64": (64, 1, 33), "prefill": (16, 1024, 1)}
+"""Name -> (prompts, tokens of each, new tokens of each: as many steps)."""
+
+SHOWN = 20
+
+
+def main() -> None:
+    """Profile the variant that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variant", choices=[name for name in VARIANTS if name != "direct"])
+    variant = parser.parse_args().variant
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        os.environ |= {
+            **VARIANTS[variant][0],
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CACHE_ROOT": f"{folder}/cache",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        from vllm import LLM
+
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=4096,
+            max_num_batched_tokens=16384,
+            enable_prefix_caching=False,
+        )
+        found = {name: step(llm, *sizes) for name, sizes in STEPS.items()}
+    for name, kernels in found.items():
+        print(f"{variant}, {name}: {sum(k['us'] for k in kernels.values()):.1f} µs of kernels")
+        for kernel, figures in list(kernels.items())[:SHOWN]:
+            print(f"{figures['us']:10.1f} µs {figures['calls']:7.1f} calls  {kernel[:100]}")
+    out = Path(os.environ.get("OUT", ".")) / f"kernels-{variant}.json"
+    out.write_text(json.dumps({"host": facts(), variant: found}, indent=1))
+
+
+def step(llm: Any, batch: int, length: int, new: int) -> dict[str, dict[str, float]]:
+    """Kernel -> its µs and calls in one step; the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+
+    def generate(seed: int) -> None:
+        pick = random.Random(seed)
+        prompts: Any = [
+            {"prompt_token_ids": [pick.randrange(3, VOCABULARY) for _ in range(length)]}
+            for _ in range(batch)
+        ]
+        llm.generate(prompts, sampling, use_tqdm=False)
+
+    generate(1)
+    generate(2)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        generate(3)
+    kernels: dict[str, dict[str, float]] = defaultdict(lambda: {"us": 0.0, "calls": 0.0})
+    for event in profiled.events():
+        if event.device_type.name == "CUDA":
+            kernels[event.name]["us"] += event.device_time / new
+            kernels[event.name]["calls"] += 1 / new
+    return dict(sorted(kernels.items(), key=lambda item: -item[1]["us"]))
+
+
+if __name__ == "__main__":
+    main()
