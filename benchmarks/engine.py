@@ -4,7 +4,8 @@ The engines of one mode are loaded side by side, each in a process of its own, a
 every round visits all of them with each workload, beginning with another one each time. A ratio is
 taken inside a round, so that what a shared machine does meanwhile falls on both sides. Where a
 process happens to lie in memory makes it faster or slower for as long as it lives, by some percent:
-the rounds are spread over engines that are started anew, in another order.
+the rounds are spread over engines that are started anew, in another order. What else a machine does
+only ever makes a step longer: a visit's speed is that of the fastest quarter of its steps.
 
 Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, tied embeddings,
 random weights. The vocabulary has 32768 entries instead of 151936: four engines fit into 24 GiB so.
@@ -67,7 +68,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What an engine does in one visit, and how many tokens count for its speed."""
+    """What an engine does in one visit."""
 
     name: str
     batch: int
@@ -76,8 +77,8 @@ class Workload:
 
     @property
     def counted(self) -> int:
-        """New tokens; for a prefill those of the prompt."""
-        return self.batch * (self.prompt_tokens if self.new_tokens == 1 else self.new_tokens)
+        """Tokens of a step: new ones; for a prefill those of the prompt."""
+        return self.batch * (self.prompt_tokens if self.new_tokens == 1 else 1)
 
     def prompts(self, seed: int) -> list[list[int]]:
         """The prompts of a round: no round finds those of an earlier one in the prefix cache."""
@@ -88,11 +89,10 @@ class Workload:
         ]
 
     def fitted(self, seconds: float) -> Workload:
-        """As many new tokens as fit into a visit, given how long the ones of this took."""
+        """As many new tokens as fit into a visit, given how long a step takes."""
         if self.new_tokens == 1:
             return self
-        fitting = round(self.new_tokens * VISIT / seconds)
-        return dataclasses.replace(self, new_tokens=min(max(fitting, 4), 64))
+        return dataclasses.replace(self, new_tokens=min(max(round(VISIT / seconds), 4), 64))
 
 
 WORKLOADS = (
@@ -260,14 +260,15 @@ class Engine:
         self.ready: dict[str, Any] = self._answer(START_TIMEOUT)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """Generate greedily; the seconds that it took."""
+        """Generate greedily; the seconds of a step in the fastest quarter of them."""
         assert self.process.stdin is not None
         print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin)
         self.process.stdin.flush()
         answer = self._answer(ANSWER_TIMEOUT)
         if [len(ids) for ids in answer["tokens"]] != [new_tokens] * len(prompts):
             raise MeasurementFailed(f"engine {self.name} generated another number of tokens")
-        return float(answer["seconds"])
+        steps = sorted(answer["steps"])
+        return float(steps[len(steps) // 4])
 
     def _answer(self, timeout: float) -> dict[str, Any]:
         assert self.process.stdout is not None
