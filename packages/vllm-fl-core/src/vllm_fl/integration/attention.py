@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..dispatch import get_default_manager
 from ..dispatch.attention import ATTENTION, class_path_for, refusal
 from ..dispatch.logs import get_logger
-from ..dispatch.plan import Plan, active_plan
+from ..dispatch.plan import Plan
 from ..dispatch.types import AttentionImpl, AttentionRequest
 from ..errors import AllFailedError
 
@@ -85,11 +85,12 @@ def faults(plan: Plan, vllm_config: VllmConfig) -> dict[tuple[str, str], str]:
 
 
 def choose(
-    selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    plan: Plan, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
 ) -> str | None:
     """The class path for one layer; None leaves the choice to vLLM.
 
     Args:
+        plan: the engine's.
         selected_backend: what vLLM was told to take; it stands.
         attn_selector_config: vLLM's request; releases differ in its fields.
         num_heads: query heads of one rank, where vLLM tells them.
@@ -97,7 +98,6 @@ def choose(
     Raises:
         AllFailedError: strict mode, and the planned backend refuses this layer.
     """
-    plan = active_plan() or _plan_of_current_config()
     entry = plan.entries[ATTENTION]
     if selected_backend is not None:
         if entry.attention:
@@ -143,14 +143,6 @@ def _note_fallback(plan: Plan, impl_id: str, causes: list[Any]) -> None:
     if causes:  # one per distinct request: vLLM keeps the answer
         plan.fallbacks[ATTENTION, impl_id] += 1
         log.info("Op '%s' fallback to '%s'", ATTENTION, impl_id)
-
-
-def _plan_of_current_config() -> Plan:
-    from vllm.config import get_current_vllm_config
-
-    from .planning import plan_for
-
-    return plan_for(get_current_vllm_config())
 
 
 def _layer_request(config: Any, num_heads: int | None) -> AttentionRequest:

@@ -65,7 +65,7 @@ def general_plugin() -> None:
         return
     from vllm.platforms import current_platform
 
-    from .platform import is_overlay, overlay_path, platform_name
+    from .platform import is_overlay, overlay_path
 
     if not is_overlay(current_platform):
         overlay_path(startup.platform)
@@ -77,4 +77,4 @@ def general_plugin() -> None:
         return
     # A worker's settings come with its engine's configuration: what cannot be read here may be a
     # file that is gone since, or never was on this host. Without them, making the plan raises it.
-    get_default_manager().ensure_initialized(platform_name(current_platform), patient=True)
+    get_default_manager().ensure_initialized(current_platform.vllm_fl_platform, patient=True)

@@ -15,7 +15,6 @@ from ..dispatch.policy import Mode
 from ..dispatch.startup import Startup, read_settings
 from . import attention
 from .layers import Layer, foreign_layers, known_layers, layer_table
-from .platform import platform_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,7 +67,7 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
     elif is_sealed(vllm_config):
         return startup.settings  # the engine's own are gone, and its files may be: ask neither
     else:
-        settings = _read_settings(platform_name(current_platform))
+        settings = _read_settings(current_platform.vllm_fl_platform)
         if mine is not None:
             mine["settings"] = settings.to_json()
     if startup.problem is not None:

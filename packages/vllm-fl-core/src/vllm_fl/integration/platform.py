@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..dispatch.plan import active_plan
 from ..dispatch.types import DeviceProfile
 from ..errors import PluginError
 from .device import IN_TREE, adopt_device, other_platforms, profile_named
@@ -15,7 +16,7 @@ from .device import IN_TREE, adopt_device, other_platforms, profile_named
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["PlatformOverlay", "is_overlay", "overlay_path", "platform_name"]
+__all__ = ["PlatformOverlay", "is_overlay", "overlay_path"]
 
 PREFIX = "Overlay__"
 DEVICE = "Device__"
@@ -33,6 +34,8 @@ class PlatformOverlay:
     """What we change of a platform. Mixed in before vLLM's own class."""
 
     vllm_fl_platform: str
+    """The platform's name, as settings files use it."""
+
     vllm_fl_device: DeviceProfile | None = None
 
     @classmethod
@@ -87,9 +90,13 @@ class PlatformOverlay:
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
         """The attention backend that the plan gives; vLLM's own answer where it gives none."""
-        from .attention import choose
+        from vllm.config import get_current_vllm_config
 
-        path = choose(selected_backend, attn_selector_config, num_heads)
+        from .attention import choose
+        from .planning import plan_for
+
+        plan = active_plan() or plan_for(get_current_vllm_config())
+        path = choose(plan, selected_backend, attn_selector_config, num_heads)
         if path is None:
             path = super().get_attn_backend_cls(  # type: ignore[misc]
                 selected_backend, attn_selector_config, num_heads
@@ -106,11 +113,6 @@ class PlatformOverlay:
 def is_overlay(platform: object) -> bool:
     """Whether vLLM's platform is one of ours."""
     return isinstance(platform, PlatformOverlay)
-
-
-def platform_name(platform: object) -> str:
-    """The name of a platform of ours, as settings files use it."""
-    return str(platform.vllm_fl_platform)  # type: ignore[attr-defined]
 
 
 def overlay_path(forced: str | None = None) -> str | None:
