@@ -104,7 +104,8 @@ def test_the_publishing_job_knows_the_distribution(name: str) -> None:
 
 # Spelled so that this file does not contain what it looks for.
 MACHINE_PATH = re.compile(r"(?<![\w.~$}/-])/(?:home|root|Users|work|farm|mnt)/\w")
-REGISTRY = re.compile(r"(?:pypi|pythonhosted|test\.pypi|download\.pytorch)\." + r"(?:org|io)")
+HOSTS = ("py pi", "python hosted", r"test\.py pi", r"download\.py torch")
+REGISTRY = re.compile(rf"(?:{'|'.join(HOSTS).replace(' ', '')})\.(?:org|io)")
 
 
 def tracked_files() -> list[Path]:
