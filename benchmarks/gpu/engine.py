@@ -53,6 +53,18 @@ MODEL = {
     "eos_token_id": 2,
 }
 
+OPTIONS = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 16384,
+    "enable_prefix_caching": False,
+}
+"""What every engine here is started with."""
+
+ALONE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+"""Nothing is fetched from or reported to anywhere."""
+
 WORKLOADS = {"batch 1": (1, 128, 128), "batch 64": (64, 128, 128), "prefill": (16, 1024, 1)}
 """Name -> (prompts, tokens of each, new tokens of each)."""
 
@@ -81,6 +93,12 @@ BARS = {
 """(mode, variant) -> the smallest share of stock's tokens per second."""
 
 
+def prompts(seed: str, batch: int, length: int) -> list[list[int]]:
+    """Random ones: no round finds an earlier one's prefix."""
+    pick = random.Random(seed)
+    return [[pick.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(batch)]
+
+
 class Engine:
     """A running engine, idle until it is asked."""
 
@@ -92,9 +110,8 @@ class Engine:
         """Tokens per second, prompt and output."""
         assert self.process.stdin is not None
         batch, length, new = WORKLOADS[workload]
-        pick = random.Random(f"{workload} {seed}")  # no round finds an earlier one's prefix
-        prompts = [[pick.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(batch)]
-        print(json.dumps({"prompts": prompts, "new_tokens": new}), file=self.process.stdin)
+        job = {"prompts": prompts(f"{workload} {seed}", batch, length), "new_tokens": new}
+        print(json.dumps(job), file=self.process.stdin)
         self.process.stdin.flush()
         return batch * (length + new) / float(self.answer(ANSWER_TIMEOUT)["seconds"])
 
@@ -121,21 +138,16 @@ def running(name: str, mode: str, model: Path, folder: Path, share: float) -> It
         "model": str(model),
         "ours": ours,
         "options": {
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
+            **OPTIONS,
             "enforce_eager": mode == "eager",
             "gpu_memory_utilization": share,
-            "max_model_len": 4096,
-            "max_num_batched_tokens": 16384,
-            "enable_prefix_caching": False,
         },
         **({"patch": "gpu.direct"} if name == "direct" else {}),
     }
     log = folder / f"{mode}-{name}.log"
     environment = {
         **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
+        **ALONE,
         "VLLM_CACHE_ROOT": str(folder / f"cache-{mode}-{name}"),
         **variables,
     }

@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from engine import MODEL, VARIANTS, VOCABULARY
+from engine import ALONE, MODEL, OPTIONS, VARIANTS, prompts
 from host import facts
 
 STEPS = {"decode, batch 1": (1, 1, 33), "decode, batch 64": (64, 1, 33), "prefill": (16, 1024, 1)}
@@ -36,21 +35,13 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         os.environ |= {
             **VARIANTS[variant][0],
+            **ALONE,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CACHE_ROOT": f"{folder}/cache",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
         }
         from vllm import LLM
 
-        llm = LLM(
-            folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=4096,
-            max_num_batched_tokens=16384,
-            enable_prefix_caching=False,
-        )
+        llm = LLM(folder, **OPTIONS)
         found = {name: step(llm, *sizes) for name, sizes in STEPS.items()}
     for name, kernels in found.items():
         print(f"{variant}, {name}: {sum(k['us'] for k in kernels.values()):.1f} µs of kernels")
@@ -68,12 +59,8 @@ def step(llm: Any, batch: int, length: int, new: int) -> dict[str, dict[str, flo
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
 
     def generate(seed: int) -> None:
-        pick = random.Random(seed)
-        prompts: Any = [
-            {"prompt_token_ids": [pick.randrange(3, VOCABULARY) for _ in range(length)]}
-            for _ in range(batch)
-        ]
-        llm.generate(prompts, sampling, use_tqdm=False)
+        jobs: Any = [{"prompt_token_ids": ids} for ids in prompts(str(seed), batch, length)]
+        llm.generate(jobs, sampling, use_tqdm=False)
 
     generate(1)
     generate(2)
