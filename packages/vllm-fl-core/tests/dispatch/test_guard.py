@@ -178,6 +178,21 @@ def test_only_what_is_granted_is_handed_over_uncopied(grants: tuple[str, ...], p
         assert torch.equal(seen[name], tensor)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_without_a_place_for_results_nothing_is_given_up_and_nothing_copied(place: int) -> None:
+    seen = []
+
+    def keep(x: Any, residual: Any) -> Any:
+        seen.append(x)
+        return x.clone()
+
+    impls = [norm("vendor.acme", keep, consumes={"x", "residual"})]
+    if place:
+        impls.insert(0, norm("default.flagos", keep, verdict=lambda: "no"))
+    call_guard(chain(*impls))(X, None, None, 1e-6)
+    assert seen == [X] and seen[0] is X
+
+
 def test_an_absent_argument_that_could_be_consumed_stays_absent() -> None:
     impl = norm("vendor.acme", lambda x, residual: residual, consumes={"x", "residual"})
     assert call_guard(chain(impl))(X, None, None, 1e-6) is None

@@ -81,6 +81,7 @@ class Machine(RuleBasedStateMachine):
     def run(self, impl_id: str, x: Any, residual: Any) -> Any:
         self.ran.append(impl_id)
         factor, consumes = IMPLS[impl_id]
+        consumes = consumes and residual is not None  # without one, results have no place there
         mood = self.moods[impl_id]
         if mood == "not implemented":
             raise NotImplementedError(f"{impl_id} has no kernel")
@@ -93,8 +94,7 @@ class Machine(RuleBasedStateMachine):
             raise self.kept(RuntimeError(f"{impl_id}: CUDA out of memory"))
         if consumes:
             x.fill_(GARBAGE)
-            if residual is not None:
-                residual.fill_(GARBAGE)
+            residual.fill_(GARBAGE)
         return whole[0] if residual is None else whole
 
     def kept(self, error: Exception) -> Exception:

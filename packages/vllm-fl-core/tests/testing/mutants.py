@@ -80,6 +80,7 @@ SILU_OUT = "    return F.silu(gate) * up"
 GELU_OUT = "    return F.gelu(gate, approximate=approximate) * up"
 NORM_OUT = "    return out if residual is None else (out, y.to(x.dtype))"
 TURNED = "    return turned, None if key is None else _turn(key, c, s, rotary_interleaved)"
+BOTH = frozenset({"x", "residual"})  # given up only where there is a residual
 SUPPORTS = '    return unsuitable("x", x) or True'
 GATE_UP = "gate, up = x[..., :d], x[..., d:]"
 
@@ -131,6 +132,7 @@ MUTANTS: list[Mutant] = [
         _ends(SILU, SILU_OUT, "return gate.copy_(F.silu(gate) * up).clone()"),
         _ends(SILU, SILU_OUT, "return gate.copy_(F.silu(gate) * up)"),
         _ends(NORM, NORM_OUT, "x.copy_(out)", NORM_OUT.strip()),
+        (*_ends(NORM, NORM_OUT, "x.copy_(out)", NORM_OUT.strip()), {"consumes": BOTH}),
         (NORM, "y = y + residual.float()", "y = residual.copy_(y + residual.float()).float()"),
         (NORM, "weight.float()", "weight.mul_(1.5).float() / 1.5"),
         (NORM, "(out, y.to(x.dtype))", "(out, residual.copy_(y))"),

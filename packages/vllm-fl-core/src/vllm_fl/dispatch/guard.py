@@ -126,6 +126,8 @@ class Chain:
             if verdict is not True:
                 return _reason(verdict), None
         copied = impl.consumes - self.grants
+        if self.spec is not None:
+            copied = self.spec.consumed(copied, call.args)
         args = (
             arg.clone() if name in copied and arg is not None else arg
             for name, arg in zip(self.names, call.args, strict=False)
@@ -249,16 +251,15 @@ def _compile(
         for p in chain.parameters
     }
     everything = ", ".join(values.values())
-    copied = first.consumes - chain.grants
     if first.needs_layer:
         invoke = f"_fn({', '.join(['_layer', *(p.name for p in taken)])})"
     else:
-        invoke = "_fn({})".format(
-            ", ".join(
-                f"{value} if {value} is None else {value}.clone()" if name in copied else value
-                for name, value in values.items()
-            )
-        )
+        safe = dict(values)
+        for name in first.consumes - chain.grants:
+            needed = {name} | (chain.spec.consumed_with(name) if chain.spec else set())
+            given = " and ".join(f"{values[p]} is not None" for p in sorted(needed))
+            safe[name] = f"{values[name]}.clone() if {given} else {values[name]}"
+        invoke = f"_fn({', '.join(safe.values())})"
     lines = [f"def {chain.op}({', '.join(['_layer'] * is_method + heads)}):"]
     if bare:
         lines += [f"    return {invoke}"]

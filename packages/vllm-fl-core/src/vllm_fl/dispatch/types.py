@@ -64,7 +64,8 @@ class OpImpl:
             process, so that it may look for a device; it should not import a whole stack.
         supports: the contract's parameters -> True, or the reason for refusing these arguments.
             It may look at dtype, rank, layout, None-ness; not at values, nor at the batch size.
-        consumes: parameters that `fn` may overwrite. Results are what it returns all the same.
+        consumes: parameters that `fn` may overwrite, in calls whose variant has results to put
+            there (`OpSpec.consumed`). Results are what it returns all the same.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
 
     Raises:

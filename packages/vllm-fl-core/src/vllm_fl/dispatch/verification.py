@@ -74,10 +74,11 @@ def compare(impl: OpImpl, spec: OpSpec, sample: Sample, dtype: torch.dtype) -> C
     ]
     want = spec.oracle(*on_host)
     shapes = spec.fake(*args)
+    consumed = spec.consumed(impl.consumes, args)
     before = {
         name: arg.detach().clone()
         for name, arg in zip(spec.parameters, args, strict=True)
-        if isinstance(arg, torch.Tensor) and name not in impl.consumes
+        if isinstance(arg, torch.Tensor) and name not in consumed
     }
     try:
         got = impl.fn(*args)
@@ -92,7 +93,11 @@ def compare(impl: OpImpl, spec: OpSpec, sample: Sample, dtype: torch.dtype) -> C
     if not problem:
         for name, arg in zip(spec.parameters, args, strict=True):
             if name in before and not _same(before[name], arg):
-                problem = f"overwrote {name!r}, which it does not declare in consumes"
+                problem = f"overwrote {name!r}, which " + (
+                    f"stays intact without {', '.join(sorted(spec.consumed_with(name)))}"
+                    if name in impl.consumes
+                    else "it does not declare in consumes"
+                )
                 break
     if problem:
         return Comparison(*fixed, "wrong", share, problem)

@@ -55,10 +55,11 @@ def values(subject: Subject, dtype: str, sample: str) -> None:
     judge(compare(recorded, subject.spec, subject.sample(dtype, sample), _torch(dtype)))
     (args, result), *_ = calls
     taken = dict(zip(subject.spec.parameters, args, strict=True))
+    consumed = subject.spec.consumed(subject.impl.consumes, args)
     own: list[torch.Tensor] = []
     for part in tensors(result):
         shared = [n for n, a in taken.items() if isinstance(a, torch.Tensor) and _shares(part, a)]
-        if subject.impl.consumes.intersection(shared):
+        if consumed.intersection(shared):
             continue  # in place: its memory and layout are the argument's
         assert not shared, f"a result shares memory with {shared[0]!r}"
         assert not any(_shares(part, other) for other in own), "two results share memory"

@@ -40,7 +40,7 @@ def rms_norm(
     Returns:
         Without residual the normed tensor; with one (normed, y), y being the next residual, in
         x's dtype. Both are contiguous, of x's shape, dtype and device. The inputs are left as
-        they were, unless the implementation was granted to consume x or residual.
+        they were, unless there is a residual and the implementation was granted to consume it or x.
 
     Raises:
         CallError: an argument is not as said here.

@@ -150,7 +150,8 @@ class OpSpec:
         served: (ModelSizes, dtype, device) -> the same for one model's own sizes.
         bad_inputs: (dtype, device) -> calls that `check` must refuse.
         tolerances: per dtype name (`float32`, `float16`, `bfloat16`).
-        consumable: the parameters that an implementation may declare in `consumes`.
+        consumable: the parameters that an implementation may declare in `consumes`. It may then
+            overwrite them in the calls whose variant has results to put there (`overwrites`).
         from_layer: parameter -> how a vLLM layer provides it. The method form of the op is the
             contract without these parameters.
     """
@@ -186,6 +187,24 @@ class OpSpec:
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
         """The tolerance for results of `dtype`; KeyError for a dtype that has none."""
         return self.tolerances[str(dtype).removeprefix("torch.")]
+
+    def consumed_with(self, parameter: str) -> frozenset[str]:
+        """The arguments without which `parameter` is not consumed; empty: it always may be.
+
+        No variant without these has a result to put there.
+        """
+        places = [v for v in self.variants if parameter in v.overwrites]
+        others = [p for v in self.variants if v not in places for p in v.parameters]
+        if not places or not others:
+            return frozenset()
+        return frozenset.intersection(*(frozenset(v.parameters) for v in places)).difference(others)
+
+    def consumed(self, declared: Iterable[str], arguments: Iterable[Any]) -> frozenset[str]:
+        """Those of the parameters `declared` as consumed that one call's `arguments` give up."""
+        present = {
+            p for p, arg in zip(self.parameters, arguments, strict=False) if arg is not None
+        }
+        return frozenset(p for p in declared if self.consumed_with(p) | {p} <= present)
 
     def variant_for(self, arguments: Mapping[str, Any]) -> Variant:
         """The variant whose left-out parameters are all None in `arguments`."""
