@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 os.environ |= {"TRITON_INTERPRET": "1", "GEMS_VENDOR": "nvidia", "ARCH": "sm_80"}
@@ -23,20 +24,23 @@ def register_ops() -> Iterable[OpImpl]:
     """Nothing: what the installed plugin brings finds FlagGems on the interpreter."""
     from vllm_fl_flaggems import loading
 
-    loading._outcome[:] = [_Gems(triton_interpreter.install())]
+    loading._outcome[:] = [triton_interpreter.install()]
+    _look_for_positions()
     return ()
 
 
-class _Gems:
-    """FlagGems, with an error where the interpreter would read outside of the tables."""
+@cache
+def _look_for_positions() -> None:
+    """An error where the interpreter would read outside of rotary's tables, and end the process."""
+    from vllm_fl_flaggems.impl import rotary
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    launch = rotary._launch
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def apply_rotary_pos_emb(self, q: Any, k: Any, cos: Any, sin: Any, at: Any, *rest: Any) -> Any:
+    def looking(
+        kernel: Any, sources: Any, targets: Any, cos: Any, sin: Any, at: Any, *rest: Any
+    ) -> None:
         if not all(0 <= position < len(cos) for position in at.tolist()):
             raise IndexError("a position outside the tables, which on a GPU is undefined")
-        return self._module.apply_rotary_pos_emb(q, k, cos, sin, at, *rest)
+        launch(kernel, sources, targets, cos, sin, at, *rest)
+
+    rotary._launch = looking

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -140,45 +139,6 @@ def test_cached_launches_are_repaired_only_where_they_are_broken(
     assert module.minor_version == after
 
 
-@dataclass(frozen=True)
-class Config:
-    """As FlagGems's CodeGenConfig, as far as it is read here."""
-
-    max_tile_size: int
-    max_grid_size: tuple[int, ...] = (65536, 65536, 65536)
-
-
-@pytest.mark.parametrize(
-    ("vendor", "tile", "after"),
-    [("nvidia", 512, 2048), ("nvidia", 1024, 1024), ("metax", 512, 512)],
-    ids=["as released", "tuned by a later release", "another vendor"],
-)
-def test_gated_activations_get_larger_tiles_where_the_release_has_small_ones(
-    monkeypatch: pytest.MonkeyPatch, vendor: str, tile: int, after: int
-) -> None:
-    everybodys = Config(tile)
-    for name, path in loading.GATED.items():
-        module = sys.modules.get(path)
-        if not isinstance(module, types.SimpleNamespace):
-            module = types.SimpleNamespace()
-            monkeypatch.setitem(sys.modules, path, module)
-        setattr(module, name, types.SimpleNamespace(config=everybodys))
-    loading._enlarge_tiles(types.SimpleNamespace(vendor_name=vendor))  # type: ignore[arg-type]
-    for name in loading.GATED:
-        assert loading.gated_kernel(name).config.max_tile_size == after
-    assert everybodys == Config(tile), "other kernels share it"
-
-
-def test_a_release_that_keeps_its_kernels_elsewhere_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for path in loading.GATED.values():
-        monkeypatch.delitem(sys.modules, path, raising=False)
-    loading._enlarge_tiles(types.SimpleNamespace(vendor_name="nvidia"))  # type: ignore[arg-type]
-    assert loading.gated_kernel("silu_and_mul_kernel") is None
-    assert loading.gated_kernel("gelu_none_of_these_kernel") is None
-
-
 def test_the_installed_flaggems_is_the_one_that_the_repairs_know() -> None:
     spec = loading.find_spec("flag_gems")
     if spec is None or spec.origin is None:
@@ -190,10 +150,6 @@ def test_the_installed_flaggems_is_the_one_that_the_repairs_know() -> None:
     assert "make_block_ptr" in (package / "ops" / "flash_kernel.py").read_text()
     config = (package / "utils" / "codegen_config_utils.py").read_text()
     assert "prefer_block_pointer" in config
-    assert "vendors.NVIDIA: CodeGenConfig(\n        512," in config
-    for name, module in loading.GATED.items():
-        path = package.joinpath(*module.split(".")[1:]).with_suffix(".py")
-        assert f"def {name}(" in path.read_text()
 
 
 def test_vllms_extensions_are_imported_before_flaggems(monkeypatch: pytest.MonkeyPatch) -> None:

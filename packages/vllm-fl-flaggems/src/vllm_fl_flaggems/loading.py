@@ -7,7 +7,6 @@ its reason; a release that no longer has it is left as it is.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import sys
@@ -28,7 +27,6 @@ __all__ = [
     "available",
     "block_pointers_work",
     "flag_gems",
-    "gated_kernel",
     "problem",
     "unsuitable",
 ]
@@ -121,22 +119,6 @@ def flag_gems() -> Any:
     return outcome
 
 
-GATED = {
-    "silu_and_mul_kernel": "flag_gems.fused.silu_and_mul",
-    "gelu_none_and_mul_kernel": "flag_gems.fused.gelu_and_mul",
-    "gelu_tanh_and_mul_kernel": "flag_gems.fused.gelu_and_mul",
-}
-"""The kernels of gated activations -> the modules that hold them.
-
-The attributes of these names are functions: only `sys.modules` finds the modules.
-"""
-
-
-def gated_kernel(name: str) -> Any:
-    """A kernel of `GATED`, which its public function calls; None where a release has no such."""
-    return getattr(sys.modules.get(GATED.get(name, "")), name, None)
-
-
 def unsuitable(name: str, x: torch.Tensor) -> str | None:
     """Why no kernel takes the tensor `x`: FlagGems does not load, or x's device or dtype."""
     reason = problem()
@@ -168,7 +150,6 @@ def _load() -> ModuleType | str:
         module = import_module("flag_gems")
         _repair_cached_launches()
         _repair_block_pointers()
-        _enlarge_tiles(module)
     # Seen: ImportError (a dependency), RuntimeError (no device found), AssertionError (a CPU build
     # of torch), AttributeError (torch lacks the device), and the database's own errors.
     except Exception as error:
@@ -216,24 +197,6 @@ def _repair_block_pointers() -> None:
         return
     if hasattr(config, "prefer_block_pointer"):
         config.prefer_block_pointer = False
-
-
-def _enlarge_tiles(module: ModuleType) -> None:
-    """Four times as much work for a program of a gated activation, on NVIDIA's GPUs.
-
-    FlagGems 5.0.2 means 512 elements and takes 256, and from 65536 programs on lets them loop. On
-    an H200, 12288 columns in bfloat16, with 1024 elements and no loops: 375 instead of 574 µs for
-    16384 tokens, 7.1 instead of 9.4 for 256, 1.6 instead of 1.1 for one token.
-    """
-    if getattr(module, "vendor_name", None) != "nvidia":
-        return  # another vendor's numbers are its own
-    for name in GATED:
-        kernel = gated_kernel(name)
-        config: Any = getattr(kernel, "config", None)
-        if getattr(config, "max_tile_size", None) == 512:
-            kernel.config = dataclasses.replace(
-                config, max_tile_size=2048, max_grid_size=(2**31 - 1,) * 3
-            )
 
 
 def _forget_failure() -> None:

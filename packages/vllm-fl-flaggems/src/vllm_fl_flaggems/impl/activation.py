@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..loading import flag_gems, gated_kernel, unsuitable
+from ..kernels import launchable, warps
+from ..loading import flag_gems, unsuitable
 
 if TYPE_CHECKING:
     from vllm_fl.dispatch.types import Availability
 
 __all__ = ["gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
+
+TILE = 1024
+"""Elements of a row that one program takes: eight a thread, as the widest loads have."""
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -27,10 +31,9 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         NotImplementedError: FlagGems does not load.
     """
     gems = flag_gems()
-    out = _rows("silu_and_mul_kernel", x)
-    if out is None:
-        half = x.shape[-1] // 2
-        out = x.new_empty((*x.shape[:-1], half))
+    half = x.shape[-1] // 2
+    out = x.new_empty((*x.shape[:-1], half))
+    if not _launched("silu_and_mul_kernel", x, out):
         gems.silu_and_mul_out(x[..., :half], x[..., half:], out)
     return out
 
@@ -50,27 +53,44 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         ValueError: `approximate` is another word.
     """
     gems = flag_gems()
-    out = _rows(f"gelu_{approximate}_and_mul_kernel", x)
-    if out is None:
-        half = x.shape[-1] // 2
-        out = gems.gelu_and_mul(x[..., :half], x[..., half:], approximate).contiguous()
-    return out
+    half = x.shape[-1] // 2
+    if approximate in ("none", "tanh"):
+        out = x.new_empty((*x.shape[:-1], half))
+        if _launched(f"gelu_{approximate}_and_mul_kernel", x, out):
+            return out
+    other: torch.Tensor = gems.gelu_and_mul(x[..., :half], x[..., half:], approximate)
+    return other.contiguous()
 
 
-def _rows(kernel: str, x: torch.Tensor) -> torch.Tensor | None:
-    """The kernel on a matrix, as layers call it; None for any other `x`, or without the kernel.
-
-    The public functions spend up to half of the host's time, 15 to 50 µs, on what only operands of
-    unlike shapes and types need; `instantiate` is FlagGems's way past that. Beyond 2**31 elements
-    they also choose another kind of pointer.
-    """
-    function = gated_kernel(kernel)
-    if x.ndim != 2 or x.numel() >= 2**31 or not hasattr(function, "instantiate"):
-        return None
-    half = x.shape[1] // 2
-    out = x.new_empty((x.shape[0], half))
-    function.instantiate(2)(x[:, :half], x[:, half:], out0=out)
-    return out
+def _launched(name: str, x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Let the kernel write into `out`, contiguous; False where there is none to launch."""
+    kernel = launchable(name)
+    if kernel is None:
+        return False
+    half = out.shape[-1]
+    gate = x if x.ndim == 2 else x.reshape(-1, 2 * half)
+    rows, (step, side) = len(gate), gate.stride()
+    with torch.cuda.device(x.device):
+        kernel[(rows * -(-half // TILE),)](
+            gate,
+            gate[:, half:],
+            out,
+            step,
+            side,
+            step,
+            side,
+            half,
+            1,
+            rows,
+            half,
+            rows * half,
+            1,  # tiles of a program
+            1,  # rows of a tile
+            TILE,
+            True,  # no loop over tiles
+            num_warps=warps(TILE),
+        )
+    return True
 
 
 def supports_silu_and_mul(x: torch.Tensor) -> Availability:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..kernels import launchable, warps
 from ..loading import flag_gems, unsuitable
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ __all__ = ["rotary_embedding", "supports_rotary_embedding"]
 
 FEW_TOKENS = 512
 """Up to here the heads of a token are turned side by side, see `_side_by_side`."""
+
+SMALLEST_BLOCK = 16
+"""Features that FlagGems's kernel takes at least; those beyond the head are masked."""
 
 
 def rotary_embedding(
@@ -42,30 +46,85 @@ def rotary_embedding(
         NotImplementedError: FlagGems does not load.
     """
     gems = flag_gems()
-    tokens, _, head_size = query.shape
-    if not tokens:
+    kernel = launchable("apply_rotary_pos_emb_kernel")
+    if kernel is not None:
+        q_out = query.new_empty(query.shape)
+        k_out = None if key is None else key.new_empty(key.shape)
+        _launch(kernel, (query, key), (q_out, k_out), cos, sin, position_ids, rotary_interleaved)
+        return q_out, k_out
+    if not len(query):
         return query.clone(), None if key is None else key.clone()
     rotary = 2 * cos.shape[-1]
-    whole = rotary == head_size
-    q = query if whole else query[..., :rotary]
-    # The kernel turns two tensors: without a key, one head a second time, which nobody reads.
-    k = q[:, :1] if key is None else key if whole else key[..., :rotary]
-    side_by_side = _side_by_side(q, k)
-    if side_by_side > 1:
-        at = position_ids.unsqueeze(1).expand(tokens, side_by_side).reshape(-1)
-        rows = (tokens * side_by_side, -1, head_size)
-        turned = gems.apply_rotary_pos_emb(
-            q.view(rows), k.view(rows), cos, sin, at, rotary_interleaved
+    # The function turns two tensors: without a key, one head a second time, which nobody reads.
+    both = (query, query[:, :1] if key is None else key)
+    # Not in place: there a thread may read features that another one has turned already.
+    turned = gems.apply_rotary_pos_emb(
+        *(x[..., :rotary] for x in both), cos, sin, position_ids, rotary_interleaved
+    )
+    if rotary < query.shape[-1]:
+        turned = [
+            torch.cat((part, x[..., rotary:]), dim=-1)
+            for part, x in zip(turned, both, strict=True)
+        ]
+    q, k = (part.contiguous() for part in turned)  # they have the layouts of query and key
+    return q, None if key is None else k
+
+
+def _launch(
+    kernel: Any,
+    sources: tuple[torch.Tensor, torch.Tensor | None],
+    targets: tuple[torch.Tensor, torch.Tensor | None],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    rotary_interleaved: bool,
+) -> None:
+    """Let the kernel write query and key, turned, into the targets, which are contiguous."""
+    (q, k), (q_out, k_out) = sources, targets
+    rotary = 2 * cos.shape[-1]
+    if rotary < q.shape[-1]:
+        q_out[..., rotary:] = q[..., rotary:]
+        if k is not None and k_out is not None:
+            k_out[..., rotary:] = k[..., rotary:]
+    if k is None or k_out is None:
+        k, k_out = q[:, :0], q_out[:, :0]  # no heads of a key
+    aside = _side_by_side(q, k)
+    if aside > 1:
+        positions = positions.unsqueeze(1).expand(-1, aside).reshape(-1)
+    block = max(1 << (rotary - 1).bit_length(), SMALLEST_BLOCK)
+    with torch.cuda.device(q.device):
+        kernel[(len(positions),)](
+            q_out,
+            k_out,
+            q,
+            k,
+            cos,
+            sin,
+            positions,
+            *_strides(q, aside),
+            *_strides(k, aside),
+            *_strides(q_out, aside),
+            *_strides(k_out, aside),
+            positions.stride(0),
+            cos.stride(0),
+            sin.stride(0),
+            None,  # the length of a sequence, where there are no positions
+            q.shape[1] // aside,
+            k.shape[1] // aside,
+            rotary,
+            block,
+            rotary_interleaved,
+            len(cos),
+            num_warps=warps(block),
         )
-        q, k = turned[0].view(q.shape), turned[1].view(k.shape)
-    else:
-        # Not in place: there a thread may read features that another one has turned already.
-        q, k = gems.apply_rotary_pos_emb(q, k, cos, sin, position_ids, rotary_interleaved)
-    if not whole:
-        q = torch.cat((q, query[..., rotary:]), dim=-1)
-        k = k if key is None else torch.cat((k, key[..., rotary:]), dim=-1)
-    # FlagGems's results have the layout of query and key.
-    return q.contiguous(), None if key is None else k.contiguous()
+
+
+def _strides(x: torch.Tensor, aside: int) -> tuple[int, ...]:
+    """Of rows, of which a token has `aside`, of heads and of features."""
+    if aside == 1:
+        return x.stride()
+    _, heads, head_size = x.shape
+    return heads // aside * head_size, head_size, 1
 
 
 def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> int:
@@ -75,7 +134,7 @@ def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> int:
     tokens there are, where 8 rows a token take 2 to 7. Many tokens fill the GPU as they are, and
     tensors with gaps between their tokens would have to be copied.
     """
-    if len(q) > FEW_TOKENS or not (q.is_contiguous() and k.is_contiguous()):
+    if not 0 < len(q) <= FEW_TOKENS or not (q.is_contiguous() and k.is_contiguous()):
         return 1
     return math.gcd(q.shape[1], k.shape[1])
 
@@ -92,8 +151,14 @@ def supports_rotary_embedding(
     reason = unsuitable("query", query)
     if reason:
         return reason
-    if key is not None and (key.dtype != query.dtype or key.shape[::2] != query.shape[::2]):
+    # The kernel checks no shape: it would read and write beyond a smaller tensor.
+    tokens, _, head_size = query.shape
+    if key is not None and (key.dtype != query.dtype or key.shape[::2] != (tokens, head_size)):
         return f"key is {key.dtype} {tuple(key.shape)} and query {query.dtype} {tuple(query.shape)}"
-    if cos.ndim != 2 or cos.stride(-1) != 1 or sin.stride(-1) != 1:
-        return "cos and sin are no tables with contiguous rows"
+    if position_ids.is_floating_point() or position_ids.shape != (tokens,):
+        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
+    if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > head_size:
+        return f"cos is {tuple(cos.shape)}, sin {tuple(sin.shape)} and a head {head_size}"
+    if cos.stride(1) != 1 or sin.stride(1) != 1:
+        return "the rows of cos and sin are not contiguous"
     return True

@@ -1,0 +1,109 @@
+"""Which of FlagGems's kernels are launched directly, and what is done where they are not known."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl_flaggems import kernels, loading
+
+NORM = "rms_norm_kernel"
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """What one test found is not what the next one finds."""
+    kernels.launchable.cache_clear()
+    yield
+    kernels.launchable.cache_clear()
+
+
+def holding(monkeypatch: pytest.MonkeyPatch, parameters: str | None, vendor: str) -> Any:
+    """FlagGems with one kernel of these parameters; the kernel."""
+    gems = types.SimpleNamespace(vendor_name=vendor, __version__="5.1.0")
+    monkeypatch.setattr(loading, "_outcome", [gems])
+    module, _ = kernels.KERNELS[NORM]
+    kernel = types.SimpleNamespace(arg_names=(parameters or "").split())
+    held = {} if parameters is None else {NORM: types.SimpleNamespace(jit_function=kernel)}
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**held))  # type: ignore[arg-type]
+    return kernel
+
+
+def test_a_known_kernel_is_launched_as_triton_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = holding(monkeypatch, kernels.KERNELS[NORM][1], "nvidia")
+    assert kernels.launchable(NORM) is kernel
+
+
+@pytest.mark.parametrize("parameters", ["out_ptr in_ptr w_ptr N eps BLOCK_SIZE", None])
+def test_another_releases_kernel_is_left_to_its_public_function(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, parameters: str | None
+) -> None:
+    holding(monkeypatch, parameters, "nvidia")
+    with caplog.at_level(logging.INFO, logger="vllm_fl"):
+        assert kernels.launchable(NORM) is None
+        assert kernels.launchable(NORM) is None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "FlagGems 5.1.0" in said and NORM in said
+
+
+def test_another_vendors_kernels_are_left_to_their_public_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holding(monkeypatch, kernels.KERNELS[NORM][1], "metax")
+    assert kernels.launchable(NORM) is None
+
+
+def test_the_installed_flaggems_has_the_kernels_that_are_known() -> None:
+    spec = loading.find_spec("flag_gems")
+    if spec is None or spec.origin is None:
+        pytest.skip("FlagGems is not installed")
+    for name, (module, parameters) in kernels.KERNELS.items():
+        path = Path(spec.origin).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        functions = {
+            node.name: " ".join(arg.arg for arg in node.args.args)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef)
+        }
+        # What FlagGems writes around a function of single elements exists only at run time.
+        assert functions[name] == ("x y" if parameters is kernels._POINTWISE else parameters)
+
+
+BASE = torch.arange(4096, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [
+        ((5, 3, 16), (96, 16, 1), 0),  # heads of a projection
+        ((5, 3, 16), (96, 16, 1), 48),
+        ((5, 3, 16), (96, 16, 1), 47),  # begins between two words of eight bytes
+        ((5, 3, 15), (96, 16, 1), 0),
+        ((5, 3, 16), (97, 16, 1), 0),
+        ((5, 3, 16), (96, 32, 2), 0),
+        ((5, 3, 16), (0, 16, 1), 0),
+        ((0, 3, 16), (96, 16, 1), 0),
+        ((16,), (3,), 0),
+        ((), (), 7),
+    ],
+)
+def test_a_contiguous_copy_holds_the_same(
+    dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> None:
+    x = BASE.to(dtype).as_strided(size, stride, offset)
+    copy = kernels.contiguous(x)
+    assert copy.is_contiguous() and copy.dtype == dtype
+    assert torch.equal(copy, x)
+    assert kernels.contiguous(copy) is copy
+
+
+def test_a_row_has_a_warp_for_each_512_elements() -> None:
+    assert [kernels.warps(1 << n) for n in (0, 4, 9, 10, 12, 13, 16)] == [1, 1, 1, 2, 8, 16, 16]
