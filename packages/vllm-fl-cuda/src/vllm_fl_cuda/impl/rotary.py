@@ -41,17 +41,15 @@ def rotary_embedding(
     Raises:
         RuntimeError: cos and sin are not adjacent, or the kernel refuses a dtype.
     """
-    cache = joint_cos_sin(cos, sin)
+    tokens, _, head_size = query.shape
     query, rows = _rows(query)
     key, key_rows = (None, None) if key is None else _rows(key)
-    if query.shape[0]:  # the kernel divides by the number of tokens
+    if tokens:  # the kernel divides by it
+        if position_ids.dtype is not torch.int64 or not position_ids.is_contiguous():
+            position_ids = position_ids.long().contiguous()
+        cache = joint_cos_sin(cos, sin)
         kernel("rotary_embedding")(
-            position_ids.long().contiguous(),
-            rows,
-            key_rows,
-            query.shape[-1],
-            cache,
-            not rotary_interleaved,
+            position_ids, rows, key_rows, head_size, cache, not rotary_interleaved
         )
     return query, key
 
@@ -70,18 +68,16 @@ def supports_rotary_embedding(
         return reason
     tokens, heads, head_size = query.shape
     # The kernel checks no shape: it would read and write beyond a tensor of fewer tokens.
-    if key is not None and (key.dtype != query.dtype or not _fits(key, tokens, heads, head_size)):
-        return f"key is {key.dtype} {(*key.shape,)}, query {query.dtype} {(*query.shape,)}"
-    if position_ids.is_floating_point() or position_ids.shape != (tokens,):
+    if key is not None:
+        key_tokens, kv_heads, key_size = key.shape
+        fits = key_tokens == tokens and key_size == head_size and not heads % kv_heads
+        if not fits or key.dtype is not query.dtype:
+            return f"key is {key.dtype} {(*key.shape,)}, query {query.dtype} {(*query.shape,)}"
+    if position_ids.shape != (tokens,) or position_ids.is_floating_point():
         return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
     if joint_cos_sin(cos, sin) is None:
         return "cos and sin are not the two halves of one cache"
     return True if cos.dtype in DTYPES else f"no kernel for cos of {cos.dtype}"
-
-
-def _fits(key: torch.Tensor, tokens: int, heads: int, head_size: int) -> bool:
-    key_tokens, kv_heads, key_size = key.shape
-    return key_tokens == tokens and key_size == head_size and not heads % kv_heads
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
