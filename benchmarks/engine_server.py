@@ -6,7 +6,7 @@
 
 Answers are lines of JSON on what was its standard output; everything that it logs goes to standard
 error. It answers once when it is ready, then once per line that it reads: `seconds` for all of it,
-and in `steps` for each of the engine's steps.
+and in `steps` for each of the engine's steps; to `{"memory": true}`, with `peak_mib`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ import time
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
+
+
+def memory(worker: Any) -> dict[str, float]:
+    """The most device memory that PyTorch's tensors took since the engine measured what is free."""
+    import torch
+
+    return {"peak_mib": torch.cuda.max_memory_allocated() / 2**20}
 
 
 def main() -> None:
@@ -54,6 +61,9 @@ def main() -> None:
     )
     for line in sys.stdin:
         job = json.loads(line)
+        if "memory" in job:
+            answer(**llm.collective_rpc(memory)[0])
+            continue
         sampling = SamplingParams(
             temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
         )

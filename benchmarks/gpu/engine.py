@@ -3,9 +3,11 @@
     python benchmarks/gpu/engine.py [--modes compiled eager] [--variants …] [--rounds 5]
 
 The engines of one mode are loaded side by side, each in a process of its own with a quarter of the
-memory or less, and work in turn: every round visits all of them with each workload, beginning with
-another one each time; a ratio is taken inside a round. JSON goes to $OUT/engine.json after every
-round.
+memory or less, and work in turn: every round visits all of them with each workload, in another
+order each time, since who comes after an idle moment finds the GPU cooler and its clocks higher. A
+ratio is taken inside a round; over twice as many rounds as engines, of each pair both have been
+first equally often. `steady` is the speed of the fastest quarter of a visit's decode steps: what
+else the host does only ever makes a step longer. JSON goes to $OUT/engine.json after every round.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ LAYERS = "silu_and_mul=flagos;gelu_and_mul=flagos;rms_norm=flagos;rotary_embeddi
 ONLY_LAYERS = {"VLLM_FL_PER_OP": f"{LAYERS};attention_backend=stock"}
 VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "stock": (STOCK, False),
+    "stock-again": (STOCK, False),
     "shipped": ({}, True),
     "flagos": (ONLY_LAYERS, True),
     "direct": (STOCK, False),
@@ -80,8 +83,8 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
 }
 """Name -> (what the environment says, whether vllm-fl takes part).
 
-`flagos` is FlagGems for every layer but attention; `direct` is that without vllm-fl, see direct.py:
-in eager mode only.
+`stock-again` shows what two engines of one code differ by. `flagos` is FlagGems for every layer but
+attention; `direct` is that without vllm-fl, see direct.py: in eager mode only.
 """
 
 BARS = {
@@ -91,6 +94,10 @@ BARS = {
     ("eager", "flagos"): {"batch 1": 0.48, "batch 64": 0.52, "prefill": 0.96},
 }
 """(mode, variant) -> the smallest share of stock's tokens per second."""
+
+
+Speeds = dict[str, dict[str, list[float]]]
+"""Engine -> workload -> tokens per second, round by round."""
 
 
 def prompts(seed: str, batch: int, length: int) -> list[list[int]]:
@@ -106,14 +113,24 @@ class Engine:
         self.name, self.process, self.log = name, process, log
         self.ready: dict[str, Any] = {}
 
-    def generate(self, workload: str, seed: int) -> float:
-        """Tokens per second, prompt and output."""
+    def generate(self, workload: str, seed: int) -> tuple[float, float | None]:
+        """Tokens per second: of prompt and output together, and of steady decoding if there is."""
         assert self.process.stdin is not None
         batch, length, new = WORKLOADS[workload]
         job = {"prompts": prompts(f"{workload} {seed}", batch, length), "new_tokens": new}
         print(json.dumps(job), file=self.process.stdin)
         self.process.stdin.flush()
-        return batch * (length + new) / float(self.answer(ANSWER_TIMEOUT)["seconds"])
+        answer = self.answer(ANSWER_TIMEOUT)
+        decoding = sorted(answer["steps"][1:])
+        steady = batch / decoding[len(decoding) // 4] if len(decoding) > 4 else None
+        return batch * (length + new) / float(answer["seconds"]), steady
+
+    def peak_mib(self) -> float:
+        """The most device memory that its tensors have taken; the driver's count has slack, too."""
+        assert self.process.stdin is not None
+        print(json.dumps({"memory": True}), file=self.process.stdin)
+        self.process.stdin.flush()
+        return float(self.answer(ANSWER_TIMEOUT)["peak_mib"])
 
     def answer(self, timeout: float) -> dict[str, Any]:
         """The next line that the engine writes; RuntimeError with its log when there is none."""
@@ -148,6 +165,7 @@ def running(name: str, mode: str, model: Path, folder: Path, share: float) -> It
     environment = {
         **os.environ,
         **ALONE,
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the worker
         "VLLM_CACHE_ROOT": str(folder / f"cache-{mode}-{name}"),
         **variables,
     }
@@ -188,17 +206,22 @@ def memory_of(session: int) -> int | None:
 def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, Any]]:
     """What is known after each round: tokens per second, and ratios to stock, per workload."""
     names = list(engines)
-    speeds: dict[str, dict[str, list[float]]] = {n: {w: [] for w in WORKLOADS} for n in names}
+    speeds: Speeds = {n: {w: [] for w in WORKLOADS} for n in names}
+    steady: Speeds = {n: {w: [] for w in WORKLOADS if WORKLOADS[w][2] > 1} for n in names}
     for name in names:
         for workload in WORKLOADS:
             for warm_up in (-1, -2):
-                speed = engines[name].generate(workload, warm_up)
+                speed, _ = engines[name].generate(workload, warm_up)
             print(f"{engines[name].name}: {workload} {speed:.0f} tokens/s, warm", flush=True)
     for number in range(rounds):
-        turn = number % len(names)
+        turn = number // 2 % len(names)
+        order = (*names[turn:], *names[:turn])
         for workload in WORKLOADS:
-            for name in (*names[turn:], *names[:turn]):
-                speeds[name][workload].append(engines[name].generate(workload, number))
+            for name in reversed(order) if number % 2 else order:
+                speed, steps = engines[name].generate(workload, number)
+                speeds[name][workload].append(speed)
+                if steps is not None:
+                    steady[name][workload].append(steps)
         yield {
             "mode": mode,
             "rounds": number + 1,
@@ -206,11 +229,16 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
                 name: {
                     "ready": engines[name].ready,
                     "memory_mib": memory_of(engines[name].process.pid),  # after all workloads
+                    "peak_mib": engines[name].peak_mib(),
                     "tokens_per_second": speeds[name],
+                    "steady": steady[name],
                     **{
-                        f"of_{other}": {w: ratios(speeds, name, other, w) for w in WORKLOADS}
+                        f"{prefix}of_{other}": {
+                            w: ratios(found, name, other, w) for w in found[name]
+                        }
                         for other in ("stock", "direct")
                         if other in names
+                        for prefix, found in (("", speeds), ("steady_", steady))
                     },
                 }
                 for name in names
@@ -218,9 +246,7 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
         }
 
 
-def ratios(
-    speeds: dict[str, dict[str, list[float]]], name: str, other: str, workload: str
-) -> dict[str, float]:
+def ratios(speeds: Speeds, name: str, other: str, workload: str) -> dict[str, float]:
     """Median, smallest and largest ratio to another engine, round by round."""
     pairs = zip(speeds[name][workload], speeds[other][workload], strict=True)
     found = [mine / its for mine, its in pairs]
@@ -242,10 +268,14 @@ def table(result: dict[str, Any]) -> str:
             bar = f"≥ {bars[workload]}" if workload in bars else ""
             speed = statistics.median(found)
             lines.append(f"{result['mode']:9}{name:18}{workload:10}{speed:>10.1f}  {share:26}{bar}")
+            if workload in engine["steady_of_stock"]:
+                share = spread(engine["steady_of_stock"][workload])
+                lines.append(f"{'  steady':27}{workload:10}{'':10}  {share:26}")
             if name == "flagos" and "of_direct" in engine:
                 share = spread(engine["of_direct"][workload])
                 lines.append(f"{'  of direct':27}{workload:10}{'':10}  {share:26}≥ 1.0")
-        lines.append(f"  {engine['ready']['kv_blocks']} KV blocks, {engine['memory_mib']} MiB")
+        blocks, peak = engine["ready"]["kv_blocks"], engine["peak_mib"]
+        lines.append(f"  {blocks} KV blocks, {engine['memory_mib']} MiB, tensors {peak:.0f} MiB")
     return "\n".join(lines)
 
 

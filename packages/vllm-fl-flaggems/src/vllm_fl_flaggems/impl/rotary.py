@@ -63,8 +63,7 @@ def rotary_embedding(
     )
     if rotary < query.shape[-1]:
         turned = [
-            torch.cat((part, x[..., rotary:]), dim=-1)
-            for part, x in zip(turned, both, strict=True)
+            torch.cat((part, x[..., rotary:]), dim=-1) for part, x in zip(turned, both, strict=True)
         ]
     q, k = (part.contiguous() for part in turned)  # they have the layouts of query and key
     return q, None if key is None else k

@@ -201,9 +201,7 @@ class OpSpec:
 
     def consumed(self, declared: Iterable[str], arguments: Iterable[Any]) -> frozenset[str]:
         """Those of the parameters `declared` as consumed that one call's `arguments` give up."""
-        present = {
-            p for p, arg in zip(self.parameters, arguments, strict=False) if arg is not None
-        }
+        present = {p for p, arg in zip(self.parameters, arguments, strict=False) if arg is not None}
         return frozenset(p for p in declared if self.consumed_with(p) | {p} <= present)
 
     def variant_for(self, arguments: Mapping[str, Any]) -> Variant:
