@@ -7,6 +7,7 @@ plugins then has it. The kernels are FlagGems's own.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -32,15 +33,13 @@ def register_ops() -> Iterable[OpImpl]:
 @cache
 def _look_for_positions() -> None:
     """An error where the interpreter would read outside of rotary's tables, and end the process."""
-    from vllm_fl_flaggems.impl import rotary
+    kernel = sys.modules["flag_gems.fused.rotary_embedding"].apply_rotary_pos_emb_kernel
+    run = kernel.run
 
-    launch = rotary._launch
-
-    def looking(
-        kernel: Any, sources: Any, targets: Any, cos: Any, sin: Any, at: Any, *rest: Any
-    ) -> None:
-        if not all(0 <= position < len(cos) for position in at.tolist()):
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        cos, positions = args[4], args[6]
+        if not all(0 <= position < len(cos) for position in positions.tolist()):
             raise IndexError("a position outside the tables, which on a GPU is undefined")
-        launch(kernel, sources, targets, cos, sin, at, *rest)
+        return run(*args, **kwargs)
 
-    rotary._launch = looking
+    kernel.run = looking

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
 
 TILE = 1024
-"""Elements of a row that one program takes: eight a thread, as the widest loads have."""
+"""Elements of a row that one program takes: sixteen a thread, two of the widest loads."""
+
+GELU = {"none": "gelu_none_and_mul_kernel", "tanh": "gelu_tanh_and_mul_kernel"}
+"""Approximation -> kernel."""
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -30,12 +33,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     Raises:
         NotImplementedError: FlagGems does not load.
     """
-    gems = flag_gems()
-    half = x.shape[-1] // 2
-    out = x.new_empty((*x.shape[:-1], half))
-    if not _launched("silu_and_mul_kernel", x, out):
-        gems.silu_and_mul_out(x[..., :half], x[..., half:], out)
-    return out
+    kernel = launchable("silu_and_mul_kernel")
+    return _public_silu_and_mul(x) if kernel is None else _launch(kernel, x)
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -52,22 +51,13 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         NotImplementedError: FlagGems does not load.
         ValueError: `approximate` is another word.
     """
-    gems = flag_gems()
+    kernel = launchable(GELU[approximate]) if approximate in GELU else None
+    return _public_gelu_and_mul(x, approximate) if kernel is None else _launch(kernel, x)
+
+
+def _launch(kernel: Any, x: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
-    if approximate in ("none", "tanh"):
-        out = x.new_empty((*x.shape[:-1], half))
-        if _launched(f"gelu_{approximate}_and_mul_kernel", x, out):
-            return out
-    other: torch.Tensor = gems.gelu_and_mul(x[..., :half], x[..., half:], approximate)
-    return other.contiguous()
-
-
-def _launched(name: str, x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Let the kernel write into `out`, contiguous; False where there is none to launch."""
-    kernel = launchable(name)
-    if kernel is None:
-        return False
-    half = out.shape[-1]
+    out = x.new_empty((*x.shape[:-1], half))
     gate = x if x.ndim == 2 else x.reshape(-1, 2 * half)
     rows, (step, side) = len(gate), gate.stride()
     with torch.cuda.device(x.device):
@@ -90,7 +80,20 @@ def _launched(name: str, x: torch.Tensor, out: torch.Tensor) -> bool:
             True,  # no loop over tiles
             num_warps=warps(TILE),
         )
-    return True
+    return out
+
+
+def _public_silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    out = x.new_empty((*x.shape[:-1], half))
+    flag_gems().silu_and_mul_out(x[..., :half], x[..., half:], out)
+    return out
+
+
+def _public_gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    out: torch.Tensor = flag_gems().gelu_and_mul(x[..., :half], x[..., half:], approximate)
+    return out.contiguous()
 
 
 def supports_silu_and_mul(x: torch.Tensor) -> Availability:

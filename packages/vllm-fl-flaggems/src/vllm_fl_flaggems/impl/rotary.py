@@ -45,48 +45,26 @@ def rotary_embedding(
     Raises:
         NotImplementedError: FlagGems does not load.
     """
-    gems = flag_gems()
     kernel = launchable("apply_rotary_pos_emb_kernel")
-    if kernel is not None:
-        q_out = query.new_empty(query.shape)
-        k_out = None if key is None else key.new_empty(key.shape)
-        _launch(kernel, (query, key), (q_out, k_out), cos, sin, position_ids, rotary_interleaved)
-        return q_out, k_out
-    if not len(query):
-        return query.clone(), None if key is None else key.clone()
-    rotary = 2 * cos.shape[-1]
-    # The function turns two tensors: without a key, one head a second time, which nobody reads.
-    both = (query, query[:, :1] if key is None else key)
-    # Not in place: there a thread may read features that another one has turned already.
-    turned = gems.apply_rotary_pos_emb(
-        *(x[..., :rotary] for x in both), cos, sin, position_ids, rotary_interleaved
-    )
-    if rotary < query.shape[-1]:
-        turned = [
-            torch.cat((part, x[..., rotary:]), dim=-1) for part, x in zip(turned, both, strict=True)
-        ]
-    q, k = (part.contiguous() for part in turned)  # they have the layouts of query and key
-    return q, None if key is None else k
+    args = (query, key, cos, sin, position_ids, rotary_interleaved)
+    return _public(*args) if kernel is None else _launch(kernel, *args)
 
 
 def _launch(
     kernel: Any,
-    sources: tuple[torch.Tensor, torch.Tensor | None],
-    targets: tuple[torch.Tensor, torch.Tensor | None],
+    q: torch.Tensor,
+    key: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
     rotary_interleaved: bool,
-) -> None:
-    """Let the kernel write query and key, turned, into the targets, which are contiguous."""
-    (q, k), (q_out, k_out) = sources, targets
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    k = q[:, :0] if key is None else key  # without a key, no head of it
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     rotary = 2 * cos.shape[-1]
     if rotary < q.shape[-1]:
         q_out[..., rotary:] = q[..., rotary:]
-        if k is not None and k_out is not None:
-            k_out[..., rotary:] = k[..., rotary:]
-    if k is None or k_out is None:
-        k, k_out = q[:, :0], q_out[:, :0]  # no heads of a key
+        k_out[..., rotary:] = k[..., rotary:]
     aside = _side_by_side(q, k)
     if aside > 1:
         positions = positions.unsqueeze(1).expand(-1, aside).reshape(-1)
@@ -116,6 +94,33 @@ def _launch(
             len(cos),
             num_warps=warps(block),
         )
+    return q_out, None if key is None else k_out
+
+
+def _public(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    rotary_interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """By the public function, which turns two tensors, whole heads of each, and no empty ones."""
+    if not len(query):
+        return query.clone(), None if key is None else key.clone()
+    rotary = 2 * cos.shape[-1]
+    # Without a key, one head a second time, which nobody reads.
+    both = (query, query[:, :1] if key is None else key)
+    # Not in place: there a thread may read features that another one has turned already.
+    turned = flag_gems().apply_rotary_pos_emb(
+        *(x[..., :rotary] for x in both), cos, sin, positions, rotary_interleaved
+    )
+    if rotary < query.shape[-1]:
+        turned = [
+            torch.cat((part, x[..., rotary:]), dim=-1) for part, x in zip(turned, both, strict=True)
+        ]
+    q, k = (part.contiguous() for part in turned)  # they have the layouts of query and key
+    return q, None if key is None else k
 
 
 def _strides(x: torch.Tensor, aside: int) -> tuple[int, ...]:
