@@ -1,6 +1,6 @@
 """vLLM's engine on a GPU, Qwen3-8B's shapes with dummy weights: stock, shipped and FlagGems.
 
-    python benchmarks/gpu/engine.py [--modes compiled eager] [--variants …] [--rounds 5]
+    python benchmarks/gpu/engine.py [--modes compiled eager] [--variants …] [--rounds 6]
 
 The engines of one mode are loaded side by side, each in a process of its own with a quarter of the
 memory or less, and work in turn: every round visits all of them with each workload, in another
@@ -282,10 +282,13 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     """Measure the modes that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--modes", nargs="+", default=["compiled", "eager"])
-    parser.add_argument("--variants", nargs="+", default=["stock", "shipped", "flagos"])
-    parser.add_argument("--rounds", type=int, default=5)
+    modes, variants = ["compiled", "eager"], ["stock", "shipped", "flagos"]
+    parser.add_argument("--modes", nargs="+", default=modes, choices=modes)
+    parser.add_argument("--variants", nargs="+", default=variants, choices=VARIANTS)
+    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
+    if "direct" in options.variants and "compiled" in options.modes:
+        parser.error("the variant direct is for --modes eager")
     if shutil.which("nvidia-smi") is None:
         print("skipped: no NVIDIA GPU here (there is no nvidia-smi)")
         return
