@@ -288,9 +288,13 @@ class TestConsuming:
             norm("reference.torch", lambda x, residual: ran.append(1)),
         )
         with pytest.raises(ValueError, match="boom"):
-            manager.call("rms_norm", torch.ones(2, 4), None, None, 1e-6)
+            manager.call("rms_norm", torch.ones(2, 4), torch.ones(2, 4), None, 1e-6)
         assert ran == []
         assert manager.demotions == {}
+        # Without a residual it gives nothing up, and the next candidate finds all as it was.
+        manager.call("rms_norm", torch.ones(2, 4), None, None, 1e-6)
+        assert ran == [1]
+        assert [impl_id for _, impl_id in manager.demotions] == ["vendor.acme"]
 
     def test_as_a_later_candidate_it_still_works_on_copies(self) -> None:
         manager = managing(

@@ -103,7 +103,7 @@ class Machine(RuleBasedStateMachine):
 
     # The model.
 
-    def predict(self, mistaken: bool) -> tuple[str, Any]:
+    def predict(self, mistaken: bool, fused: bool) -> tuple[str, Any]:
         """(what happens, by whom) of one call, and its effect on the demotions and counts."""
         policy = self.override or self.policy
         tried = [i for i in TRIED[policy.prefer] if i not in self.demoted]
@@ -126,7 +126,7 @@ class Machine(RuleBasedStateMachine):
                 if policy.strict:
                     return ("mistake", None) if mistaken else ("all failed", causes)
                 continue
-            if policy.strict or IMPLS[impl_id][1]:
+            if policy.strict or (fused and IMPLS[impl_id][1]):
                 return "raised", impl_id
             self.demoted.add(impl_id)
             causes.append(impl_id)
@@ -183,7 +183,7 @@ class Machine(RuleBasedStateMachine):
         if block is not None:
             self.override = SelectionPolicy(prefer=block, strict=strict)
         before = copy.copy(self.demoted)
-        what, who = self.predict(mistaken)
+        what, who = self.predict(mistaken, fused)
         try:
             if self.override is not None:
                 with policy_context(self.override):
@@ -254,7 +254,6 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         assert {impl_id for _, impl_id in self.manager.demotions} == self.demoted
-        assert not any(IMPLS[impl_id][1] for impl_id in self.demoted), "one that consumes"
         assert dict(self.manager.fallbacks) == self.fallbacks
 
 

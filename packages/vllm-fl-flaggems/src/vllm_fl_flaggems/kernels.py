@@ -1,7 +1,7 @@
 """FlagGems's Triton kernels, launched as Triton launches them, on NVIDIA's GPUs.
 
 FlagGems 5.0.2's own way to them takes 26 to 118 µs of an H200's host a call, and leaves no say in
-the number of warps; this one takes 20 to 50 with the plan's refusals. Only kernels whose parameters
+the number of warps; this one takes 20 to 60 with the plan's refusals. Only kernels whose parameters
 are known are launched: of another release, or on another vendor's device, FlagGems's public
 functions are called.
 """

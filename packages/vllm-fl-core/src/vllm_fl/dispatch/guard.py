@@ -125,9 +125,7 @@ class Chain:
             verdict = impl.supports(*call.args, **keywords)
             if verdict is not True:
                 return _reason(verdict), None
-        copied = impl.consumes - self.grants
-        if self.spec is not None:
-            copied = self.spec.consumed(copied, call.args)
+        copied = self._consumed(impl, call) - self.grants
         args = (
             arg.clone() if name in copied and arg is not None else arg
             for name, arg in zip(self.names, call.args, strict=False)
@@ -150,9 +148,17 @@ class Chain:
                     op=self.op,
                     causes=[(impl.impl_id, outcome)],
                 )
-        elif self.strict or impl.consumes or not self.failures.demote(impl, outcome, last=last):
-            # A consuming implementation may have left its inputs half written: no second try.
+        elif (
+            self.strict
+            or self._consumed(impl, call)
+            or not self.failures.demote(impl, outcome, last=last)
+        ):
+            # What it consumes of this call may be half written: no second try.
             raise outcome
+
+    def _consumed(self, impl: OpImpl, call: Call) -> frozenset[str]:
+        """The arguments of this call that `impl` may overwrite."""
+        return self.spec.consumed(impl.consumes, call.args) if self.spec else impl.consumes
 
     def _blame_caller(self, call: Call, outcome: Exception | str) -> None:
         if self.spec is None:
@@ -255,7 +261,7 @@ def _compile(
         invoke = f"_fn({', '.join(['_layer', *(p.name for p in taken)])})"
     else:
         safe = dict(values)
-        for name in first.consumes - chain.grants:
+        for name in (first.consumes - chain.grants) & values.keys():
             needed = {name} | (chain.spec.consumed_with(name) if chain.spec else set())
             given = " and ".join(f"{values[p]} is not None" for p in sorted(needed))
             safe[name] = f"{values[name]}.clone() if {given} else {values[name]}"

@@ -58,8 +58,9 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 def _launch(kernel: Any, x: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], half))
-    gate = x if x.ndim == 2 else x.reshape(-1, 2 * half)
-    rows, (step, side) = len(gate), gate.stride()
+    rows = x.shape[:-1].numel()
+    gate = x if x.ndim == 2 else x.reshape(rows, 2 * half)
+    step, side = gate.stride()
     with torch.cuda.device(x.device):
         kernel[(rows * -(-half // TILE),)](
             gate,

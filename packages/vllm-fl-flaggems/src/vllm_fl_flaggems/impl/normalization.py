@@ -17,6 +17,9 @@ __all__ = ["rms_norm", "supports_rms_norm"]
 LONGEST_ROW = 4096
 """FlagGems norms a longer row in several steps, with a kernel that it tunes."""
 
+MOST_ELEMENTS = 2**31 - 1
+"""The kernel for rows up to that counts a tensor's elements in 32 bits."""
+
 
 def rms_norm(
     x: torch.Tensor,
@@ -51,7 +54,11 @@ def rms_norm(
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    kernel = launchable("rms_norm_kernel") if x.shape[-1] <= LONGEST_ROW else None
+    hidden = x.shape[-1]
+    if x.numel() > MOST_ELEMENTS:
+        parts = x.reshape(-1, hidden).split(MOST_ELEMENTS // hidden)
+        return torch.cat([_norm(part, weight, epsilon) for part in parts]).view(x.shape)
+    kernel = launchable("rms_norm_kernel") if hidden <= LONGEST_ROW else None
     if kernel is None:
         # Below its `rms_norm`, whose bookkeeping for gradients takes 10 of 43 µs of the host.
         normed: torch.Tensor = flag_gems().rms_norm_forward(x, x.shape[-1:], weight, epsilon)[0]
@@ -94,8 +101,8 @@ def _launch(
     """A program for each row. Both kernels count strides for two contiguous tensors."""
     assert weight is not None  # `supports` sees to it
     hidden = weight.shape[0]
-    rows = tensors[0].numel() // hidden
-    block = 1 << (hidden - 1).bit_length()
+    rows = tensors[0].shape[:-1].numel()
+    block = 1 << max(hidden - 1, 0).bit_length()
     strides = (hidden, 1, hidden, 1)
     with torch.cuda.device(weight.device):
         kernel[(rows,)](
@@ -130,6 +137,4 @@ def supports_rms_norm(
         )
     if weight.shape != x.shape[-1:]:
         return f"weight is {tuple(weight.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
-    if x.numel() >= 2**31:
-        return f"x has {x.numel()} elements, and the kernels count them in 32 bits"
     return unsuitable("x", x) or True

@@ -135,12 +135,12 @@ def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> int:
     """Into how many rows a token's heads are divided, each turned by a program of its own.
 
     FlagGems's program turns all heads of a token one after the other: 8 µs on an H200 however few
-    tokens there are, where 8 rows a token take 2 to 7. Many tokens fill the GPU as they are, and
+    tokens there are, where 8 rows a token take 2 to 6. Many tokens fill the GPU as they are, and
     tensors with gaps between their tokens would have to be copied.
     """
     if not 0 < len(q) <= FEW_TOKENS or not (q.is_contiguous() and k.is_contiguous()):
         return 1
-    return math.gcd(q.shape[1], k.shape[1])
+    return math.gcd(q.shape[1], k.shape[1]) or 1
 
 
 def supports_rotary_embedding(
