@@ -66,14 +66,10 @@ def _launch(kernel: Any, x: torch.Tensor) -> torch.Tensor:
             gate,
             gate[:, half:],
             out,
-            step,
-            side,
-            step,
-            side,
-            half,
-            1,
-            rows,
-            half,
+            *(step, side),  # of the gate
+            *(step, side),  # of the other half
+            *(half, 1),  # of the result
+            *(rows, half),
             rows * half,
             1,  # tiles of a program
             1,  # rows of a tile
