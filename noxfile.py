@@ -146,7 +146,8 @@ def tests_flaggems(session: nox.Session) -> None:
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests = "packages/vllm-fl-flaggems/tests"
     pytest(session, env, tests, f"--ignore={tests}/test_conformance.py", **cache)
-    pytest(session, env, f"{tests}/test_conformance.py", **ON_INTERPRETER, **cache)
+    computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching")]
+    pytest(session, env, *computing, **ON_INTERPRETER, **cache)
 
 
 @timed("tests-cuda")

@@ -161,8 +161,15 @@ def supports_rotary_embedding(
         return f"key is {key.dtype} {tuple(key.shape)} and query {query.dtype} {tuple(query.shape)}"
     if position_ids.is_floating_point() or position_ids.shape != (tokens,):
         return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
-    if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > head_size:
-        return f"cos is {tuple(cos.shape)}, sin {tuple(sin.shape)} and a head {head_size}"
-    if cos.stride(1) != 1 or sin.stride(1) != 1:
-        return "the rows of cos and sin are not contiguous"
+    if (
+        cos.ndim != 2
+        or cos.shape != sin.shape
+        or 2 * cos.shape[1] > head_size
+        or cos.stride(1) != 1
+        or sin.stride(1) != 1
+    ):
+        return (
+            f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}, of strides {cos.stride()} and "
+            f"{sin.stride()}, and a head {head_size}"
+        )
     return True

@@ -1,0 +1,82 @@
+"""What the kit does not see: how the kernels are launched; where FlagGems runs, or its stand-in.
+
+The kit sees the kernels launched directly, and no tensor that is huge.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.dispatch.types import OpImpl
+from vllm_fl.dispatch.verification import compare
+from vllm_fl_flaggems import kernels
+from vllm_fl_flaggems.impl import activation, normalization, rotary
+from vllm_fl_flaggems.loading import flag_gems, problem
+from vllm_fl_flaggems.plugin import register_ops
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where FlagGems runs; skipped where it does not."""
+    reason = problem()
+    if reason:
+        pytest.skip(reason)
+    return torch.device(flag_gems().device)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("TRITON_INTERPRET"),
+    reason="another release or vendor may have other kernels",
+)
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_every_kernel_can_be_launched_directly(name: str) -> None:
+    assert kernels.launchable(name) is not None
+
+
+@pytest.mark.parametrize("op", sorted(contracts()))
+def test_public_functions_keep_the_contract_too(
+    op: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another vendor's GPU runs, and every GPU under a release with other kernels."""
+    for module in (activation, normalization, rotary):
+        monkeypatch.setattr(module, "launchable", lambda name: None)
+    found = [
+        compare(implementation(op), contracts()[op], sample, torch.bfloat16)
+        for sample in contracts()[op].samples(torch.bfloat16, device)
+    ]
+    wrong = [one for one in found if one.status not in ("ok", "refused")]
+    assert not wrong, wrong
+    assert any(one.status == "ok" for one in found)
+
+
+def test_a_norm_of_more_elements_than_the_kernel_counts_goes_in_parts(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(3, 5, 64, device=device).to(torch.bfloat16)
+    weight = torch.randn(64, device=device).to(torch.bfloat16)
+    whole = normalization.rms_norm(x, None, weight, 1e-6)
+    monkeypatch.setattr(normalization, "MOST_ELEMENTS", 4 * 64)
+    assert torch.equal(normalization.rms_norm(x, None, weight, 1e-6), whole)
+
+
+@pytest.mark.parametrize("size", [(0,), (2, 3, 0), (0, 8)])
+def test_of_nothing_comes_nothing(size: tuple[int, ...], device: torch.device) -> None:
+    empty = torch.empty(size, device=device)
+    for op in ("silu_and_mul", "gelu_and_mul"):
+        assert implementation(op).fn(empty).shape == (*size[:-1], size[-1] // 2)
+    weight = torch.empty(size[-1], device=device)
+    assert normalization.rms_norm(empty, None, weight, 1e-6).shape == size
+    none = torch.empty(4, 0, 8, device=device)
+    tables = torch.ones(4, 4, device=device), torch.zeros(4, 4, device=device)
+    q, k = rotary.rotary_embedding(none, none, *tables, torch.arange(4, device=device))
+    assert q.shape == none.shape and k is not None and k.shape == none.shape
+
+
+def implementation(op: str) -> OpImpl:
+    """The backend's."""
+    (impl,) = (impl for impl in register_ops() if impl.op_name == op)
+    return impl
