@@ -105,9 +105,7 @@ def _public(
     positions: torch.Tensor,
     rotary_interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """By the public function, which turns two tensors, whole heads of each, and no empty ones."""
-    if not len(query):
-        return query.clone(), None if key is None else key.clone()
+    """By the public function, which turns two tensors, and whole heads of each."""
     rotary = 2 * cos.shape[-1]
     # Without a key, one head a second time, which nobody reads.
     both = (query, query[:, :1] if key is None else key)
