@@ -106,6 +106,8 @@ def _public(
     rotary_interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """By the public function, which turns two tensors, and whole heads of each."""
+    if not len(query):  # not every device's driver may run an empty grid
+        return query.clone(), None if key is None else key.clone()
     rotary = 2 * cos.shape[-1]
     # Without a key, one head a second time, which nobody reads.
     both = (query, query[:, :1] if key is None else key)
@@ -136,7 +138,7 @@ def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> int:
     tokens there are, where 8 rows a token take 2 to 6. Many tokens fill the GPU as they are, and
     tensors with gaps between their tokens would have to be copied.
     """
-    if not 0 < len(q) <= FEW_TOKENS or not (q.is_contiguous() and k.is_contiguous()):
+    if len(q) > FEW_TOKENS or not (q.is_contiguous() and k.is_contiguous()):
         return 1
     return math.gcd(q.shape[1], k.shape[1]) or 1
 
