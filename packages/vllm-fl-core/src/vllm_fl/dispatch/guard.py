@@ -262,7 +262,7 @@ def _compile(
     else:
         safe = dict(values)
         for name in (first.consumes - chain.grants) & values.keys():
-            needed = {name} | (chain.spec.consumed_with(name) if chain.spec else set())
+            needed = {name} | (chain.spec.consumed_with[name] if chain.spec else set())
             given = " and ".join(f"{values[p]} is not None" for p in sorted(needed))
             safe[name] = f"{values[name]}.clone() if {given} else {values[name]}"
         invoke = f"_fn({', '.join(safe.values())})"

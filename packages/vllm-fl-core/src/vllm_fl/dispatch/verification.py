@@ -94,7 +94,7 @@ def compare(impl: OpImpl, spec: OpSpec, sample: Sample, dtype: torch.dtype) -> C
         for name, arg in zip(spec.parameters, args, strict=True):
             if name in before and not _same(before[name], arg):
                 problem = f"overwrote {name!r}, which " + (
-                    f"stays intact without {', '.join(sorted(spec.consumed_with(name)))}"
+                    f"stays intact without {', '.join(sorted(spec.consumed_with[name]))}"
                     if name in impl.consumes
                     else "it does not declare in consumes"
                 )

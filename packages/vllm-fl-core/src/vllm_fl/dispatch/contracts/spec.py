@@ -188,21 +188,27 @@ class OpSpec:
         """The tolerance for results of `dtype`; KeyError for a dtype that has none."""
         return self.tolerances[str(dtype).removeprefix("torch.")]
 
-    def consumed_with(self, parameter: str) -> frozenset[str]:
-        """The arguments without which `parameter` is not consumed; empty: it always may be.
+    @cached_property
+    def consumed_with(self) -> Mapping[str, frozenset[str]]:
+        """Parameter -> the arguments without which it is not consumed; empty: it always may be.
 
         No variant without these has a result to put there.
         """
-        places = [v for v in self.variants if parameter in v.overwrites]
-        others = [p for v in self.variants if v not in places for p in v.parameters]
-        if not places or not others:
-            return frozenset()
-        return frozenset.intersection(*(frozenset(v.parameters) for v in places)).difference(others)
+
+        def needed(parameter: str) -> frozenset[str]:
+            places = [v for v in self.variants if parameter in v.overwrites]
+            others = [p for v in self.variants if v not in places for p in v.parameters]
+            if not places or not others:
+                return frozenset()
+            common = frozenset.intersection(*(frozenset(v.parameters) for v in places))
+            return common.difference(others)
+
+        return MappingProxyType({p: needed(p) for p in self.parameters})
 
     def consumed(self, declared: Iterable[str], arguments: Iterable[Any]) -> frozenset[str]:
         """Those of the parameters `declared` as consumed that one call's `arguments` give up."""
         present = {p for p, arg in zip(self.parameters, arguments, strict=False) if arg is not None}
-        return frozenset(p for p in declared if self.consumed_with(p) | {p} <= present)
+        return frozenset(p for p in declared if p in present and self.consumed_with[p] <= present)
 
     def variant_for(self, arguments: Mapping[str, Any]) -> Variant:
         """The variant whose left-out parameters are all None in `arguments`."""
