@@ -203,6 +203,9 @@ class Machine(RuleBasedStateMachine):
                 "all failed",
             )
             assert what == "sticky" or self.demoted == before, "a caller's mistake never demotes"
+        if fused:
+            new = {impl_id for _, impl_id in self.manager.demotions} - before
+            assert not any(IMPLS[impl_id][1] for impl_id in new), "one that consumes"
         self.check(result, what, who, inputs)
         if form != "granted":
             assert torch.equal(x, inputs[0]), "the caller's x was written to"
