@@ -115,22 +115,23 @@ class Engine:
 
     def generate(self, workload: str, seed: int) -> tuple[float, float | None]:
         """Tokens per second: of prompt and output together, and of steady decoding if there is."""
-        assert self.process.stdin is not None
         batch, length, new = WORKLOADS[workload]
         job = {"prompts": prompts(f"{workload} {seed}", batch, length), "new_tokens": new}
-        print(json.dumps(job), file=self.process.stdin)
-        self.process.stdin.flush()
-        answer = self.answer(ANSWER_TIMEOUT)
+        answer = self.ask(job)
         decoding = sorted(answer["steps"][1:])
         steady = batch / decoding[len(decoding) // 4] if len(decoding) > 4 else None
         return batch * (length + new) / float(answer["seconds"]), steady
 
     def peak_mib(self) -> float:
         """The most device memory that its tensors have taken; the driver's count has slack, too."""
+        return float(self.ask({"memory": True})["peak_mib"])
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """What the engine answers to one job."""
         assert self.process.stdin is not None
-        print(json.dumps({"memory": True}), file=self.process.stdin)
+        print(json.dumps(job), file=self.process.stdin)
         self.process.stdin.flush()
-        return float(self.answer(ANSWER_TIMEOUT)["peak_mib"])
+        return self.answer(ANSWER_TIMEOUT)
 
     def answer(self, timeout: float) -> dict[str, Any]:
         """The next line that the engine writes; RuntimeError with its log when there is none."""
