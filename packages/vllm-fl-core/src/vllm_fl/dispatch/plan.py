@@ -165,6 +165,11 @@ class Plan:
         # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
         return guard(dataclasses.replace(chain, impls=(first,)), bare=True)
 
+    def as_compiled(self, op: str) -> Callable[..., Any]:
+        """The op as a compiled layer's code calls it, by the contract's parameters; not counted."""
+        plan = dataclasses.replace(self, counts_calls=False)
+        return plan._guard(plan.chain(op, contracts()[op].consumable), asks_layer=False)
+
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
         """`bound`, counted where the user asked for it: its calls, or its tracings when compiled.
 

@@ -6,7 +6,7 @@ is then what the compiler sees, whatever `custom_ops` says of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,11 +19,19 @@ from vllm.model_executor.layers import activation
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from ..dispatch import dispatch_method
+from ..dispatch.contracts import OpSpec
 from ..dispatch.types import BackendImplKind, OpImpl
 from ..plugins import identity
 from .compat import FORMER_LAYERS
 
-__all__ = ["Layer", "foreign_layers", "known_layers", "layer_table", "replace_layers"]
+__all__ = [
+    "Layer",
+    "foreign_layers",
+    "known_layers",
+    "layer_for",
+    "layer_table",
+    "replace_layers",
+]
 
 FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
 
@@ -153,6 +161,28 @@ def replace_layers() -> None:
         # `custom_ops` speaks of the registered name; register_oot puts the class name there.
         layer.name = registered_name  # type: ignore[attr-defined]
         globals()[layer.__name__] = layer
+
+
+def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
+    """A layer of vLLM's own class that provides what a contract takes from its layer.
+
+    For verifying an implementation that is handed the layer. Nothing of the class's constructor
+    runs, which would choose an implementation.
+
+    Args:
+        spec: the contract.
+        provided: the parameters of `spec.from_layer`, by name.
+    """
+    stand_in = spec.layer(**provided)
+    base = next((base for base, op, _ in _replacements() if op == spec.name), None)
+    if base is None:
+        return stand_in
+    layer: Any = object.__new__(base)
+    torch.nn.Module.__init__(layer)
+    for name, value in vars(stand_in).items():
+        is_weight = isinstance(value, Tensor)
+        setattr(layer, name, torch.nn.Parameter(value, False) if is_weight else value)
+    return layer
 
 
 def foreign_layers() -> dict[str, str]:

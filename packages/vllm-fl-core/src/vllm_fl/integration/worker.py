@@ -3,12 +3,13 @@ built."""
 
 from __future__ import annotations
 
+import random
 import time
+from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
-from ..dispatch.contracts import ModelSizes
 from ..dispatch.digest import digest, fingerprint
 from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan, building
@@ -17,9 +18,10 @@ from ..dispatch.types import OpImpl, WorkerContext
 from ..errors import PluginError, VllmFLError
 from . import attention
 from .ir import bind_providers, reset_priorities
-from .layers import foreign_layers, layer_table, replace_layers
+from .layers import foreign_layers, layer_for, layer_table, replace_layers
 from .planning import apply, plan_for, seal, settings_of
 from .ranks import Verdict, agree, differences
+from .sizes import model_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +51,7 @@ class PlannedWorker:
         replace_layers()
         reports = _start_plugins(self.vllm_config, self.device, self.rank)
         settings = settings_of(self.vllm_config)
-        plan, facts = _verified_plan(self, reports, alone=joins)
+        plan, facts, limits = _verified_plan(self, reports, alone=joins)
         bind_providers(plan)
         apply(plan, self.vllm_config)
         reset_priorities(plan, self.vllm_config)
@@ -61,7 +63,7 @@ class PlannedWorker:
             how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
             took = f"{how[settings.preflight]} {time.monotonic() - start:.1f} s"
             refused = attention.refusals(self.vllm_config).items()
-            remarks = [f"{op}: {impl_id} {why}" for (op, impl_id), why in refused]
+            remarks = [*limits, *(f"{op}: {impl_id} {why}" for (op, impl_id), why in refused)]
             _warn_of_foreign_layers(plan)
             log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
         seal(self.vllm_config, self.vllm_fl_digest)
@@ -154,28 +156,24 @@ def _start_plugins(
 
 def _verified_plan(
     worker: PlannedWorker, reports: dict[str, dict[str, Any]], *, alone: bool
-) -> tuple[Plan, dict[str, Any]]:
+) -> tuple[Plan, dict[str, Any], list[str]]:
     """Resolve, run and compare, agree; again while an implementation had to be taken out.
+
+    Returns:
+        (the plan, what it consists of, what was not looked at).
 
     Raises:
         VllmFLError: strict mode and a fault, on whichever rank.
     """
     config, rank = worker.vllm_config, worker.rank
-    preflight = settings_of(config).preflight
     owners = get_default_manager().registry.snapshot().owners
     worker_facts = {name: report["facts"] for name, report in reports.items()}
+    preflight = _Preflight(worker)
     demoted: dict[tuple[str, str], str] = {}
-    passed: set[tuple[str, str]] = set()
     while True:
         plan = plan_for(config, demoted)
-        chosen = [
-            entry.impl
-            for op, entry in plan.entries.items()
-            if entry.impl is not None and (op, entry.impl.impl_id) not in passed
-        ]
         facts = {**fingerprint(plan, owners), "workers": worker_facts}
-        verdict = _look(worker, plan, chosen, preflight, facts)
-        passed |= {(impl.op_name, impl.impl_id) for impl in chosen}
+        verdict = preflight.verdict(plan, facts)
         verdicts = [verdict] if alone else agree(verdict)
         failures = [f"rank {v.rank}: {v.failure}" for v in verdicts if v.failure]
         if failures:
@@ -203,59 +201,71 @@ def _verified_plan(
         for line in differences(verdicts):
             log.warning("The ranks differ. %s", line)
     plan.demotions.update(demoted)
-    return plan, facts
+    return plan, facts, preflight.limits(plan)
 
 
-def _look(
-    worker: PlannedWorker,
-    plan: Plan,
-    chosen: list[OpImpl],
-    preflight: str,
-    facts: dict[str, Any],
-) -> Verdict:
-    """This rank's verdict. It never raises: the other ranks wait for it."""
-    reasons = attention.faults(plan, worker.vllm_config)
-    try:
-        faults = find_faults(
-            chosen if preflight != "off" else [],
-            worker.vllm_config.model_config.dtype,
-            worker.device,
-            _sizes(worker.vllm_config),
-            compares=preflight == "verify",
+class _Preflight:
+    """Runs and compares what a plan may call, each implementation once."""
+
+    def __init__(self, worker: PlannedWorker) -> None:
+        self.config, self.rank, self.device = worker.vllm_config, worker.rank, worker.device
+        self.how = settings_of(worker.vllm_config).preflight
+        self.sizes = model_sizes(worker.vllm_config)
+        self.seed = random.SystemRandom().randrange(1 << 32)
+        self.remarks: list[str] = []
+        self._passed: set[tuple[str, str, bool]] = set()
+
+    def verdict(self, plan: Plan, facts: dict[str, Any]) -> Verdict:
+        """This rank's verdict. It never raises: the other ranks wait for it."""
+        reasons = attention.faults(plan, self.config)
+        try:
+            reasons |= self._faults(plan)
+        except Exception as error:
+            log.exception("vllm-fl could not verify the plan")
+            return Verdict(self.rank, failure=f"{type(error).__name__}: {error}", facts=facts)
+        failure = ""
+        if plan.strict and reasons:
+            failure = "strict mode, and " + "; ".join(
+                f"implementation '{impl_id}' failed for op '{op}': {reason}"
+                for (op, impl_id), reason in reasons.items()
+            )
+        return Verdict(self.rank, reasons, failure, facts)
+
+    def _faults(self, plan: Plan) -> dict[tuple[str, str], str]:
+        """(op, impl id) -> why it must not serve: every candidate that may take over a call."""
+        if self.how == "off":
+            return {}
+        chosen, compiled = [], {}
+        for op, entry in plan.entries.items():
+            for impl in entry.impls:
+                is_compiled = plan.mode == "compiled" and impl is entry.impl
+                key = op, impl.impl_id, is_compiled
+                if key in self._passed:
+                    continue
+                self._passed.add(key)
+                chosen.append(impl)
+                if is_compiled:
+                    compiled[op, impl.impl_id] = plan.as_compiled(op)
+        found = find_faults(
+            chosen,
+            self.config.model_config.dtype,
+            self.device,
+            self.sizes,
+            compares=self.how == "verify",
+            compiled=compiled,
+            layer_for=layer_for,
+            seed=self.seed,
         )
-    except Exception as error:
-        log.exception("vllm-fl could not verify the plan")
-        return Verdict(worker.rank, failure=f"{type(error).__name__}: {error}", facts=facts)
-    reasons |= {key: reason for key, (reason, _) in faults.items()}
-    failure = ""
-    if plan.strict and reasons:
-        failure = "strict mode, and " + "; ".join(
-            f"implementation '{impl_id}' failed for op '{op}': {reason}"
-            for (op, impl_id), reason in reasons.items()
-        )
-    return Verdict(worker.rank, reasons, failure, facts)
+        self.remarks += found.remarks
+        return {key: reason for key, (reason, _) in found.faults.items()}
 
-
-def _sizes(vllm_config: VllmConfig) -> ModelSizes | None:
-    """The served model's sizes on one rank; None where its configuration does not tell them."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    text = model.hf_text_config
-    try:
-        head_size = int(model.get_head_size())
-        share = getattr(text, "partial_rotary_factor", None) or 1.0
-        rotary = max(2, int(head_size * share) // 2 * 2)
-        return ModelSizes(
-            hidden=int(model.get_hidden_size()),
-            intermediate=max(1, int(text.intermediate_size) // parallel.tensor_parallel_size),
-            heads=int(model.get_num_attention_heads(parallel)),
-            kv_heads=int(model.get_num_kv_heads(parallel)),
-            head_size=head_size,
-            rotary=rotary,
-            tokens=(1, int(vllm_config.scheduler_config.max_num_batched_tokens)),
-        )
-    except (AttributeError, TypeError, ValueError) as error:
-        log.debug("the model's sizes are not told: %s", error)
-        return None
+    def limits(self, plan: Plan) -> list[str]:
+        """What the start could not look at, one phrase each, and the seed of what it drew."""
+        if self.how == "off" or not any(entry.impls for entry in plan.entries.values()):
+            return []
+        unknown = [f.name for f in fields(self.sizes) if getattr(self.sizes, f.name) is None]
+        told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
+        return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:

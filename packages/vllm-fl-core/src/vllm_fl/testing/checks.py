@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -18,7 +16,7 @@ from ..dispatch.registry import OpRegistry
 from ..dispatch.types import OpImpl
 from ..dispatch.verification import Comparison, compare
 from ..errors import AllFailedError, CallError, PluginError
-from .subject import Refused, Subject, digest, fresh, tensors
+from .subject import Refused, Subject, digest, fresh
 
 __all__ = [
     "availability",
@@ -49,24 +47,8 @@ def declaration(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def values(subject: Subject, dtype: str, sample: str) -> None:
-    """The result is the oracle's, its memory its own, and the arguments are as they were."""
-    calls: list[tuple[tuple[Any, ...], Any]] = []
-    recorded = dataclasses.replace(subject.impl, fn=_recording(subject.impl.fn, calls))
-    judge(compare(recorded, subject.spec, subject.sample(dtype, sample), _torch(dtype)))
-    (args, result), *_ = calls
-    taken = dict(zip(subject.spec.parameters, args, strict=True))
-    consumed = subject.spec.consumed(subject.impl.consumes, args)
-    own: list[torch.Tensor] = []
-    for part in tensors(result):
-        shared = [n for n, a in taken.items() if isinstance(a, torch.Tensor) and _shares(part, a)]
-        if consumed.intersection(shared):
-            continue  # in place: its memory and layout are the argument's
-        assert not shared, f"a result shares memory with {shared[0]!r}"
-        assert not any(_shares(part, other) for other in own), "two results share memory"
-        assert part.is_contiguous(), (
-            f"a result has strides {part.stride()}: the contract promises a contiguous one"
-        )
-        own.append(part)
+    """The result is the oracle's, its memory its own, and all other memory is as it was."""
+    judge(compare(subject.impl, subject.spec, subject.sample(dtype, sample), _torch(dtype)))
 
 
 def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
@@ -148,7 +130,8 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
     """What an engine runs before it serves finds no fault."""
     from ..dispatch.preflight import find_faults
 
-    faults = find_faults([subject.impl], _torch(dtype), subject.device, subject.sizes)
+    found = find_faults([subject.impl], _torch(dtype), subject.device, subject.sizes, seed=0)
+    faults = {key: why for key, (why, _) in found.faults.items()}
     assert not faults, f"an engine would demote it at start: {faults}"
 
 
@@ -170,21 +153,6 @@ def _verdict(impl: OpImpl, sample: Sample) -> bool:
         f"{sample.name}: supports answered {verdict!r}, neither True nor a reason"
     )
     return verdict is True
-
-
-def _recording(fn: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    def recorded(*args: Any) -> Any:
-        result = fn(*args)
-        calls.append((args, result))
-        return result
-
-    return recorded
-
-
-def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not a.numel() or not b.numel():
-        return False
-    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
 def _torch(dtype: str) -> torch.dtype:

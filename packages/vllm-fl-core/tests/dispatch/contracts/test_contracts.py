@@ -62,6 +62,10 @@ def test_signatures() -> None:
     }
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def plain(spec: OpSpec) -> list[Any]:
     return [p.replace(annotation=p.empty) for p in spec.signature.parameters.values()]
 
@@ -116,7 +120,7 @@ def test_fake_agrees_with_the_oracle(spec: OpSpec, dtype: torch.dtype) -> None:
             assert [w is None for w in want] == [s is None for s in shaped], sample.name
         for result, empty in zip(tensors(want), tensors(shaped), strict=True):
             assert result.dtype == torch.float64
-            assert torch.isfinite(result).all(), sample.name
+            assert torch.isfinite(result).all() or sample.name.startswith("NaN"), sample.name
             assert empty.shape == result.shape, sample.name
             assert empty.dtype == dtype
             assert empty.is_contiguous()
@@ -176,7 +180,7 @@ def test_samples_are_the_same_each_time_and_leave_the_global_generator_alone(
     for one, two in zip(first, spec.samples(dtype, CPU), strict=True):
         for a, b in zip(one.args, two.args, strict=True):
             if isinstance(a, torch.Tensor):
-                assert torch.equal(a, b) and a.stride() == b.stride()
+                assert same(a, b) and a.stride() == b.stride()
             else:
                 assert a == b
     torch.set_rng_state(before)
@@ -196,7 +200,7 @@ def test_samples_ignore_default_dtype_and_device(spec: OpSpec) -> None:
     for one, two in zip(inside, spec.samples(torch.float32, CPU), strict=True):
         for a, b in zip(tensors(one.args), tensors(two.args), strict=True):
             assert a.device == CPU
-            assert torch.equal(a, b)
+            assert same(a, b)
 
 
 @per_spec

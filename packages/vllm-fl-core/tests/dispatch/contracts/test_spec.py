@@ -72,6 +72,7 @@ def test_variant_for_is_not_misled_by_a_prefix() -> None:
         check=spec.check,
         samples=spec.samples,
         served=spec.served,
+        by_token=spec.by_token,
         bad_inputs=spec.bad_inputs,
         tolerances=spec.tolerances,
     )

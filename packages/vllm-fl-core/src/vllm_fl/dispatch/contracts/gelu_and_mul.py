@@ -68,10 +68,12 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
             yield Sample(f"{name}, approximate={approximate}", (x, approximate))
 
 
-def _served(sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
     for approximate in APPROXIMATIONS:
-        for name, x in served_gated_inputs(sizes, Source(dtype, device)):
-            yield Sample(f"{name}, approximate={approximate}", (x, approximate), ("x",))
+        for name, x, scale in served_gated_inputs(sizes, dtype, device, large):
+            yield Sample(f"{name}, approximate={approximate}", (x, approximate), scale)
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
@@ -89,6 +91,7 @@ SPEC = OpSpec(
     check=_check,
     samples=_samples,
     served=_served,
+    by_token=frozenset({"x"}),
     bad_inputs=_bad_inputs,
     tolerances={
         "float32": Tolerance(

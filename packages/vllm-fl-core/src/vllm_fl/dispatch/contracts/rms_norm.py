@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .checks import Problem, floating_tensor, on_device_of, shaped
-from .sampling import Source
+from .sampling import Source, peak
 from .spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
 if TYPE_CHECKING:
@@ -166,6 +166,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     padded = source.normal(3, 512)
     padded[1] = 0.0
     yield from _both("a row of zeros", source, padded)
+    broken = source.normal(4, 512)
+    broken[1, 7] = float("nan")
+    yield Sample("NaN in a row", (broken, None, source.normal(512), 1e-6, None))
 
 
 def _both(name: str, source: Source, x: torch.Tensor, epsilon: float = 1e-6) -> Iterator[Sample]:
@@ -175,21 +178,35 @@ def _both(name: str, source: Source, x: torch.Tensor, epsilon: float = 1e-6) -> 
     yield Sample(f"{name}, residual", (x, residual.to(x.dtype), weight, epsilon, None))
 
 
-def _served(sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
-    weight = source.normal(sizes.hidden)
-    per_head = source.normal(sizes.head_size)
-    width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_size
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    source = Source(dtype, device, large)
+    eps = sizes.epsilon
     for tokens in sizes.tokens:
-        x = source.normal(tokens, sizes.hidden)
-        residual = source.normal(tokens, sizes.hidden)
-        yield Sample(f"{tokens} x {sizes.hidden}", (x, None, weight, 1e-6, None), ("x",))
-        both = (x, residual, weight, 1e-6, None)
-        yield Sample(f"{tokens} x {sizes.hidden}, residual", both, ("x", "residual"))
-        query = source.normal(tokens, width)[:, : sizes.heads * sizes.head_size]
-        query = query.view(tokens, sizes.heads, sizes.head_size)
-        name = f"{tokens} x {sizes.heads} heads of {sizes.head_size}, strided out of qkv"
-        yield Sample(name, (query, None, per_head, 1e-6, None), ("x",))
+        if sizes.hidden is not None:
+            weight = source.normal(sizes.hidden)
+            x, residual = (_activations(source, large, tokens, sizes.hidden) for _ in range(2))
+            name = f"{tokens} x {sizes.hidden}{', large' * large}"
+            yield Sample(name, (x, None, weight, eps, None))
+            yield Sample(f"{name}, residual", (x.clone(), residual, weight, eps, None))
+        if sizes.heads is not None and sizes.kv_heads is not None and sizes.head_size is not None:
+            width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_size
+            query = _activations(source, large, tokens, width)[:, : sizes.heads * sizes.head_size]
+            query = query.view(tokens, sizes.heads, sizes.head_size)
+            name = f"{tokens} x {sizes.heads} heads of {sizes.head_size}, strided out of qkv"
+            per_head = source.normal(sizes.head_size)
+            yield Sample(f"{name}{', large' * large}", (query, None, per_head, eps, None))
+
+
+def _activations(source: Source, large: bool, *shape: int) -> torch.Tensor:
+    """Rows of a residual stream; in every 16th one epsilon matters, and one of 64 is zero."""
+    if large:
+        return source.spiked(*shape, scale=30.0, peak=peak(source.dtype))
+    x = source.normal(*shape)
+    x[5::16] *= 1e-3
+    x[9::64] = 0.0
+    return x
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
@@ -221,6 +238,15 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("variance_size is no int", "variance_size", variance_size=2.5)
 
 
+def _layer(weight: torch.Tensor | None, epsilon: float, variance_size: int | None) -> object:
+    return SimpleNamespace(
+        weight=weight,
+        has_weight=weight is not None,
+        variance_epsilon=epsilon,
+        variance_size_override=variance_size,
+    )
+
+
 SPEC = OpSpec(
     oracle=rms_norm,
     variants=(
@@ -238,6 +264,7 @@ SPEC = OpSpec(
     check=_check,
     samples=_samples,
     served=_served,
+    by_token=frozenset({"x", "residual"}),
     bad_inputs=_bad_inputs,
     tolerances={
         "float32": Tolerance(
@@ -266,4 +293,5 @@ SPEC = OpSpec(
             "variance_size": lambda layer: getattr(layer, "variance_size_override", None),
         }
     ),
+    layer=_layer,
 )

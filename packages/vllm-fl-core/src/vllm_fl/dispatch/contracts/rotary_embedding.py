@@ -208,14 +208,18 @@ def _check_positions(position_ids: Any, query: torch.Tensor, max_position: int) 
 
 
 def _tables(
-    source: Source, max_position: int, rotary: int, dtype: torch.dtype | None = None
+    source: Source,
+    max_position: int,
+    rotary: int,
+    dtype: torch.dtype | None = None,
+    base: float = 10000.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin as a vLLM layer passes them: views of one cache."""
     import torch
 
     exponents = torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary
     positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
-    angles = positions[:, None] * 10000.0**-exponents
+    angles = positions[:, None] * base**-exponents
     cache = torch.cat((angles.cos(), angles.sin()), dim=-1).to(source.device, dtype or source.dtype)
     return cache[:, : rotary // 2], cache[:, rotary // 2 :]
 
@@ -231,10 +235,10 @@ def _positions(
 
 
 def _heads(
-    source: Source, tokens: int, heads: int, kv_heads: int, head_size: int
+    source: Source, tokens: int, heads: int, kv_heads: int, head_size: int, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query and key as a model passes them: strided views of one qkv buffer."""
-    qkv = source.normal(tokens, (heads + 2 * kv_heads) * head_size)
+    qkv = source.normal(tokens, (heads + 2 * kv_heads) * head_size, scale=scale)
     q, k, _ = qkv.split((heads * head_size, kv_heads * head_size, kv_heads * head_size), dim=-1)
     return q.view(tokens, heads, head_size), k.view(tokens, kv_heads, head_size)
 
@@ -284,14 +288,40 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("1 pair", (q, k, *_tables(source, 1, 2), _positions(source, 2, 1), False))
 
 
-def _served(sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
-    cos, sin = _tables(source, 2048, sizes.rotary)
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    heads, kv_heads, head_size = sizes.heads, sizes.kv_heads, sizes.head_size
+    if heads is None or kv_heads is None or head_size is None or sizes.rotary is None:
+        return
+    source, scale = Source(dtype, device, large), 1e3 if large else 1.0
+    if large and str(dtype) != "torch.float16":
+        scale = 3e4  # beyond fp16's range
+    base = 500000.0 if large else 10000.0
+    cos, sin = _tables(source, sizes.max_position, sizes.rotary, base=base)
     for tokens in sizes.tokens:
-        q, k = _heads(source, tokens, sizes.heads, sizes.kv_heads, sizes.head_size)
-        name = f"{tokens} x {sizes.heads}+{sizes.kv_heads} heads of {sizes.head_size}"
-        args = (q, k, cos, sin, _positions(source, tokens, 2048), False)
-        yield Sample(name, args, ("query", "key", "position_ids"))
+        for interleaved in (False, True):
+            q, k = _heads(source, tokens, heads, kv_heads, head_size, scale)
+            at = _served_positions(source, tokens, sizes.max_position, large)
+            name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
+            name += ", interleaved" * interleaved + ", large" * large
+            yield Sample(name, (q, k, cos, sin, at, interleaved), scale)
+
+
+def _served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
+    """Positions all over the model's length, its ends and the powers of two among them."""
+    import torch
+
+    edges = [0, max_position - 1, *(p + d for p in _POWERS for d in (-1, 0))]
+    edges = [p for p in edges if 0 <= p < max_position][:: -1 if large else 1]
+    spread = torch.arange(tokens, device=source.device) * 7919 + 13 + large
+    positions = spread % max_position
+    places = torch.arange(0, tokens, 4, device=source.device)[: len(edges)]
+    positions[places] = torch.tensor(edges, device=source.device)[: len(places)]
+    return positions
+
+
+_POWERS = tuple(2**n for n in range(11, 24))
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
@@ -355,6 +385,7 @@ SPEC = OpSpec(
     check=_check,
     samples=_samples,
     served=_served,
+    by_token=frozenset({"query", "key", "position_ids"}),
     bad_inputs=_bad_inputs,
     tolerances={
         "float32": Tolerance(

@@ -10,7 +10,7 @@ from .spec import ModelSizes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Source", "bad_gated_inputs", "gated_inputs", "served_gated_inputs"]
+__all__ = ["Source", "bad_gated_inputs", "gated_inputs", "peak", "served_gated_inputs"]
 
 UNIQUE_ROWS = 257
 """Rows that are drawn; a larger tensor repeats them. Prime, so that a kernel which takes a wrong
@@ -23,14 +23,16 @@ class Source:
     Args:
         dtype: dtype of the tensors, unless a draw names another.
         device: where they are put. Numbers are drawn on the CPU in fp32 and rounded.
+        large: whether it is the stream for values as large as activations get, which gives other
+            numbers.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, large: bool = False) -> None:
         import torch
 
         self.dtype = dtype
         self.device = torch.device(device)
-        self._generator = torch.Generator("cpu").manual_seed(20240229)
+        self._generator = torch.Generator("cpu").manual_seed(20240229 + large)
 
     def normal(
         self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None
@@ -47,6 +49,24 @@ class Source:
             return block
         return block[torch.arange(shape[0], device=self.device) % rows]
 
+    def spiked(self, *shape: int, scale: float, peak: float) -> torch.Tensor:
+        """Normal numbers of `scale` in which some features are `peak` or -`peak`.
+
+        Large models have such features in a few channels (Sun et al., "Massive Activations in
+        Large Language Models", arXiv:2402.17762).
+        """
+        import torch
+
+        block = self.normal(*shape, scale=scale)
+        spikes = block[..., 3::61]
+        spikes.copy_(torch.where(spikes > 0, peak, -peak))
+        return block
+
+
+def peak(dtype: torch.dtype) -> float:
+    """The largest activation that samples have: beyond fp16's range where `dtype` goes farther."""
+    return 3e4 if str(dtype) == "torch.float16" else 1e5
+
 
 def gated_inputs(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, x) for an op of the form act(x[..., :d]) * x[..., d:]."""
@@ -62,14 +82,29 @@ def gated_inputs(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
     far[:, :256] *= 300.0  # act(x) is x or 0 here; exp(x) overflows
     yield "gate far from zero", far
     yield "small values", source.normal(4, 2 * 256, scale=1e-2)
+    broken = source.normal(5, 2 * 256)
+    broken[1, 7], broken[3, 300] = float("nan"), float("inf")
+    yield "NaN and infinity", broken
     yield "slice of a wider buffer", source.normal(6, 2 * 96 + 32)[:, 16 : 16 + 2 * 96]
     yield "every other row", source.normal(8, 2 * 64)[::2]
 
 
-def served_gated_inputs(sizes: ModelSizes, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, x) of the gated MLP of a served model."""
+def served_gated_inputs(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool
+) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """(name, x, scale) of the gated MLP of a served model."""
+    if sizes.intermediate is None:
+        return
+    source, d = Source(dtype, device, large), sizes.intermediate
     for tokens in sizes.tokens:
-        yield f"{tokens} x 2*{sizes.intermediate}", source.normal(tokens, 2 * sizes.intermediate)
+        x, scale = source.normal(tokens, 2 * d), 1.0
+        if large:
+            # The products stay below fp16's 65504; in wider dtypes they go beyond it.
+            most = 100.0 if str(dtype) == "torch.float16" else 1e3
+            scale = 3 * most
+            x[:, :d] = source.spiked(tokens, d, scale=4.0, peak=most)
+            x[:, d:] = source.spiked(tokens, d, scale=most / 2, peak=scale)
+        yield f"{tokens} x 2*{d}{', large' * large}", x, scale
 
 
 def bad_gated_inputs(source: Source) -> Iterator[tuple[str, object]]:

@@ -46,9 +46,11 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         yield Sample(name, (x,))
 
 
-def _served(sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    for name, x in served_gated_inputs(sizes, Source(dtype, device)):
-        yield Sample(name, (x,), ("x",))
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    for name, x, scale in served_gated_inputs(sizes, dtype, device, large):
+        yield Sample(name, (x,), scale)
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
@@ -63,6 +65,7 @@ SPEC = OpSpec(
     check=_check,
     samples=_samples,
     served=_served,
+    by_token=frozenset({"x"}),
     bad_inputs=_bad_inputs,
     tolerances={
         "float32": Tolerance(

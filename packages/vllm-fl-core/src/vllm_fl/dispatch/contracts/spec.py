@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ class Sample:
     Args:
         name: what is special about it (`1 token`, `strided qkv view`).
         args: one value per parameter of the contract, in order.
-        by_token: the parameters that have one row per token, where each row of the results
-            depends on the same row of these alone: a large batch may be compared on some rows.
+        scale: the magnitude of the values, without unit: the contract's `atol`, which is meant for
+            values of magnitude 1, counts that many times.
     """
 
     name: str
     args: tuple[Any, ...]
-    by_token: tuple[str, ...] = ()
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,28 @@ class Tolerance:
 class ModelSizes:
     """The sizes of a served model, for samples of its own shapes (per rank).
 
+    A size that the model's configuration does not tell is None, and has no samples.
+
     Args:
         hidden: features of the residual stream.
         intermediate: features of one half of the gated MLP.
         heads, kv_heads: query and key heads.
         head_size: features of one head.
         rotary: how many of them rotate.
-        tokens: the batch sizes to try, in tokens (one, and the largest batch).
+        tokens: the batch sizes to try, in tokens; the last one is the largest batch.
+        max_position: the model's length: positions run from 0 to max_position - 1.
+        epsilon: what the model's norms add to the mean of squares.
     """
 
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    rotary: int
+    hidden: int | None
+    intermediate: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_size: int | None
+    rotary: int | None
     tokens: tuple[int, ...] = (1,)
+    max_position: int = 2048
+    epsilon: float = 1e-6
 
 
 @dataclass(frozen=True)
@@ -147,13 +153,19 @@ class OpSpec:
         check: the parameters -> None, or (parameter, what is wrong with it). Called only after an
             exception, and by the conformance kit: never on a call path.
         samples: (dtype, device) -> the calls that every implementation must get right.
-        served: (ModelSizes, dtype, device) -> the same for one model's own sizes.
+        served: (ModelSizes, dtype, device, large) -> the same for one model's own sizes; with
+            `large` the values are as large as activations get. Both give the same calls, in the
+            same order and layout, with other values.
+        by_token: the parameters that have one row per token, in the first dimension. Each row of
+            every result depends on the same row of these alone.
         bad_inputs: (dtype, device) -> calls that `check` must refuse.
         tolerances: per dtype name (`float32`, `float16`, `bfloat16`).
         consumable: the parameters that an implementation may declare in `consumes`. It may then
             overwrite them in the calls whose variant has results to put there (`overwrites`).
         from_layer: parameter -> how a vLLM layer provides it. The method form of the op is the
             contract without these parameters.
+        layer: the parameters of `from_layer`, by name -> an object that provides them, as a layer
+            of vLLM's would: for implementations that take the layer, where there is no model.
     """
 
     oracle: Callable[..., Any]
@@ -161,13 +173,15 @@ class OpSpec:
     fake: Callable[..., Any]
     check: Callable[..., tuple[str, str] | None]
     samples: Callable[[torch.dtype, torch.device], Iterable[Sample]]
-    served: Callable[[ModelSizes, torch.dtype, torch.device], Iterable[Sample]]
+    served: Callable[..., Iterable[Sample]]
+    by_token: frozenset[str]
     bad_inputs: Callable[[torch.dtype, torch.device], Iterable[BadInput]]
     tolerances: Mapping[str, Tolerance]
     consumable: frozenset[str] = frozenset()
     from_layer: Mapping[str, Callable[[Any], Any]] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    layer: Callable[..., object] = SimpleNamespace
 
     @property
     def name(self) -> str:

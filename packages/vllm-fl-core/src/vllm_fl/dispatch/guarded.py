@@ -1,0 +1,211 @@
+"""Arguments on guarded memory: what a call writes beside its views, or over an argument, is seen.
+
+Each storage is copied between two guards. What no view covers, the guards and the gaps of strided
+views, holds NaN (0 in integers), so that a kernel that reads it computes NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["Guarded", "guarded", "rows_of"]
+
+GUARD = 256
+"""Elements before and after each storage; a multiple of every usual alignment."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class _Storage:
+    """One storage: its memory with the guards, and the arguments that are views of it."""
+
+    memory: torch.Tensor
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    before: torch.Tensor | None = None
+
+    def poison(self) -> None:
+        """Fill everything that no view covers."""
+        uncovered = torch.ones_like(self.memory, dtype=torch.bool)
+        for view in self.views.values():
+            _same_place(view, uncovered).fill_(False)
+        self.memory.masked_fill_(uncovered, _poison(self.memory.dtype))
+
+    def remember(self) -> None:
+        """Take what is there now for what must be there after a call."""
+        self.before = _bits(self.memory).clone()
+
+    def disturbance(self, consumed: Collection[str]) -> tuple[str, int] | None:
+        """(the argument that was overwritten, or empty; how many elements); None for nothing."""
+        assert self.before is not None
+        now = _bits(self.memory)
+        if torch.equal(now, self.before):
+            return None
+        changed = now != self.before
+        for name in consumed:
+            if name in self.views:
+                _same_place(self.views[name], changed).fill_(False)
+        if not bool(changed.any()):
+            return None
+        count = int(changed.sum())
+        for name, view in self.views.items():
+            if name not in consumed and bool(_same_place(view, changed).any()):
+                return name, count
+        return "", count
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """The arguments of one call, on guarded memory.
+
+    Args:
+        arguments: by parameter, in the contract's order.
+        storages: what the tensors among them lie in.
+    """
+
+    arguments: Mapping[str, Any]
+    storages: Sequence[_Storage]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments, in order."""
+        return tuple(self.arguments.values())
+
+    def remember(self) -> None:
+        """Note what the memory holds, before a call."""
+        for storage in self.storages:
+            storage.remember()
+
+    def disturbance(self, consumed: Collection[str]) -> tuple[str, str, int] | None:
+        """What a call has written and had no right to.
+
+        Args:
+            consumed: the arguments that it may overwrite.
+
+        Returns:
+            (the overwritten argument or empty, the arguments in that storage, how many elements),
+            or None.
+        """
+        for storage in self.storages:
+            found = storage.disturbance(consumed)
+            if found is not None:
+                return found[0], " and ".join(repr(name) for name in storage.views), found[1]
+        return None
+
+
+def guarded(arguments: Mapping[str, Any], by_token: Collection[str] = ()) -> Guarded:
+    """Copy the arguments onto guarded memory; views of one storage stay that, strides included.
+
+    Args:
+        arguments: by parameter, in the contract's order.
+        by_token: the activations. The others, weights and tables, are made outside inference mode
+            as a model's are, whatever mode is on.
+    """
+    storages: dict[int, _Storage] = {}
+    activations = {
+        arg.untyped_storage().data_ptr()
+        for name, arg in arguments.items()
+        if isinstance(arg, torch.Tensor) and name in by_token
+    }
+    laid: dict[str, Any] = {}
+    for name, arg in arguments.items():
+        if not isinstance(arg, torch.Tensor):
+            laid[name] = arg
+            continue
+        place = arg.untyped_storage().data_ptr()
+        weights = place not in activations
+        with torch.inference_mode(False) if weights else contextlib.nullcontext():
+            if place not in storages or storages[place].memory.dtype != arg.dtype:
+                place = place if place not in storages else -len(storages) - 1
+                storages[place] = _Storage(_copied(arg))
+            storage = storages[place]
+            view = storage.memory.as_strided(arg.shape, arg.stride(), GUARD + arg.storage_offset())
+        storage.views[name] = laid[name] = view
+    for storage in storages.values():
+        with torch.inference_mode(storage.memory.is_inference()):
+            storage.poison()
+    return Guarded(laid, tuple(storages.values()))
+
+
+def rows_of(
+    pool: Mapping[str, torch.Tensor], rows: torch.Tensor, into: Guarded | None = None
+) -> Guarded:
+    """Rows of the activations `pool`, in its layout, on guarded memory.
+
+    Args:
+        pool: by parameter; each has one row per token in its first dimension.
+        rows: which of its rows, in order; (tokens,), int64, on the pool's device.
+        into: arguments that an earlier call gave for as many rows: their memory is written anew.
+    """
+    written = iter(into.storages) if into is not None else None
+    storages: list[_Storage] = []
+    laid: dict[str, torch.Tensor] = {}
+    for names in _by_storage(pool):
+        first = pool[names[0]]
+        width = first.stride(0)
+        whole = first.as_strided((len(first), width), (width, 1), 0)
+        if written is None:
+            memory = first.new_empty(2 * GUARD + len(rows) * width)
+            memory[:GUARD] = memory[len(memory) - GUARD :] = _poison(memory.dtype)
+            storage = _Storage(memory)
+        else:
+            storage = next(written)
+        inner = storage.memory[GUARD : GUARD + len(rows) * width].view(len(rows), width)
+        torch.index_select(whole, 0, rows, out=inner)
+        for name in names:
+            arg = pool[name]
+            storage.views[name] = laid[name] = storage.memory.as_strided(
+                (len(rows), *arg.shape[1:]), arg.stride(), GUARD + arg.storage_offset()
+            )
+        storages.append(storage)
+    return Guarded({name: laid[name] for name in pool}, tuple(storages))
+
+
+def poisoned(pool: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy of the activations in which everything beside their views is poison."""
+    laid: dict[str, torch.Tensor] = {}
+    for names in _by_storage(pool):
+        first = pool[names[0]]
+        width, rows = first.stride(0), len(first)
+        memory = first.new_full((rows * width,), _poison(first.dtype))
+        for name in names:
+            arg = pool[name]
+            laid[name] = memory.as_strided(arg.shape, arg.stride(), arg.storage_offset())
+            laid[name].copy_(arg)
+    return {name: laid[name] for name in pool}
+
+
+def _by_storage(pool: Mapping[str, torch.Tensor]) -> Iterable[list[str]]:
+    groups: dict[tuple[int, torch.dtype], list[str]] = {}
+    for name, arg in pool.items():
+        groups.setdefault((arg.untyped_storage().data_ptr(), arg.dtype), []).append(name)
+    return groups.values()
+
+
+def _copied(arg: torch.Tensor) -> torch.Tensor:
+    """The whole storage of `arg` between two guards."""
+    size = arg.untyped_storage().nbytes() // arg.element_size()
+    memory = torch.empty(size + 2 * GUARD, dtype=arg.dtype, device=arg.device)
+    memory[GUARD : GUARD + size] = arg.detach().as_strided((size,), (1,), 0)
+    return memory
+
+
+def _same_place(view: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """The elements of `memory` at which `view` has its own."""
+    return memory.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits as integers: NaN equals itself then, and 0.0 is not -0.0."""
+    if tensor.is_floating_point():
+        return tensor.view(_BITS[tensor.element_size()])
+    return tensor
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point else 0

@@ -1,0 +1,50 @@
+"""What of the whole process a kernel must leave as it was: torch's modes and random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["changed", "restore", "state_of"]
+
+
+def state_of(device: torch.device) -> dict[str, Any]:
+    """What is set now, by the name that a person would use for it."""
+    state = {
+        "the default dtype": torch.get_default_dtype(),
+        "the number of threads": torch.get_num_threads(),
+        "the grad mode": torch.is_grad_enabled(),
+        "the deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "the precision of float32 products": torch.get_float32_matmul_precision(),
+        "the random numbers of the CPU": torch.get_rng_state(),
+    }
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    if hasattr(module, "get_rng_state"):
+        state[f"the random numbers of {device}"] = module.get_rng_state(device)
+    return state
+
+
+def changed(before: dict[str, Any], device: torch.device) -> str | None:
+    """The first thing that is set otherwise than `before`, with both values; None for none."""
+    for name, now in state_of(device).items():
+        then = before[name]
+        if isinstance(now, torch.Tensor):
+            if not torch.equal(now, then):
+                return name
+        elif now != then:
+            return f"{name} from {then} to {now}"
+    return None
+
+
+def restore(before: dict[str, Any], device: torch.device) -> None:
+    """Set everything as it was."""
+    torch.set_default_dtype(before["the default dtype"])
+    torch.set_num_threads(before["the number of threads"])
+    torch.set_grad_enabled(before["the grad mode"])
+    torch.use_deterministic_algorithms(before["the deterministic mode"])
+    torch.set_float32_matmul_precision(before["the precision of float32 products"])
+    torch.set_rng_state(before["the random numbers of the CPU"])
+    key = f"the random numbers of {device}"
+    if key in before:
+        torch.get_device_module(device).set_rng_state(before[key], device)
