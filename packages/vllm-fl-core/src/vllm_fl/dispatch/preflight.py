@@ -57,6 +57,10 @@ POOL = 256
 SECONDS = 1.0
 """What one implementation may cost beyond the counts that are always tried: the rest is thinned."""
 
+COMPILE_SECONDS = 4.0
+"""How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
+seconds for each when its cache is cold."""
+
 LARGE_COUNTS = (1, 7, 64, 256)
 """Token counts of the large values: what they show lies in the numbers, not in the sizes."""
 
@@ -88,6 +92,7 @@ def find_faults(
     *,
     compares: bool = True,
     compiled: Mapping[tuple[str, str], Callable[..., Any]] | None = None,
+    backend: str = "inductor",
     layer_for: LayerFactory | None = None,
     seed: int | None = None,
 ) -> Findings:
@@ -100,7 +105,9 @@ def find_faults(
         sizes: the model's sizes; None where its configuration does not tell them.
         compares: whether results are compared with the oracle; otherwise they must only run.
         compiled: (op, impl id) -> the implementation as it is handed to the compiler, a function of
-            the contract's parameters: for those that the model will be compiled with.
+            the contract's parameters: for those that the model will be compiled with. All are
+            traced; they are lowered, too, while time is left for it.
+        backend: what lowers them: `inductor`, or `aot_eager`, which traces only.
         layer_for: who makes the layer for an implementation that needs one; None takes the
             contract's stand-in.
         seed: for the token counts that are drawn anew at each start; None draws one. It is logged.
@@ -110,6 +117,7 @@ def find_faults(
     trials: dict[str, _Trials] = {}
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
+    compiling = _Compiling(backend)
     with _Watch() as watch:
         for impl in impls:
             key = impl.op_name, impl.impl_id
@@ -117,7 +125,7 @@ def find_faults(
             if trial is None:
                 spec = contracts()[impl.op_name]
                 trial = trials[impl.op_name] = _Trials(spec, dtype, device, sizes, seed)
-            run = _Run(trial, impl, compares, layer_for, compiled.get(key), watch)
+            run = _Run(trial, impl, compares, layer_for, compiled.get(key), compiling, watch)
             fault = run.fault()
             if fault is not None:
                 findings.faults[key] = fault
@@ -127,6 +135,8 @@ def find_faults(
         torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
     trials.clear()
     _release(device)
+    if compiling.skipped:
+        findings.remarks.append(f"traced, not lowered: {', '.join(sorted(compiling.skipped))}")
     if thinned:
         findings.remarks.append(f"fewer token counts than usual for {', '.join(sorted(thinned))}")
     return findings
@@ -264,6 +274,21 @@ def _repeated(order: torch.Tensor, count: int) -> torch.Tensor:
     return order.repeat(-(-count // len(order)))[:count]
 
 
+class _Compiling:
+    """What lowers the compiled forms, and how much time is left for it."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.skipped: set[str] = set()
+        self._until: float | None = None
+
+    def has_time(self) -> bool:
+        """Whether another form may be lowered; the first one always may."""
+        if self._until is None:
+            self._until = time.monotonic() + COMPILE_SECONDS
+        return time.monotonic() < self._until
+
+
 class _Stop(Exception):
     """A fault was found: why the implementation must not serve."""
 
@@ -282,8 +307,10 @@ class _Run:
         compares: bool,
         layer_for: LayerFactory | None,
         compiled: Callable[..., Any] | None,
+        compiling: _Compiling,
         watch: _Watch,
     ) -> None:
+        self.compiling = compiling
         self.watch, self.was_slow = watch, False
         self.trials, self.impl, self.compares = trials, impl, compares
         self.spec, self.layer_for = trials.spec, layer_for
@@ -423,28 +450,37 @@ class _Run:
         if self.compiled is None:
             return
         for form in self.trials.forms:
-            torch._dynamo.reset()
-            call = torch.compile(self.compiled, fullgraph=True, dynamic=True)
             form.switch(large=False)
-            for count in COMPILED_COUNTS:
-                if count > self.trials.largest:
-                    continue
-                where = f"compiled, {count} x {form.name}, {dtype_name(self.trials.dtype)}"
-                order = self.trials.order(count, 0)[:count]
-                args = form.call(rows_of(form.pool(False), _repeated(order, count))).args
-                try:
-                    got = self._timed(where, partial(call, *args), compiles=True)
-                except NotImplementedError as error:
-                    self.refusals.append(f"{where}: {error}")
-                    break
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:
-                    raise _Stop(f"it cannot be compiled: {told(error)} ({where})", error) from error
-                if self.compares:
-                    _, problem = worst(got, form.wanted(False, order, got))
-                    if problem:
-                        raise _Stop(f"it is wrong: {problem} ({where})")
+            self._lowered(form, "aot_eager")
+            if self.compiling.backend == "inductor":
+                if self.compiling.has_time():
+                    self._lowered(form, "inductor")
+                else:
+                    self.compiling.skipped.add(f"{self.spec.name} of {self.impl.impl_id}")
+
+    def _lowered(self, form: _Form, backend: str) -> None:
+        torch._dynamo.reset()
+        call = torch.compile(self.compiled, fullgraph=True, dynamic=True, backend=backend)
+        for count in COMPILED_COUNTS:
+            if count > self.trials.largest:
+                continue
+            how = f"compiled by {backend}, {count} x {form.name}"
+            where = f"{how}, {dtype_name(self.trials.dtype)}"
+            order = self.trials.order(count, 0)[:count]
+            args = form.call(rows_of(form.pool(False), _repeated(order, count))).args
+            try:
+                got = self._timed(where, partial(call, *args), compiles=True)
+            except NotImplementedError as error:
+                self.refusals.append(f"{where}: {error}")
+                return
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                raise _Stop(f"it cannot be compiled: {told(error)} ({where})", error) from error
+            if self.compares:
+                _, problem = worst(got, form.wanted(False, order, got))
+                if problem:
+                    raise _Stop(f"it is wrong: {problem} ({where})")
 
     def _timed(self, where: str, run: Callable[[], Any], *, compiles: bool = False) -> Any:
         """Run it, named in the log while it takes long; two slow calls in a row end its candidacy.

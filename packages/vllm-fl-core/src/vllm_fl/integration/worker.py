@@ -253,6 +253,7 @@ class _Preflight:
             self.sizes,
             compares=self.how == "verify",
             compiled=compiled,
+            backend=_lowering(self.config, self.device),
             layer_for=layer_for,
             seed=self.seed,
         )
@@ -266,6 +267,12 @@ class _Preflight:
         unknown = [f.name for f in fields(self.sizes) if getattr(self.sizes, f.name) is None]
         told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
+
+
+def _lowering(vllm_config: VllmConfig, device: torch.device) -> str:
+    """What the compiled model is lowered by, as far as we can call it without vLLM's passes."""
+    ours = vllm_config.compilation_config.backend in ("", "inductor")
+    return "inductor" if ours and device.type in ("cpu", "cuda") else "aot_eager"
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:

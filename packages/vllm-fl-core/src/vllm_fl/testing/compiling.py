@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,7 @@ def tracing(subject: Subject, dtype: str, sample: str) -> None:
     for small, large in served:
         if subject.accepts(small):
             seen.add(pattern(small))
-            compiled, graphs = _compiled(subject)
-            _mark_batch(small, large)
+            compiled, graphs = _compiled(subject, _varying(small, large))
             for each in (small, large):
                 judge(compare(compiled, subject.spec, each, kind), each, skips=False)
             assert len(graphs) == 1, (
@@ -67,8 +66,15 @@ def opcheck(subject: Subject, dtype: str, sample: str) -> None:
                 raise AssertionError(f"{each.name}: {error}") from error
 
 
-def _compiled(subject: Subject) -> tuple[OpImpl, list[torch.fx.GraphModule]]:
-    """The implementation as compiled code calls it, and the graphs that it was compiled to."""
+def _compiled(
+    subject: Subject, varying: Sequence[tuple[int, int]] = ()
+) -> tuple[OpImpl, list[torch.fx.GraphModule]]:
+    """The implementation as compiled code calls it, and the graphs that it was compiled to.
+
+    Args:
+        subject: the implementation.
+        varying: (argument, dimension) of the sizes that the compiler is told to vary.
+    """
     torch._dynamo.reset()  # another implementation's code may have been compiled before
     graphs: list[torch.fx.GraphModule] = []
     lower = torch._dynamo.lookup_backend("aot_eager")
@@ -82,7 +88,13 @@ def _compiled(subject: Subject) -> tuple[OpImpl, list[torch.fx.GraphModule]]:
     if is_opaque(impl):
         impl = _wrapped(subject, subject.spec.consumable)
     fn = torch.compile(impl.fn, backend=backend, fullgraph=True)
-    return dataclasses.replace(impl, fn=fn), graphs
+
+    def marked(*args: Any) -> Any:
+        for index, dim in varying:
+            torch._dynamo.mark_dynamic(args[index], dim)
+        return fn(*args)
+
+    return dataclasses.replace(impl, fn=marked), graphs
 
 
 def _wrapped(subject: Subject, grants: frozenset[str], last: OpImpl | None = None) -> OpImpl:
@@ -106,14 +118,15 @@ def _oracle(subject: Subject) -> OpImpl:
     return OpImpl(spec.name, "reference.oracle", BackendImplKind.REFERENCE, fn)
 
 
-def _mark_batch(small: Sample, large: Sample) -> None:
-    """Tell the compiler which sizes vary: those in which the two samples differ."""
-    for a, b in zip(small.args, large.args, strict=True):
-        if isinstance(a, torch.Tensor):
-            for dim, sizes in enumerate(zip(a.shape, b.shape, strict=True)):
-                if sizes[0] != sizes[1]:
-                    torch._dynamo.mark_dynamic(a, dim)
-                    torch._dynamo.mark_dynamic(b, dim)
+def _varying(small: Sample, large: Sample) -> list[tuple[int, int]]:
+    """(argument, dimension) of the sizes in which the two samples differ."""
+    return [
+        (index, dim)
+        for index, (a, b) in enumerate(zip(small.args, large.args, strict=True))
+        if isinstance(a, torch.Tensor)
+        for dim, sizes in enumerate(zip(a.shape, b.shape, strict=True))
+        if sizes[0] != sizes[1]
+    ]
 
 
 class _Recorder(TorchDispatchMode):
