@@ -134,30 +134,48 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def serving(subject: Subject, dtype: str, sample: str) -> None:
-    """Some call of a served model is not refused."""
-    reasons = {}
-    for each in subject.served(dtype, subject.sizes.tokens[0]):
-        result = compare(subject.impl, subject.spec, each, _torch(dtype))
-        if result.status != "refused":
-            return
-        reasons[each.name] = result.reason
-    raise AssertionError(f"it refuses every call of a served model: {reasons}")
+    """Some call of a served model is not refused; a dtype as a whole may be, if not every one."""
+    reasons = _refused_by(subject, dtype)
+    if not reasons:
+        return
+    assert any(not _refused_by(subject, other) for other in subject.dtypes if other != dtype), (
+        f"it refuses every call of a served model, in every dtype: {reasons}"
+    )
+    raise Refused(f"{subject.spec.name}: {dtype} is refused: {'; '.join(set(reasons.values()))}")
 
 
 def preflight(subject: Subject, dtype: str, sample: str) -> None:
     """What an engine runs before it serves finds no fault."""
     from ..dispatch.preflight import find_faults
 
+    serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
     faults = find_faults([subject.impl], _torch(dtype), subject.device, subject.sizes)
     assert not faults, f"an engine would demote it at start: {faults}"
+
+
+def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
+    """The reason of each call of a served model, where all are refused; else nothing."""
+    reasons = {}
+    for each in subject.served(dtype, subject.sizes.tokens[0]):
+        result = compare(subject.impl, subject.spec, each, _torch(dtype))
+        if result.status != "refused":
+            return {}
+        reasons[each.name] = _reason(result)
+    return reasons
+
+
+def _reason(refusal: Comparison) -> str:
+    """Why a call was refused."""
+    assert refusal.reason not in ("", "False", "None"), "refused without a reason"
+    return refusal.reason
 
 
 def judge(result: Comparison, sample: Sample | None = None, *, skips: bool = True) -> None:
     """Turn a comparison into what a check raises."""
     if result.status == "refused":
-        assert result.reason not in ("", "False", "None"), "refused without a reason"
+        reason = _reason(result)
         if skips:
-            raise Refused(f"{result.op}: {result.reason}")
+            raise Refused(f"{result.op}: {reason}")
     elif result.status != "ok":
         where = f"{sample.name}: " if sample else ""
         raise AssertionError(f"{where}{result.status}: {result.reason}") from result.error

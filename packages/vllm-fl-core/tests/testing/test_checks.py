@@ -1,0 +1,57 @@
+"""What single checks let pass, and what they skip with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from mutants import sound
+
+from vllm_fl.testing import CHECKS, Failure, failures
+from vllm_fl.testing.subject import Refused, Subject
+
+SERVING = ("serving", "preflight")
+
+
+def only(*dtypes: torch.dtype) -> Any:
+    """`supports` of a kernel for these dtypes."""
+    return lambda x: x.dtype in dtypes or f"no kernel for {x.dtype}"
+
+
+def found(impl: Any, *checks: str) -> list[Failure]:
+    return list(failures(impl, without=CHECKS.keys() - set(checks)))
+
+
+def test_a_dtype_that_is_refused_with_a_reason_is_no_failure() -> None:
+    impl = sound("silu_and_mul", supports=only(torch.float16, torch.bfloat16))
+    assert found(impl, *SERVING) == []
+
+
+@pytest.mark.parametrize("check", SERVING)
+def test_it_is_skipped_with_its_reason(check: str) -> None:
+    subject = Subject(sound("silu_and_mul", supports=only(torch.bfloat16)), torch.device("cpu"))
+    for dtype in ("float32", "float16"):
+        with pytest.raises(Refused, match=f"{dtype} is refused: no kernel for torch.{dtype}"):
+            CHECKS[check].function(subject, dtype, "")
+    CHECKS[check].function(subject, "bfloat16", "")
+
+
+@pytest.mark.parametrize("check", SERVING)
+def test_one_that_refuses_every_dtype_fails(check: str) -> None:
+    told = found(sound("silu_and_mul", supports=only()), check)
+    assert len(told) == 3
+    assert all("every dtype" in one.reason and "no kernel for" in one.reason for one in told)
+
+
+@pytest.mark.parametrize("check", SERVING)
+def test_a_refusal_without_a_reason_fails(check: str) -> None:
+    impl = sound("silu_and_mul", supports=lambda x: x.dtype != torch.float32 or "")
+    assert ["refused without a reason" in one.reason for one in found(impl, check)] == [True]
+
+
+def test_a_dtype_that_is_accepted_and_wrong_still_fails_in_preflight() -> None:
+    impl = sound("silu_and_mul", supports=only(torch.float32))
+    wrong = dataclasses.replace(impl, fn=lambda x: impl.fn(x) + 1)
+    assert [one.case.dtype for one in found(wrong, "preflight")] == ["float32"]
