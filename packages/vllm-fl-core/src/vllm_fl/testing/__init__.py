@@ -22,7 +22,7 @@ pytest then runs, for every op that the installed backend brings and every dtype
 `test_determinism`        the same inputs give the same bits
 `test_refusals`           `supports` gives True or a reason, looks at neither values nor batch, and
                           refuses tensors on another device
-`test_serving`            it takes some call of a served model: one that refuses all of them fails
+`test_serving`            it takes some call of a served model; a dtype may be refused, but not all
 `test_preflight`          an engine that starts with it would keep it
 `test_tracing`            it compiles whole, once for every batch size, with the right numbers
 `test_opcheck`            as an operator of torch.library it keeps its schema and its fake
@@ -31,7 +31,9 @@ pytest then runs, for every op that the installed backend brings and every dtype
 `test_exceptions`         every entry of xfails.toml still names a test
 ========================  =========================================================================
 
-A call that the implementation refuses with a reason is skipped, and pytest prints the reason.
+What the implementation refuses with a reason, a call or a dtype, is skipped, and pytest prints the
+reason. `test_engine` starts one engine for all ops; only where that fails, one more for each op, so
+that the op at fault is named. Whatever happens, none of vLLM's processes is left behind.
 
 **Exceptions are data.** What a backend knowingly does otherwise stands in `xfails.toml`, beside the
 test file, with its reason (`Xfail` has the keys). A test that passes against its entry fails, and
