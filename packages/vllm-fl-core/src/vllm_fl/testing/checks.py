@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,10 +53,14 @@ def values(subject: Subject, dtype: str, sample: str) -> None:
     """The result is the oracle's, its memory its own, and the arguments are as they were."""
     calls: list[tuple[tuple[Any, ...], Any]] = []
     recorded = dataclasses.replace(subject.impl, fn=_recording(subject.impl.fn, calls))
-    judge(compare(recorded, subject.spec, subject.sample(dtype, sample), _torch(dtype)))
+    each = subject.sample(dtype, sample)
+    judge(compare(recorded, subject.spec, each, _torch(dtype)))
     (args, result), *_ = calls
-    taken = dict(zip(subject.spec.parameters, args, strict=True))
-    consumed = subject.spec.consumed(subject.impl.consumes, args)
+    names = subject.spec.parameters
+    if subject.impl.needs_layer:
+        args, names = args[1:], tuple(n for n in names if n not in subject.spec.from_layer)
+    taken = dict(zip(names, args, strict=False))  # what has a default may be left out
+    consumed = subject.spec.consumed(subject.impl.consumes, each.args)
     own: list[torch.Tensor] = []
     for part in tensors(result):
         shared = [n for n, a in taken.items() if isinstance(a, torch.Tensor) and _shares(part, a)]
@@ -71,6 +76,7 @@ def values(subject: Subject, dtype: str, sample: str) -> None:
 
 def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
     """`call_op` blames the caller, by argument, and not the implementation."""
+    subject.needs_no_layer()
     bad = next(b for b in subject.bad_inputs(dtype) if b.name == sample)
     manager = subject.manager()
     try:
@@ -87,6 +93,7 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
 
 def call_op(subject: Subject, dtype: str, sample: str) -> None:
     """Through `call_op`, every argument is intact afterwards, the consumed ones included."""
+    subject.needs_no_layer()
     manager, op = subject.manager(), subject.spec.name
     through = dataclasses.replace(
         subject.impl, fn=lambda *args: manager.call(op, *args), consumes=frozenset()
@@ -101,7 +108,7 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
     """Two calls with the same inputs give the same bits."""
     for each in subject.samples(dtype):
         if subject.accepts(each):
-            first, second = (digest(subject.impl.fn(*fresh(each).args)) for _ in range(2))
+            first, second = (digest(subject.call(fresh(each))) for _ in range(2))
             assert first == second, f"{each.name}: the same inputs gave other bits"
 
 
@@ -112,7 +119,7 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
     is not asked, since PyTorch runs anywhere.
     """
     impl = subject.impl
-    if impl.supports is None:
+    if impl.supports is None or impl.needs_layer:  # of the older form, it is not asked
         return
     device = "meta" if subject.device.type == "cpu" else "cpu"
     for each in subject.samples(dtype):
@@ -191,6 +198,7 @@ def _verdict(impl: OpImpl, sample: Sample) -> bool:
 
 
 def _recording(fn: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)  # where it takes a layer first, it still does
     def recorded(*args: Any) -> Any:
         result = fn(*args)
         calls.append((args, result))

@@ -162,7 +162,7 @@ def _answer_installed(backend: str, device: str, sizes: ModelSizes, left_out: An
 
 def _answers(subject: Subject) -> Answers:
     return {
-        f"{subject.impl.op_name}, {dtype}, {sample.name}": digest(subject.impl.fn(*sample.args))
+        f"{subject.impl.op_name}, {dtype}, {sample.name}": digest(subject.call(sample))
         for dtype in subject.dtypes
         for sample in subject.patterns(dtype)
     }
