@@ -61,8 +61,9 @@ from typing import Any
 
 __all__ = ["SUPPORTED", "interpreted"]
 
-SUPPORTED = ((3, 7), (3, 9))
-"""The first and the last release of Triton whose interpreter is known here."""
+SUPPORTED = ((3, 6), (3, 9))
+"""The first and the last release of Triton whose interpreter is known here. That of 3.6
+fails with numpy 2.4 and later."""
 
 SWITCH = "TRITON_INTERPRET"
 
