@@ -376,7 +376,7 @@ def test_a_run_on_a_stand_in_is_shown_as_emulated_and_a_wrong_one_as_wrong() -> 
     assert both.count("\n## ") == len(RUNS) + 1
 
 
-@pytest.mark.parametrize("change", [{"schema": 2}, {"results": []}])
+@pytest.mark.parametrize("change", [{"schema": 2}, {"results": []}, {"complete": False}])
 def test_what_is_no_run_is_refused(change: dict[str, Any]) -> None:
     run = next(iter(RUNS.values())) | change
     with pytest.raises(ValueError, match=r"x\.json"):

@@ -42,12 +42,14 @@ def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
         runs: file name -> what `vllm-fl verify --json` printed.
 
     Raises:
-        ValueError: a file is of another schema, or holds no result.
+        ValueError: a file is of another schema, holds no result, or not all of a run.
     """
     lines = [INTRODUCTION.rstrip("\n")]
     for name, run in sorted(runs.items()):
         if run.get("schema") != 1 or not run.get("results"):
             raise ValueError(f"{name} is no output of `vllm-fl verify --json` with a result")
+        if not run.get("complete", True):
+            raise ValueError(f"{name} is of a run that was cut short")
         lines += ["", *_section(name, run)]
     return "\n".join(lines) + "\n"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from vllm_fl.dispatch.contracts import ModelSizes
-from vllm_fl.testing import OpConformance
+from vllm_fl.testing import ModelSizes, OpConformance
 
 SMALL = ModelSizes(64, 96, 2, 1, 32, 32, tokens=(1, 7, 20))
 """The interpreter takes seconds for what a GPU does in microseconds."""

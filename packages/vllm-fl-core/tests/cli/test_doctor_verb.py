@@ -290,6 +290,18 @@ class TestInstalled:
         done = fl("doctor", "--json", VLLM_FL_PLUGINS="", VLLM_PLUGINS="fl")
         assert not found(done, "platforms")
 
+    @pytest.mark.parametrize("gone", ["../../bin/acme-tune", "vllm_fl_acme.py"])
+    def test_a_script_may_lie_elsewhere_and_a_module_may_not(
+        self, fl: Command, distribution: Distribution, gone: str
+    ) -> None:
+        """`pip install --target DIR` puts console scripts where RECORD does not say."""
+        site = distribution("vllm-fl-acme")
+        (record,) = (folder / "RECORD" for folder in site.glob("*.dist-info"))
+        present = [str(file.relative_to(site)) for file in record.parent.iterdir()]
+        record.write_text("".join(f"{name},,\n" for name in (*present, gone)))
+        findings = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "half-installed")
+        assert [gone in finding["what"] for finding in findings] == [True] * ("/" not in gone)
+
     def test_a_vllm_outside_the_range(self, fl: Command, distribution: Distribution) -> None:
         distribution("vllm", "0.99.0+empty")
         (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "vllm-range")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from conftest import Command, Plugin
 
@@ -85,3 +87,9 @@ def test_a_secret_in_an_error_is_not_printed(fl: Command) -> None:
     assert done.status == 2
     assert "hf_0123456789" not in done.err
     assert "<redacted>" in done.err
+
+
+def test_the_version(fl: Command) -> None:
+    done = fl("--version")
+    assert done.status == 0
+    assert re.fullmatch(r"vllm-fl: vllm-fl-core \d+\.\d+\S* from /.*/vllm_fl\n", done.out)

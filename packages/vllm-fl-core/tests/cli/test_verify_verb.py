@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pty
@@ -42,6 +43,42 @@ def register_ops():
         made("picky", silu_and_mul, supports=lambda x: x.dim() == 2 or "two dimensions only"),
         made("absent", silu_and_mul, available=lambda: "no absent card"),
         made("careless", silu_and_mul, supports=lambda x: x.no_such_attribute),
+    ]
+"""
+INTERRUPTED = """
+def stop(x):
+    raise KeyboardInterrupt
+
+@hookimpl
+def register_ops():
+    impls = ("acme", silu_and_mul), ("late", stop), ("never", silu_and_mul)
+    return [
+        OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
+        for name, fn in impls
+    ]
+"""
+SLOW = """
+import time
+
+def slow(x):
+    if x.numel() != HANGS:
+        return silu_and_mul(x)
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            pass  # a kernel's own clean-up does not keep it running
+
+def sleepy(x):
+    time.sleep(0.1)
+    return silu_and_mul(x)
+
+@hookimpl
+def register_ops():
+    impls = ("acme", silu_and_mul), ("slow", slow)
+    return [
+        OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
+        for name, fn in impls
     ]
 """
 QUICK = ("--device", "cpu", "--dtype", "float32")
@@ -200,21 +237,10 @@ class TestReport:
     def test_an_interrupted_run_leaves_the_older_one(
         self, fl: Command, plugin: Plugin, tmp_path: Path
     ) -> None:
-        plugin(
-            """
-            def stop(x):
-                raise KeyboardInterrupt
-
-            @hookimpl
-            def register_ops():
-                impl = BackendImplKind.VENDOR
-                return [OpImpl("silu_and_mul", "vendor.acme", impl, stop, "acme")]
-            """
-        )
+        plugin(INTERRUPTED)
         report = tmp_path / "report.md"
         report.write_text("an older one")
-        with pytest.raises(KeyboardInterrupt):
-            fl("verify", *QUICK, "--report", str(report))
+        assert fl("verify", *QUICK, "--report", str(report)).status == 130
         assert report.read_text() == "an older one"
         assert not list(tmp_path.glob(".report.md*"))
 
@@ -283,20 +309,109 @@ def test_torch_that_is_broken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         verify._device(None)
 
 
-def test_a_bar_on_a_terminal(plugin: Plugin, tmp_path: Path) -> None:
-    plugin()
-    reader, terminal = pty.openpty()
-    done = subprocess.run(
-        [sys.executable, "-c", "from vllm_fl.cli import main; main()", "verify", "--json", *QUICK],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "TERM": "xterm", "COLUMNS": "80"},
+class TestALongRun:
+    """What it says meanwhile, and what it gives up."""
+
+    def test_ctrl_c_leaves_what_was_done(self, fl: Command, plugin: Plugin) -> None:
+        plugin(INTERRUPTED)
+        done = fl("verify", *QUICK)
+        assert done.status == 130
+        assert "vendor.acme" in done.out and "interrupted" in done.out
+        assert "interrupted: 1 of 3 done" in done.err
+        assert "Traceback" not in done.err
+        done = fl("verify", "--json", *QUICK)
+        assert done.status == 130
+        answer = done.json()
+        assert answer["complete"] is False
+        assert set(by_impl(answer)) == {"vendor.acme"}
+        assert {left["impl_id"]: left["reason"] for left in answer["not_run"]} == {
+            "vendor.late": "interrupted (float32)",
+            "vendor.never": "interrupted (float32)",
+        }
+
+    def test_a_whole_run_says_so(self, fl: Command, plugin: Plugin) -> None:
+        plugin()
+        assert fl("verify", "--json", *QUICK).json()["complete"] is True
+
+    def test_a_sample_that_takes_too_long_is_given_up_by_name(
+        self, fl: Command, plugin: Plugin
+    ) -> None:
+        plugin(SLOW.replace("!= HANGS", "< 0"))
+        done = fl("verify", "--json", *QUICK, "--timeout", "3")
+        assert done.status == 1
+        results = by_impl(done.json())
+        assert results["vendor.acme"]["findings"] == []
+        first, second, rest = results["vendor.slow"]["findings"]
+        assert first["status"] == second["status"] == rest["status"] == "raised"
+        assert "given up after 3 s" in first["reason"] and "--timeout" in first["reason"]
+        assert rest["sample"] == "(the rest)" and "2 samples" in rest["reason"]
+
+    def test_a_measurement_that_takes_too_long_is_no_finding(
+        self, fl: Command, plugin: Plugin
+    ) -> None:
+        plugin(SLOW.replace("HANGS", str(256 * 6144)))
+        done = fl("verify", "--json", *QUICK, "--impl", "vendor.slow", "--timeout", "5")
+        assert done.status == 0
+        (result,) = done.json()["results"]
+        assert result["call"] is None and result["findings"] == []
+        assert "silu_and_mul vendor.slow float32, measuring: given up" in done.err
+
+    def test_a_call_that_never_comes_back_ends_the_run_by_name(
+        self, plugin: Plugin, tmp_path: Path
+    ) -> None:
+        """Native code sees no signal: here, a thread that only the operating system can end."""
+        plugin(SLOW.replace("time.sleep(0.01)", "signal.pthread_sigmask(*BLOCKED); time.sleep(99)"))
+        (source,) = tmp_path.glob("fl_plugin_*.py")
+        head = "import signal\nBLOCKED = signal.SIG_BLOCK, [signal.SIGALRM]\n"
+        source.write_text(head + source.read_text().replace("!= HANGS", "< 0"))
+        done = by_itself(tmp_path, "--json", *QUICK, "--timeout", "3", settings="GRACE = 0.2")
+        assert done.returncode == 1
+        answer = json.loads(done.stdout)
+        assert answer["complete"] is False and set(by_impl(answer)) == {"vendor.acme"}
+        assert b"vendor.slow float32" in done.stderr and b"does not come back" in done.stderr
+
+    @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+    def test_a_limit_is_a_number_of_seconds(self, fl: Command, plugin: Plugin, text: str) -> None:
+        plugin()
+        done = fl("verify", f"--timeout={text}")
+        assert done.status == 2 and text in done.err
+
+    def test_nothing_is_measured_without_times(self, fl: Command, plugin: Plugin) -> None:
+        plugin()
+        (result,) = fl("verify", "--json", "--no-times", *QUICK).json()["results"]
+        assert result["call"] is None and result["samples"]["ok"] > 5
+
+    def test_lines_where_no_terminal_is(self, plugin: Plugin, tmp_path: Path) -> None:
+        plugin(SLOW.replace("slow)", "sleepy)"))
+        done = by_itself(tmp_path, *QUICK, settings="EVERY = 0.05")
+        assert b"] silu_and_mul vendor.slow float32, " in done.stderr
+        assert b"\x1b" not in done.stderr + done.stdout
+        assert by_itself(tmp_path, *QUICK).stderr == b""
+
+    def test_a_line_for_each_on_a_terminal(self, plugin: Plugin, tmp_path: Path) -> None:
+        plugin(SLOW.replace("slow)", "sleepy)"))
+        reader, terminal = pty.openpty()
+        by_itself(tmp_path, "--json", *QUICK, settings="QUIET = 0.0", stderr=terminal)
+        os.close(terminal)
+        shown = os.read(reader, 65536).decode()
+        os.close(reader)
+        assert "[1/2] silu_and_mul vendor.acme float32" in shown
+        assert "[2/2] silu_and_mul vendor.slow float32" in shown
+
+
+def by_itself(
+    path: Path, *args: str, settings: str = "", stderr: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[bytes]:
+    """`vllm-fl verify` in a process of its own, with other `settings` of the watch."""
+    script = "import sys\nfrom vllm_fl.cli import _watch, main\n"
+    script += f"_watch.{settings}\n" if settings else ""
+    before = os.environ.get("PYTHONPATH", "")
+    return subprocess.run(
+        [sys.executable, "-c", f"{script}sys.exit(main())", "verify", *args],
+        env={**os.environ, "PYTHONPATH": f"{path}:{before}", "TERM": "xterm", "COLUMNS": "80"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=terminal,
-        check=True,
+        stderr=stderr,
+        check=False,
         timeout=300,
     )
-    os.close(terminal)
-    shown = os.read(reader, 65536).decode()
-    os.close(reader)
-    assert "vendor.acme" in shown
-    assert b"\x1b" not in done.stdout

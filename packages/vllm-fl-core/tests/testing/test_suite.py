@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -146,3 +148,43 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, problem: str)
 
 def test_no_file_is_no_exception(tmp_path: Path) -> None:
     assert read_xfails(tmp_path / "xfails.toml", CHECKS) == ()
+
+
+WITHOUT_PYTEST = """
+import sys
+sys.modules["pytest"] = None  # `import pytest` then raises ModuleNotFoundError
+
+import torch
+from vllm_fl import BackendImplKind, OpImpl
+from vllm_fl.testing import CHECKS, ModelSizes, Xfail, failures
+
+def silu_and_mul(x):
+    d = x.shape[-1] // 2
+    return 2 * torch.nn.functional.silu(x[..., :d]) * x[..., d:]
+
+impl = OpImpl("silu_and_mul", "vendor.toy", BackendImplKind.VENDOR, silu_and_mul, "toy")
+print(next(failures(impl)).case.check)
+try:
+    from vllm_fl.testing import OpConformance
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_pytest_the_checks_run_and_the_class_says_what_it_needs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PYTEST],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    check, needs = done.stdout.splitlines()
+    assert check in CHECKS
+    assert needs == "OpConformance needs pytest: pip install 'vllm-fl-core[testing]'"
+
+
+def test_what_is_not_there_is_said_as_ever() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'OpConformity'"):
+        from vllm_fl.testing import OpConformity  # type: ignore[attr-defined]  # noqa: F401

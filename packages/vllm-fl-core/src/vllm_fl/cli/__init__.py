@@ -9,11 +9,23 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ..errors import SettingsError, UnknownOpError, VllmFLError
+from ..plugins import CORE
 from ._show import UsageError, answering, say
 
 __all__ = ["main"]
 
-GOOD, FINDING, USAGE = 0, 1, 2
+GOOD, FINDING, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class _Version(argparse.Action):
+    """Print whose command this is: the distribution, its version, where it lies."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from ._environment import version_of
+
+        where = str(__path__[0]).removesuffix("/cli")
+        say(f"vllm-fl: {CORE} {version_of(CORE) or '(not installed)'} from {where}")
+        parser.exit(GOOD)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,13 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0: good. 1: a finding (a plugin that failed, an op without implementation). 2: usage, or
-        a setting that is wrong.
+        a setting that is wrong. 130: Ctrl-C.
     """
     parser = argparse.ArgumentParser(
         prog="vllm-fl",
         description="Which implementation of an operator runs in vLLM, and why.",
         epilog="Exit status: 0 good, 1 a finding, 2 usage or settings.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for module in pkgutil.iter_modules(__path__):
         if module.name.startswith("_"):
@@ -48,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingsError, UnknownOpError, UsageError) as error:
         say(f"vllm-fl: {error}", error=True)
         return USAGE
+    except KeyboardInterrupt:
+        say("vllm-fl: interrupted", error=True)
+        return INTERRUPTED
     except VllmFLError as error:
         say(f"vllm-fl: {error}", error=True)
         return FINDING

@@ -76,8 +76,9 @@ def _gone(dist: Any) -> str:
     if record is None:
         return "it has no RECORD"
     files = [row[0] for row in csv.reader(record.splitlines()) if row]
-    # Byte code is anybody's to remove: Python writes it again.
-    files = [file for file in files if not file.endswith(".pyc")]
+    # Byte code is anybody's to remove: Python writes it again. What lies outside of the folder,
+    # console scripts and data, is not imported, and `pip install --target` puts it elsewhere.
+    files = [file for file in files if not file.endswith(".pyc") and not file.startswith("..")]
     gone = [file for file in files if not os.path.exists(str(dist.locate_file(file)))]
     if not gone:
         return ""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import os
 import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from ..dispatch.types import AttentionImpl, OpImpl
 from ._environment import device_facts, distributions
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
+from ._watch import TookTooLong, Watch
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +41,15 @@ SIZES = ModelSizes(1024, 3072, 16, 8, 128, 128, tokens=(256,))
 WARM_UP, TIMED_CALLS, TIMED_SECONDS = 4, 30, 1.0
 """Calls that compile, allocate and choose; then those whose median is taken, and after how many
 seconds no further one is begun."""
+
+TIMEOUT = 120.0
+"""Seconds that one sample may take: room for a kernel that is compiled, or built, at its first."""
+
+GIVEN_UP = 2
+"""Samples of one implementation that may take longer, before the rest of them is left out."""
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it."""
 
 DTYPES = ("float32", "float16", "bfloat16")
 STATES = ("ok", "refused", "wrong", "raised")
@@ -55,22 +67,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="what stood in for the hardware; every report of this run says so, and has no times",
     )
+    parser.add_argument("--no-times", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=TIMEOUT,
+        help=f"give up a sample that takes longer; default: {TIMEOUT:.0f}",
+    )
     parser.add_argument(
         "--report", metavar="FILE.md", help="write the tables there too, as Markdown"
     )
 
 
+def _seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return seconds
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when a result is wrong, an implementation raised, or nothing could be run."""
+    """Exit 1 when a result is wrong, one raised or was given up, or nothing could be run."""
     with ExitStack() as stack:
         report = stack.enter_context(ReportFile(arguments.report)) if arguments.report else None
         manager = get_default_manager()
         runnable, not_run = _choose(manager, arguments.op, arguments.impl)
         device = _device(arguments.device)
         facts = device_facts(device)  # asked before anything runs: a broken device tells nothing
-        with redirect_stdout(sys.stderr):  # a compiler's or a kernel's own output is no result
-            dtypes = arguments.dtype or DTYPES
-            results = _run_all(manager, runnable, dtypes, device, timed=not arguments.emulated)
+        timed = not (arguments.emulated or arguments.no_times)
+        work = _Work(manager, runnable, arguments.dtype or DTYPES, device, timed)
         found = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "environment": {
@@ -80,21 +110,44 @@ def run(arguments: argparse.Namespace) -> int:
                 "device": facts,
                 "emulated": arguments.emulated,
             },
-            "results": results,
+            "complete": True,
+            "results": work.results,
             "not_run": not_run,
         }
-        if arguments.json:
-            print_json(**found)
-        else:
-            _show(found)
+
+        def tell() -> None:
+            (print_json if arguments.json else _show)(**found)
+
+        def cut_short(why: str) -> None:
+            """Tell of what was done. A report is left as it was: it would look like a whole one."""
+            not_run.extend(work.left(why))
+            found["complete"] = False
+            tell()
+            say(f"vllm-fl: {why}: {len(work.results)} of {len(work.units)} done", error=True)
+
+        def stuck() -> None:
+            stack.close()
+            cut_short(f"{watch.running} does not come back and cannot be given up")
+            for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
+                stream.flush()
+            os._exit(1)  # the main thread is inside of the call
+
+        watch = Watch(len(work.units), arguments.timeout, stuck)
+        try:
+            with watch, redirect_stdout(sys.stderr):  # a kernel's own output is no result
+                work.run(watch)
+        except KeyboardInterrupt:
+            cut_short("interrupted")
+            return INTERRUPTED
+        tell()
         if report is not None:
             try:
                 report.write(_markdown(found))
             except OSError as error:
                 say(f"vllm-fl: --report {report.path}: {error}; the results are above", error=True)
                 return 1
-    bad = sum(r["samples"]["wrong"] + r["samples"]["raised"] for r in results)
-    return 1 if bad or not results else 0
+    bad = sum(r["samples"]["wrong"] + r["samples"]["raised"] for r in work.results)
+    return 1 if bad or not work.results else 0
 
 
 def _choose(
@@ -168,65 +221,104 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _run_all(
-    manager: OpManager,
-    impls: Sequence[OpImpl],
-    dtypes: Sequence[str],
-    device: torch.device,
-    *,
-    timed: bool,
-) -> list[dict[str, Any]]:
-    results = []
-    units = [
-        (impl, dtype)
-        for impl in impls
-        for dtype in dict.fromkeys(dtypes)
-        if dtype in contracts()[impl.op_name].tolerances
-    ]
-    with _progress(len(units)) as advance:
-        for impl, dtype in units:
-            advance(f"{impl.op_name} {impl.impl_id} {dtype}")
+class _Work:
+    """The units of a run, each an implementation in a dtype, and what came of those that are done.
+
+    Args:
+        manager: knows whose the implementations are.
+        impls, dtypes, device: what is run, and where.
+        timed: whether calls are measured.
+    """
+
+    def __init__(
+        self,
+        manager: OpManager,
+        impls: Sequence[OpImpl],
+        dtypes: Sequence[str],
+        device: torch.device,
+        timed: bool,
+    ) -> None:
+        self.manager, self.device, self.timed = manager, device, timed
+        self.units = [
+            (impl, dtype)
+            for impl in impls
+            for dtype in dict.fromkeys(dtypes)
+            if dtype in contracts()[impl.op_name].tolerances
+        ]
+        self.results: list[dict[str, Any]] = []
+        self._given_up: Counter[tuple[str, str]] = Counter()
+
+    def run(self, watch: Watch) -> None:
+        """Run every unit, one after the other."""
+        for impl, dtype in self.units:
+            watch.begin(f"{impl.op_name} {impl.impl_id} {dtype}")
             start = time.perf_counter()
-            comparisons = list(_compare_all(impl, dtype, device))
+            comparisons = list(self._compare_all(impl, dtype, watch))
             seconds = time.perf_counter() - start
             sound = all(c.status in ("ok", "refused") for c in comparisons)
-            results.append(
+            call = None
+            if self.timed and sound:
+                try:
+                    with watch.call("measuring"):
+                        call = _timed(impl, dtype, self.device)
+                except TookTooLong:
+                    say(f"{watch.running}: given up; --no-times leaves it out", error=True)
+            self.results.append(
                 {
-                    **_identity(manager, impl),
+                    **_identity(self.manager, impl),
                     "dtype": dtype,
                     **_summary(comparisons),
                     "seconds": round(seconds, 3),
-                    "call": _timed(impl, dtype, device) if timed and sound else None,
+                    "call": call,
                 }
             )
-    return results
 
+    def left(self, why: str) -> Iterator[dict[str, Any]]:
+        """What was not run to its end, after a run that was cut short."""
+        dtypes: dict[tuple[str, str], list[str]] = {}
+        for impl, dtype in self.units[len(self.results) :]:
+            dtypes.setdefault((impl.op_name, impl.impl_id), []).append(dtype)
+        for impl in dict.fromkeys(impl for impl, _ in self.units):
+            if names := dtypes.get((impl.op_name, impl.impl_id)):
+                reason = f"{why} ({', '.join(names)})"
+                yield {**_identity(self.manager, impl), "reason": reason}
 
-def _compare_all(impl: OpImpl, dtype_name: str, device: torch.device) -> Iterator[Comparison]:
-    """Every sample; whatever breaks around one is that sample's result, and the rest goes on."""
-    import torch
+    def _compare_all(self, impl: OpImpl, dtype_name: str, watch: Watch) -> Iterator[Comparison]:
+        """Every sample; what breaks around one is that sample's result, and the rest goes on."""
+        import torch
 
-    from ..dispatch.verification import Comparison, compare
+        from ..dispatch.verification import Comparison, compare
 
-    spec = contracts()[impl.op_name]
-    dtype = getattr(torch, dtype_name)
-    fixed = (impl.op_name, impl.impl_id)
-    sample_name = "(making the samples)"
-    samples = iter(spec.samples(dtype, device))
-    while True:
-        try:
-            sample = next(samples)
-        except StopIteration:
-            return
-        except Exception as error:  # after a device error nothing can be made any more
-            reason = f"{type(error).__name__}: {error}"
-            yield Comparison(*fixed, sample_name, dtype_name, "raised", reason=reason, error=error)
-            return
-        try:
-            yield compare(impl, spec, sample, dtype)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            yield Comparison(*fixed, sample.name, dtype_name, "raised", reason=reason, error=error)
+        spec = contracts()[impl.op_name]
+        dtype = getattr(torch, dtype_name)
+        key = (impl.op_name, impl.impl_id)
+
+        def raised(sample: str, reason: str, error: Exception | None = None) -> Comparison:
+            return Comparison(*key, sample, dtype_name, "raised", reason=reason, error=error)
+
+        samples = iter(spec.samples(dtype, self.device))
+        while True:
+            if self._given_up[key] >= GIVEN_UP:
+                yield raised("(the rest)", f"not run, after {GIVEN_UP} samples that were given up")
+                return
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            except Exception as error:  # after a device error nothing can be made any more
+                yield raised("(making the samples)", f"{type(error).__name__}: {error}", error)
+                return
+            try:
+                with watch.call(sample.name):
+                    comparison = compare(impl, spec, sample, dtype)
+            except TookTooLong:
+                self._given_up[key] += 1
+                comparison = raised(
+                    sample.name, f"given up after {watch.limit:g} s (--timeout sets another limit)"
+                )
+            except Exception as error:
+                comparison = raised(sample.name, f"{type(error).__name__}: {error}", error)
+            yield comparison
 
 
 def _timed(impl: OpImpl, dtype_name: str, device: torch.device) -> dict[str, Any] | None:
@@ -287,31 +379,6 @@ def _finite(share: float | None) -> float | None:
     return round(share, 4) if share is not None and math.isfinite(share) else None
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A bar on a terminal's stderr, nothing elsewhere. Gives what names the next unit."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    if not sys.stderr.isatty() or console.is_dumb_terminal:
-        yield lambda name: None
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
-    ) as progress:
-        task = progress.add_task("", total=total)
-        first = True
-
-        def advance(name: str) -> None:
-            nonlocal first
-            progress.update(task, description=name, advance=0 if first else 1)
-            first = False
-
-        yield advance
-
-
 def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
@@ -366,7 +433,7 @@ def _heading(found: dict[str, Any]) -> str:
     )
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(**found: Any) -> None:
     say(_heading(found))
     if found["results"]:
         print_table(HEADINGS, _rows(found["results"]))

@@ -10,7 +10,8 @@
     class TestMyOps(OpConformance):
         backend = "vendor.acme"
 
-pytest then runs, for every op that the installed backend brings and every dtype of its contract:
+`python -m pytest` then runs, for every op that the installed backend brings and every dtype of its
+contract:
 
 ========================  =========================================================================
 `test_availability`       it runs here; where it does not, everything is skipped with its reason
@@ -22,30 +23,59 @@ pytest then runs, for every op that the installed backend brings and every dtype
 `test_determinism`        the same inputs give the same bits
 `test_refusals`           `supports` gives True or a reason, looks at neither values nor batch, and
                           refuses tensors on another device
-`test_serving`            it takes some call of a served model: one that refuses all of them fails
+`test_serving`            it takes some call of a served model; a dtype may be refused, but not all
 `test_preflight`          an engine that starts with it would keep it
 `test_tracing`            it compiles whole, once for every batch size, with the right numbers
 `test_opcheck`            as an operator of torch.library it keeps its schema and its fake
 `test_fork`, `test_spawn` a child process gives the same bits, and gives them in time
-`test_engine`             vLLM serves a tiny model with it (only with `pytest -m engine`)
+`test_engine`             vLLM serves a tiny model with it (only with `-m engine`)
 `test_exceptions`         every entry of xfails.toml still names a test
 ========================  =========================================================================
 
-A call that the implementation refuses with a reason is skipped, and pytest prints the reason.
+What the implementation refuses with a reason, a call or a dtype, is skipped, and pytest prints the
+reason. `test_engine` starts one engine for all ops; only where that fails, one more for each op, so
+that the op at fault is named. Whatever happens, none of vLLM's processes is left behind.
 
 **Exceptions are data.** What a backend knowingly does otherwise stands in `xfails.toml`, beside the
 test file, with its reason (`Xfail` has the keys). A test that passes against its entry fails, and
 so does an entry that names no test: the file never says more than is true.
 
-**Without pytest.** `failures(impl)` runs the same checks on one implementation.
+**Sizes and time.** The class attribute `sizes`, a `ModelSizes`, is the served model whose calls are
+tried (Qwen3-0.6B's where it says nothing): take smaller ones where kernels are interpreted, those
+of your model where a kernel is made for them. `deadline` is the time in seconds that a child
+process may take for one op, 120 where it says nothing: longer where kernels are compiled slowly.
+
+**Without pytest.** `failures(impl)` runs the same checks on one implementation, and imports no
+pytest.
+
+**Triton without a GPU.** `vllm_fl.testing.triton` has Triton's interpreter run your kernels.
 
 Tolerances, samples and bad inputs are the contracts' own: see `vllm_fl.dispatch.contracts`.
 '''
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from ..dispatch.contracts import ModelSizes
 from .cases import CHECKS, Case, Failure, failures
 from .exceptions import Xfail
-from .suite import OpConformance
 
-__all__ = ["CHECKS", "Case", "Failure", "OpConformance", "Xfail", "failures"]
+if TYPE_CHECKING:
+    from .suite import OpConformance
+
+__all__ = ["CHECKS", "Case", "Failure", "ModelSizes", "OpConformance", "Xfail", "failures"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "OpConformance":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from .suite import OpConformance  # needs pytest, which `failures` does without
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        raise ImportError(
+            "OpConformance needs pytest: pip install 'vllm-fl-core[testing]'", name="pytest"
+        ) from error
+    return OpConformance

@@ -53,6 +53,7 @@ def values(subject: Subject, dtype: str, sample: str) -> None:
 
 def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
     """`call_op` blames the caller, by argument, and not the implementation."""
+    subject.needs_no_layer()
     bad = next(b for b in subject.bad_inputs(dtype) if b.name == sample)
     manager = subject.manager()
     try:
@@ -69,6 +70,7 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
 
 def call_op(subject: Subject, dtype: str, sample: str) -> None:
     """Through `call_op`, every argument is intact afterwards, the consumed ones included."""
+    subject.needs_no_layer()
     manager, op = subject.manager(), subject.spec.name
     through = dataclasses.replace(
         subject.impl, fn=lambda *args: manager.call(op, *args), consumes=frozenset()
@@ -83,7 +85,7 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
     """Two calls with the same inputs give the same bits."""
     for each in subject.samples(dtype):
         if subject.accepts(each):
-            first, second = (digest(subject.impl.fn(*fresh(each).args)) for _ in range(2))
+            first, second = (digest(subject.call(fresh(each))) for _ in range(2))
             assert first == second, f"{each.name}: the same inputs gave other bits"
 
 
@@ -94,7 +96,7 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
     is not asked, since PyTorch runs anywhere.
     """
     impl = subject.impl
-    if impl.supports is None:
+    if impl.supports is None or impl.needs_layer:  # of the older form, it is not asked
         return
     device = "meta" if subject.device.type == "cpu" else "cpu"
     for each in subject.samples(dtype):
@@ -116,31 +118,49 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def serving(subject: Subject, dtype: str, sample: str) -> None:
-    """Some call of a served model is not refused."""
-    reasons = {}
-    for each in subject.served(dtype, subject.sizes.tokens[0]):
-        result = compare(subject.impl, subject.spec, each, _torch(dtype))
-        if result.status != "refused":
-            return
-        reasons[each.name] = result.reason
-    raise AssertionError(f"it refuses every call of a served model: {reasons}")
+    """Some call of a served model is not refused; a dtype as a whole may be, if not every one."""
+    reasons = _refused_by(subject, dtype)
+    if not reasons:
+        return
+    assert any(not _refused_by(subject, other) for other in subject.dtypes if other != dtype), (
+        f"it refuses every call of a served model, in every dtype: {reasons}"
+    )
+    raise Refused(f"{subject.spec.name}: {dtype} is refused: {'; '.join(set(reasons.values()))}")
 
 
 def preflight(subject: Subject, dtype: str, sample: str) -> None:
     """What an engine runs before it serves finds no fault."""
     from ..dispatch.preflight import find_faults
 
+    serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
     found = find_faults([subject.impl], _torch(dtype), subject.device, subject.sizes, seed=0)
     faults = {key: why for key, (why, _) in found.faults.items()}
     assert not faults, f"an engine would demote it at start: {faults}"
 
 
+def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
+    """The reason of each call of a served model, where all are refused; else nothing."""
+    reasons = {}
+    for each in subject.served(dtype, subject.sizes.tokens[0]):
+        result = compare(subject.impl, subject.spec, each, _torch(dtype))
+        if result.status != "refused":
+            return {}
+        reasons[each.name] = _reason(result)
+    return reasons
+
+
+def _reason(refusal: Comparison) -> str:
+    """Why a call was refused."""
+    assert refusal.reason not in ("", "False", "None"), "refused without a reason"
+    return refusal.reason
+
+
 def judge(result: Comparison, sample: Sample | None = None, *, skips: bool = True) -> None:
     """Turn a comparison into what a check raises."""
     if result.status == "refused":
-        assert result.reason not in ("", "False", "None"), "refused without a reason"
+        reason = _reason(result)
         if skips:
-            raise Refused(f"{result.op}: {result.reason}")
+            raise Refused(f"{result.op}: {reason}")
     elif result.status != "ok":
         where = f"{sample.name}: " if sample else ""
         raise AssertionError(f"{where}{result.status}: {result.reason}") from result.error

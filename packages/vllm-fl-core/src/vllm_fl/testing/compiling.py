@@ -25,6 +25,7 @@ BATCHES = (5, 7)
 
 def tracing(subject: Subject, dtype: str, sample: str) -> None:
     """One graph without a break, the same for another batch size, with the oracle's numbers."""
+    subject.needs_no_layer()
     kind = getattr(torch, dtype)
     served = zip(*(subject.served(dtype, tokens) for tokens in BATCHES), strict=True)
     seen = set()
@@ -46,6 +47,7 @@ def tracing(subject: Subject, dtype: str, sample: str) -> None:
 
 def opcheck(subject: Subject, dtype: str, sample: str) -> None:
     """Wrapped for a compiler, it keeps its operator's schema and fake (torch.library.opcheck)."""
+    subject.needs_no_layer()
     if not is_opaque(subject.impl):
         raise Refused("traceable: a compiler looks inside, and nothing is wrapped")
     # opcheck copies each argument by itself; an implementation may refuse such copies.

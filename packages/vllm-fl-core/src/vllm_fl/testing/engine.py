@@ -1,19 +1,37 @@
-"""The check on the engine: vLLM, in a process of its own, serves a tiny model with the backend."""
+"""The check on the engine: vLLM, in processes of its own, serves a tiny model with the backend.
+
+One engine serves with all ops of the backend at once, and its report tells which op is not planned
+as it should be. Only where that engine fails or gives no answer is one started for each op alone:
+so the op at fault is named.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .processes import installed_with
 from .subject import Refused, Subject
 
 __all__ = ["engine"]
+
+SHOWN = 80
+"""Lines of a log's end that are shown: vLLM's own traceback and, above it, the cause."""
+
+GRACE = 5.0
+"""Seconds in which the processes of an engine may end by themselves, and release what they hold."""
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -50,34 +68,108 @@ def engine(subject: Subject, dtype: str, sample: str) -> None:
     """The plan has the implementation for its op, and tokens come out."""
     if find_spec("vllm") is None:
         raise Refused("vLLM is not installed")
-    op, impl_id = subject.impl.op_name, subject.impl.impl_id
-    report, log = _serve(op, impl_id, subject.deadline)
-    assert report is not None, f"the engine failed:\n{log[-4000:]}"
-    planned = report["ops"][op]
+    op, impl_id, deadline = subject.impl.op_name, subject.impl.impl_id, subject.deadline
+    brought = installed_with(subject.impl)
+    ops = tuple(impl.op_name for impl in brought if impl.availability() is True)
+    served = _served(ops, impl_id, deadline)
+    if served.report is None and len(ops) > 1:
+        together, served = served, _served((op,), impl_id, deadline)
+        alone = (_served((each,), impl_id, deadline) for each in ops)
+        if served.report is not None and all(one.report is not None for one in alone):
+            raise AssertionError(
+                f"each of {', '.join(ops)} is served alone, but together {together.problem}"
+            )
+    assert served.report is not None, served.problem
+    planned = served.report["ops"][op]
     assert planned["impl"] == impl_id, f"the engine runs {planned['impl']}: {planned['reason']}"
 
 
-def _serve(op: str, impl_id: str, deadline: float) -> tuple[dict[str, Any] | None, str]:
+@dataclass(frozen=True)
+class _Served:
+    """What became of an engine: its report, or what went wrong and the end of its log."""
+
+    report: dict[str, Any] | None
+    problem: str = ""
+
+
+@cache
+def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
+    """One engine with the implementation for each of these ops."""
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder, "serve.py"), Path(folder, "report.json")
         script.write_text(SERVE)
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
         variables = {
-            "VLLM_FL_PER_OP": f"{op}=impl:{impl_id}|stock",
+            "VLLM_FL_PER_OP": ";".join(f"{op}=impl:{impl_id}|stock" for op in ops),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        command = [sys.executable, str(script), folder, str(out)]
+        status, log = _run(command, variables, deadline * len(ops))
+        if out.exists():
+            return _Served(json.loads(out.read_text()))
+    if status is None:
+        what = (
+            f"the engine gave no answer within {deadline * len(ops):.0f} s and was ended: that is "
+            f"`deadline`, {deadline:.0f} s, for each op. Where the machine is slow, set a longer "
+            "one in the test class"
+        )
+    else:
+        what = f"the engine failed, exit status {status}"
+    return _Served(None, f"{what} (with {', '.join(ops)}). The end of its log:\n{_end_of(log)}")
+
+
+def _run(
+    command: Sequence[str], variables: dict[str, str], deadline: float
+) -> tuple[int | None, str]:
+    """A command's exit status, None where the deadline passed, and what it printed.
+
+    Whatever happens, none of the processes that it started is left.
+    """
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(
+            command,
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,  # a pipe stays open as long as any of the processes lives
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status = None
         try:
-            done = subprocess.run(
-                [sys.executable, str(script), folder, str(out)],
-                env=os.environ | variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=deadline,
-                check=False,
+            with suppress(subprocess.TimeoutExpired):
+                status = child.wait(deadline)
+        finally:
+            _end_session(child)
+        log.seek(0)
+        return status, log.read().decode(errors="replace")
+
+
+def _end_session(leader: subprocess.Popen[bytes]) -> None:
+    """End every process of a session, and wait until they are gone."""
+    for asked in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):  # twice: one may start another
+        for pid in _members(leader.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, asked)
+        patience = time.monotonic() + GRACE
+        while (leader.poll() is None or _members(leader.pid)) and time.monotonic() < patience:
+            time.sleep(0.1)
+
+
+def _members(session: int) -> list[int]:
+    """The living processes of a session, those included that left its process group."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, _, of = (
+                Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:4]
             )
-        except subprocess.TimeoutExpired as error:
-            return None, f"no answer within {deadline:.0f} s: {error.output}"
-        return (json.loads(out.read_text()) if out.exists() else None), done.stdout
+            if int(of) == session and state != "Z":
+                found.append(int(entry))
+    return found
+
+
+def _end_of(log: str) -> str:
+    lines = log.splitlines()
+    left_out = len(lines) - SHOWN
+    return "\n".join([f"({left_out} lines before)"] * (left_out > 0) + lines[-SHOWN:])

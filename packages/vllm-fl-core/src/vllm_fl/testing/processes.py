@@ -16,7 +16,7 @@ from ..dispatch.contracts import ModelSizes, contracts
 from ..dispatch.types import OpImpl
 from .subject import Refused, Subject, digest
 
-__all__ = ["apart", "fork", "installed", "spawn"]
+__all__ = ["apart", "fork", "installed", "installed_with", "spawn"]
 
 Answers = dict[str, str]
 """`op, dtype, sample` -> the digest of the result, for each sample that is not refused."""
@@ -50,6 +50,21 @@ def installed(backend: str) -> tuple[OpImpl, ...]:
     )
 
 
+def installed_with(impl: OpImpl) -> tuple[OpImpl, ...]:
+    """What the installed backend of this implementation brings.
+
+    Raises:
+        Refused: no installed backend brings this implementation.
+    """
+    try:
+        found = installed(impl.impl_id)
+    except LookupError as error:
+        raise Refused(str(error)) from error
+    if impl.op_name not in {each.op_name for each in found}:
+        raise Refused(f"the installed {impl.impl_id} does not bring this op")
+    return found
+
+
 def fork(subject: Subject, dtype: str, sample: str) -> None:
     """A forked child gives the same bits."""
     if subject.device.type != "cpu":
@@ -59,15 +74,9 @@ def fork(subject: Subject, dtype: str, sample: str) -> None:
 
 def spawn(subject: Subject, dtype: str, sample: str) -> None:
     """A fresh process that finds the installed backend gives the same bits."""
-    op, backend = subject.impl.op_name, subject.impl.impl_id
-    try:
-        found = {impl.op_name for impl in installed(backend)}
-    except LookupError as error:
-        raise Refused(str(error)) from error
-    if op not in found:
-        raise Refused(f"the installed {backend} does not bring this op")
-    place = (backend, str(subject.device), subject.sizes, subject.left_out)
-    _compare("spawn", subject, _spawned(place, subject.deadline))
+    found = installed_with(subject.impl)
+    place = (subject.impl.impl_id, str(subject.device), subject.sizes, subject.left_out)
+    _compare("spawn", subject, _spawned(place, subject.deadline * len(found)))
 
 
 def apart(
@@ -153,7 +162,7 @@ def _answer_installed(backend: str, device: str, sizes: ModelSizes, left_out: An
 
 def _answers(subject: Subject) -> Answers:
     return {
-        f"{subject.impl.op_name}, {dtype}, {sample.name}": digest(subject.impl.fn(*sample.args))
+        f"{subject.impl.op_name}, {dtype}, {sample.name}": digest(subject.call(sample))
         for dtype in subject.dtypes
         for sample in subject.patterns(dtype)
     }

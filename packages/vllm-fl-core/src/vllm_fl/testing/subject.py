@@ -18,6 +18,7 @@ from ..dispatch.manager import OpManager
 from ..dispatch.policy import SelectionPolicy
 from ..dispatch.registry import OpRegistry
 from ..dispatch.types import OpImpl
+from ..dispatch.verification import as_call
 
 __all__ = ["SIZES", "Refused", "Subject", "digest", "fresh", "pattern", "tensors"]
 
@@ -34,7 +35,8 @@ class Subject:
     """One implementation under test.
 
     Args:
-        impl: the implementation; it takes the contract's parameters.
+        impl: the implementation; it takes the contract's parameters, or a layer first and then
+            those that the layer does not provide.
         device: where the inputs lie.
         sizes: the served model's sizes.
         left_out: (op, dtype, sample) that are known to be wrong: only `values` looks at them.
@@ -93,14 +95,27 @@ class Subject:
 
     def accepts(self, sample: Sample) -> bool:
         """Whether the implementation does not refuse `sample`."""
-        args = fresh(sample).args
-        if self.impl.supports is not None and self.impl.supports(*args) is not True:
+        each = fresh(sample)
+        supports = None if self.impl.needs_layer else self.impl.supports  # as the dispatch asks it
+        if supports is not None and supports(*each.args) is not True:
             return False
         try:
-            self.impl.fn(*args)
+            self.call(each)
         except NotImplementedError:
             return False
         return True
+
+    def call(self, sample: Sample) -> Any:
+        """What the implementation gives for `sample`, whose tensors are used up.
+
+        One that takes a layer first is given one of the contract's.
+        """
+        return as_call(self.impl, self.spec)(*sample.args)
+
+    def needs_no_layer(self) -> None:
+        """Raise Refused for an implementation that takes a layer first."""
+        if self.impl.needs_layer:
+            raise Refused("it takes a layer first: call_op and compiled mode leave it out")
 
     def manager(self) -> OpManager:
         """A manager that has this implementation and no other."""

@@ -31,8 +31,10 @@ class OpConformance:
     Attributes:
         backend: the implementations' id (`vendor.acme`).
         device: torch's name of the device; None takes the platform's.
-        sizes: the served model whose calls are tried.
-        deadline: seconds that a child process may take for one op.
+        sizes: the served model whose calls are tried, in tokens and features; Qwen3-0.6B's unless
+            you say other ones.
+        deadline: seconds that a child process may take for one op: `test_fork`, `test_spawn`, an
+            exception with `run = false`, and vLLM in `test_engine`.
     """
 
     backend: ClassVar[str]
@@ -45,7 +47,7 @@ class OpConformance:
         if "case" not in metafunc.fixturenames:
             return
         metafunc.config.addinivalue_line(
-            "markers", "engine: serves a tiny model in vLLM; run with `pytest -m engine`"
+            "markers", "engine: serves a tiny model in vLLM; run with `python -m pytest -m engine`"
         )
         try:
             suite = _suite(type(self))
@@ -113,7 +115,7 @@ class OpConformance:
     def test_engine(self, case: Case, request: pytest.FixtureRequest) -> None:
         """vLLM serves a tiny model with it."""
         if "engine" not in request.config.option.markexpr:
-            pytest.skip("starts vLLM, which takes a minute: pytest -m engine")
+            pytest.skip("starts vLLM, which takes a minute: python -m pytest -m engine")
         self._run(case)
 
     def test_exceptions(self) -> None:

@@ -18,7 +18,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def available() -> Availability:
-    """True, or why nothing here can run: no library, no device. Asked once per process."""
+    """True, or why nothing here can run: no library, no device. Asked once per process.
+
+    It neither starts the device nor calls a kernel: the process may fork later.
+    """
     return True
 
 

@@ -1,0 +1,133 @@
+"""What single checks let pass, and what they skip with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mutants import sound
+
+from vllm_fl.dispatch.contracts import OpSpec, Sample
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.dispatch.verification import Comparison, compare
+from vllm_fl.testing import CHECKS, Failure, checks, failures
+from vllm_fl.testing import subject as subjects
+from vllm_fl.testing.subject import Refused, Subject
+
+SERVING = ("serving", "preflight")
+
+
+def only(*dtypes: torch.dtype) -> Any:
+    """`supports` of a kernel for these dtypes."""
+    return lambda x: x.dtype in dtypes or f"no kernel for {x.dtype}"
+
+
+def found(impl: Any, *checks: str) -> list[Failure]:
+    return list(failures(impl, without=CHECKS.keys() - set(checks)))
+
+
+def test_a_dtype_that_is_refused_with_a_reason_is_no_failure() -> None:
+    impl = sound("silu_and_mul", supports=only(torch.float16, torch.bfloat16))
+    assert found(impl, *SERVING) == []
+
+
+@pytest.mark.parametrize("check", SERVING)
+def test_it_is_skipped_with_its_reason(check: str) -> None:
+    subject = Subject(sound("silu_and_mul", supports=only(torch.bfloat16)), torch.device("cpu"))
+    for dtype in ("float32", "float16"):
+        with pytest.raises(Refused, match=f"{dtype} is refused: no kernel for torch.{dtype}"):
+            CHECKS[check].function(subject, dtype, "")
+    CHECKS[check].function(subject, "bfloat16", "")
+
+
+@pytest.mark.parametrize("check", SERVING)
+def test_one_that_refuses_every_dtype_fails(check: str) -> None:
+    told = found(sound("silu_and_mul", supports=only()), check)
+    assert len(told) == 3
+    assert all("every dtype" in one.reason and "no kernel for" in one.reason for one in told)
+
+
+@pytest.mark.parametrize("check", SERVING)
+def test_a_refusal_without_a_reason_fails(check: str) -> None:
+    impl = sound("silu_and_mul", supports=lambda x: x.dtype != torch.float32 or "")
+    assert ["refused without a reason" in one.reason for one in found(impl, check)] == [True]
+
+
+def test_a_dtype_that_is_accepted_and_wrong_still_fails_in_preflight() -> None:
+    impl = sound("silu_and_mul", supports=only(torch.float32))
+    wrong = dataclasses.replace(impl, fn=lambda x: impl.fn(x) + 1)
+    assert [one.case.dtype for one in found(wrong, "preflight")] == ["float32"]
+
+
+def norm(self: Any, x: torch.Tensor, residual: Any = None) -> Any:
+    """RMSNorm as the older form has it: the layer first, which holds the weight."""
+    total = x.double() if residual is None else x.double() + residual.double()
+    size = self.variance_size_override or x.shape[-1]
+    scale = (total[..., :size].pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+    out = total * scale * (1.0 if self.weight is None else self.weight.double())
+    return out.to(x.dtype) if residual is None else (out.to(x.dtype), total.to(x.dtype))
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compare` calls an implementation that takes a layer with one that has the arguments."""
+
+    def with_layer(impl: OpImpl, spec: OpSpec, sample: Sample, dtype: torch.dtype) -> Comparison:
+        def plain(*args: Any) -> Any:
+            named = dict(zip(spec.parameters, args, strict=True))
+            layer = SimpleNamespace(
+                weight=named["weight"],
+                variance_epsilon=named["epsilon"],
+                variance_size_override=named.get("variance_size"),
+            )
+            return impl.fn(layer, named["x"], named["residual"])
+
+        assert impl.needs_layer
+        return compare(dataclasses.replace(impl, fn=plain), spec, sample, dtype)
+
+    for module in (checks, subjects):
+        monkeypatch.setattr(module, "compare", with_layer)
+
+
+def layer_first(fn: Any = norm) -> OpImpl:
+    return OpImpl("rms_norm", "vendor.toy", BackendImplKind.VENDOR, fn, "toy")
+
+
+COMPUTING = ("serving", "values", "refusals", "determinism", "fork")
+CALLED_PLAINLY = ("bad_inputs", "call_op", "opcheck", "tracing")
+
+
+def test_one_that_takes_a_layer_first_is_computed_with(layers: None) -> None:
+    assert found(layer_first(), "declaration", *COMPUTING) == []
+
+
+def test_one_that_takes_a_layer_first_and_is_wrong_fails(layers: None) -> None:
+    def sloppy(self: Any, x: torch.Tensor, residual: Any = None) -> Any:
+        return norm(self, 1.5 * x, residual)
+
+    def other_each_time(self: Any, x: torch.Tensor, residual: Any = None) -> Any:
+        return norm(self, x + torch.rand_like(x), residual)
+
+    def in_place(self: Any, x: torch.Tensor, residual: Any = None) -> Any:
+        return x.copy_(norm(self, x)) if residual is None else norm(self, x, residual)
+
+    assert len(found(layer_first(sloppy), "values")) > 20
+    told = found(layer_first(other_each_time), "values", "determinism")
+    assert {one.case.check for one in told} == {"values", "determinism"}
+    assert any("overwrote 'x'" in one.reason for one in found(layer_first(in_place), "values"))
+
+
+@pytest.mark.parametrize("check", CALLED_PLAINLY)
+def test_what_has_no_layer_to_give_is_skipped_with_that_reason(check: str) -> None:
+    subject = Subject(layer_first(), torch.device("cpu"))
+    with pytest.raises(Refused, match="takes a layer first"):
+        CHECKS[check].function(subject, "float32", "")
+
+
+def test_the_recorded_function_is_still_one_that_takes_a_layer() -> None:
+    recorded = checks._recording(norm, [])
+    assert list(inspect.signature(recorded).parameters) == ["self", "x", "residual"]

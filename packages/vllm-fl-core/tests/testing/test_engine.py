@@ -1,0 +1,155 @@
+"""The check on the engine, with a vLLM that a test makes: what is started, told and left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+PLUGIN = """
+from vllm_fl import BackendImplKind, OpImpl
+
+def silu_and_mul(x):
+    import torch
+    d = x.shape[-1] // 2
+    return torch.nn.functional.silu(x[..., :d]) * x[..., d:]
+
+def gelu_and_mul(x, approximate="none"):
+    import torch
+    d = x.shape[-1] // 2
+    return torch.nn.functional.gelu(x[..., :d], approximate=approximate) * x[..., d:]
+
+def register(registry):
+    for fn in (silu_and_mul, gelu_and_mul):
+        registry.register_impl(
+            OpImpl(fn.__name__, "vendor.toy", BackendImplKind.VENDOR, fn, "toy", traceable=True)
+        )
+"""
+TEST = """
+from vllm_fl.testing import OpConformance
+
+class TestToy(OpConformance):
+    backend = "vendor.toy"
+    deadline = {deadline}
+"""
+VLLM = """
+import os, subprocess, sys
+from pathlib import Path
+
+STARTS = Path(__file__).with_name("starts.txt")
+
+class SamplingParams:
+    def __init__(self, **_):
+        pass
+
+class LLM:
+    def __init__(self, *_, **__):
+        orders = os.environ["VLLM_FL_PER_OP"].split(";")
+        self.ops = {order.partition("=")[0]: "vendor.toy" for order in orders}
+        core = subprocess.Popen(["sleep", "600"], process_group=0)  # as an engine's own processes
+        with STARTS.open("a") as out:
+            print(*self.ops, core.pid, file=out)
+        print("line one of the log", "a 'quoted' line", sep="\\n", flush=True)
+        if SICK(self.ops):
+            MISHAP
+        core.kill()
+
+    def generate(self, *_, **__):
+        pass
+
+    def collective_rpc(self, name):
+        return [{"ops": {op: PLANNED for op in self.ops}}]
+"""
+OURS = '{"impl": "vendor.toy", "reason": ""}'
+Run = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the kit's test of the engine on a backend with two ops."""
+
+    def run(
+        sick: str = "False",
+        mishap: str = "raise RuntimeError('no kernel image')",
+        planned: str = OURS,
+        deadline: float = 60.0,
+    ) -> pytest.RunResult:
+        vllm = VLLM.replace("SICK(self.ops)", sick.replace("ops", "self.ops"))
+        vllm = vllm.replace("MISHAP", mishap).replace("PLANNED", planned)
+        pytester.makepyfile(toy_plugin=PLUGIN, test_toy=TEST.format(deadline=deadline), vllm=vllm)
+        monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "toy_plugin")
+        monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
+        return pytester.runpytest_subprocess("-q", "-m", "engine", "-p", "no:cacheprovider")
+
+    return run
+
+
+def starts(folder: Path) -> list[str]:
+    """The ops of each engine that was started."""
+    return [line.rpartition(" ")[0] for line in (folder / "starts.txt").read_text().splitlines()]
+
+
+def left_behind(folder: Path) -> list[str]:
+    """The processes of the engines that still live."""
+    pids = [line.rpartition(" ")[2] for line in (folder / "starts.txt").read_text().splitlines()]
+    return [pid for pid in pids if lives(pid)]
+
+
+def lives(pid: str) -> bool:
+    try:
+        return " Z " not in Path("/proc", pid, "stat").read_text()
+    except OSError:
+        return False
+
+
+def test_one_engine_serves_all_ops(run: Run, pytester: pytest.Pytester) -> None:
+    assert run().parseoutcomes()["passed"] == 2
+    assert starts(pytester.path) == ["gelu_and_mul silu_and_mul"]
+
+
+def test_an_op_that_is_not_planned_is_named_by_the_one_engine(
+    run: Run, pytester: pytest.Pytester
+) -> None:
+    other = '{"impl": "stock.vllm", "reason": "it is wrong"}'
+    result = run(planned=f"{OURS} if op == 'gelu_and_mul' else {other}")
+    assert result.parseoutcomes()["failed"] == 1
+    result.stdout.fnmatch_lines(["*the engine runs stock.vllm: it is wrong*"])
+    result.stdout.fnmatch_lines(["FAILED *test_engine*silu_and_mul*"])
+    assert starts(pytester.path) == ["gelu_and_mul silu_and_mul"]
+
+
+def test_where_the_engine_fails_the_op_at_fault_is_named(
+    run: Run, pytester: pytest.Pytester
+) -> None:
+    result = run(sick="'silu_and_mul' in ops")
+    assert result.parseoutcomes()["failed"] == 1
+    assert result.parseoutcomes()["passed"] == 1
+    result.stdout.fnmatch_lines(["FAILED *test_engine*silu_and_mul*"])
+    result.stdout.fnmatch_lines(["*the engine failed, exit status 1*"])
+    result.stdout.fnmatch_lines(["*line one of the log", "*a 'quoted' line", "*no kernel image*"])
+    assert starts(pytester.path)[0] == "gelu_and_mul silu_and_mul"
+    assert sorted(starts(pytester.path)[1:]) == ["gelu_and_mul", "silu_and_mul"]
+
+
+def test_ops_that_fail_only_together_are_not_passed(run: Run) -> None:
+    result = run(sick="len(ops) == 2")
+    assert result.parseoutcomes()["failed"] == 2
+    result.stdout.fnmatch_lines(["*each of gelu_and_mul, silu_and_mul is served alone*"])
+
+
+def test_a_deadline_is_said_and_leaves_no_process(run: Run, pytester: pytest.Pytester) -> None:
+    mishap = "import time; time.sleep(600)"
+    result = run(sick="'silu_and_mul' in ops", mishap=mishap, deadline=2.0)
+    assert result.parseoutcomes()["failed"] == 1
+    result.stdout.fnmatch_lines(["*gave no answer within 2 s*`deadline`*test class*"])
+    result.stdout.fnmatch_lines(["*line one of the log", "*a 'quoted' line"])
+    assert left_behind(pytester.path) == []
+
+
+def test_a_failure_leaves_no_process(run: Run, pytester: pytest.Pytester) -> None:
+    run(sick="True")
+    assert len(starts(pytester.path)) == 3
+    assert left_behind(pytester.path) == []
