@@ -198,9 +198,8 @@ def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
     parts = []
     aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     for part in result if isinstance(result, tuple) else (result,):
-        if not part.is_contiguous():
-            part = part.contiguous()
-        fresh = part.clone() if any(aliases(part, other) for other in taken) else part
+        whole = part.contiguous()
+        fresh = whole.clone() if any(aliases(whole, other) for other in taken) else whole
         taken.append(fresh)
         parts.append(fresh)
     return tuple(parts) if isinstance(result, tuple) else parts[0]
