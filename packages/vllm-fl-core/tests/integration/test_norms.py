@@ -179,16 +179,18 @@ class TestEager:
             built(plan, cls)(x, residual)
             assert x.eq(left).all() and residual.eq(left).all()
 
-    def test_the_weight_is_read_at_each_call(self, use: Any) -> None:
-        plan = planning(use(norm("vendor.acme")), "eager")
+    @pytest.mark.parametrize("mode", ["eager", "compiled"])
+    def test_the_weight_is_read_at_each_call(self, use: Any, mode: Any) -> None:
+        plan = planning(use(norm("vendor.acme")), mode)
         layers = [built(plan), built(plan, GemmaRMSNorm), built(plan, has_weight=False)]
         assert [float(layer(X)[0, 0]) for layer in layers] == [1, 1, 1]
         for layer in layers[:2]:
             layer.weight = torch.nn.Parameter(torch.full((HIDDEN,), 3.0))
         assert [float(layer(X)[0, 0]) for layer in layers] == [3, 4, 1]
-        moved = copy.deepcopy(layers[1])
-        moved.weight.data.fill_(9)
-        assert moved(X).eq(10).all() and layers[1](X).eq(4).all()
+        for layer, there, here in ((layers[0], 9, 3), (layers[1], 10, 4)):
+            copied = copy.deepcopy(layer)
+            copied.weight.data.fill_(9)
+            assert copied(X).eq(there).all() and layer(X).eq(here).all()
 
     def test_epsilon_and_variance_size_are_the_layers(self, use: Any) -> None:
         seen = []

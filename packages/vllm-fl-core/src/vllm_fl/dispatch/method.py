@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from .plan import Plan, active_plan
@@ -75,7 +76,10 @@ class dispatch_method:
         if self.adapt:
             bound = self.adapt(instance, bound)
         if plan is not None and plan.mode == "compiled" and self.traces_own:
-            return _unless_compiling(self._own(instance), bound)
+            from torch.compiler import is_compiling
+
+            # A partial, not a closure: a copy of the layer then has its own methods in it.
+            return partial(_unless_compiling, is_compiling, self._own(instance), bound)
         return bound
 
     def _own(self, instance: Any) -> Bound:
@@ -92,11 +96,8 @@ class dispatch_method:
         return f"dispatch_method({self.op!r})"
 
 
-def _unless_compiling(own: Bound, bound: Bound) -> Bound:
+def _unless_compiling(
+    compiling: Callable[[], bool], own: Bound, bound: Bound, *args: Any, **kwargs: Any
+) -> Any:
     """`own` in code that is being compiled, `bound` in calls."""
-    from torch.compiler import is_compiling
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs) if is_compiling() else bound(*args, **kwargs)
-
-    return forward
+    return own(*args, **kwargs) if compiling() else bound(*args, **kwargs)
