@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.config import load_settings
 from vllm_fl.dispatch.contracts import Sample, contracts
+from vllm_fl.dispatch.plan import Plan, building, make_plan
 from vllm_fl_reference import plugin
 
 pytest.importorskip("vllm", reason="vllm is not installed: there is no native form to compare with")
 
 from vllm import ir
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 CPU = torch.device("cpu")
@@ -84,3 +89,46 @@ def test_bit_equal(name: str, function: Callable[..., Any], sample: Sample) -> N
         assert own.shape == theirs.shape
         assert torch.equal(own, theirs)
         assert torch.equal(own.signbit(), theirs.signbit())
+
+
+@pytest.fixture(scope="module")
+def plan() -> Iterator[Plan]:
+    """The plan of an eager engine that runs this package alone, with the layers replaced."""
+    from vllm_fl.integration.layers import replace_layers
+
+    with set_current_vllm_config(VllmConfig()), torch.no_grad():
+        replace_layers()
+        yield make_plan(
+            get_default_manager(), "eager", load_settings({"VLLM_FL_PREFER": "reference"})
+        )
+
+
+NORMS = {
+    "RMSNorm": (RMSNorm, {}),
+    "of part of the features": (RMSNorm, {"var_hidden_size": 48}),
+    "without weight": (RMSNorm, {"has_weight": False}),
+    "GemmaRMSNorm": (GemmaRMSNorm, {}),
+}
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("cls", "options"), NORMS.values(), ids=NORMS)
+def test_norm_layers_are_bit_equal(
+    plan: Plan, cls: Any, options: dict[str, Any], dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    """Also where x is neither of the weight's dtype, nor the weight float32: vLLM serves that."""
+    with building(plan):
+        layer = cls(64, **options)
+    assert type(layer) is not cls and plan.entries["rms_norm"].label == "reference.torch"
+    torch.manual_seed(0)
+    if options.get("has_weight", True):
+        layer.weight = torch.nn.Parameter(torch.randn(64, dtype=weight_dtype))
+    for x in (torch.randn(5, 64, dtype=dtype), torch.randn(5, 3 * 64, dtype=dtype)[:, 64:128]):
+        residual = torch.randn(5, 64, dtype=dtype)
+        own, theirs = layer(x.clone()), cls.forward_native(layer, x.clone())
+        assert own.dtype == theirs.dtype == dtype and torch.equal(own, theirs)
+        pair = layer(x.clone(), residual.clone())
+        want = cls.forward_native(layer, x.clone(), residual.clone())
+        assert all(torch.equal(one, other) for one, other in zip(pair, want, strict=True))
+    assert plan.fallbacks == {}

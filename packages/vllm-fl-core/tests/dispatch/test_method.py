@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -120,3 +121,42 @@ class TestInsideAnEngine:
 
         with building(planning(managing(silu("vendor.acme", 1)), "eager")):
             assert Layer().forward(X)[0, 0] == 6
+
+    def test_what_stands_in_for_a_layer(self) -> None:
+        class StandIn:
+            variance_epsilon = 1e-6
+
+            def __init__(self, layer: Any) -> None:
+                self.weight = layer.weight + 1
+
+        class Layer(Norm):
+            forward = dispatch_method("rms_norm", stand_in=StandIn)
+
+        def rms_norm(obj: Any, x: torch.Tensor, residual: Any = None) -> torch.Tensor:
+            return x * obj.weight
+
+        def weighing(
+            x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None
+        ) -> Any:
+            return x * weight
+
+        vendor = norm("vendor.acme", lambda x, residual: x)
+        for fn in (rms_norm, weighing):
+            impl = dataclasses.replace(vendor, fn=fn, supports=None)
+            with building(planning(managing(impl), "eager")):
+                assert Layer().forward(X).eq(2).all()
+                assert Norm().forward(X).eq(1).all()
+
+    def test_a_method_that_compiled_code_has_of_its_own(self) -> None:
+        class Layer(Stock):
+            forward_oot = dispatch_method("silu_and_mul", traces_own=True)
+
+        with building(planning(managing(silu("vendor.acme", 1)), "compiled")):
+            layer = Layer()
+        assert layer.forward(X)[0, 0] == 2
+        torch._dynamo.reset()
+        compiled = torch.compile(layer.forward, fullgraph=True, backend="eager")
+        assert compiled(X)[0, 0] == -1
+        with building(planning(managing(silu("vendor.acme", 1)), "eager")):
+            layer = Layer()
+        assert layer.forward(X)[0, 0] == 2

@@ -11,8 +11,8 @@ import torch
 from making import X, failing, half, managing, planning, refusing, silu
 
 from vllm_fl.dispatch.contracts import OpSpec, Sample, contracts
-from vllm_fl.dispatch.opaque import is_opaque, opaque_op
-from vllm_fl.dispatch.plan import Plan
+from vllm_fl.dispatch.opaque import is_opaque, opaque_op, unique_name
+from vllm_fl.dispatch.plan import Plan, leave_place, take_place
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.errors import CallError
 
@@ -373,3 +373,87 @@ def test_the_wrapper_is_a_traceable_implementation_that_refuses_and_consumes_not
         wrapped.impl_id
     )
     assert (wrapped.supports, wrapped.consumes, wrapped.traceable) == (None, frozenset(), True)
+
+
+FOLDED = (
+    "vendor.a-b",
+    "vendor.a_b",
+    "vendor.a.b",
+    "vendor.A-B",
+    "vendor.é",
+    "vendor.华为",
+    "vendor._",
+)
+"""Ids that one spelling in ASCII would make one of."""
+
+
+def test_names_are_ascii_legible_and_never_folded() -> None:
+    names = [unique_name(f"fl_{impl_id}") for impl_id in (*FOLDED, "vendor." + 200 * "x")]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert name.isascii() and name.isidentifier() and name == name.lower()
+        assert name.startswith("fl_vendor_") and len(name) < 120
+    assert unique_name("a", ["b", "c"]) != unique_name("a", ["b|c"])
+    assert unique_name("a", "b") == unique_name("a", "b"), "another process finds it"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_implementations_whose_ids_look_alike_run_each_for_itself(backend: str) -> None:
+    functions = [opaque(silu(impl_id, mark)) for mark, impl_id in enumerate(FOLDED)]
+    for mark, fn in enumerate(functions):
+        torch._dynamo.reset()
+        assert fn(X)[0, 0] == 1 + mark
+        assert torch.compile(fn, fullgraph=True, backend=backend)(X)[0, 0] == 1 + mark
+
+
+def test_ids_that_would_join_to_one_are_two() -> None:
+    def last(*impls: OpImpl) -> Any:
+        return opaque(refusing("vendor.a", "no"), *impls)
+
+    one = last(refusing("vendor.b", "no"), silu("vendor.c", 1))
+    other = last(silu("vendor.b|vendor.c", 2))
+    assert one(X)[0, 0] == 2 and other(X)[0, 0] == 3
+    assert one(X)[0, 0] == 2
+
+
+def test_two_plans_that_serve_at_once_have_each_their_own_operators() -> None:
+    manager = managing(silu("vendor.acme", 1), silu("reference.torch"))
+
+    def engine() -> tuple[Plan, Any]:
+        plan = take_place(dataclasses.replace(planning(manager, "compiled"), counts_calls=True))
+        bound = plan.bind("silu_and_mul", object(), frozenset())
+        torch._dynamo.reset()
+        return plan, torch.compile(bound, fullgraph=True, backend="aot_eager")
+
+    (first, run_first), (second, run_second) = engine(), engine()
+    try:
+        run_first(X), run_second(X), run_first(X)
+        assert (first.place, second.place) == (1, 2)
+        assert first.calls == {("silu_and_mul", "vendor.acme"): 2}
+        assert second.calls == {("silu_and_mul", "vendor.acme"): 1}
+        leave_place(first)
+        third, run_third = engine()  # finds the operators of the first, and counts for itself
+        assert third.place == 1
+        run_third(X), run_second(X)
+        assert third.calls == {("silu_and_mul", "vendor.acme"): 1}
+        assert second.calls == {("silu_and_mul", "vendor.acme"): 2}
+        assert first.calls == {("silu_and_mul", "vendor.acme"): 2}
+    finally:
+        for plan in (first, second, third):
+            leave_place(plan)
+
+
+@pytest.mark.parametrize("consumes", [frozenset(), BOTH])
+def test_a_result_of_another_layout_is_what_the_compiler_was_promised(
+    consumes: frozenset[str],
+) -> None:
+    impl = dataclasses.replace(
+        adding(lambda x, residual, one, other: (one.T.contiguous().T, other.T.contiguous().T)),
+        consumes=consumes,
+    )
+    fn = written(planned(impl))
+    x, residual = torch.randn(3, 4), torch.randn(3, 4)
+    one, other = x + residual, x - residual
+    got = fn(x.clone(), residual.clone(), None, 1e-6, None)
+    assert all(part.is_contiguous() for part in got)
+    assert torch.equal(got[0], one) and torch.equal(got[1], other)

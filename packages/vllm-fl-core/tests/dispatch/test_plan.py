@@ -9,7 +9,7 @@ import torch
 from making import X, failing, half, managing, norm, planning, refusing, silu
 
 from vllm_fl.dispatch.contracts import contracts
-from vllm_fl.dispatch.plan import active_plan, building
+from vllm_fl.dispatch.plan import active_plan, building, leave_place, take_place
 from vllm_fl.dispatch.policy import SelectionPolicy
 
 MODES = ["eager", "compiled"]
@@ -146,3 +146,34 @@ def test_calls_are_counted_only_where_asked(mode: Any, traceable: bool) -> None:
     bound = plan.bind("silu_and_mul", object(), frozenset())
     bound(X)
     assert plan.calls == {("silu_and_mul", "vendor.acme"): 1}
+
+
+def test_a_place_is_for_compiled_plans_and_the_first_that_is_free() -> None:
+    manager = managing(silu("vendor.acme"))
+    eager = planning(manager, "eager")
+    assert take_place(eager) is eager and eager.place == 1
+    plans = [take_place(planning(manager, "compiled")) for _ in range(3)]
+    try:
+        assert [plan.place for plan in plans] == [1, 2, 3]
+        leave_place(plans[1])
+        leave_place(plans[1])
+        leave_place(planning(manager, "compiled"))  # never took one: the first keeps its own
+        plans.append(take_place(planning(manager, "compiled")))
+        assert plans[-1].place == 2
+        leave_place(plans[1])  # the place is another's by now
+        plans.append(take_place(planning(manager, "compiled")))
+        assert plans[-1].place == 4
+    finally:
+        for plan in plans:
+            leave_place(plan)
+
+
+def test_calls_that_no_compiler_sees_go_through_the_chain_in_a_compiled_plan_too() -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("not today")
+
+    first = silu("vendor.acme", fn=silu_and_mul, traceable=True)
+    plan = planning(managing(first, silu("reference.torch", 3)), "compiled")
+    bound = plan.bind("silu_and_mul", object(), frozenset(), traced=False)
+    assert bound(X)[0, 0] == 4
+    assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from .plan import Plan, active_plan
@@ -29,6 +30,11 @@ class dispatch_method:
         grants: arguments that the layer owns, so that an implementation may overwrite them.
         adapt: (layer, the bound op) -> the method, for a layer whose own parameters are others.
         last: vLLM's own form of the op, for a call that every candidate of a plan refused.
+        stand_in: layer -> what is asked in its place for the parameters that a layer provides, and
+            is handed to implementations that take the layer; for a layer whose attributes mean
+            something else than the contract's.
+        traces_own: in compiled code the method is the base class's own, whose parameters must be
+            the bound op's: for an op that reaches the compiler by another way.
     """
 
     def __init__(
@@ -38,11 +44,15 @@ class dispatch_method:
         *,
         adapt: Callable[[Any, Bound], Bound] | None = None,
         last: OpImpl | None = None,
+        stand_in: Callable[[Any], object] | None = None,
+        traces_own: bool = False,
     ) -> None:
         self.op = op
         self.grants = frozenset(grants)
         self.adapt = adapt
         self.last = last
+        self.stand_in = stand_in
+        self.traces_own = traces_own
         self.owner: type | None = None
         self.name = op
 
@@ -53,16 +63,29 @@ class dispatch_method:
         if instance is None:
             return self  # type: ignore[return-value]  # read on the class: the descriptor
         plan: Plan | None = instance.__dict__.setdefault(PLAN, active_plan())
+        provider = self.stand_in(instance) if self.stand_in else instance
         if plan is None:
             from . import get_default_manager
 
-            bound = get_default_manager().bind(self.op, instance, self.grants)
+            bound = get_default_manager().bind(self.op, provider, self.grants)
         elif plan.is_stock(self.op) or self._is_kept(plan):
-            method: Bound = getattr(super(self.owner, instance), self.name)
-            return method
+            return self._own(instance)
         else:
-            bound = plan.bind(self.op, instance, self.grants, last=self.last)
-        return self.adapt(instance, bound) if self.adapt else bound
+            traced = not self.traces_own
+            bound = plan.bind(self.op, provider, self.grants, last=self.last, traced=traced)
+        if self.adapt:
+            bound = self.adapt(instance, bound)
+        if plan is not None and plan.mode == "compiled" and self.traces_own:
+            from torch.compiler import is_compiling
+
+            # A partial, not a closure: a copy of the layer then has its own methods in it.
+            return partial(_unless_compiling, is_compiling, self._own(instance), bound)
+        return bound
+
+    def _own(self, instance: Any) -> Bound:
+        """The base class's method."""
+        method: Bound = getattr(super(self.owner, instance), self.name)
+        return method
 
     def _is_kept(self, plan: Plan) -> bool:
         """Whether the user leaves this one layer class to vLLM."""
@@ -71,3 +94,10 @@ class dispatch_method:
 
     def __repr__(self) -> str:
         return f"dispatch_method({self.op!r})"
+
+
+def _unless_compiling(
+    compiling: Callable[[], bool], own: Bound, bound: Bound, *args: Any, **kwargs: Any
+) -> Any:
+    """`own` in code that is being compiled, `bound` in calls."""
+    return own(*args, **kwargs) if compiling() else bound(*args, **kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,13 +20,28 @@ from .contracts import OpSpec, Variant
 from .guard import Chain, call_guard
 from .types import OpImpl
 
-__all__ = ["is_opaque", "opaque_op"]
+__all__ = ["is_opaque", "opaque_op", "unique_name"]
 
 LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
 
 Counting = Callable[[Callable[..., Any], str, str], Callable[..., Any]]
 
 _bodies: dict[str, Callable[..., Any]] = {}
+"""Operator -> what it runs. An operator cannot be defined twice in a process, but its body can
+change: a plan that takes the place of one that is gone finds its operators and gives them its own.
+"""
+
+
+def unique_name(readable: str, *identity: object) -> str:
+    """A name for vLLM or torch: ASCII, legible, and never the same for two identities.
+
+    Args:
+        readable: what the name shows, in lower-case letters, digits and underscores.
+        identity: JSON-able; what must differ where the names differ, exactly as it is spelled.
+    """
+    word = re.sub(r"[^a-z0-9_]+", "_", readable.lower())[:80]
+    text = json.dumps([readable, *identity])
+    return f"{word}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def is_opaque(impl: OpImpl) -> bool:
@@ -37,22 +53,22 @@ def is_opaque(impl: OpImpl) -> bool:
     return not impl.traceable or impl.supports is not None
 
 
-def opaque_op(chain: Chain, counting: Counting) -> OpImpl:
+def opaque_op(chain: Chain, counting: Counting, place: int = 1) -> OpImpl:
     """The first implementation of `chain` as one whose function is a torch.library operator.
 
-    Registering the same chain again finds the same operator, so that a graph compiled by one
-    process is found again by the next; its body then belongs to the newest plan.
+    The operator is named after the chain and the plan's place, so that a graph compiled by one
+    process is found again by the next, and two plans that serve at the same time have each their
+    own. Registering the same chain in the same place again gives the operator a new body.
 
     Args:
         chain: the candidates, and the arguments that the caller grants.
         counting: (what is called, op, impl id) -> the same, counted if the plan counts calls.
+        place: the plan's place among those that serve in this process (`Plan.place`).
     """
     spec = chain.spec
     assert spec is not None  # only contracts have torch schemas
     first = chain.impls[0]
-    ids = "|".join(impl.impl_id for impl in chain.impls)
-    digest = hashlib.sha256(f"{ids} strict={chain.strict}".encode()).hexdigest()[:8]
-    suffix = f"{_word(first.impl_id)}_{digest}"
+    ids = [impl.impl_id for impl in chain.impls]
     branches = []
     for variant in sorted(spec.variants, key=lambda variant: len(variant.parameters)):
         written = variant.overwrites
@@ -61,7 +77,13 @@ def opaque_op(chain: Chain, counting: Counting) -> OpImpl:
         # Inputs of an operator stay intact unless its schema says otherwise.
         guarded = call_guard(dataclasses.replace(chain, grants=frozenset(written)))
         guard = counting(guarded, chain.op, first.impl_id)
-        operator = (_mutating if written else _functional)(spec, variant, suffix, guard)
+        name = unique_name(
+            "_".join(filter(None, (spec.name, variant.name, first.impl_id))),
+            ids,
+            [spec.name, variant.name, *written],
+            {"strict": chain.strict, "place": place},
+        )
+        operator = (_mutating if written else _functional)(spec, variant, name, guard)
         branches.append((variant, written, operator))
     consumes = frozenset(name for _, written, _ in branches for name in written)
     return dataclasses.replace(
@@ -70,7 +92,7 @@ def opaque_op(chain: Chain, counting: Counting) -> OpImpl:
 
 
 def _functional(
-    spec: OpSpec, variant: Variant, suffix: str, guard: Callable[..., Any]
+    spec: OpSpec, variant: Variant, name: str, guard: Callable[..., Any]
 ) -> Callable[..., Any]:
     """An operator that leaves its arguments as they are and returns tensors of its own."""
     single = variant.returns == 1
@@ -83,14 +105,14 @@ def _functional(
         result = spec.fake(*args)
         return result[0] if single and isinstance(result, tuple) else result
 
-    return _operator(spec, variant, variant.schema, suffix, body, fake)
+    return _operator(spec, variant, variant.schema, name, body, fake)
 
 
 def _mutating(
-    spec: OpSpec, variant: Variant, suffix: str, guard: Callable[..., Any]
+    spec: OpSpec, variant: Variant, name: str, guard: Callable[..., Any]
 ) -> Callable[..., Any]:
     """An operator that leaves its results in the arguments that they overwrite."""
-    targets = [spec.parameters.index(name) for name in variant.overwrites]
+    targets = [spec.parameters.index(parameter) for parameter in variant.overwrites]
 
     def body(*args: Any) -> None:
         result = guard(*args)
@@ -102,21 +124,18 @@ def _mutating(
         for to, part in [(to, _fresh(part, args)) for to, part in elsewhere]:
             to.copy_(part)
 
-    return _operator(
-        spec, variant, variant.mutating_schema, f"{suffix}_inplace", body, lambda *args: None
-    )
+    return _operator(spec, variant, variant.mutating_schema, name, body, lambda *args: None)
 
 
 def _operator(
     spec: OpSpec,
     variant: Variant,
     schema: str,
-    suffix: str,
+    name: str,
     body: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> Callable[..., Any]:
     """One torch.library operator; `body` and `fake` are given the contract's arguments."""
-    name = "_".join(filter(None, (spec.name, variant.name, suffix)))
     absent = {
         p.name: None if p.default is p.empty else p.default
         for p in spec.signature.parameters.values()
@@ -171,12 +190,16 @@ def _router(
 
 
 def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
-    """An operator may return neither an input, nor a view of one, nor one tensor twice: copy."""
+    """An operator may return neither an input, nor a view of one, nor one tensor twice: copy.
+
+    What is not contiguous is copied, too: the fake promised the compiler that it is.
+    """
     taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
     parts = []
     aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     for part in result if isinstance(result, tuple) else (result,):
-        fresh = part.clone() if any(aliases(part, other) for other in taken) else part
+        whole = part.contiguous()
+        fresh = whole.clone() if any(aliases(whole, other) for other in taken) else whole
         taken.append(fresh)
         parts.append(fresh)
     return tuple(parts) if isinstance(result, tuple) else parts[0]
@@ -189,7 +212,3 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.shape == other.shape
         and one.stride() == other.stride()
     )
-
-
-def _word(impl_id: str) -> str:
-    return re.sub(r"\W", "_", impl_id)

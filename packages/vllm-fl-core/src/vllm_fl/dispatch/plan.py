@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .config import Settings
     from .manager import OpManager
 
-__all__ = ["Plan", "PlanEntry", "active_plan", "make_plan"]
+__all__ = ["Plan", "PlanEntry", "active_plan", "leave_place", "make_plan", "take_place"]
 
 log = get_logger("engine")
 
@@ -97,6 +98,9 @@ class Plan:
         calls, fallbacks: (op, impl id) -> how often.
         demotions: (op, impl id) -> why it was taken out at start.
         kept_layers: classes of vLLM's that the user leaves alone, though their op is planned.
+        place: its place among the plans that serve compiled engines of this process, from 1 on
+            (`take_place`). Operators of torch are one per process and name; those of two plans
+            that serve at once differ by it.
     """
 
     mode: Mode
@@ -107,7 +111,8 @@ class Plan:
     fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
     demotions: dict[tuple[str, str], str] = field(default_factory=dict)
     kept_layers: frozenset[str] = frozenset()
-    _bound: dict[tuple[str, frozenset[str]], tuple[Callable[..., Any], bool]] = field(
+    place: int = 1
+    _bound: dict[tuple[str, frozenset[str], bool], tuple[Callable[..., Any], bool]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -137,28 +142,44 @@ class Plan:
         return Chain(op, impls, contracts()[op], self.strict, _Sealed(self, op), grants)
 
     def bind(
-        self, op: str, layer: object, grants: frozenset[str], *, last: OpImpl | None = None
+        self,
+        op: str,
+        layer: object,
+        grants: frozenset[str],
+        *,
+        last: OpImpl | None = None,
+        traced: bool = True,
     ) -> Callable[..., Any]:
-        """`op` as a method of `layer`: what the layer calls at every step."""
-        bound = self._bound.get((op, grants))
+        """`op` as a method of `layer`: what the layer calls at every step.
+
+        Args:
+            op: the op's name; it must not be stock.
+            layer: what provides the parameters that the contract takes from a layer.
+            grants: arguments that the layer owns.
+            last: vLLM's own form of the op, tried when every candidate refused.
+            traced: False where no compiler ever sees the calls, whatever the plan's mode is.
+        """
+        compiled = traced and self.mode == "compiled"
+        bound = self._bound.get((op, grants, compiled))
         if bound is None:
             chain = self.chain(op, grants, last=last)
             asks_layer = bool(chain.spec and chain.spec.from_layer)
             asks_layer |= any(impl.needs_layer for impl in chain.impls)
-            bound = self._bound[op, grants] = (self._guard(chain, asks_layer), asks_layer)
+            bound = self._guard(chain, asks_layer, compiled), asks_layer
+            self._bound[op, grants, compiled] = bound
         function, asks_layer = bound
         # A layer that provides nothing is not handed over: an argument less at every call.
         return MethodType(function, layer) if asks_layer else function
 
-    def _guard(self, chain: Chain, asks_layer: bool) -> Callable[..., Any]:
+    def _guard(self, chain: Chain, asks_layer: bool, compiled: bool) -> Callable[..., Any]:
         op, first = chain.op, chain.impls[0]
         guard = method_guard if asks_layer else call_guard
-        if self.mode == "eager":
+        if not compiled:
             return self.counting(guard(chain), op, first.impl_id)
         from .opaque import is_opaque, opaque_op  # torch, which a plan needs for this alone
 
         if is_opaque(first):
-            first = opaque_op(chain, self.counting)
+            first = opaque_op(chain, self.counting, self.place)
         else:
             counting = self.counting(first.fn, op, first.impl_id)
             first = dataclasses.replace(first, fn=counting)
@@ -166,9 +187,13 @@ class Plan:
         return guard(dataclasses.replace(chain, impls=(first,)), bare=True)
 
     def as_compiled(self, op: str) -> Callable[..., Any]:
-        """The op as a compiled layer's code calls it, by the contract's parameters; not counted."""
-        plan = dataclasses.replace(self, counts_calls=False)
-        return plan._guard(plan.chain(op, contracts()[op].consumable), asks_layer=False)
+        """The op as a compiled layer's code calls it, by the contract's parameters.
+
+        For verification: it counts nothing, and its operators are those of no engine (place 0).
+        """
+        plan = dataclasses.replace(self, counts_calls=False, fallbacks=Counter(), place=0)
+        chain = plan.chain(op, contracts()[op].consumable)
+        return plan._guard(chain, asks_layer=False, compiled=True)
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
         """`bound`, counted where the user asked for it: its calls, or its tracings when compiled.
@@ -272,6 +297,30 @@ def make_plan(
         counts_calls=settings.debug,
         kept_layers=frozenset(kept_layers),
     )
+
+
+_serving: dict[int, Plan] = {}
+_places = threading.Lock()
+
+
+def take_place(plan: Plan) -> Plan:
+    """`plan` in the first place that no plan of another compiled engine of this process has.
+
+    An eager plan needs none, since nothing of it is named in torch.
+    """
+    if plan.mode == "eager":
+        return plan
+    with _places:
+        place = next(n for n in range(1, len(_serving) + 2) if n not in _serving)
+        _serving[place] = plan = dataclasses.replace(plan, place=place)
+    return plan
+
+
+def leave_place(plan: Plan) -> None:
+    """The engine of `plan` has ended: the next one may have its place."""
+    with _places:
+        if _serving.get(plan.place) is plan:
+            del _serving[plan.place]
 
 
 _active: Plan | None = None

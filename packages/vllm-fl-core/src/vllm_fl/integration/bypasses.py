@@ -32,6 +32,8 @@ BYPASSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rms_norm": (
             "norms that a fusion pass of vLLM matched (with quantisation, all-reduce, or rope), in "
             "compiled mode on CUDA: the pass puts its own kernel there",
+            "in eager mode subclasses of RMSNorm and GemmaRMSNorm (the Transformers backend's, "
+            "K2-Horizon's) and direct calls of vllm.ir",
             "gated norms of Mamba and linear attention, and LayerNorm: other formulas",
         ),
         "rotary_embedding": (

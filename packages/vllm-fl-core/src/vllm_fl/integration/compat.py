@@ -55,7 +55,7 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "config.parallel": ("ParallelConfig.worker_cls",),
         "config.vllm": ("VllmConfig.additional_config",),
         "distributed.parallel_state": ("get_world_group",),
-        "ir.op": ("IrOp.register_impl",),
+        "ir.op": ("IrOp.register_impl", "IrOpImpl.uuid"),
         "ir.ops.layernorm": ("fused_add_rms_norm", "rms_norm"),
         "model_executor.custom_op": (
             "CustomOp.dispatch_forward",
@@ -70,6 +70,10 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "model_executor.layers.activation": (
             "GeluAndMul.forward_native",
             "SiluAndMul.forward_native",
+        ),
+        "model_executor.layers.layernorm": (
+            "GemmaRMSNorm.forward_native",
+            "RMSNorm.forward_native",
         ),
         "model_executor.layers.rotary_embedding": ("RotaryEmbedding",),
         "model_executor.layers.rotary_embedding.base": (

@@ -1,73 +1,68 @@
-"""The norms: installed implementations as providers of vLLM's IR ops.
+"""The norms of compiled engines: planned implementations as providers of vLLM's IR ops.
 
 `rms_norm` and `fused_add_rms_norm` of `vllm.ir` are the contract's `rms_norm` without and with a
-residual. Inside the engine the reference is PyTorch, which for these ops is vLLM's own `native`.
+residual. vLLM lowers them while it compiles, to the provider that comes first. Eager engines do not
+come here: their norms are layers bound to the plan (`layers.py`), as all others are.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..dispatch import get_default_manager
-from ..dispatch.opaque import is_opaque, opaque_op
+from ..dispatch.opaque import is_opaque, opaque_op, unique_name
 from ..dispatch.plan import Plan
 from ..dispatch.types import BackendImplKind, OpImpl
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["bind_providers", "native_norm", "prioritise", "provider_names", "register_providers"]
+__all__ = ["bind_provider", "native_norm", "prioritise", "provider_name", "register_providers"]
 
 IR_OPS = ("rms_norm", "fused_add_rms_norm")
 
 _bound: dict[str, Callable[..., Any]] = {}
-"""Provider -> what it calls: the plan's, once the worker has one."""
+"""Provider -> what it calls: what the plan made of it, for the engine that compiles next."""
 
 
-def provider_name(impl: OpImpl) -> str:
-    """An implementation's id as vLLM's IR spells names: `fl_vendor_cpu`."""
-    return "fl_" + re.sub(r"[^a-z0-9_]", "_", impl.impl_id.lower())
+def provider_name(impl_id: str) -> str:
+    """An implementation's name in vLLM's IR: `fl_vendor_cpu_` and a hash of the id as it is."""
+    return unique_name(f"fl_{impl_id}")
 
 
 def _norms() -> list[OpImpl]:
     impls = get_default_manager().registry.snapshot().impls_by_op.get("rms_norm", ())
-    return [
-        i
-        for i in impls
-        if isinstance(i, OpImpl) and not i.needs_layer and i.kind is not BackendImplKind.REFERENCE
-    ]
-
-
-def provider_names() -> frozenset[str]:
-    """The names of the providers that are ours."""
-    return frozenset(provider_name(impl) for impl in _norms())
+    return [impl for impl in impls if isinstance(impl, OpImpl) and not impl.needs_layer]
 
 
 def register_providers() -> None:
-    """Give every installed norm to vLLM as a provider, once per process."""
+    """Give every installed norm to vLLM as a provider, once per process.
+
+    None that takes the layer is among them: an IR op has none to give.
+    """
     from vllm import ir
 
     for impl in _norms():
-        name = provider_name(impl)
+        name = provider_name(impl.impl_id)
         if name in ir.ops.rms_norm.impls:
             continue
-        plain, fused, supports_plain, supports_fused = _provider(impl, name)
+        _bound[name] = impl.fn
+        plain, fused = _provider(name)
         available = impl.is_available()
-        ir.ops.rms_norm.register_impl(name, supported=available, supports_args=supports_plain)(
-            plain
-        )
+        ir.ops.rms_norm.register_impl(name, supported=available)(plain)
         ir.ops.fused_add_rms_norm.register_impl(
-            name, supported=available, supports_args=supports_fused, inplace=bool(impl.consumes)
+            name, supported=available, inplace=bool(impl.consumes)
         )(fused)
 
 
-def _provider(impl: OpImpl, name: str) -> tuple[Callable[..., Any], ...]:
-    """The provider's functions. Their signatures are vLLM's: it compares them with its own."""
-    _bound[name] = impl.fn
+def _provider(name: str) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+    """The provider's functions. Their signatures are vLLM's: it compares them with its own.
+
+    vLLM is told that they support every call: what refuses one is inside, in the plan's chain.
+    """
 
     def plain(
         x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
@@ -85,39 +80,19 @@ def _provider(impl: OpImpl, name: str) -> tuple[Callable[..., Any], ...]:
         result: tuple[Tensor, Tensor] = _bound[name](x, x_residual, weight, epsilon, variance_size)
         return result
 
-    supports = impl.supports
-    if supports is None:
-        return plain, fused, None, None  # type: ignore[return-value]
-
-    def supports_plain(
-        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-    ) -> bool:
-        return supports(x, None, weight, epsilon, variance_size) is True
-
-    def supports_fused(
-        x: Tensor,
-        x_residual: Tensor,
-        weight: Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> bool:
-        return supports(x, x_residual, weight, epsilon, variance_size) is True
-
-    return plain, fused, supports_plain, supports_fused
+    return plain, fused
 
 
 def prioritise(default: Any, plan: Plan) -> Any:
-    """vLLM's default priorities with the plan's providers in front, in the plan's order."""
-    names: list[str] = []
-    for impl in plan.entries["rms_norm"].impls:
-        if impl.kind is BackendImplKind.REFERENCE:
-            names.append("native")
-            break
-        names.append(provider_name(impl))
-    if names:
+    """vLLM's default priorities, in compiled mode with the plan's first choice in front.
+
+    The other candidates of the plan are not named: they stand behind the first in its own chain.
+    """
+    impl = plan.entries["rms_norm"].impl
+    if plan.mode == "compiled" and impl is not None:
+        name = provider_name(impl.impl_id)
         for op in IR_OPS:
-            rest = [p for p in getattr(default, op) if p not in names]
-            setattr(default, op, [*names, *(rest if "native" not in names else ())])
+            setattr(default, op, [name, *(p for p in getattr(default, op) if p != name)])
     return default
 
 
@@ -128,7 +103,7 @@ def reset_priorities(plan: Plan, vllm_config: VllmConfig) -> None:
 
     if plan.entries["rms_norm"].note:
         return  # the user's own priority stands
-    ours = provider_names()
+    ours = {provider_name(impl.impl_id) for impl in _norms()}
     sealed = prioritise(current_platform.vllm_fl_stock_priority(vllm_config), plan)
     config: IrOpPriorityConfig = vllm_config.kernel_config.ir_op_priority
     for op in IR_OPS:
@@ -137,40 +112,30 @@ def reset_priorities(plan: Plan, vllm_config: VllmConfig) -> None:
     config.set_default()
 
 
-def bind_providers(plan: Plan) -> None:
-    """Let the providers call what the plan says, for the model that is built next."""
-    _count_native(plan)
-    for impl in _norms():
-        if impl not in plan.entries["rms_norm"].impls:
-            continue
-        if plan.mode == "eager":
-            # vLLM has asked `supports` just before: the implementation itself is enough.
-            bound = plan.counting(impl.fn, "rms_norm", impl.impl_id)
-        elif is_opaque(impl):
-            # Of vLLM's providers these may write over activations; it copies what it still needs.
-            grants = frozenset({"x", "residual"})
-            bound = opaque_op(
-                plan.chain("rms_norm", grants, first=impl, last=native_norm()), plan.counting
-            ).fn
-        else:
-            bound = impl.fn
-        _bound[provider_name(impl)] = bound
+def bind_provider(plan: Plan, digest: str) -> None:
+    """Let the plan's first choice be what its provider calls, for the model that is compiled next.
 
-
-def _count_native(plan: Plan) -> None:
-    """Count vLLM's native norms as the reference that they are to us, where counting is on."""
+    Args:
+        plan: the sealed plan.
+        digest: the plan's. The compiler's caches know a provider by it, since they would not see
+            that what is behind its name has changed.
+    """
     from vllm import ir
 
+    for other in _norms():  # none keeps what an earlier plan made of it
+        _bound[provider_name(other.impl_id)] = other.fn
     impl = plan.entries["rms_norm"].impl
+    if plan.mode == "eager" or impl is None:
+        return
+    name = provider_name(impl.impl_id)
+    if is_opaque(impl):
+        # Of vLLM's providers these may write over activations; it copies what it still needs.
+        chain = plan.chain("rms_norm", frozenset({"x", "residual"}), last=native_norm())
+        _bound[name] = opaque_op(chain, plan.counting, plan.place).fn
+    else:
+        _bound[name] = plan.counting(impl.fn, "rms_norm", impl.impl_id)
     for op in IR_OPS:
-        native = getattr(ir.ops, op).impls["native"]
-        native.impl_fn = original = _native.setdefault(op, native.impl_fn)
-        if plan.counts_calls and impl is not None and impl.kind is BackendImplKind.REFERENCE:
-            native.impl_fn = plan.counting(original, "rms_norm", impl.impl_id)
-
-
-_native: dict[str, Callable[..., Any]] = {}
-"""IR op -> vLLM's native function, as it was before anything counted it."""
+        getattr(ir.ops, op).impls[name].uuid = lambda: digest
 
 
 def native_norm() -> OpImpl:

@@ -1,7 +1,8 @@
 """vLLM's layers with their forward methods bound to the plan.
 
 All four forwards are bound, `forward_native` included: in compiled mode a traceable implementation
-is then what the compiler sees, whatever `custom_ops` says of the layer.
+is then what the compiler sees, whatever `custom_ops` says of the layer. Norms in compiled code are
+ops of vLLM's IR (`ir.py`); called outside of it they are bound like the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
-from vllm.model_executor.layers import activation
+from vllm.model_executor.layers import activation, layernorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from ..dispatch import dispatch_method
@@ -23,6 +24,7 @@ from ..dispatch.contracts import OpSpec
 from ..dispatch.types import BackendImplKind, OpImpl
 from ..plugins import identity
 from .compat import FORMER_LAYERS
+from .ir import native_norm
 
 __all__ = [
     "Layer",
@@ -87,8 +89,11 @@ def _from_positions(layer: Any, rotate: Callable[..., Any]) -> Callable[..., Any
                 cos, sin = cache.chunk(2, dim=-1)
                 tables = cache, cos, sin
         heads = (positions.shape[0], -1, layer.head_size)
-        q = query.view(heads)
-        k = None if key is None else key.view(heads)
+        try:
+            q = query.view(heads)
+            k = None if key is None else key.view(heads)
+        except RuntimeError:  # what made them gave another layout than its contract promises
+            return forward(positions, query.contiguous(), None if key is None else key.contiguous())
         q_out, k_out = rotate(q, k, cos, sin, positions, not layer.is_neox_style)
         # What was turned in place is there already.
         return (
@@ -97,6 +102,32 @@ def _from_positions(layer: Any, rotate: Callable[..., Any]) -> Callable[..., Any
         )
 
     return forward
+
+
+class _GemmaAsRMSNorm:
+    """A GemmaRMSNorm as the RMSNorm that it computes: its weight is 1 + w, in float32."""
+
+    has_weight = True
+    variance_size_override = None
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    @property
+    def weight(self) -> Tensor:
+        """What the normed x is multiplied with; made at each call, as vLLM does."""
+        weight: Tensor = self.layer.weight.float() + 1.0
+        return weight
+
+    @property
+    def variance_epsilon(self) -> float:
+        epsilon: float = self.layer.variance_epsilon
+        return epsilon
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.layer, name)
 
 
 @dataclass(frozen=True)
@@ -115,15 +146,10 @@ class Layer:
 
 
 def layer_table() -> list[Layer]:
-    """Every layer class that we reach: replaced ones, and the norms of vLLM's IR."""
-    replaced = [
+    """Every layer class that we replace."""
+    return [
         Layer(base.__name__, base.name, op)  # type: ignore[attr-defined]
         for base, op, _ in _replacements()
-    ]
-    return [
-        *replaced,
-        Layer("RMSNorm", "rms_norm", "rms_norm"),
-        Layer("GemmaRMSNorm", "gemma_rms_norm", "rms_norm"),
     ]
 
 
@@ -154,7 +180,8 @@ def replace_layers() -> None:
             f"{name}FL",
             (base,),
             {"__module__": __name__}
-            | {forward: dispatch_method(op, **options) for forward in FORWARDS},
+            | {forward: dispatch_method(op, **options) for forward in FORWARDS}
+            | {"dispatch_forward": _dispatch_forward(base)},
         )
         registered_name = base.name  # type: ignore[attr-defined]
         CustomOp.register_oot(name=name)(layer)
@@ -183,6 +210,21 @@ def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
         is_weight = isinstance(value, Tensor)
         setattr(layer, name, torch.nn.Parameter(value, False) if is_weight else value)
     return layer
+
+
+def _dispatch_forward(base: type) -> Callable[..., Any]:
+    """`dispatch_forward`, which vLLM calls when it builds a layer, with every forward bound there.
+
+    Some models call `forward_native` by name, at every step: it must not be resolved each time, nor
+    traced by a compiler while it is.
+    """
+
+    def dispatch_forward(self: CustomOp, *args: Any, **kwargs: Any) -> Any:
+        for forward in FORWARDS:
+            vars(self)[forward] = getattr(self, forward)
+        return base.dispatch_forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return dispatch_forward
 
 
 def foreign_layers() -> dict[str, str]:
@@ -223,10 +265,13 @@ def _replacements() -> list[tuple[type, str, dict[str, Any]]]:
         "adapt": _from_positions,
         "last": _stock("rotary_embedding", _rotary_embedding),
     }
+    norm = {"traces_own": True, "last": native_norm()}
     return [
         (activation.SiluAndMul, "silu_and_mul", {"last": _stock("silu_and_mul", _silu_and_mul)}),
         (activation.GeluAndMul, "gelu_and_mul", {"last": _stock("gelu_and_mul", _gelu_and_mul)}),
         *((cls, "rotary_embedding", rope) for cls in _ropes()),
+        (layernorm.RMSNorm, "rms_norm", norm | {"grants": ("x", "residual")}),  # as vLLM's IR does
+        (layernorm.GemmaRMSNorm, "rms_norm", norm | {"stand_in": _GemmaAsRMSNorm}),
     ]
 
 

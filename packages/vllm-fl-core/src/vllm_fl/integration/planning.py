@@ -33,7 +33,8 @@ KEY = "vllm_fl"
 """Our entry in vLLM's `additional_config`, which vLLM hashes into its compile-cache key."""
 
 LAYER_OPS = ("silu_and_mul", "gelu_and_mul", "rotary_embedding")
-"""Ops that vLLM runs as CustomOp layers of the same name; the norms are ops of its IR."""
+"""Ops that vLLM runs as CustomOp layers of the same name in both modes. The norms are such layers
+in eager mode; in compiled mode they are ops of its IR, which know no layer."""
 
 log = get_logger("engine")
 
@@ -96,7 +97,7 @@ def plan_for(vllm_config: VllmConfig, demoted: Mapping[tuple[str, str], str] | N
     """
     mode = engine_mode(vllm_config)
     settings = settings_of(vllm_config)
-    notes, kept = _left_layers(settings)
+    notes, kept = _left_layers(settings, vllm_config, mode)
     notes |= {**_kept_by_user(vllm_config, mode), **attention.kept_by_user(vllm_config)}
     return make_plan(
         get_default_manager(),
@@ -152,10 +153,13 @@ def _ours(vllm_config: VllmConfig) -> dict[str, Any] | None:
     return mine
 
 
-def _left_layers(settings: Settings) -> tuple[dict[str, str], list[str]]:
+def _left_layers(
+    settings: Settings, vllm_config: VllmConfig, mode: Mode
+) -> tuple[dict[str, str], list[str]]:
     """What the OOT settings leave to vLLM, and other plugins have replaced.
 
-    The norms are ops of vLLM's IR: a setting that holds for one of their layers holds for all.
+    In compiled mode the norms are ops of vLLM's IR: a setting that holds for one of their layers
+    holds for all.
 
     Returns:
         (op -> why all its layers are left, classes that settings leave to vLLM).
@@ -164,16 +168,20 @@ def _left_layers(settings: Settings) -> tuple[dict[str, str], list[str]]:
     layers, foreign = layer_table(), foreign_layers()
     for op in dict.fromkeys(layer.op for layer in layers):
         left = {
-            layer: why for layer in layers if layer.op == op and (why := _left(layer, settings))
+            layer: why
+            for layer in layers
+            if layer.op == op
+            and (why := _left(layer, settings) or _norm_left(layer, vllm_config, mode))
         }
         of_op = [layer for layer in layers if layer.op == op]
-        if len(left) == len(of_op) or (left and op not in LAYER_OPS and not settings.oot_whitelist):
+        by_layer = op in LAYER_OPS or mode == "eager"
+        if len(left) == len(of_op) or (left and not by_layer and not settings.oot_whitelist):
             notes[op] = next(iter(left.values()))
         elif all(layer in left or layer.cls in foreign for layer in of_op):
             cls = next(layer.cls for layer in of_op if layer.cls in foreign)
             notes[op] = f"layer {cls} is {foreign[cls]}, not vllm-fl's"
         else:
-            kept += [layer.cls for layer in left if op in LAYER_OPS]
+            kept += [layer.cls for layer in left if by_layer]
     return notes, kept
 
 
@@ -188,8 +196,23 @@ def _left(layer: Layer, settings: Settings) -> str:
     return f"oot_blacklist names {named[0]}" if named else ""
 
 
+def _norm_left(layer: Layer, vllm_config: VllmConfig, mode: Mode) -> str:
+    """The entry of `custom_ops` that keeps this norm of an eager engine as it is, or nothing.
+
+    vLLM has two norms under two names; the other ops are judged whole, by `_kept_by_user`.
+    """
+    custom_ops = vllm_config.compilation_config.custom_ops
+    if layer.op in LAYER_OPS or mode != "eager" or f"+{layer.registered}" in custom_ops:
+        return ""
+    if f"-{layer.registered}" in custom_ops:
+        return f"custom_ops has -{layer.registered}"
+    return "custom_ops has none" if "none" in custom_ops else ""
+
+
 def _kept_by_user(vllm_config: VllmConfig, mode: Mode) -> dict[str, str]:
     """op -> the setting of vLLM's by which the user keeps its layers as they are."""
+    from vllm import envs
+
     custom_ops = vllm_config.compilation_config.custom_ops
     notes = {}
     for op in LAYER_OPS:
@@ -200,6 +223,8 @@ def _kept_by_user(vllm_config: VllmConfig, mode: Mode) -> dict[str, str]:
     for op, priority in ((_ours(vllm_config) or {}).get("user_priority") or {}).items():
         if priority:
             notes["rms_norm"] = f"ir_op_priority.{op} is {','.join(priority)}"
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        notes["rms_norm"] = "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"
     return notes
 
 

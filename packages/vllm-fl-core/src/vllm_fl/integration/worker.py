@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from ..dispatch import get_default_manager
 from ..dispatch.digest import digest, fingerprint
 from ..dispatch.logs import get_logger
-from ..dispatch.plan import Plan, building
+from ..dispatch.plan import Plan, building, leave_place, take_place
 from ..dispatch.preflight import find_faults
 from ..dispatch.types import OpImpl, WorkerContext
 from ..errors import PluginError, VllmFLError
 from . import attention
-from .ir import bind_providers, reset_priorities
+from .ir import bind_provider, reset_priorities
 from .layers import foreign_layers, layer_for, layer_table, replace_layers
 from .planning import apply, plan_for, seal, settings_of
 from .ranks import Verdict, agree, differences
@@ -52,10 +52,13 @@ class PlannedWorker:
         reports = _start_plugins(self.vllm_config, self.device, self.rank)
         settings = settings_of(self.vllm_config)
         plan, facts, limits = _verified_plan(self, reports, alone=joins)
-        bind_providers(plan)
+        plan = take_place(plan)
+        if plan.place > 1:  # its operators have other names: compiled code of another's is not its
+            facts = {**facts, "place": plan.place}
+        self.vllm_fl_plan, self.vllm_fl_digest = plan, digest(facts)
+        bind_provider(plan, self.vllm_fl_digest)
         apply(plan, self.vllm_config)
         reset_priorities(plan, self.vllm_config)
-        self.vllm_fl_plan, self.vllm_fl_digest = plan, digest(facts)
         if self.rank == 0:
             for report in reports.values():
                 for line in report["lines"]:
@@ -104,6 +107,8 @@ class PlannedWorker:
                 _nested(plan.fallbacks) or "none",
                 _nested(plan.calls) or "not counted",
             )
+        if plan is not None:
+            leave_place(plan)
         super().shutdown()  # type: ignore[misc]
 
 

@@ -1,0 +1,435 @@
+"""vLLM's norms, and layers that older plugins take: built as an engine builds them, without one."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from vllm import ir
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.kernel import IrOpPriorityConfig
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+import vllm_fl.dispatch
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.plan import Plan, building
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.errors import AllFailedError
+from vllm_fl.integration import ir as norms
+from vllm_fl.integration.layers import replace_layers
+
+sys.path.append(str(Path(__file__).parents[1] / "dispatch"))
+from making import kind_of, managing, planning
+
+HIDDEN = 64
+FOLDED = ("vendor.a-b", "vendor.a_b", "vendor.A_B", "vendor.é", "vendor.华为")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def layers() -> Iterator[None]:
+    """What a worker does before it builds the model."""
+    with set_current_vllm_config(VllmConfig()), torch.no_grad():
+        replace_layers()
+        yield
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
+    """`use(impl, …)`: they are what is installed, and vLLM's IR has them as providers."""
+
+    def install(*impls: OpImpl, **policy: Any) -> OpManager:
+        manager = managing(*impls, **policy)
+        monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
+        norms.register_providers()
+        return manager
+
+    yield install
+    for op in norms.IR_OPS:
+        ours = [name for name in getattr(ir.ops, op).impls if name.startswith("fl_")]
+        for name in ours:
+            del getattr(ir.ops, op).impls[name]
+        getattr(ir.ops, op).set_default(["native"])
+
+
+def norm(impl_id: str, mark: float = 0.0, error: Exception | None = None, **fields: Any) -> OpImpl:
+    """A norm whose result is x times weight, plus a mark."""
+
+    def rms_norm(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> Any:
+        if error is not None:
+            raise error
+        normed = ((x if weight is None else x * weight) + mark).to(x.dtype)
+        return normed if residual is None else (normed, x + residual)
+
+    kind, vendor = kind_of(impl_id)
+    return OpImpl("rms_norm", impl_id, kind, fields.pop("fn", rms_norm), vendor, **fields)
+
+
+def refuses(
+    x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+) -> bool | str:
+    return "not today"
+
+
+def built(plan: Plan, cls: Any = RMSNorm, *args: Any, **kwargs: Any) -> Any:
+    with building(plan):
+        return cls(*args or (HIDDEN,) * (cls is not SiluAndMul), **kwargs)
+
+
+def served(plan: Plan, digest: str = "digest") -> None:
+    """What a worker does with a sealed plan before it builds the model."""
+    norms.bind_provider(plan, digest)
+    priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
+    for op in norms.IR_OPS:
+        getattr(ir.ops, op).set_default(getattr(priority, op))
+
+
+X = torch.ones(3, HIDDEN)
+
+
+class TestEager:
+    @pytest.mark.parametrize("cls", [RMSNorm, GemmaRMSNorm])
+    def test_the_planned_one_runs_in_every_form_of_the_layer(self, use: Any, cls: Any) -> None:
+        plan = planning(use(norm("vendor.acme", 5)), "eager")
+        layer = built(plan, cls)
+        for call in (layer, layer.forward_native, layer.forward_cuda, layer.forward_oot):
+            assert call(X).eq(6).all()
+            normed, total = call(X, X.clone())
+            assert normed.eq(6).all() and total.eq(2).all()
+
+    @pytest.mark.parametrize(
+        "first",
+        [
+            norm("vendor.acme", supports=refuses),
+            norm("vendor.acme", error=NotImplementedError("not today")),
+        ],
+        ids=["supports", "NotImplementedError"],
+    )
+    def test_a_refusal_goes_down_the_chain_counted_and_said(
+        self, use: Any, first: OpImpl, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO", logger="vllm_fl")
+        manager = use(first, norm("reference.torch", 5))
+        plan = planning(manager, "eager")
+        layer = built(plan)
+        for _ in range(3):
+            assert layer(X).eq(6).all()
+        assert plan.fallbacks == {("rms_norm", "reference.torch"): 3}
+        said = [r.getMessage() for r in caplog.records if r.name.startswith("vllm_fl")]
+        assert len(said) == 2
+        assert said[0].startswith("Implementation 'vendor.acme' refused op 'rms_norm': ")
+        assert "not today" in said[0]
+        assert said[1].startswith("Op 'rms_norm' fallback to 'reference.torch'")
+
+    @pytest.mark.parametrize("cls", [RMSNorm, GemmaRMSNorm])
+    def test_strict_raises_it(self, use: Any, cls: Any) -> None:
+        manager = use(
+            norm("vendor.acme", error=NotImplementedError("not today")),
+            norm("reference.torch"),
+            strict=True,
+        )
+        layer = built(planning(manager, "eager"), cls)
+        with pytest.raises(AllFailedError, match=r"refused op 'rms_norm'.*not today") as caught:
+            layer(X)
+        assert caught.value.op == "rms_norm"
+
+    @pytest.mark.parametrize("cls", [RMSNorm, GemmaRMSNorm])
+    def test_what_all_refuse_is_served_by_vllm(self, use: Any, cls: Any) -> None:
+        plan = planning(use(norm("vendor.acme", supports=refuses)), "eager")
+        layer, stock = built(plan, cls), cls.forward_native
+        x, residual = torch.randn(3, HIDDEN), torch.randn(3, HIDDEN)
+        assert torch.equal(layer(x), stock(layer, x))
+        want = stock(layer, x.clone(), residual.clone())
+        got = layer(x.clone(), residual.clone())
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+        assert plan.fallbacks == {("rms_norm", "stock.vllm"): 2}
+
+    def test_an_exception_is_raised_each_time(self, use: Any) -> None:
+        boom = ValueError("boom")
+        layer = built(planning(use(norm("vendor.acme", error=boom), norm("reference.torch"))))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="boom"):
+                layer(X)
+
+    def test_only_rmsnorm_gives_its_arguments_away(self, use: Any) -> None:
+        def rms_norm(
+            x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+        ) -> Any:
+            if residual is None:
+                return x * 1
+            return x.zero_(), residual.zero_()
+
+        impl = norm("vendor.acme", fn=rms_norm, consumes={"x", "residual"})
+        plan = planning(use(impl), "eager")
+        for cls, left in ((RMSNorm, 0), (GemmaRMSNorm, 1)):
+            x, residual = X.clone(), X.clone()
+            built(plan, cls)(x, residual)
+            assert x.eq(left).all() and residual.eq(left).all()
+
+    @pytest.mark.parametrize("mode", ["eager", "compiled"])
+    def test_the_weight_is_read_at_each_call(self, use: Any, mode: Any) -> None:
+        plan = planning(use(norm("vendor.acme")), mode)
+        layers = [built(plan), built(plan, GemmaRMSNorm), built(plan, has_weight=False)]
+        assert [float(layer(X)[0, 0]) for layer in layers] == [1, 1, 1]
+        for layer in layers[:2]:
+            layer.weight = torch.nn.Parameter(torch.full((HIDDEN,), 3.0))
+        assert [float(layer(X)[0, 0]) for layer in layers] == [3, 4, 1]
+        for layer, there, here in ((layers[0], 9, 3), (layers[1], 10, 4)):
+            copied = copy.deepcopy(layer)
+            copied.weight.data.fill_(9)
+            assert copied(X).eq(there).all() and layer(X).eq(here).all()
+
+    def test_epsilon_and_variance_size_are_the_layers(self, use: Any) -> None:
+        seen = []
+
+        def rms_norm(
+            x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+        ) -> Any:
+            seen.append((epsilon, variance_size, weight.dtype))
+            return x
+
+        plan = planning(use(norm("vendor.acme", fn=rms_norm)), "eager")
+        built(plan, RMSNorm, HIDDEN, 1e-5, 32)(X)
+        built(plan, GemmaRMSNorm, HIDDEN, 1e-3)(X.bfloat16())
+        assert seen == [(1e-5, 32, torch.float32), (1e-3, None, torch.float32)]
+
+    def test_a_subclass_of_another_forward_stays_vllms(self, use: Any) -> None:
+        class Grouped(RMSNorm):
+            def forward(self, x: Any, residual: Any = None) -> Any:
+                return -super().forward(x, residual)
+
+        layer = built(planning(use(norm("vendor.acme", 5)), "eager"), Grouped)
+        assert layer(X)[0, 0] == pytest.approx(-1, abs=1e-3)
+
+    def test_nothing_of_ours_is_named_to_the_ir(self, use: Any) -> None:
+        plan = planning(use(norm("vendor.acme"), norm("reference.torch")), "eager")
+        priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
+        assert priority.rms_norm == priority.fused_add_rms_norm == ["native"]
+
+    def test_an_op_left_to_vllm_is_vllms_own_method(self, use: Any) -> None:
+        plan = planning(use(norm("vendor.acme", 5)), "eager", notes={"rms_norm": "the user's"})
+        layer = built(plan)
+        assert layer.forward_native.__func__ is RMSNorm.forward_native
+        kept = planning(use(norm("vendor.acme", 5)), "eager", kept_layers=["GemmaRMSNorm"])
+        assert built(kept, GemmaRMSNorm).forward_cuda.__func__ is GemmaRMSNorm.forward_cuda
+        assert built(kept)(X).eq(6).all()
+
+
+class TestCompiled:
+    @pytest.mark.parametrize("traceable", [True, False])
+    def test_the_providers_run_what_the_plan_says(self, use: Any, traceable: bool) -> None:
+        first = norm("vendor.acme", 5, traceable=traceable)
+        served(planning(use(first, norm("reference.torch", 7)), "compiled"))
+        weight = torch.ones(HIDDEN)
+        assert ir.ops.rms_norm(X, weight, 1e-6).eq(6).all()
+        normed, total = ir.ops.fused_add_rms_norm(X, X, weight, 1e-6)
+        assert normed.eq(6).all() and total.eq(2).all()
+
+    @pytest.mark.parametrize(
+        "first",
+        [
+            norm("vendor.acme", supports=refuses),
+            norm("vendor.acme", error=NotImplementedError("not today")),
+        ],
+        ids=["supports", "NotImplementedError"],
+    )
+    def test_a_refusal_goes_down_the_chain_counted(self, use: Any, first: OpImpl) -> None:
+        plan = planning(use(first, norm("reference.torch", 5)), "compiled")
+        served(plan)
+        assert ir.ops.rms_norm(X, None, 1e-6).eq(6).all()
+        assert plan.fallbacks == {("rms_norm", "reference.torch"): 1}
+
+    def test_a_third_partys_reference_really_runs(self, use: Any) -> None:
+        theirs = norm("reference.acme", 5, traceable=True)
+        for mode in ("eager", "compiled"):
+            plan = planning(use(theirs), mode)
+            served(plan)
+            assert built(plan)(X).eq(6).all()
+        assert ir.ops.rms_norm(X, None, 1e-6).eq(6).all()
+
+    def test_names_that_would_fold(self, use: Any) -> None:
+        impls = [norm(impl_id, 10.0 * n) for n, impl_id in enumerate(FOLDED)]
+        for n, impl_id in enumerate(FOLDED):
+            order = {"rms_norm": [f"impl:{impl_id}"]}
+            manager = use(*impls, per_op_order=order)
+            served(planning(manager, "compiled"))
+            assert ir.ops.rms_norm(X, None, 1e-6).eq(1 + 10 * n).all()
+            assert built(planning(manager, "eager"))(X).eq(1 + 10 * n).all()
+        names = {norms.provider_name(impl_id) for impl_id in FOLDED}
+        assert len(names) == len(FOLDED) and names <= set(ir.ops.rms_norm.impls)
+
+    def test_calls_outside_of_compiled_code_take_the_chain(self, use: Any) -> None:
+        first = norm("vendor.acme", error=NotImplementedError("not today"), traceable=True)
+        plan = planning(use(first, norm("reference.torch", 5)), "compiled")
+        served(plan)
+        for cls in (RMSNorm, GemmaRMSNorm):
+            layer = built(plan, cls)
+            assert layer(X).eq(6).all() and layer.forward_native(X).eq(6).all()
+        assert plan.fallbacks == {("rms_norm", "reference.torch"): 4}
+
+    def test_compiled_code_has_the_op_of_the_ir(self, use: Any) -> None:
+        plan = planning(use(norm("vendor.acme", 5)), "compiled")
+        served(plan)
+
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.one, self.other = RMSNorm(HIDDEN), GemmaRMSNorm(HIDDEN)
+
+            def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
+                # plamo-3 and AIMv2 call this form by name
+                return self.other(self.one.forward_native(x), residual)
+
+        with building(plan):
+            model = Model()
+        graphs = []
+
+        def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        torch.compile(model, fullgraph=True, backend=backend)(X, X)
+        assert "vllm_ir.rms_norm" in graphs[0].code
+        assert "vllm_ir.fused_add_rms_norm" in graphs[0].code
+
+    def test_the_caches_know_a_provider_by_the_plans_digest(self, use: Any) -> None:
+        plan = planning(use(norm("vendor.acme")), "compiled")
+        for digest in ("one", "other"):
+            served(plan, digest)
+            for op in norms.IR_OPS:
+                (provider, *_) = getattr(ir.ops, op).get_priority()
+                assert getattr(ir.ops, op).impls[provider].uuid() == digest
+
+    def test_no_provider_keeps_what_an_earlier_plan_made_of_it(self, use: Any) -> None:
+        first = planning(use(norm("vendor.acme", 5)), "compiled")
+        served(first)
+        served(planning(use(norm("vendor.acme", 5)), "eager"))
+        ir.ops.rms_norm.impls[norms.provider_name("vendor.acme")].impl_fn(X, None, 1e-6)
+        assert first.calls == {}
+
+
+@pytest.mark.parametrize("modes", [("eager", "eager"), ("compiled", "compiled")])
+def test_of_two_engines_each_keeps_its_own_norms(use: Any, modes: Any) -> None:
+    impls = (norm("vendor.acme", 5), norm("reference.torch", 7))
+    first = planning(use(*impls, per_op_order={"rms_norm": ["vendor"]}), modes[0])
+    served(first, "first")
+    one = built(first)
+    second = planning(use(*impls, per_op_order={"rms_norm": ["reference"]}), modes[1])
+    served(second, "second")
+    other = built(second)
+    assert one(X).eq(6).all() and other(X).eq(8).all() and one(X).eq(6).all()
+
+
+class Older:
+    """A backend of the older form: its methods take the layer first."""
+
+    def rms_norm(self, obj: Any, x: Any, residual: Any = None) -> Any:
+        normed = x * obj.weight + obj.variance_epsilon
+        return normed if residual is None else (normed, x + residual)
+
+    def silu_and_mul(self, obj: Any, x: Any) -> Any:
+        return x[..., : x.shape[-1] // 2] + 5
+
+    def rotary_embedding(
+        self,
+        obj: Any,
+        query: Any,
+        key: Any,
+        cos: Any,
+        sin: Any,
+        position_ids: Any,
+        rotary_interleaved: bool = False,
+        inplace: bool = True,
+    ) -> Any:
+        assert query.shape[1:] == (2, obj.head_size) and inplace and not rotary_interleaved
+        return query.add_(1), key.add_(2)
+
+    def impls(self) -> list[OpImpl]:
+        return [
+            OpImpl(fn.__name__, "vendor.older", BackendImplKind.VENDOR, fn, "older")
+            for fn in (self.rms_norm, self.silu_and_mul, self.rotary_embedding)
+        ]
+
+
+class TestOlderForm:
+    def test_every_layer_is_handed_over(self, use: Any) -> None:
+        plan = planning(use(*Older().impls()), "eager")
+        x = torch.full((3, HIDDEN), 2.0)
+        for cls, want in ((RMSNorm, 4.0), (GemmaRMSNorm, 6.0)):
+            layer = built(plan, cls, HIDDEN, 0.5)
+            layer.weight.data.fill_(1.75)
+            assert layer(x).eq(want).all()
+            normed, total = layer(x, x.clone())
+            assert torch.equal(normed, layer(x)) and total.eq(4).all()
+        assert built(plan, SiluAndMul)(x).eq(7).all()
+
+    def test_a_rope_that_turns_in_place(self, use: Any) -> None:
+        plan = planning(use(*Older().impls()), "eager")
+        rope = built(plan, RotaryEmbedding, 8, 8, 32, 10000, True, torch.float32)
+        qkv = torch.zeros(3, 48)
+        query, key, value = qkv.split(16, dim=-1)
+        got = rope(torch.arange(3), query, key)
+        assert got[0].eq(1).all() and got[1].eq(2).all()
+        assert query.eq(1).all() and key.eq(2).all() and value.eq(0).all()
+
+    def test_compiled_mode_rejects_them_with_the_reason_and_names_no_provider(
+        self, use: Any
+    ) -> None:
+        plan = planning(use(*Older().impls(), norm("reference.torch", 7)), "compiled")
+        rejected = dict(plan.entries["rms_norm"].trace.rejected)
+        assert "layer" in rejected["vendor.older"]
+        served(plan)
+        assert ir.ops.rms_norm(X, None, 1e-6).eq(8).all()
+        assert norms.provider_name("vendor.older") not in ir.ops.rms_norm.impls
+
+    @pytest.mark.parametrize("order", [["vendor", "reference"], ["reference", "vendor"]])
+    def test_its_being_installed_does_not_end_an_engine(self, use: Any, order: list[str]) -> None:
+        impls = (*Older().impls(), norm("reference.torch", 7))
+        plan = planning(use(*impls, per_op_order={"rms_norm": order}), "eager")
+        served(plan)
+        priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
+        assert priority.compute_hash()
+
+    def test_as_a_later_candidate_it_has_the_layer_too(self, use: Any) -> None:
+        impls = (norm("vendor.acme", supports=refuses), *Older().impls())
+        plan = planning(use(*impls, per_op_order={"rms_norm": ["vendor"]}), "eager")
+        layer = built(plan, GemmaRMSNorm)
+        assert layer(X)[0, 0] == pytest.approx(1, abs=1e-4)
+        assert plan.fallbacks == {("rms_norm", "vendor.older"): 1}
+
+
+class TestLayout:
+    @pytest.mark.parametrize("in_place", [True, False])
+    def test_a_rope_is_fed_what_another_implementation_left_in_another_layout(
+        self, use: Any, in_place: bool
+    ) -> None:
+        def rotary_embedding(
+            query: Any, key: Any, cos: Any, sin: Any, position_ids: Any,
+            rotary_interleaved: bool = False,
+        ) -> Any:  # fmt: skip
+            if in_place:
+                return query.add_(1), key.add_(2)
+            return (query + 1).transpose(0, 1).contiguous().transpose(0, 1), key + 2
+
+        vendor = ("vendor.acme", BackendImplKind.VENDOR, rotary_embedding, "acme")
+        impl = OpImpl("rotary_embedding", *vendor, consumes={"query", "key"})
+        plan = planning(use(impl), "eager")
+        rope = built(plan, RotaryEmbedding, 8, 8, 32, 10000, True, torch.float32)
+        query, key = torch.zeros(16, 3).T, torch.zeros(3, 16)
+        got = rope(torch.arange(3), query, key)
+        assert got[0].eq(1).all() and got[1].eq(2).all()
+        assert got[0].shape == query.shape and got[0].view(3, 2, 8).eq(1).all()
