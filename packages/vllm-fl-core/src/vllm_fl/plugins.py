@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import getattr_static
 from types import ModuleType
 from typing import Any, Literal
 
 import pluggy
 
 from . import hookspecs
-from .dispatch.registry import OpRegistry, Owner
+from .dispatch.registry import OpRegistry, Owner, RegistrySnapshot
 from .dispatch.types import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults
 from .errors import PluginError
 from .hookspecs import HOOK_API, PROJECT
@@ -133,7 +134,7 @@ def _load_one(registry: OpRegistry, found: Found) -> Plugin:
         _check_api(plugin)
         manager = None
         if old_form is not None:
-            impls = _run_old_form(old_form)
+            impls = _run_old_form(old_form, registry)
         else:
             manager = pluggy.PluginManager(PROJECT)
             manager.add_hookspecs(hookspecs)
@@ -171,7 +172,10 @@ def _forms(plugin: object) -> tuple[tuple[str, ...], Callable[[Any], object] | N
         return ("register_builtins",), plugin
     for name in OLD_NAMES:
         function = getattr(plugin, name, None)
-        if callable(function) and not isinstance(plugin, type):
+        static = getattr_static(plugin, name, None)
+        if callable(function) and (
+            not isinstance(plugin, type) or isinstance(static, classmethod | staticmethod)
+        ):
             return ("register_builtins",), function
     raise TypeError(
         f"it points at {plugin!r}, which implements no hook: point it at a module whose functions "
@@ -204,10 +208,27 @@ def _results(manager: pluggy.PluginManager, hook: str) -> list[OpImpl | Attentio
 
 
 class _Collector:
-    """The registry as the older form sees it: it collects, so that a failure leaves nothing."""
+    """The registry as the older form sees it: it collects, so that a failure leaves nothing.
 
-    def __init__(self) -> None:
+    Reading it finds what is registered, and what was collected.
+    """
+
+    def __init__(self, registry: OpRegistry) -> None:
         self.impls: list[OpImpl | AttentionImpl] = []
+        self.registered = registry
+
+    def get_implementations(self, op: str) -> list[OpImpl | AttentionImpl]:
+        mine = [impl for impl in self.impls if impl.op_name == op]
+        return [*self.registered.get_implementations(op), *mine]
+
+    def get_implementation(self, op: str, impl_id: str) -> OpImpl | AttentionImpl | None:
+        return next((i for i in self.get_implementations(op) if i.impl_id == impl_id), None)
+
+    def list_operators(self) -> list[str]:
+        return sorted({*self.registered.list_operators(), *(i.op_name for i in self.impls)})
+
+    def snapshot(self) -> RegistrySnapshot:
+        return self.registered.snapshot()
 
     def register_impl(self, impl: OpImpl) -> None:
         self.impls.append(impl)
@@ -216,8 +237,10 @@ class _Collector:
         self.impls += impls
 
 
-def _run_old_form(function: Callable[[Any], object]) -> list[OpImpl | AttentionImpl]:
-    collector = _Collector()
+def _run_old_form(
+    function: Callable[[Any], object], registry: OpRegistry
+) -> list[OpImpl | AttentionImpl]:
+    collector = _Collector(registry)
     function(collector)
     if not collector.impls:
         raise TypeError(

@@ -568,7 +568,7 @@ class TestOlderForm:
             rotary_interleaved: bool = False,
             inplace: bool = True,
         ) -> Any:
-            return obj.name, query, rotary_interleaved, inplace
+            return obj.name, query, rotary_interleaved, inplace  # what it may overwrite: nothing
 
         class Rope:
             name = "rope"
@@ -579,7 +579,7 @@ class TestOlderForm:
             )
         )
         got = manager.call_as_method("rotary_embedding", Rope(), "q", "k", "c", "s", "p", True)
-        assert got == ("rope", "q", True, True)
+        assert got == ("rope", "q", True, False)
 
     def test_bound_backend_methods(self) -> None:
         class Backend:
@@ -621,7 +621,7 @@ class TestOlderForm:
 
 def test_reading_the_registry_of_a_manager_with_its_own_starts_nothing() -> None:
     registry = OpRegistry()
-    manager = OpManager(registry)
+    manager = OpManager(registry, SelectionPolicy())
     assert manager.registry is registry
     assert manager.startup is None
     assert manager.settings is None

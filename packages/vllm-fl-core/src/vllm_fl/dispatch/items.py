@@ -58,11 +58,13 @@ def normalise_platform(name: str) -> str:
     return PLATFORM_ALIASES.get(lower, lower)
 
 
-def wrong(key: str, origin: str, problem: str) -> SettingsError:
+def wrong(
+    key: str, origin: str, problem: str, *, kind: type[SettingsError] = SettingsError
+) -> SettingsError:
     """The error of one setting: where it stands, which one it is, what is wrong with it."""
     op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None
     key = _short(key if key.isprintable() else ascii(key), 80)
-    return SettingsError(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
+    return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
 
 
 def _short(text: str, most: int) -> str:
