@@ -6,6 +6,7 @@ path. Each plugin has a plugin manager of its own, so that one that breaks costs
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .dispatch.registry import OpRegistry, Owner, RegistrySnapshot
 from .dispatch.types import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults
 from .errors import PluginError
 from .hookspecs import HOOK_API, PROJECT
+from .installed import canonical, entry_points
 
 __all__ = ["GROUP", "Plugin", "discover", "find_device", "identity", "load", "rivals"]
 
@@ -74,18 +76,15 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
 
     Reads metadata only; nothing is imported.
     """
-    # Reading the metadata of every distribution takes ~20 ms: only where a process starts.
-    from importlib_metadata import entry_points
-
     found = []
-    for entry in entry_points(group=GROUP):
+    for entry in entry_points(GROUP):
         dist = entry.dist
         name, version, problem = (None, None, "") if dist is None else identity(dist)
         owner = Owner(
             plugin=entry.name,
             distribution=name,
             version=version,
-            path=str(dist.locate_file("")) if dist else None,
+            path=os.fspath(dist.locate_file("")) if dist else None,
         )
         load = _raising(problem) if problem else entry.load
         found.append(Found(owner, entry.value, load))
@@ -376,7 +375,7 @@ def identity(dist: Any) -> tuple[str, str | None, str]:
     """A distribution's name and version, also where its METADATA is gone.
 
     Args:
-        dist: a `Distribution` of importlib.metadata or importlib_metadata.
+        dist: a `Distribution` of `installed`, importlib.metadata or importlib_metadata.
 
     Returns:
         (name, version, what is wrong with its metadata). Half uninstalled, a distribution may keep
@@ -394,11 +393,6 @@ def identity(dist: Any) -> tuple[str, str | None, str]:
     name, _, version = stem.partition("-")
     problem = f"{folder} has no METADATA: it is half uninstalled, and pip does not see it"
     return canonical(name), version or None, problem
-
-
-def canonical(name: str) -> str:
-    """A distribution's name as pip compares it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _module_loader(name: str) -> Callable[[], ModuleType]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins as _plugins
@@ -19,7 +19,6 @@ from .config import load_startup, policy_from_config
 from .context import chosen, override, policy_context
 from .logs import get_logger, set_log_level
 from .manager import OpManager
-from .method import dispatch_method
 from .older import lookup, serve_modules
 from .policy import SelectionPolicy
 from .registry import OpRegistry
@@ -34,6 +33,7 @@ from .types import (
 
 if TYPE_CHECKING:  # `plugins` imports this package, whichever of the two comes first
     from ..plugins import Plugin
+    from .method import dispatch_method
 
 __all__ = [
     "AttentionImpl",
@@ -138,7 +138,7 @@ def with_preference(prefer: str) -> AbstractContextManager[SelectionPolicy]:
 
     Lists that a platform file brought are re-sorted; lists that the user wrote stand.
     """
-    return policy_context(get_policy().preferring(prefer.lower()))
+    return policy_context(_preferring(get_policy(), prefer.lower()))
 
 
 def with_allowed_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
@@ -154,6 +154,7 @@ def with_denied_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy
 
 # Making a policy reads its orders anew: one that is entered at every request is made once.
 _replaced = functools.lru_cache(maxsize=64)(dataclasses.replace)
+_preferring = functools.lru_cache(maxsize=64)(SelectionPolicy.preferring)
 
 
 def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
@@ -191,4 +192,8 @@ class _Found:
 _found = _Found()
 
 if not TYPE_CHECKING:  # a checker sees what is written here alone
-    __getattr__ = partial(lookup, module=__name__)
+
+    def __getattr__(name: str) -> Any:
+        if name == "dispatch_method":  # with an engine's plan, which a script starts without
+            return import_module(".method", __name__).dispatch_method
+        return lookup(name, stacklevel=4)

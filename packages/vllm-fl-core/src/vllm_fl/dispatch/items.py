@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +72,8 @@ def _short(text: str, most: int) -> str:
 
 def near(word: str, known: Iterable[str]) -> str | None:
     """The known name that `word` is most likely a slip of, or None. Stricter than a suggestion."""
+    import difflib  # only for a word that is wrong
+
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.8)
     return found[0] if found else None
 

@@ -54,7 +54,7 @@ def outdated(what: str, instead: str, *, stacklevel: int = 3) -> None:
     )
 
 
-def lookup(name: str, *, module: str = PACKAGE) -> Any:
+def lookup(name: str, *, module: str = PACKAGE, stacklevel: int = 3) -> Any:
     """The object of an older name, for the `__getattr__` of a module that had it.
 
     Raises:
@@ -68,7 +68,7 @@ def lookup(name: str, *, module: str = PACKAGE) -> Any:
         home = instead = f"{PACKAGE}:{name}"
     else:
         raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-    outdated(f"{module}.{name}", instead.replace(":", "."))
+    outdated(f"{module}.{name}", instead.replace(":", "."), stacklevel=stacklevel)
     where, _, attribute = home.partition(":")
     return getattr(import_module(where), attribute)
 

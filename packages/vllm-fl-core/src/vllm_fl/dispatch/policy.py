@@ -6,7 +6,6 @@ Values only. Where they come from is `config`; what they lead to is `resolver`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +32,8 @@ DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
 
 def closest(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'rms_norm'?`, or nothing when no known word is near."""
+    import difflib  # only for a word that is wrong
+
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
 
