@@ -24,7 +24,7 @@ from .errors import PluginError
 from .hookspecs import HOOK_API, PROJECT
 from .installed import canonical, entry_points
 
-__all__ = ["GROUP", "Plugin", "discover", "find_device", "identity", "load", "rivals"]
+__all__ = ["GROUP", "Plugin", "canonical", "discover", "find_device", "identity", "load", "rivals"]
 
 GROUP = "vllm_fl.plugin"
 OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")

@@ -226,9 +226,38 @@ def test_layer_forms_that_lack_a_parameter_refuse_it_too() -> None:
     manager = managing(of("rotary_embedding", rotary_embedding))
     args = (torch.ones(1, 1, 4), None, torch.ones(2, 2), torch.ones(2, 2), torch.tensor([0]))
     layer = object()
-    assert manager.call_as_method("rotary_embedding", layer, *args) == (args[0], False)
+    got, inplace = manager.call_as_method("rotary_embedding", layer, *args)
+    assert inplace is True and got is not args[0] and got.equal(args[0])
     with pytest.raises(AllFailedError, match="takes no rotary_interleaved"):
         manager.call_as_method("rotary_embedding", layer, *args, True)
+
+
+def test_a_layers_form_may_overwrite_what_the_layer_owns_and_nothing_else() -> None:
+    def rms_norm(obj: Any, x: Any, residual: Any = None) -> Any:
+        if residual is None:
+            return x * obj.weight
+        residual.add_(x)
+        return x.copy_(residual), residual
+
+    class Layer:
+        weight = torch.ones(4)
+
+    manager = managing(of("rms_norm", rms_norm))
+    x, residual = torch.ones(2, 4), torch.ones(2, 4)
+    out, y = manager.call_as_method("rms_norm", Layer(), x, residual)
+    assert out.eq(2).all() and y.eq(2).all() and x.eq(1).all() and residual.eq(1).all()
+    bound = manager.bind("rms_norm", Layer(), frozenset({"x", "residual"}))
+    assert bound(x, residual) == (x, residual) and x.eq(2).all()
+
+    def first(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+        raise NotImplementedError("not today")
+
+    later = managing(of("rms_norm", first, "aaa"), of("rms_norm", rms_norm))
+    x, residual = torch.ones(2, 4), torch.ones(2, 4)
+    Layer.variance_epsilon, Layer.variance_size_override = 1e-6, None  # type: ignore[attr-defined]
+    Layer.has_weight, Layer.hidden_size = True, 4  # type: ignore[attr-defined]
+    out, _ = later.call_as_method("rms_norm", Layer(), x, residual)
+    assert out.eq(2).all() and x.eq(1).all() and residual.eq(1).all()
 
 
 def a(x: Any, residual: Any, weight: Any) -> Any: ...

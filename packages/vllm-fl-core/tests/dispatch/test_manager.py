@@ -568,7 +568,7 @@ class TestOlderForm:
             rotary_interleaved: bool = False,
             inplace: bool = True,
         ) -> Any:
-            return obj.name, query, rotary_interleaved, inplace  # what it may overwrite: nothing
+            return obj.name, query, rotary_interleaved, inplace
 
         class Rope:
             name = "rope"
@@ -578,8 +578,14 @@ class TestOlderForm:
                 "rotary_embedding", "vendor.acme", BackendImplKind.VENDOR, rotary_embedding, "acme"
             )
         )
-        got = manager.call_as_method("rotary_embedding", Rope(), "q", "k", "c", "s", "p", True)
-        assert got == ("rope", "q", True, False)
+        query = torch.zeros(2)
+        call = (query, None, "c", "s", "p", True)
+        name, got, *flags = manager.call_as_method("rotary_embedding", Rope(), *call)
+        assert (name, flags) == ("rope", [True, True])
+        assert got is not query  # it overwrites what it gets: a layer's own, or a copy
+        grants = frozenset({"query", "key"})
+        _, got, *_ = manager.bind("rotary_embedding", Rope(), grants)(*call)
+        assert got is query
 
     def test_bound_backend_methods(self) -> None:
         class Backend:

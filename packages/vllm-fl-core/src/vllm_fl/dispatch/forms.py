@@ -29,25 +29,30 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
 
     What differs otherwise comes back as it is. An implementation that declares nothing in
     `consumes` is called with `inplace=False` if it has that parameter: its arguments stay intact.
+    One that takes the layer overwrites what layers own, as vLLM's kernels do, and its form has no
+    way to say so: it counts as consuming whatever the contract lets it.
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
+    consumes = impl.consumes or (spec.consumable if impl.needs_layer else frozenset())
     told = parameters_of(fn)
     if told is not None:
         wanted = tuple(spec.signature.parameters.values())
         if impl.needs_layer:  # what the layer provides is no parameter of this form
             wanted = tuple(p for p in wanted if p.name not in spec.from_layer)
-            fn = _fitted(fn, wanted, told[1:], layer=told[0].name, intact=not impl.consumes)
+            fn = _fitted(fn, wanted, told[1:], layer=told[0].name, intact=not consumes)
         else:
-            fn = _fitted(fn, wanted, told, intact=not impl.consumes)
+            fn = _fitted(fn, wanted, told, intact=not consumes)
             missing = _missing(wanted, _without_inplace(told))
             asked = parameters_of(supports) if supports is not None else None
             if missing or (asked is not None and shape(asked) != shape(wanted)):
                 supports = _asking(supports, wanted, asked, missing)
         if fn is not impl.fn:  # the older form's probe hangs on the function that is wrapped here
             available = available or older_probe(impl.fn)
-    if fn is impl.fn and supports is impl.supports:
+    if fn is impl.fn and supports is impl.supports and consumes == impl.consumes:
         return impl
-    return dataclasses.replace(impl, fn=fn, supports=supports, available=available)
+    return dataclasses.replace(
+        impl, fn=fn, supports=supports, available=available, consumes=consumes
+    )
 
 
 def shape(parameters: Parameters) -> list[tuple[object, ...]]:

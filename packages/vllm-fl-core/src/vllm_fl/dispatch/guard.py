@@ -120,17 +120,22 @@ class Chain:
         if impl.needs_layer:
             if call.layer is None:
                 return NEEDS_LAYER, None
-            return None, impl.fn(call.layer, *self._for_layer(call.args), **keywords)
+            return None, impl.fn(call.layer, *self._for_layer(self._safe(impl, call)), **keywords)
         if impl.supports is not None:
             verdict = impl.supports(*call.args, **keywords)
             if verdict is not True:
                 return _reason(verdict), None
+        return None, impl.fn(*self._safe(impl, call), **keywords)
+
+    def _safe(self, impl: OpImpl, call: Call) -> Sequence[Any]:
+        """The arguments, with copies of what `impl` may overwrite and nobody granted."""
         copied = self._consumed(impl, call) - self.grants
-        args = (
+        if not copied:
+            return call.args
+        return [
             arg.clone() if name in copied and arg is not None else arg
             for name, arg in zip(self.names, call.args, strict=False)
-        )
-        return None, impl.fn(*(args if copied else call.args), **keywords)
+        ]
 
     def _judge(self, impl: OpImpl, outcome: Exception | str, call: Call, *, last: bool) -> None:
         """Raise what must be raised; otherwise note it, so that the next candidate is tried."""
@@ -257,14 +262,14 @@ def _compile(
         for p in chain.parameters
     }
     everything = ", ".join(values.values())
+    safe = dict(values)
+    for name in (first.consumes - chain.grants) & values.keys():
+        needed = {name} | (chain.spec.consumed_with[name] if chain.spec else set())
+        given = " and ".join(f"{values[p]} is not None" for p in sorted(needed))
+        safe[name] = f"{values[name]}.clone() if {given} else {values[name]}"
     if first.needs_layer:
-        invoke = f"_fn({', '.join(['_layer', *(p.name for p in taken)])})"
+        invoke = f"_fn({', '.join(['_layer', *(safe[p.name] for p in taken)])})"
     else:
-        safe = dict(values)
-        for name in (first.consumes - chain.grants) & values.keys():
-            needed = {name} | (chain.spec.consumed_with[name] if chain.spec else set())
-            given = " and ".join(f"{values[p]} is not None" for p in sorted(needed))
-            safe[name] = f"{values[name]}.clone() if {given} else {values[name]}"
         invoke = f"_fn({', '.join(safe.values())})"
     lines = [f"def {chain.op}({', '.join(['_layer'] * is_method + heads)}):"]
     if bare:
