@@ -23,7 +23,7 @@ from ..errors import (
 from .config import Settings
 from .context import chosen, override
 from .contracts import contracts
-from .guard import NEEDS_LAYER, Chain, call_guard, method_guard
+from .guard import NEEDS_LAYER, Chain, Demotions, call_guard, method_guard
 from .logs import get_logger
 from .older import lookup, outdated
 from .policy import Mode, SelectionPolicy, closest
@@ -74,8 +74,8 @@ class OpManager:
         self._startup: Startup | None = None
         self._ready = registry is not None and policy is not None
         self._sealed: str | None = None
-        self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        """Op -> impl id -> why. The inner tables are emptied, never replaced: guards hold them."""
+        self._demoted: defaultdict[str, Demotions] = defaultdict(Demotions)
+        """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
