@@ -11,11 +11,14 @@ from making import managing
 
 from vllm_fl.dispatch import BackendImplKind, OpImpl, OpRegistry
 from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.dispatch.forms import states_support
 from vllm_fl.dispatch.guard import Chain, call_guard
 from vllm_fl.dispatch.opaque import opaque_op
 from vllm_fl.dispatch.preflight import find_faults
 from vllm_fl.dispatch.verification import compare_all
 from vllm_fl.errors import AllFailedError, PluginError
+from vllm_fl.testing.checks import call_op, declaration, determinism, refusals
+from vllm_fl.testing.subject import Subject
 
 CPU = torch.device("cpu")
 
@@ -108,6 +111,16 @@ def test_they_pass_preflight_and_refuse_only_what_they_lack(op_fn: Any) -> None:
     reasons = {r.reason for r in results if r.status == "refused"}
     assert {r.status for r in results} == {"ok", "refused"}
     assert len(reasons) == 1 and reasons.pop().startswith("takes no ")
+
+
+@pytest.mark.parametrize("op_fn", [("rms_norm", rms_norm), ("rotary_embedding", rotary_embedding)])
+def test_the_kit_asks_for_no_more_than_it_said(op_fn: Any) -> None:
+    op, fn = op_fn
+    subject = Subject(held(of(op, fn)), CPU)
+    for check in (refusals, call_op, determinism, declaration):
+        check(subject, "float32", "")
+    own = held(of(op, fn, supports=fn))  # of the same parameters
+    assert states_support(own) and not states_support(subject.impl)
 
 
 def test_as_an_opaque_operator() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from .contracts import OpSpec
 from .types import OpImpl, older_probe, parameters_of
 
-__all__ = ["fitted", "shape"]
+__all__ = ["fitted", "shape", "states_support"]
 
 Parameters = Sequence[inspect.Parameter]
 
@@ -53,6 +53,11 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     return dataclasses.replace(
         impl, fn=fn, supports=supports, available=available, consumes=consumes
     )
+
+
+def states_support(impl: OpImpl) -> bool:
+    """Whether `impl` brought a `supports`, beside what `fitted` gave it."""
+    return impl.supports is not None and inspect.unwrap(impl.supports) is not _nothing
 
 
 def shape(parameters: Parameters) -> list[tuple[object, ...]]:
@@ -160,10 +165,9 @@ def _written(
     lines = [f"def bridge({', '.join(heads)}):", *(f"    {line}" for line in body)]
     exec("\n".join(lines), scope)
     bridge: Callable[..., Any] = scope["bridge"]
-    if fn is not _nothing:
-        own = inspect.signature(bridge)
-        bridge = functools.wraps(fn)(bridge)  # the digest and the log look at what is wrapped
-        bridge.__signature__ = own  # type: ignore[attr-defined]
+    own = inspect.signature(bridge)
+    bridge = functools.wraps(fn)(bridge)  # the digest and the log look at what is wrapped
+    bridge.__signature__ = own  # type: ignore[attr-defined]
     return bridge
 
 

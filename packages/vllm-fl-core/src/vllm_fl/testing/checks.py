@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..dispatch.contracts import Sample
+from ..dispatch.forms import states_support
 from ..dispatch.registry import OpRegistry
 from ..dispatch.types import OpImpl
 from ..dispatch.verification import Comparison, compare
@@ -112,7 +113,7 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
     is not asked, since PyTorch runs anywhere.
     """
     impl = subject.impl
-    if impl.supports is None:
+    if not states_support(impl):
         return
     device = "meta" if subject.device.type == "cpu" else "cpu"
     for each in subject.samples(dtype):
