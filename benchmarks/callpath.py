@@ -13,7 +13,7 @@ import timeit
 from contextvars import copy_context
 from typing import Any
 
-from figures import Figure, figure, paired
+from figures import Figure, figure, paired, ratios
 
 from vllm_fl.dispatch import (
     BackendImplKind,
@@ -24,6 +24,8 @@ from vllm_fl.dispatch import (
     dispatch_method,
     policy_context,
     set_log_level,
+    with_preference,
+    with_strict_mode,
 )
 from vllm_fl.dispatch.config import load_settings
 from vllm_fl.dispatch.plan import building, make_plan
@@ -171,6 +173,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     return [
         *compare([*layers(), *functions()], rounds, CALLS),
         *compare(opaque(), rounds, OPAQUE_CALLS),
+        *multiples(rounds),
     ]
 
 
@@ -188,6 +191,45 @@ def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figu
         figure(what, "ns", paired(case.times, over.times), at_most=bar)
         for what, case, over, bar in comparisons
     ]
+
+
+def multiples(rounds: int) -> list[Figure]:
+    """The forms of a script as multiples of a direct call: these hold on any machine."""
+    x = object()
+    ten = manager(10)
+    direct = Case("f(x)", f=silu_and_mul, x=x)
+    # What a wrapper with the guards' `try` and nothing else costs: no guard can cost less.
+    least = Case("f(x)", f=trying, x=x)
+    enter = {
+        "entering and leaving with_strict_mode": with_strict_mode,
+        "entering and leaving with_preference": lambda: with_preference("vendor"),
+    }
+    cases = {
+        "resolve_op result": (Case("f(x)", f=ten.resolve(OP), x=x), 2.5),
+        "  the least that a guard in Python costs": (least, None),
+        "call_op": (Case(f"f({OP!r}, x)", f=ten.call, x=x), 10.0),
+        **{what: (Case("with f(): pass", f=make), None) for what, make in enter.items()},
+    }
+    for _ in range(rounds + 1):
+        for case in (direct, *(case for case, _ in cases.values())):
+            case.run(CALLS // 10)
+    return [
+        figure(
+            f"{what}, as a multiple of a direct call",
+            "",
+            ratios(case.times[1:], direct.times[1:]),
+            at_most=bar,
+        )
+        for what, (case, bar) in cases.items()
+    ]
+
+
+def trying(x: Any) -> Any:
+    """The implementation behind a `try`."""
+    try:
+        return silu_and_mul(x)
+    except Exception:
+        return None
 
 
 def layers() -> list[Comparison]:

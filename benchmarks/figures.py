@@ -19,6 +19,7 @@ __all__ = [
     "figure",
     "host",
     "paired",
+    "ratios",
     "table",
     "vector_extensions",
 ]
@@ -96,6 +97,11 @@ def figure(
 def paired(a: Sequence[float], b: Sequence[float]) -> list[float]:
     """a - b, round by round."""
     return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """a / b, round by round."""
+    return [x / y for x, y in zip(a, b, strict=True)]
 
 
 def table(figures: Sequence[Figure]) -> str:

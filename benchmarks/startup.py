@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, MeasurementFailed, figure, paired
+from figures import Figure, MeasurementFailed, figure, paired, ratios
 
 __all__ = ["measure"]
 
@@ -35,6 +35,11 @@ that of the parent."""
 IMPORTED = f"""
 import sys, vllm_fl
 print(sum(name in sys.modules for name in {HEAVY!r}))
+"""
+
+COLD = """
+from vllm_fl.dispatch import get_default_manager
+get_default_manager().ensure_initialized()
 """
 
 START = """
@@ -134,6 +139,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         python = Interpreter(cache)
         return [
             *importing(python, rounds),
+            *cold(python, rounds),
             *discovery(python, rounds),
             *many_plugins(python, rounds),
         ]
@@ -161,6 +167,23 @@ def importing(python: Interpreter, rounds: int) -> list[Figure]:
         ),
         figure("  memory", "MiB", paired(memory["import vllm_fl"], memory[""]), at_most=15),
         figure(f"  modules imported of {', '.join(HEAVY)}", "modules", heavy, at_most=0),
+    ]
+
+
+def cold(python: Interpreter, rounds: int) -> list[Figure]:
+    """From the interpreter's start to the first call being possible: imports, plugins, settings."""
+    bare: list[float] = []
+    ours: list[float] = []
+    for n in range(rounds + 1):
+        pair = [(bare, "pass"), (ours, COLD)]
+        for runs, code in pair if n % 2 else reversed(pair):
+            start = time.perf_counter()
+            python("-c", code, VLLM_FL_LOG_LEVEL="WARNING", VLLM_FL_PLUGINS="")
+            runs.append((time.perf_counter() - start) * 1e3)
+    return [
+        figure("cold start without torch, no plugin loaded", "ms", ours[1:]),
+        figure("  over the bare interpreter", "ms", paired(ours[1:], bare[1:])),
+        figure("  as a multiple of it", "", ratios(ours[1:], bare[1:])),
     ]
 
 

@@ -27,7 +27,7 @@ from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.errors import PluginError
 from vllm_fl.plugins import discover, load
 errors = [plugin.error for plugin in load(OpRegistry(), discover()) if plugin.error]
-assert all(type(error) is PluginError for error in errors)
+assert all(isinstance(error, PluginError) for error in errors)
 print(json.dumps([
     {"plugin": e.plugin, "distribution": e.distribution, "op": e.op, "cause": repr(e.cause),
      "message": str(e)} for e in errors
@@ -148,6 +148,18 @@ def test_the_older_form_works(install: Install) -> None:
     assert candidate["priority"] == 100
     assert candidate["distribution"] == "fl-old-form"
     assert op["selected"] == "vendor.older"
+
+
+def test_vendors_in_the_older_form_are_found_by_their_entry_points(install: Install) -> None:
+    installed = install("fl-form-musa", "fl-form-iluvatar")
+    plugins = installed.plugins(status=0)
+    assert {name: plugin["status"] for name, plugin in plugins.items()} == {
+        "fl-form-iluvatar": "ok",
+        "fl-form-musa": "ok",
+    }
+    ops = installed.ops(status=installed.command("ops", "--json").returncode)
+    brought = {c["impl_id"] for c in ops["attention_backend"]["candidates"]}
+    assert {"vendor.iluvatar", "vendor.musa"} <= brought
 
 
 def test_an_older_vllm_plugin_fl_is_one_error_with_the_line_that_ends_it(install: Install) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 __all__ = [
     "AllFailedError",
     "CallError",
+    "DuplicateError",
+    "MissingFileError",
     "NoImplementationError",
     "PluginError",
     "PolicySealedError",
@@ -54,8 +56,14 @@ class PluginError(VllmFLError):
     """A plugin could not be loaded, or what it registered was refused."""
 
 
-class SettingsError(VllmFLError):
+class DuplicateError(PluginError, ValueError):
+    """The op already has an implementation of this id. A ValueError as well, as it used to be."""
+
+
+class SettingsError(VllmFLError, ValueError):
     """A setting is wrong; nothing of the source that holds it was applied.
+
+    A ValueError as well: vllm-plugin-FL let YAML's and Python's own errors through.
 
     Attributes:
         key: the setting (`prefer`, `VLLM_FL_PREFER`, `op_backends.rms_norm`).
@@ -66,6 +74,10 @@ class SettingsError(VllmFLError):
         super().__init__(message, op=op)
         self.key = key
         self.origin = origin
+
+
+class MissingFileError(SettingsError, FileNotFoundError):
+    """A file that a setting names is not there."""
 
 
 class UnknownOpError(VllmFLError):

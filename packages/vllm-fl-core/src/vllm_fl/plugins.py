@@ -6,22 +6,25 @@ path. Each plugin has a plugin manager of its own, so that one that breaks costs
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import getattr_static
 from types import ModuleType
 from typing import Any, Literal
 
 import pluggy
 
 from . import hookspecs
-from .dispatch.registry import OpRegistry, Owner
+from .dispatch.registry import OpRegistry, Owner, RegistrySnapshot
 from .dispatch.types import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults
 from .errors import PluginError
 from .hookspecs import HOOK_API, PROJECT
+from .installed import canonical, entry_points
 
-__all__ = ["GROUP", "Plugin", "discover", "find_device", "identity", "load", "rivals"]
+__all__ = ["GROUP", "Plugin", "canonical", "discover", "find_device", "identity", "load", "rivals"]
 
 GROUP = "vllm_fl.plugin"
 OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
@@ -73,18 +76,15 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
 
     Reads metadata only; nothing is imported.
     """
-    # Reading the metadata of every distribution takes ~20 ms: only where a process starts.
-    from importlib_metadata import entry_points
-
     found = []
-    for entry in entry_points(group=GROUP):
+    for entry in entry_points(GROUP):
         dist = entry.dist
         name, version, problem = (None, None, "") if dist is None else identity(dist)
         owner = Owner(
             plugin=entry.name,
             distribution=name,
             version=version,
-            path=str(dist.locate_file("")) if dist else None,
+            path=os.fspath(dist.locate_file("")) if dist else None,
         )
         load = _raising(problem) if problem else entry.load
         found.append(Found(owner, entry.value, load))
@@ -133,7 +133,7 @@ def _load_one(registry: OpRegistry, found: Found) -> Plugin:
         _check_api(plugin)
         manager = None
         if old_form is not None:
-            impls = _run_old_form(old_form)
+            impls = _run_old_form(old_form, registry)
         else:
             manager = pluggy.PluginManager(PROJECT)
             manager.add_hookspecs(hookspecs)
@@ -171,7 +171,10 @@ def _forms(plugin: object) -> tuple[tuple[str, ...], Callable[[Any], object] | N
         return ("register_builtins",), plugin
     for name in OLD_NAMES:
         function = getattr(plugin, name, None)
-        if callable(function) and not isinstance(plugin, type):
+        static = getattr_static(plugin, name, None)
+        if callable(function) and (
+            not isinstance(plugin, type) or isinstance(static, classmethod | staticmethod)
+        ):
             return ("register_builtins",), function
     raise TypeError(
         f"it points at {plugin!r}, which implements no hook: point it at a module whose functions "
@@ -204,10 +207,27 @@ def _results(manager: pluggy.PluginManager, hook: str) -> list[OpImpl | Attentio
 
 
 class _Collector:
-    """The registry as the older form sees it: it collects, so that a failure leaves nothing."""
+    """The registry as the older form sees it: it collects, so that a failure leaves nothing.
 
-    def __init__(self) -> None:
+    Reading it finds what is registered, and what was collected.
+    """
+
+    def __init__(self, registry: OpRegistry) -> None:
         self.impls: list[OpImpl | AttentionImpl] = []
+        self.registered = registry
+
+    def get_implementations(self, op: str) -> list[OpImpl | AttentionImpl]:
+        mine = [impl for impl in self.impls if impl.op_name == op]
+        return [*self.registered.get_implementations(op), *mine]
+
+    def get_implementation(self, op: str, impl_id: str) -> OpImpl | AttentionImpl | None:
+        return next((i for i in self.get_implementations(op) if i.impl_id == impl_id), None)
+
+    def list_operators(self) -> list[str]:
+        return sorted({*self.registered.list_operators(), *(i.op_name for i in self.impls)})
+
+    def snapshot(self) -> RegistrySnapshot:
+        return self.registered.snapshot()
 
     def register_impl(self, impl: OpImpl) -> None:
         self.impls.append(impl)
@@ -216,8 +236,10 @@ class _Collector:
         self.impls += impls
 
 
-def _run_old_form(function: Callable[[Any], object]) -> list[OpImpl | AttentionImpl]:
-    collector = _Collector()
+def _run_old_form(
+    function: Callable[[Any], object], registry: OpRegistry
+) -> list[OpImpl | AttentionImpl]:
+    collector = _Collector(registry)
     function(collector)
     if not collector.impls:
         raise TypeError(
@@ -353,7 +375,7 @@ def identity(dist: Any) -> tuple[str, str | None, str]:
     """A distribution's name and version, also where its METADATA is gone.
 
     Args:
-        dist: a `Distribution` of importlib.metadata or importlib_metadata.
+        dist: a `Distribution` of `installed`, importlib.metadata or importlib_metadata.
 
     Returns:
         (name, version, what is wrong with its metadata). Half uninstalled, a distribution may keep
@@ -371,11 +393,6 @@ def identity(dist: Any) -> tuple[str, str | None, str]:
     name, _, version = stem.partition("-")
     problem = f"{folder} has no METADATA: it is half uninstalled, and pip does not see it"
     return canonical(name), version or None, problem
-
-
-def canonical(name: str) -> str:
-    """A distribution's name as pip compares it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _module_loader(name: str) -> Callable[[], ModuleType]:

@@ -11,7 +11,7 @@ import torch
 from making import X, failing, norm, refusing, silu
 
 from vllm_fl.dispatch.contracts import contracts
-from vllm_fl.dispatch.guard import Call, Chain, call_guard, method_guard
+from vllm_fl.dispatch.guard import Call, Chain, Demotions, call_guard, method_guard
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.errors import AllFailedError
 
@@ -21,7 +21,7 @@ class Notes:
 
     def __init__(self, *, demotes: bool = True) -> None:
         self.demotes = demotes
-        self.demoted: dict[str, str] = {}
+        self.demoted = Demotions()
         self.refusals: list[tuple[str, str]] = []
         self.taken_over: list[tuple[str, str]] = []
         self.lasts: list[bool] = []
@@ -136,10 +136,28 @@ def test_one_that_is_demoted_meanwhile_is_passed_over(place: int) -> None:
     assert guard(X)[0, 0] == 2
 
 
+def test_a_guard_with_supports_is_passed_over_unasked_and_taken_back() -> None:
+    asked: list[str] = []
+
+    def supports(x: Any) -> bool:
+        asked.append("asked")
+        return True
+
+    impls = (silu("default.flagos", 1.0, supports=supports), silu("vendor.acme", 2.0))
+    notes = Notes()
+    guard = call_guard(chain(*impls, notes=notes))
+    notes.demoted["default.flagos"] = "failed earlier"
+    late = call_guard(chain(*impls, notes=notes))  # compiled when it was out already
+    assert guard(X).eq(3).all() and late(X).eq(3).all() and asked == []
+    notes.demoted.clear()
+    assert guard(X).eq(2).all() and late(X).eq(2).all() and asked == ["asked"] * 2
+
+
 def test_when_all_are_demoted_meanwhile_each_cause_is_said() -> None:
     notes = Notes()
     guard = call_guard(chain(silu("default.flagos"), silu("vendor.acme"), notes=notes))
-    notes.demoted.update({"default.flagos": "broke on Monday", "vendor.acme": "broke on Tuesday"})
+    notes.demoted["default.flagos"] = "broke on Monday"
+    notes.demoted["vendor.acme"] = "broke on Tuesday"
     with pytest.raises(AllFailedError, match="broke on Monday") as caught:
         guard(X)
     assert caught.value.causes == (

@@ -578,8 +578,14 @@ class TestOlderForm:
                 "rotary_embedding", "vendor.acme", BackendImplKind.VENDOR, rotary_embedding, "acme"
             )
         )
-        got = manager.call_as_method("rotary_embedding", Rope(), "q", "k", "c", "s", "p", True)
-        assert got == ("rope", "q", True, True)
+        query = torch.zeros(2)
+        call = (query, None, "c", "s", "p", True)
+        name, got, *flags = manager.call_as_method("rotary_embedding", Rope(), *call)
+        assert (name, flags) == ("rope", [True, True])
+        assert got is not query  # it overwrites what it gets: a layer's own, or a copy
+        grants = frozenset({"query", "key"})
+        _, got, *_ = manager.bind("rotary_embedding", Rope(), grants)(*call)
+        assert got is query
 
     def test_bound_backend_methods(self) -> None:
         class Backend:
@@ -621,7 +627,7 @@ class TestOlderForm:
 
 def test_reading_the_registry_of_a_manager_with_its_own_starts_nothing() -> None:
     registry = OpRegistry()
-    manager = OpManager(registry)
+    manager = OpManager(registry, SelectionPolicy())
     assert manager.registry is registry
     assert manager.startup is None
     assert manager.settings is None

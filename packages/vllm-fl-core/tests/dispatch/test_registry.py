@@ -72,7 +72,7 @@ def renamed(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def with_more(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+def with_more(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x
 
 
@@ -88,7 +88,7 @@ def with_none() -> None:
     ("fn", "words"),
     [
         (renamed, "(y)"),
-        (with_more, "(x, eps=1e-06)"),
+        (with_more, "(x, eps)"),
         (defaulted, "(x=None)"),
         (with_none, "()"),
     ],

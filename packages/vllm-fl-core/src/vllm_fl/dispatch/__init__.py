@@ -7,16 +7,19 @@ same rules make the engine's plan.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins as _plugins
-from .config import policy_from_config
-from .context import override, policy_context
+from . import manager as _manager
+from .config import load_startup, policy_from_config
+from .context import chosen, override, policy_context
 from .logs import get_logger, set_log_level
 from .manager import OpManager
-from .method import dispatch_method
+from .older import lookup, serve_modules
 from .policy import SelectionPolicy
 from .registry import OpRegistry
 from .types import (
@@ -30,6 +33,7 @@ from .types import (
 
 if TYPE_CHECKING:  # `plugins` imports this package, whichever of the two comes first
     from ..plugins import Plugin
+    from .method import dispatch_method
 
 __all__ = [
     "AttentionImpl",
@@ -64,6 +68,7 @@ __all__ = [
 ]
 
 _default = OpManager()
+serve_modules()
 
 # The call path is the manager's own method: one function call less than a wrapper around it.
 call_op = _default.call
@@ -87,6 +92,8 @@ def get_default_manager() -> OpManager:
 
 def reset_default_manager() -> None:
     """Forget everything: plugins, settings and demotions are found anew at the next use."""
+    chosen.policy = None
+    _found.hidden = False
     _default.reset()
 
 
@@ -95,13 +102,21 @@ def get_policy() -> SelectionPolicy:
     return override.get() or _default.policy
 
 
-def set_global_policy(policy: SelectionPolicy) -> None:
+def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
     """Replace the global policy; ends every demotion.
 
+    It holds for every `OpManager` that was given no policy of its own.
+
+    Returns:
+        The global policy before, so that it can be set again.
+
     Raises:
+        SettingsError: the settings, which gave the policy before, cannot be read.
         PolicySealedError: an engine's layers are bound to a plan.
     """
-    _default.set_policy(policy)
+    before = _default.policy
+    _manager.set_global_policy(policy)
+    return before
 
 
 def reset_global_policy() -> None:
@@ -110,12 +125,12 @@ def reset_global_policy() -> None:
     Raises:
         PolicySealedError: an engine's layers are bound to a plan.
     """
-    _default.set_policy(None)
+    _manager.set_global_policy(None)
 
 
 def with_strict_mode(strict: bool = True) -> AbstractContextManager[SelectionPolicy]:
     """In the block, raise the first failure and try nothing else."""
-    return policy_context(dataclasses.replace(get_policy(), strict=strict))
+    return policy_context(_replaced(get_policy(), strict=strict))
 
 
 def with_preference(prefer: str) -> AbstractContextManager[SelectionPolicy]:
@@ -123,38 +138,62 @@ def with_preference(prefer: str) -> AbstractContextManager[SelectionPolicy]:
 
     Lists that a platform file brought are re-sorted; lists that the user wrote stand.
     """
-    return policy_context(get_policy().preferring(prefer))
+    return policy_context(_preferring(get_policy(), prefer.lower()))
 
 
 def with_allowed_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
     """In the block, allow these vendors only."""
-    return policy_context(dataclasses.replace(get_policy(), allow_vendors=frozenset(vendors)))
+    return policy_context(_replaced(get_policy(), allow_vendors=frozenset(vendors)))
 
 
 def with_denied_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
     """In the block, deny these vendors too."""
     policy = get_policy()
-    return policy_context(
-        dataclasses.replace(policy, deny_vendors=policy.deny_vendors | frozenset(vendors))
-    )
+    return policy_context(_replaced(policy, deny_vendors=policy.deny_vendors | {*vendors}))
+
+
+# Making a policy reads its orders anew: one that is entered at every request is made once.
+_replaced = functools.lru_cache(maxsize=64)(dataclasses.replace)
+_preferring = functools.lru_cache(maxsize=64)(SelectionPolicy.preferring)
 
 
 def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
-    """Find and load every installed plugin into `registry`, and say what became of each."""
-    plugins = _plugins.load(registry, _plugins.discover())
-    _discovered[:] = plugins
+    """Find and load the plugins into `registry`, and say what became of each.
+
+    VLLM_FL_PLUGINS and VLLM_FL_PLUGIN_MODULES say which, as at a start.
+
+    Raises:
+        SettingsError: one of the two is wrong.
+    """
+    early = load_startup()
+    plugins = _plugins.load(registry, _plugins.discover(early.plugin_modules), only=early.plugins)
+    _found.by_hand = plugins
     return plugins
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
     """The plugins that were found, and what became of each."""
-    startup = _default.startup
-    return (*(startup.plugins if startup else ()), *_discovered)
+    startup = None if _found.hidden else _default.startup
+    return (*(startup.plugins if startup else ()), *_found.by_hand)
 
 
 def clear_discovered_plugins() -> None:
-    """Forget what `discover_plugins` found."""
-    _discovered.clear()
+    """Empty the list of `get_discovered_plugins`; what is registered stays."""
+    _found.hidden, _found.by_hand = True, ()
 
 
-_discovered: list[Plugin] = []
+class _Found:
+    """The list of `get_discovered_plugins`."""
+
+    hidden = False
+    by_hand: tuple[Plugin, ...] = ()
+
+
+_found = _Found()
+
+if not TYPE_CHECKING:  # a checker sees what is written here alone
+
+    def __getattr__(name: str) -> Any:
+        if name == "dispatch_method":  # with an engine's plan, which a script starts without
+            return import_module(".method", __name__).dispatch_method
+        return lookup(name, stacklevel=4)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import SettingsError
+from ..errors import MissingFileError, SettingsError
 from .items import (
     BOOLEAN,
     BOOLEANS,
@@ -108,8 +108,11 @@ def read_text(path: str, key: str, origin: str) -> str:
         if len(data) > MAX_BYTES:
             raise wrong(key, origin, f"{path!r} has more than {MAX_BYTES} bytes; is it the file?")
         return data.decode("utf-8-sig")
+    except SettingsError:  # which is a ValueError, too
+        raise
     except FileNotFoundError as error:
-        raise wrong(key, origin, f"{path!r} does not exist{where}") from error
+        problem = f"{path!r} does not exist{where}"
+        raise wrong(key, origin, problem, kind=MissingFileError) from error
     except OSError as error:
         raise wrong(key, origin, f"{path!r} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -149,7 +152,7 @@ class _File:
         for key, key_node, node in self.pairs(root, self.key, "settings"):
             origin = self.at(key_node)
             if key == ORDER_PREFIX.rstrip("."):
-                yield from self.orders(node)
+                yield from () if node.tag == f"{TAG}null" else self.orders(node)
                 continue
             item = ITEMS.get(key)
             if item is None or not item.in_file:
@@ -161,13 +164,16 @@ class _File:
                     "a plugin's file may not set it: it would shut out every other vendor's "
                     "plugin. Use deny_vendors or op_backends",
                 )
-            yield Setting(key, self.value(item, node), origin, variable=item.variable)
+            if node.tag != f"{TAG}null":  # a key without a value sets nothing
+                yield Setting(key, self.value(item, node), origin, variable=item.variable)
 
     def orders(self, node: Node) -> Iterator[Setting]:
         for op, key_node, value in self.pairs(node, ORDER_PREFIX.rstrip("."), "ops"):
             key = f"{ORDER_PREFIX}{op}"
             if not op.isidentifier():
                 raise wrong(key, self.at(key_node), f"{op!r} is no op's name")
+            if value.tag == f"{TAG}null":
+                continue
             yield Setting(key, self.order(key, value), self.at(key_node), variable=PER_OP)
 
     def order(self, key: str, node: Node) -> OpOrder:
@@ -185,7 +191,7 @@ class _File:
 
         expected = "a token, a list of tokens, or the lists eager and compiled"
         if not isinstance(node, yaml.SequenceNode):
-            return self.text(key, node, expected)
+            return [token.strip() for token in self.text(key, node, expected).split("|")]
         if any(isinstance(child, yaml.MappingNode) for child in node.value):
             expected = "a token (vendor:NAME has no space after its colon)"
         return [
@@ -205,6 +211,8 @@ class _File:
         if item.values is PREFER:
             text = self.text(item.key, node, expected)
             return self.checked(item.key, node, item.values.of_text, text)
+        if isinstance(node, yaml.ScalarNode) and node.tag == f"{TAG}str":
+            return self.checked(item.key, node, item.values.of_text, node.value)
         if not isinstance(node, yaml.SequenceNode):
             raise self.mistyped(item.key, node, expected)
         names = (

@@ -8,6 +8,7 @@ after an exception or a refusal, in `Chain`.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,11 +18,54 @@ from ..errors import AllFailedError, CallError
 from .contracts import OpSpec
 from .types import OpImpl, parameters_of
 
-__all__ = ["NEEDS_LAYER", "Chain", "Failures", "call_guard", "method_guard"]
+__all__ = ["NEEDS_LAYER", "Chain", "Demotions", "Failures", "call_guard", "method_guard"]
 
 NEEDS_LAYER = (
     "it takes the calling layer first (self), which only call_method_op and eager layers pass"
 )
+
+
+class Demotions(dict[str, str]):
+    """Impl id -> why it is out, for one op.
+
+    A change switches the guards that were compiled before, so that a call has nothing to look up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guards: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def switches(self, guard: Callable[..., Any]) -> None:
+        """Keep `guard` to its first candidate for as long as that is in."""
+        self._guards.add(guard)
+        self._switch(guard.__globals__)
+
+    def __setitem__(self, impl_id: str, why: str) -> None:
+        super().__setitem__(impl_id, why)
+        self._switch_all()
+
+    def clear(self) -> None:
+        """End every demotion."""
+        super().clear()
+        self._switch_all()
+
+    def _switch_all(self) -> None:
+        for guard in list(self._guards):
+            self._switch(guard.__globals__)
+
+    def _switch(self, scope: dict[str, Any]) -> None:
+        first: OpImpl = scope["_chain"].impls[0]
+        out = first.impl_id in self
+        scope["_fn"] = _skipped if out else first.fn
+        scope["_supports"] = _skipped if out else first.supports
+
+
+class _Skipped(Exception):
+    """Stands for the first candidate's failure, where it is out."""
+
+
+def _skipped(*_: Any, **__: Any) -> Any:
+    raise _Skipped
 
 
 class Failures(Protocol):
@@ -34,9 +78,8 @@ class Failures(Protocol):
         """`impl` failed. True: it is out from now on. False: nothing is demoted here; raise."""
 
     @property
-    def demoted(self) -> Mapping[str, str] | None:
-        """Impl id -> why it is out: one object that stays, so that a guard sees it change. None
-        where nothing is demoted any more."""
+    def demoted(self) -> Demotions | None:
+        """What is out: one object that stays. None where nothing is demoted any more."""
 
     def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
         """`impl`, a later candidate, took over one call from the `first`."""
@@ -76,8 +119,8 @@ class Chain:
         return self._go_on(_reason(verdict), call)
 
     def recover(self, error: Exception, call: Call) -> Any:
-        """Go on after the first candidate raised."""
-        return self._go_on(error, call)
+        """Go on after the first candidate raised, or was passed over."""
+        return self._go_on(None if isinstance(error, _Skipped) else error, call)
 
     def skip(self, call: Call) -> Any:
         """Go on without the first candidate, which was demoted since this was resolved."""
@@ -88,7 +131,8 @@ class Chain:
         outcome: Exception | str = "" if first is None else first
         for index, impl in enumerate(self.impls):
             if index > 0 or first is None:
-                demoted = (self.failures.demoted or {}).get(impl.impl_id)
+                out = self.failures.demoted
+                demoted = out.get(impl.impl_id) if out else None
                 if demoted is not None:
                     outcome = demoted
                     causes.append((impl.impl_id, demoted))
@@ -120,17 +164,22 @@ class Chain:
         if impl.needs_layer:
             if call.layer is None:
                 return NEEDS_LAYER, None
-            return None, impl.fn(call.layer, *self._for_layer(call.args), **keywords)
+            return None, impl.fn(call.layer, *self._for_layer(self._safe(impl, call)), **keywords)
         if impl.supports is not None:
             verdict = impl.supports(*call.args, **keywords)
             if verdict is not True:
                 return _reason(verdict), None
+        return None, impl.fn(*self._safe(impl, call), **keywords)
+
+    def _safe(self, impl: OpImpl, call: Call) -> Sequence[Any]:
+        """The arguments, with copies of what `impl` may overwrite and nobody granted."""
         copied = self._consumed(impl, call) - self.grants
-        args = (
+        if not copied:
+            return call.args
+        return [
             arg.clone() if name in copied and arg is not None else arg
             for name, arg in zip(self.names, call.args, strict=False)
-        )
-        return None, impl.fn(*(args if copied else call.args), **keywords)
+        ]
 
     def _judge(self, impl: OpImpl, outcome: Exception | str, call: Call, *, last: bool) -> None:
         """Raise what must be raised; otherwise note it, so that the next candidate is tried."""
@@ -235,8 +284,6 @@ def _compile(
         "_Call": Call,
         "_supports": first.supports,
         "_chain": chain,
-        "_first": first.impl_id,
-        "_demoted": chain.failures.demoted,
     }
     heads: list[str] = []
     defaults_so_far = True  # a default may only be followed by defaults
@@ -257,23 +304,20 @@ def _compile(
         for p in chain.parameters
     }
     everything = ", ".join(values.values())
+    safe = dict(values)
+    for name in (first.consumes - chain.grants) & values.keys():
+        needed = {name} | (chain.spec.consumed_with[name] if chain.spec else set())
+        given = " and ".join(f"{values[p]} is not None" for p in sorted(needed))
+        safe[name] = f"{values[name]}.clone() if {given} else {values[name]}"
     if first.needs_layer:
-        invoke = f"_fn({', '.join(['_layer', *(p.name for p in taken)])})"
+        invoke = f"_fn({', '.join(['_layer', *(safe[p.name] for p in taken)])})"
     else:
-        safe = dict(values)
-        for name in (first.consumes - chain.grants) & values.keys():
-            needed = {name} | (chain.spec.consumed_with[name] if chain.spec else set())
-            given = " and ".join(f"{values[p]} is not None" for p in sorted(needed))
-            safe[name] = f"{values[name]}.clone() if {given} else {values[name]}"
         invoke = f"_fn({', '.join(safe.values())})"
     lines = [f"def {chain.op}({', '.join(['_layer'] * is_method + heads)}):"]
     if bare:
         lines += [f"    return {invoke}"]
     else:
         call = f"_Call(({everything},), {'_layer' if is_method else None})"
-        if chain.failures.demoted is not None:
-            lines += ["    if _demoted and _first in _demoted:"]
-            lines += [f"        return _chain.skip({call})"]
         asks = first.supports is not None and not first.needs_layer
         lines += _guarded(invoke, call, asks=everything if asks else None)
     exec("\n".join(lines), scope)
@@ -281,6 +325,8 @@ def _compile(
     if chain.spec is not None:
         guard.__doc__ = chain.spec.oracle.__doc__
     guard.__module__ = __name__
+    if chain.failures.demoted is not None and not bare:
+        chain.failures.demoted.switches(guard)
     return guard
 
 

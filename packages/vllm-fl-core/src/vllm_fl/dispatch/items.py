@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,11 +57,13 @@ def normalise_platform(name: str) -> str:
     return PLATFORM_ALIASES.get(lower, lower)
 
 
-def wrong(key: str, origin: str, problem: str) -> SettingsError:
+def wrong(
+    key: str, origin: str, problem: str, *, kind: type[SettingsError] = SettingsError
+) -> SettingsError:
     """The error of one setting: where it stands, which one it is, what is wrong with it."""
     op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None
     key = _short(key if key.isprintable() else ascii(key), 80)
-    return SettingsError(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
+    return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
 
 
 def _short(text: str, most: int) -> str:
@@ -71,6 +72,8 @@ def _short(text: str, most: int) -> str:
 
 def near(word: str, known: Iterable[str]) -> str | None:
     """The known name that `word` is most likely a slip of, or None. Stricter than a suggestion."""
+    import difflib  # only for a word that is wrong
+
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.8)
     return found[0] if found else None
 

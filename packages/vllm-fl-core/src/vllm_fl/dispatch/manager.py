@@ -9,8 +9,9 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import (
     CallError,
@@ -20,17 +21,18 @@ from ..errors import (
     UnknownOpError,
 )
 from .config import Settings
-from .context import override
+from .context import chosen, override
 from .contracts import contracts
-from .guard import NEEDS_LAYER, Chain, call_guard, method_guard
+from .guard import NEEDS_LAYER, Chain, Demotions, call_guard, method_guard
 from .logs import get_logger
+from .older import lookup, outdated
 from .policy import Mode, SelectionPolicy, closest
 from .registry import OpRegistry
 from .resolver import Trace, describe, resolve
 from .startup import Startup, read_settings, start
 from .types import AttentionImpl, BackendImplKind, OpImpl
 
-__all__ = ["OpManager"]
+__all__ = ["OpManager", "set_global_policy"]
 
 log = get_logger("dispatch")
 
@@ -38,6 +40,9 @@ Bound = Callable[..., Any]
 
 current = override.get
 """The policy of the running block, looked up once instead of at every call."""
+
+UNNAMED: Any = object()
+"""Stands for the op of a call that names it by keyword."""
 
 SAID_AT_MOST = 1000
 """Different refusals that are logged: reasons may carry sizes, and a server runs for months."""
@@ -48,7 +53,8 @@ class OpManager:
 
     Args:
         registry: what is installed; by default the installed plugins, found at the first use.
-        policy: the global policy; by default the one that the settings give.
+        policy: this manager's policy; by default the one that `set_global_policy` gave, or that
+            the settings give. A registry with a policy of its own reads no settings.
     """
 
     def __init__(
@@ -56,18 +62,20 @@ class OpManager:
     ) -> None:
         self._given = (registry, policy)
         self._lock = threading.RLock()
+        self.epoch = 0
+        """How often what was resolved has been forgotten."""
         self._reset()
         _managers.add(self)
 
     def _reset(self) -> None:
-        registry = self._given[0]
+        registry, policy = self._given
         self._registry = registry if registry is not None else OpRegistry()
-        self._policy = self._given_policy()
+        self._policy = policy
         self._startup: Startup | None = None
-        self._ready = registry is not None
+        self._ready = registry is not None and policy is not None
         self._sealed: str | None = None
-        self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        """Op -> impl id -> why. The inner tables are emptied, never replaced: guards hold them."""
+        self._demoted: defaultdict[str, Demotions] = defaultdict(Demotions)
+        """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
@@ -81,6 +89,7 @@ class OpManager:
         """Drop what was resolved; the next call of each op resolves anew."""
         # Tables are replaced, never emptied: a thread that reads one meanwhile sees a whole table.
         self._tables: dict[SelectionPolicy | None, dict[object, Bound]] = {None: {}}
+        self.epoch += 1
 
     # What there is.
 
@@ -92,13 +101,13 @@ class OpManager:
 
     @property
     def startup(self) -> Startup | None:
-        """The plugins and settings found at start; None for a manager with its own registry."""
+        """The plugins and settings found at start; None for a registry with its own policy."""
         self.ensure_initialized()
         return self._startup
 
     @property
     def settings(self) -> Settings | None:
-        """The effective settings; None for a manager with its own registry."""
+        """The effective settings; None for a registry with its own policy."""
         return self.startup.settings if self.startup else None
 
     @property
@@ -139,12 +148,16 @@ class OpManager:
         with self._lock:
             if self._ready:
                 return
-            registry = OpRegistry()
-            startup = start(registry, platform=platform, patient=patient)
-            self._registry, self._startup = registry, startup
+            if self._given[0] is not None:  # the settings hold, and nothing is looked for
+                settings = read_settings(self._registry, (), platform=platform)
+                self._startup = Startup((), settings)
+            else:
+                registry = OpRegistry()
+                startup = start(registry, platform=platform, patient=patient)
+                self._registry, self._startup = registry, startup
+                registry.on_change(self._forget)
             if self._policy is None:  # one that was set before the first use stands
-                self._policy = startup.settings.policy
-            registry.on_change(self._forget)
+                self._policy = chosen.policy or self._startup.settings.policy
             self._forget()
             self._ready = True
 
@@ -279,8 +292,10 @@ class OpManager:
 
     # Calling.
 
-    def call(self, op: str, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, op: str = UNNAMED, /, *args: Any, **kwargs: Any) -> Any:
         """Call `op` with the contract's arguments. They are left intact.
+
+        The op may also be given as the keyword `op_name`.
 
         Raises:
             CallError: the arguments break the contract.
@@ -289,6 +304,10 @@ class OpManager:
         try:
             bound = self._tables[current()][op]
         except KeyError:
+            if op is UNNAMED:
+                if "op_name" not in kwargs:
+                    raise TypeError("call_op needs the name of an op, first") from None
+                return self.call(kwargs.pop("op_name"), *args, **kwargs)
             bound = self._bound(op)
         try:
             # Passing no keywords on is a third of what this function costs.
@@ -326,8 +345,11 @@ class OpManager:
 
     # Changing.
 
-    def set_policy(self, policy: SelectionPolicy | None) -> None:
-        """Make `policy` the global one; None reads the settings again. Ends every demotion.
+    def set_policy(self, policy: SelectionPolicy | None) -> SelectionPolicy | None:
+        """Make `policy` this manager's; None reads the settings again. Ends every demotion.
+
+        Returns:
+            The policy before; None where there was none yet.
 
         Raises:
             PolicySealedError: an engine's layers are bound to a plan.
@@ -336,6 +358,7 @@ class OpManager:
             raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
         with self._lock:
             self._refuse_if_sealed("the policy")
+            before = self._policy
             if policy is None and self._startup is not None:
                 settings = read_settings(
                     self._registry,
@@ -344,13 +367,10 @@ class OpManager:
                 )
                 self._startup = Startup(self._startup.plugins, settings)
                 policy = settings.policy
-            self._policy = policy if policy is not None else self._given_policy()
+            self._policy = policy if policy is not None else self._given[1]
             self._end_demotions()
             self._forget()
-
-    def _given_policy(self) -> SelectionPolicy | None:
-        registry, policy = self._given
-        return SelectionPolicy() if policy is None and registry is not None else policy
+            return before
 
     def clear_failed_impls(self, op: str | None = None) -> None:
         """End the demotions of `op`, or of every op.
@@ -384,6 +404,29 @@ class OpManager:
         """Forget everything; the next use starts anew."""
         with self._lock:
             self._reset()
+
+    # As vllm-plugin-FL has it.
+
+    def bump_policy_epoch(self) -> int:
+        """Deprecated: forget what was resolved and end every demotion; returns the epoch."""
+        outdated("OpManager.bump_policy_epoch", "clear_failed_impls()")
+        self.clear_failed_impls()
+        return self.epoch
+
+    @property
+    def policy_epoch(self) -> int:
+        """Deprecated: see `epoch`."""
+        outdated("OpManager.policy_epoch", "epoch")
+        return self.epoch
+
+    def get_failed_impls(self, op: str | None = None) -> dict[str, set[str]]:
+        """Deprecated: op -> the ids that are out since they failed; see `demotions`."""
+        outdated("OpManager.get_failed_impls", "demotions")
+        return {
+            name: set(demoted)
+            for name, demoted in list(self._demoted.items())
+            if demoted and op in (None, name)
+        }
 
     # What is said.
 
@@ -436,6 +479,22 @@ class OpManager:
             op=trace.op,
             rejected=rejected,
         )
+
+
+def set_global_policy(policy: SelectionPolicy | None) -> None:
+    """Let every manager without a policy of its own go by `policy`; None: by the settings.
+
+    Raises:
+        PolicySealedError: an engine's layers are bound to a plan. Nothing has changed.
+    """
+    if policy is not None and not isinstance(policy, SelectionPolicy):
+        raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
+    following = [manager for manager in _managers if manager._given[1] is None]
+    for manager in following:
+        manager._refuse_if_sealed("the policy")
+    chosen.policy = policy
+    for manager in following:
+        manager.set_policy(policy)
 
 
 def barred_by(
@@ -544,3 +603,6 @@ os.register_at_fork(
     after_in_parent=_release_after_fork,
     after_in_child=_start_clean_in_child,
 )
+
+if not TYPE_CHECKING:  # a checker sees what is written here alone
+    __getattr__ = partial(lookup, module=__name__)

@@ -13,6 +13,18 @@ from .settings import Setting, Settings
 __all__ = ["check_names", "labels"]
 
 
+OLDER_LAYERS = frozenset(
+    (
+        "deepseek_v4_multi_head_latent_attention",
+        "gated_layer",
+        "masked_fill",
+        "silu_and_mul_with_clamp",
+        "unquantized_fused_moe_method",
+    )
+)
+"""What vllm-plugin-FL's lists of layers and its platform files name; not every vLLM has them."""
+
+
 class _Use(NamedTuple):
     """A name that stands in a setting; `label` is what `Settings.unchecked` calls it."""
 
@@ -43,7 +55,8 @@ def check_names(
         flagos: the names of FlagGems's ops, or None where it is not loaded.
 
     Raises:
-        SettingsError: a layer or FlagGems op that its owner does not know.
+        SettingsError: a layer or FlagGems op that its owner does not know. A layer's name that
+            vllm-plugin-FL has is kept and warned of.
     """
     known: dict[str, Collection[str] | None] = {
         "op": ops,
@@ -58,6 +71,11 @@ def check_names(
         names = known[use.space]
         if names is not None and use.name in names:
             checked.add(use.label)
+        elif names is not None and use.space == "layer" and use.name in OLDER_LAYERS:
+            warnings.append(
+                f"{use.setting.origin}: {use.setting.key}: the installed vLLM has no layer "
+                f"{use.name!r}, so that it has no effect."
+            )
         elif names is not None and use.space in ("layer", "FlagGems op"):
             raise wrong(
                 use.setting.key,

@@ -6,11 +6,12 @@ Values only. Where they come from is `config`; what they lead to is `resolver`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from .older import lookup, outdated
 from .types import AttentionImpl, BackendImplKind, OpImpl
 
 __all__ = ["DEFAULT_ORDERS", "KINDS", "Mode", "OpOrder", "SelectionPolicy", "Token", "closest"]
@@ -31,6 +32,8 @@ DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
 
 def closest(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'rms_norm'?`, or nothing when no known word is near."""
+    import difflib  # only for a word that is wrong
+
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -148,9 +151,9 @@ class SelectionPolicy:
     Args:
         prefer: the kind tried first where no list names the op: a preference, not an exclusion.
         strict: the first failure is raised and nothing else is tried.
-        per_op_order: op -> OpOrder, or what `OpOrder.of` reads.
-        allow_vendors: the vendors that may be used; None allows all.
-        deny_vendors: vendors that may not; deny beats allow. Both look at kind VENDOR only.
+        per_op_order: op -> OpOrder, or what `OpOrder.of` reads; or pairs of the two.
+        deny_vendors: the vendors that may not be used; deny beats allow.
+        allow_vendors: the vendors that may; None allows all. Both look at kind VENDOR only.
 
     Raises:
         ValueError: an unknown kind or token.
@@ -159,8 +162,8 @@ class SelectionPolicy:
     prefer: str = "flagos"
     strict: bool = False
     per_op_order: Mapping[str, OpOrder] = field(default_factory=dict)
-    allow_vendors: frozenset[str] | None = None
     deny_vendors: frozenset[str] = frozenset()
+    allow_vendors: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if self.prefer not in KINDS:
@@ -180,7 +183,7 @@ class SelectionPolicy:
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         # Built anew where it arrives: another process hashes text differently.
-        lists = (dict(self.per_op_order), self.allow_vendors, self.deny_vendors)
+        lists = (dict(self.per_op_order), self.deny_vendors, self.allow_vendors)
         return (SelectionPolicy, (self.prefer, self.strict, *lists))
 
     def __hash__(self) -> int:
@@ -197,6 +200,53 @@ class SelectionPolicy:
         policy = dataclasses.replace(self, prefer=kind)
         orders = {op: order.preferring(kind) for op, order in self.per_op_order.items()}
         return dataclasses.replace(policy, per_op_order=orders)
+
+    @classmethod
+    def from_dict(
+        cls,
+        prefer: str = "flagos",
+        strict: bool = False,
+        per_op_order: Mapping[str, Any] | None = None,
+        deny_vendors: Iterable[str] | None = None,
+        allow_vendors: Iterable[str] | None = None,
+    ) -> SelectionPolicy:
+        """Deprecated: the same as `SelectionPolicy(…)`, which takes the same."""
+        outdated("SelectionPolicy.from_dict", "SelectionPolicy(prefer=…, per_op_order=…)")
+        allowed = frozenset(allow_vendors) if allow_vendors else None
+        denied = frozenset(deny_vendors or ())
+        return cls(prefer.lower(), strict, per_op_order or {}, denied, allowed)
+
+    @property
+    def per_op_order_dict(self) -> dict[str, list[str]]:
+        """Deprecated: op -> the tokens of its list, in eager mode; see `per_op_order`."""
+        outdated("SelectionPolicy.per_op_order_dict", "per_op_order")
+        return {op: [*map(str, order.eager or ())] for op, order in self.per_op_order.items()}
+
+    def get_per_op_order(self, op: str) -> list[str] | None:
+        """Deprecated: the tokens of `op`'s list, or None without one; see `order`."""
+        outdated("SelectionPolicy.get_per_op_order", "order(op)")
+        return [*map(str, self.order(op))] if op in self.per_op_order else None
+
+    def get_default_order(self) -> list[str]:
+        """Deprecated: the tokens of an op without a list; see `DEFAULT_ORDERS`."""
+        outdated("SelectionPolicy.get_default_order", "policy.DEFAULT_ORDERS[prefer]")
+        return [*DEFAULT_ORDERS[self.prefer]]
+
+    def is_vendor_allowed(self, vendor: str) -> bool:
+        """Deprecated: whether the vendor filters let `vendor` through; see `refuses`."""
+        outdated("SelectionPolicy.is_vendor_allowed", "refuses(impl)")
+        allowed = self.allow_vendors is None or vendor in self.allow_vendors
+        return allowed and vendor not in self.deny_vendors
+
+    def fingerprint(self) -> str:
+        """Deprecated: a text that differs where policies do; they are hashable themselves."""
+        outdated("SelectionPolicy.fingerprint", "the policy itself: it is hashable")
+        orders = ";".join(f"{op}={order}" for op, order in self.per_op_order.items())
+        allowed = "*" if self.allow_vendors is None else ",".join(sorted(self.allow_vendors))
+        denied = ",".join(sorted(self.deny_vendors))
+        return (
+            f"prefer={self.prefer};st={int(self.strict)};allow={allowed};deny={denied};per={orders}"
+        )
 
     def refuses(self, impl: OpImpl | AttentionImpl) -> str | None:
         """The vendor filter that keeps `impl` out, or None."""
@@ -226,3 +276,7 @@ def _names(what: str, value: Iterable[str]) -> frozenset[str]:
     if isinstance(value, str):
         raise ValueError(f"{what} is a set of vendor names, got the text {value!r}")
     return frozenset(value)
+
+
+if not TYPE_CHECKING:  # a checker sees what is written here alone
+    __getattr__ = partial(lookup, module=__name__)

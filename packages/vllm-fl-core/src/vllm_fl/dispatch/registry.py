@@ -7,11 +7,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from ..errors import PluginError
+from ..errors import DuplicateError, PluginError
 from .attention import ATTENTION, from_older_form
 from .contracts import contracts
+from .forms import fitted, shape
+from .older import lookup
 from .types import AttentionImpl, OpImpl, parameters_of
 
 __all__ = ["OpRegistry", "Owner", "RegistrySnapshot"]
@@ -77,6 +81,18 @@ class OpRegistry:
         """What is registered now."""
         return self._snapshot
 
+    def get_implementations(self, op: str) -> list[Impl]:
+        """The implementations of `op`, ordered by impl id."""
+        return [*self._snapshot.impls_by_op.get(op, ())]
+
+    def get_implementation(self, op: str, impl_id: str) -> Impl | None:
+        """The implementation of `op` with this id."""
+        return self._snapshot.find(op, impl_id)
+
+    def list_operators(self) -> list[str]:
+        """The ops that have an implementation."""
+        return [*self._snapshot.impls_by_op]
+
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call this bound method after every change, for as long as its object lives."""
         self._listeners.append(weakref.WeakMethod(listener))
@@ -115,9 +131,10 @@ class OpRegistry:
                     raise _refusal(
                         owner,
                         impl,
-                        f"{impl.op_name} already has an implementation {impl.impl_id!r}, from "
-                        f"{owners[key]}. Uninstall one of the two, or name the ones to load in "
-                        "VLLM_FL_PLUGINS",
+                        kind=DuplicateError,
+                        problem=f"{impl.op_name} already has an implementation "
+                        f"{impl.impl_id!r}, from {owners[key]}. Uninstall one of the two, or name "
+                        "the ones to load in VLLM_FL_PLUGINS",
                     )
                 if isinstance(impl, OpImpl):
                     _check_parameters(impl, by_op.get(impl.op_name, []), owner)
@@ -159,9 +176,13 @@ class OpRegistry:
 
 
 def _as_it_is_now(impl: Impl) -> Impl:
-    if isinstance(impl, OpImpl) and impl.op_name == ATTENTION:
+    """An implementation of an older form in today's: everything downstream sees one form."""
+    if not isinstance(impl, OpImpl):
+        return impl
+    if impl.op_name == ATTENTION:
         return from_older_form(impl)
-    return impl
+    spec = contracts().get(impl.op_name)
+    return impl if spec is None else fitted(impl, spec)
 
 
 def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:
@@ -181,12 +202,13 @@ def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:
         wanted, source = told, f"{twin.impl_id}, which was registered first,"
     for what, function in (("fn", impl.fn), ("supports", impl.supports)):
         got = parameters_of(function) if function is not None else None
-        if got is not None and _shape(got) != _shape(wanted):
+        if got is not None and shape(got) != shape(wanted):
             raise _refusal(
                 owner,
                 impl,
                 f"its {what} takes ({_words(got)}), but {source} has ({_words(wanted)}): "
-                "use the same names, order and defaults",
+                "use the same names, order and defaults. Only trailing parameters with defaults "
+                "may be missing or be added",
             )
     stray = impl.consumes - (spec.consumable if spec else {p.name for p in wanted})
     if stray:
@@ -195,20 +217,22 @@ def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:
         )
 
 
-def _shape(parameters: Iterable[inspect.Parameter]) -> list[tuple[object, ...]]:
-    return [(p.name, p.default) for p in parameters]
-
-
 def _words(parameters: Iterable[inspect.Parameter]) -> str:
     return ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
 
 
-def _refusal(owner: Owner, impl: Impl | None, problem: str) -> PluginError:
+def _refusal(
+    owner: Owner, impl: Impl | None, problem: str, *, kind: type[PluginError] = PluginError
+) -> PluginError:
     what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "what it registers"
-    return PluginError(
+    return kind(
         f"Plugin {owner.plugin!r} of {owner}: {what} refused: {problem}.",
         op=impl.op_name if impl else None,
         impl=impl.impl_id if impl else None,
         plugin=owner.plugin,
         distribution=f"{owner.distribution} {owner.version}" if owner.distribution else None,
     )
+
+
+if not TYPE_CHECKING:  # a checker sees what is written here alone
+    __getattr__ = partial(lookup, module=__name__)

@@ -9,10 +9,14 @@ import enum
 import inspect
 import keyword
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from .older import lookup
 
 __all__ = [
     "AttentionImpl",
@@ -32,8 +36,8 @@ Availability = Literal[True] | str
 """True, or the reason why not."""
 
 
-class BackendImplKind(enum.Enum):
-    """Who an implementation comes from. The value is the token that settings use."""
+class BackendImplKind(enum.StrEnum):
+    """Who an implementation comes from: text, namely the token that settings use."""
 
     DEFAULT = "flagos"
     VENDOR = "vendor"
@@ -67,6 +71,8 @@ class OpImpl:
         consumes: parameters that `fn` may overwrite, in calls whose variant has results to put
             there (`OpSpec.consumed`). Results are what it returns all the same.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
+        supported_dtypes, min_arch: deprecated and without effect: say it in `supports` and
+            `available`.
 
     Raises:
         ValueError: a VENDOR without vendor, an id that is not `vendor.<vendor>`, a name that is
@@ -84,9 +90,15 @@ class OpImpl:
     supports: Callable[..., Availability] | None = field(default=None, kw_only=True)
     consumes: frozenset[str] = field(default=frozenset(), kw_only=True)
     traceable: bool = field(default=False, kw_only=True)
+    supported_dtypes: object = field(default=None, kw_only=True)
+    min_arch: object = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         who = f"OpImpl({self.op_name!r}, {self.impl_id!r})"
+        for name, instead in (("supported_dtypes", "supports"), ("min_arch", "available")):
+            if getattr(self, name) is not None:
+                text = f"{who}: {name} has no effect; say it in {instead}"
+                warnings.warn(text, DeprecationWarning, stacklevel=3)
         if not isinstance(self.op_name, str) or not _is_name(self.op_name):
             raise ValueError(f"{who}: op_name must be an identifier such as 'rms_norm'")
         for name in ("fn", "available", "supports"):
@@ -292,7 +304,7 @@ def availability_of(impl: OpImpl | AttentionImpl) -> Availability:
 
 
 def _probe(impl: OpImpl | AttentionImpl) -> Availability:
-    available = impl.available or _older_probe(getattr(impl, "fn", None))
+    available = impl.available or older_probe(getattr(impl, "fn", None))
     return True if available is None else _verdict("its availability check", available)
 
 
@@ -308,7 +320,7 @@ def _verdict(who: str, probe: Callable[[], Availability]) -> Availability:
     return f"{who} said no and gave no reason"
 
 
-def _older_probe(fn: object) -> Callable[[], Availability] | None:
+def older_probe(fn: object) -> Callable[[], Availability] | None:
     """How the older form says it: on the function, or on the backend that it is a method of."""
     probe = getattr(fn, "_is_available", None)
     probe = probe or getattr(getattr(fn, "__self__", None), "is_available", None)
@@ -331,3 +343,7 @@ def _check_identity(who: str, impl: OpImpl | AttentionImpl) -> None:
         object.__setattr__(impl, "priority", int(BackendPriority[impl.kind.name]))
     elif not isinstance(impl.priority, int):
         raise TypeError(f"{who}: priority must be an int, got {impl.priority!r}")
+
+
+if not TYPE_CHECKING:  # a checker sees what is written here alone
+    __getattr__ = partial(lookup, module=__name__)

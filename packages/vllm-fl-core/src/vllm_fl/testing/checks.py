@@ -12,6 +12,7 @@ import dataclasses
 import torch
 
 from ..dispatch.contracts import Sample
+from ..dispatch.forms import states_support
 from ..dispatch.registry import OpRegistry
 from ..dispatch.types import OpImpl
 from ..dispatch.verification import Comparison, compare
@@ -96,7 +97,7 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
     is not asked, since PyTorch runs anywhere.
     """
     impl = subject.impl
-    if impl.supports is None or impl.needs_layer:  # of the older form, it is not asked
+    if not states_support(impl) or impl.needs_layer:  # the older form is not asked
         return
     device = "meta" if subject.device.type == "cpu" else "cpu"
     for each in subject.samples(dtype):

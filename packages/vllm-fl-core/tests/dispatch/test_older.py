@@ -1,0 +1,456 @@
+"""What code written for vllm-plugin-FL relies on: it works, or warns, as docs/migration.md says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import failing, managing, silu
+
+from vllm_fl import dispatch
+from vllm_fl.dispatch import (
+    BackendImplKind,
+    BackendPriority,
+    OpImpl,
+    OpManager,
+    OpRegistry,
+    SelectionPolicy,
+    call_op,
+    get_policy,
+    policy_context,
+    policy_from_config,
+    reset_default_manager,
+    reset_global_policy,
+    set_global_policy,
+    with_preference,
+    with_strict_mode,
+)
+from vllm_fl.dispatch.config import check_names, load_settings
+from vllm_fl.dispatch.older import MODULES, NAMES
+from vllm_fl.errors import PluginError, PolicySealedError, SettingsError
+
+X = torch.ones(2, 8)
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """A default manager that has found nothing yet, before and after."""
+    reset_default_manager()
+    yield
+    reset_default_manager()
+
+
+def in_a_process(code: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Policies.
+
+
+def test_a_policys_positions_are_the_older_ones() -> None:
+    policy = SelectionPolicy("flagos", False, (), frozenset({"AMD"}))  # type: ignore[arg-type]
+    assert policy.deny_vendors == {"AMD"} and policy.allow_vendors is None
+    orders: Any = (("rms_norm", ("vendor:cuda", "flagos")),)
+    policy = SelectionPolicy("vendor", True, orders, frozenset("a"), frozenset("b"))
+    assert (policy.deny_vendors, policy.allow_vendors) == ({"a"}, {"b"})
+    assert [*map(str, policy.order("rms_norm"))] == ["vendor:cuda", "flagos"]
+    assert policy.refuses(silu("vendor.a")) == "deny_vendors names a"
+    assert policy.refuses(silu("vendor.b")) is None
+    assert hash(policy) == hash(
+        SelectionPolicy(
+            prefer="vendor",
+            strict=True,
+            per_op_order={"rms_norm": ["vendor:cuda", "flagos"]},  # type: ignore[dict-item]
+            allow_vendors=frozenset("b"),
+            deny_vendors=frozenset("a"),
+        )
+    )
+
+
+def test_what_a_policy_could_be_asked() -> None:
+    with pytest.deprecated_call(match=r"SelectionPolicy\(prefer"):
+        policy = SelectionPolicy.from_dict(
+            prefer="VENDOR", per_op_order={"mul": ["flagos"]}, deny_vendors={"a"}
+        )
+    assert policy == SelectionPolicy(
+        "vendor",
+        False,
+        {"mul": ["flagos"]},  # type: ignore[dict-item]
+        frozenset("a"),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert policy.per_op_order_dict == {"mul": ["flagos"]}
+        assert policy.get_per_op_order("mul") == ["flagos"]
+        assert policy.get_per_op_order("rms_norm") is None
+        assert policy.get_default_order() == ["vendor", "flagos", "reference"]
+        assert policy.is_vendor_allowed("b") and not policy.is_vendor_allowed("a")
+        assert not SelectionPolicy(allow_vendors=frozenset("b")).is_vendor_allowed("c")
+        prints = {
+            p.fingerprint()
+            for p in (
+                policy,
+                SelectionPolicy(),
+                SelectionPolicy(allow_vendors=frozenset()),
+                SelectionPolicy(deny_vendors=frozenset("a")),
+                SelectionPolicy(per_op_order={"mul": ["vendor"]}),  # type: ignore[dict-item]
+                SelectionPolicy(strict=True),
+            )
+        }
+    assert len(prints) == 6
+    assert {w.category for w in caught} == {DeprecationWarning}
+    assert {w.filename for w in caught} == {__file__}
+
+
+def test_setting_the_global_policy_gives_back_the_one_before(
+    anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "reference")
+    before = set_global_policy(SelectionPolicy(strict=True))
+    assert before.prefer == "reference"
+    assert set_global_policy(before) == SelectionPolicy(strict=True)
+    assert get_policy() is before
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")  # setting it again read no settings
+    assert get_policy() is before
+    reset_global_policy()
+    assert get_policy().prefer == "vendor"
+
+
+def test_a_manager_of_ones_own_registry_goes_by_the_global_policy_and_the_settings(
+    anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = OpRegistry()
+    registry.register_many(
+        [failing("default.flagos", RuntimeError("no kernel")), silu("reference.torch", 1.0)]
+    )
+    assert OpManager(registry=registry).call("silu_and_mul", X).eq(2).all()  # falls back
+
+    monkeypatch.setenv("VLLM_FL_STRICT", "1")
+    with pytest.raises(RuntimeError, match="no kernel"):
+        OpManager(registry=registry).call("silu_and_mul", X)
+    monkeypatch.setenv("USE_FLAGGEMS", "false")
+    assert OpManager(registry=registry).call("silu_and_mul", X).eq(2).all()
+    monkeypatch.delenv("USE_FLAGGEMS")
+    monkeypatch.delenv("VLLM_FL_STRICT")
+
+    older = OpManager(registry=registry)
+    assert older.get_selected_impl_id("silu_and_mul") == "default.flagos"
+    set_global_policy(SelectionPolicy(prefer="reference"))
+    assert older.get_selected_impl_id("silu_and_mul") == "reference.torch"
+    assert OpManager(registry).get_selected_impl_id("silu_and_mul") == "reference.torch"
+    own = OpManager(registry, SelectionPolicy())
+    assert own.get_selected_impl_id("silu_and_mul") == "default.flagos"  # its own stands
+    reset_global_policy()
+    assert older.get_selected_impl_id("silu_and_mul") == "default.flagos"
+
+
+def test_a_sealed_manager_keeps_every_other_as_it_was(anew: None) -> None:
+    registry = OpRegistry()
+    registry.register_many([silu("default.flagos"), silu("reference.torch")])
+    one, sealed = OpManager(registry), OpManager(registry)
+    sealed.seal("an engine")
+    with pytest.raises(PolicySealedError):
+        set_global_policy(SelectionPolicy(prefer="reference"))
+    assert one.get_selected_impl_id("silu_and_mul") == "default.flagos"
+    with pytest.raises(TypeError):
+        set_global_policy("reference")  # type: ignore[arg-type]
+    assert get_policy().prefer == "flagos"
+
+
+def test_wrong_settings_are_said_by_a_manager_of_ones_own_registry(
+    anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "cuda")
+    registry = OpRegistry()
+    registry.register_impl(silu("reference.torch"))
+    with pytest.raises(SettingsError, match="VLLM_FL_PREFER"):
+        OpManager(registry).call("silu_and_mul", X)
+
+
+def test_preferences_in_capitals_and_contexts_as_decorators(anew: None) -> None:
+    with with_preference("VENDOR") as policy:
+        assert policy.prefer == "vendor" == get_policy().prefer
+
+    @with_strict_mode()
+    def strict() -> bool:
+        return get_policy().strict
+
+    context = policy_context(SelectionPolicy(prefer="reference"))
+    with context, context:
+        assert get_policy().prefer == "reference"
+    assert strict() is True
+    assert get_policy() == load_settings({}).policy
+
+
+# Kinds.
+
+
+def test_a_kind_is_text() -> None:
+    impl = silu("vendor.acme")
+    assert impl.kind == "vendor" and f"{impl.kind}" == "vendor" and str(impl.kind) == "vendor"
+    assert json.dumps({"kind": impl.kind}) == '{"kind": "vendor"}'
+    assert {"flagos": 1}[BackendImplKind.DEFAULT] == 1
+    assert impl.kind.value == "vendor" and impl.kind is BackendImplKind.VENDOR
+    assert BackendImplKind("reference") is BackendImplKind.REFERENCE
+
+
+def test_fields_that_nobody_read() -> None:
+    with pytest.deprecated_call(match="supports"):
+        impl = OpImpl(
+            op_name="silu_and_mul",
+            impl_id="vendor.acme",
+            kind=BackendImplKind.VENDOR,
+            fn=lambda x: x,
+            vendor="acme",
+            priority=BackendPriority.VENDOR,
+            supported_dtypes={"bfloat16"},
+        )
+    assert impl.supported_dtypes == {"bfloat16"} and impl.min_arch is None
+
+
+# Plugins and registries.
+
+
+def test_the_list_of_plugins_can_be_emptied(anew: None) -> None:
+    dispatch.discover_plugins(OpRegistry())
+    dispatch.clear_discovered_plugins()
+    assert dispatch.get_discovered_plugins() == ()
+    found = dispatch.discover_plugins(OpRegistry())
+    assert dispatch.get_discovered_plugins() == found
+
+
+ACME = """
+from vllm_fl.dispatch.types import OpImpl, BackendImplKind, BackendPriority
+
+def silu_and_mul(x):
+    return x
+
+class Plugin:
+    @classmethod
+    def register(cls, registry):
+        assert registry.get_implementation("silu_and_mul", "vendor.acme_{name}") is None
+        assert registry.get_implementations("silu_and_mul") == []
+        registry.register_impl(OpImpl(
+            op_name="silu_and_mul", impl_id="vendor.acme_{name}", kind=BackendImplKind.VENDOR,
+            fn=silu_and_mul, vendor="acme_{name}", priority=BackendPriority.VENDOR,
+        ))
+        assert registry.list_operators() == ["silu_and_mul"]
+        assert [i.vendor for i in registry.get_implementations("silu_and_mul")] == ["acme_{name}"]
+
+def vllm_fl_register(registry):
+    Plugin.register(registry)
+"""
+
+
+def test_discovering_by_hand_looks_where_a_start_looks(
+    anew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "acme_older_a.py").write_text(ACME.format(name="a"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "acme_older_a")
+    monkeypatch.setenv("VLLM_FL_PLUGINS", "")
+    registry = OpRegistry()
+    plugins = dispatch.discover_plugins(registry)
+    assert [p.target for p in plugins if p.status == "ok"] == ["acme_older_a"]
+    assert all(p.status != "failed" for p in plugins)
+    assert registry.list_operators() == ["silu_and_mul"]
+
+
+def test_a_class_with_a_classmethod_register_is_a_plugin() -> None:
+    from vllm_fl.plugins import Found, Owner, load
+
+    class Classy:
+        @classmethod
+        def register(cls, registry: Any) -> None:
+            registry.register_impl(silu("vendor.acme"))
+
+    class Unbound:
+        def register(self, registry: Any) -> None:
+            raise AssertionError("it has no instance")
+
+    registry = OpRegistry()
+    ok, failed = load(
+        registry,
+        [
+            Found(Owner(cls.__name__), cls.__name__, lambda cls=cls: cls)
+            for cls in (Classy, Unbound)
+        ],  # type: ignore[misc]
+    )
+    assert (ok.status, failed.status) == ("ok", "failed")
+    assert registry.get_implementation("silu_and_mul", "vendor.acme") is not None
+    assert registry.get_implementation("silu_and_mul", "vendor.beta") is None
+
+
+def test_errors_are_what_they_were(tmp_path: Path) -> None:
+    registry = OpRegistry()
+    registry.register_impl(silu("vendor.acme"))
+    with pytest.raises(ValueError, match="already has") as caught:
+        registry.register_impl(silu("vendor.acme"))
+    assert isinstance(caught.value, PluginError)
+    with pytest.raises(FileNotFoundError, match=r"absent\.yaml"):
+        policy_from_config(tmp_path / "absent.yaml")
+    (tmp_path / "bad.yaml").write_text("prefer: [")
+    with pytest.raises(ValueError, match="no YAML"):
+        policy_from_config(tmp_path / "bad.yaml")
+    with pytest.raises(SettingsError, match="is no regular file") as folder:
+        policy_from_config(tmp_path)
+    assert str(folder.value).count("is no regular file") == 1  # not wrapped in itself
+
+
+def test_settings_files_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "older.yaml"
+    path.write_text(
+        "prefer:\ndeny_vendors: a, b\nallow_vendors:\nflagos_blacklist:\n"
+        'op_backends:\n  rms_norm: "vendor:cuda|flagos"\n  silu_and_mul:\n'
+    )
+    policy = policy_from_config(path)
+    assert policy == SelectionPolicy(
+        per_op_order={"rms_norm": ["vendor:cuda", "flagos"]},  # type: ignore[dict-item]
+        deny_vendors=frozenset("ab"),
+    )
+    path.write_text("op_backends:\n")
+    assert policy_from_config(path) == SelectionPolicy()
+
+
+OOT = (
+    "unquantized_fused_moe_method",
+    "gated_layer",
+    "deepseek_v4_multi_head_latent_attention",
+    "masked_fill",
+)
+
+
+@pytest.mark.parametrize("name", OOT)
+def test_layer_names_of_the_older_plugin_end_no_start(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "metax.yaml"
+    path.write_text(f"prefer: flagos\noot_blacklist: [{name}]\n")
+    settings = load_settings({}, platform="metax", platform_files=[("older 1.0", str(path))])
+    checked = check_names(settings, ops=(), layers=("rms_norm", "fused_moe"))
+    assert checked.unchecked == (f"oot_blacklist.{name}",)
+    assert any(f"no layer '{name}'" in warning for warning in checked.warnings)
+    known = check_names(settings, ops=(), layers=("rms_norm", name))
+    assert known.unchecked == () and known.warnings == settings.warnings
+    path.write_text("oot_blacklist: [rms_nrom]\n")  # a slip is an error, as before
+    slip = load_settings({}, platform="metax", platform_files=[("older 1.0", str(path))])
+    with pytest.raises(SettingsError, match="rms_norm"):
+        check_names(slip, ops=(), layers=("rms_norm",))
+
+
+# Managers.
+
+
+def test_the_op_may_be_named_by_keyword() -> None:
+    manager = managing(silu("reference.torch"))
+    assert manager.call(op_name="silu_and_mul", x=X).shape == (2, 4)
+    with pytest.raises(TypeError, match="name of an op"):
+        manager.call(x=X)
+    with pytest.raises(TypeError, match="name of an op"):
+        call_op()
+
+
+def test_what_a_manager_could_be_asked() -> None:
+    manager = managing(failing("default.flagos", ValueError("no")), silu("reference.torch"))
+    manager.call("silu_and_mul", X)
+    with pytest.deprecated_call(match="demotions"):
+        assert manager.get_failed_impls() == {"silu_and_mul": {"default.flagos"}}
+    with pytest.deprecated_call():
+        assert manager.get_failed_impls("rms_norm") == {}
+    with pytest.deprecated_call(match="epoch"):
+        before = manager.policy_epoch
+    with pytest.deprecated_call(match="clear_failed_impls"):
+        assert manager.bump_policy_epoch() > before
+    assert manager.demotions == {}
+
+
+# Names and modules.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_older_name_is_there_and_says_what_to_write(name: str) -> None:
+    with pytest.deprecated_call(match="use ") as caught:
+        value = getattr(dispatch, name)
+    assert value is not None
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_older_module_is_there(module: str) -> None:
+    found = importlib.import_module(f"vllm_fl.dispatch.{module}")
+    assert getattr(dispatch, module) is found
+    with pytest.deprecated_call():
+        assert found.get_logger is dispatch.get_logger
+    with pytest.raises(AttributeError):
+        _ = found.nothing_like_it
+    assert not hasattr(found, "__file__")
+
+
+def test_imports_as_older_code_writes_them() -> None:
+    code = """
+import warnings; warnings.simplefilter("error", DeprecationWarning)
+import vllm_fl.dispatch, vllm_fl.dispatch.discovery
+from vllm_fl.dispatch import ops, method_dispatch
+warnings.simplefilter("ignore")
+from vllm_fl.dispatch.builtin_ops import register_builtins
+from vllm_fl.dispatch.discovery import PLUGIN_GROUP, PLUGIN_MODULES_ENV, discover_plugins
+from vllm_fl.dispatch.logger_manager import get_logger, set_log_level
+from vllm_fl.dispatch.manager import OpManager, get_default_manager
+from vllm_fl.dispatch.method_dispatch import dispatch_method
+from vllm_fl.dispatch.ops import VLLMFLBackendBase
+from vllm_fl.dispatch.policy import (
+    PREFER_DEFAULT, PREFER_REFERENCE, PREFER_VENDOR, PolicyManager, SelectionPolicy, get_policy,
+    policy_context, policy_from_config, set_global_policy, with_strict_mode,
+)
+from vllm_fl.dispatch.registry import OpRegistry, OpRegistrySnapshot
+from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl, match_token
+
+print(PLUGIN_GROUP, PLUGIN_MODULES_ENV, PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE)
+class Acme(VLLMFLBackendBase):
+    pass
+manager = PolicyManager.get_instance()
+with manager.create_policy_context(SelectionPolicy(PREFER_VENDOR)):
+    assert manager.get_policy().prefer == "vendor"
+before = manager.set_global_policy(SelectionPolicy(strict=True))
+assert get_policy().strict
+epoch = manager.get_policy_epoch()
+assert manager.set_global_policy(before).strict and manager.bump_policy_epoch() > epoch
+impl = OpImpl("mul", "vendor.a", BackendImplKind.VENDOR, print, "a")
+print([match_token(impl, t) for t in ("vendor", "vendor:a", "impl:vendor.a", "flagos", "?")])
+import sys
+assert "torch" not in sys.modules
+"""
+    assert in_a_process(code).splitlines() == [
+        "vllm_fl.plugin VLLM_FL_PLUGIN_MODULES flagos vendor reference",
+        "[True, True, True, False, False]",
+    ]
+
+
+def test_a_cached_op_calls_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = managing(silu("reference.torch"))
+    monkeypatch.setattr(dispatch, "call_op", manager.call)
+    with pytest.deprecated_call(match="call_op"):
+        cached = dispatch.CachedOp  # type: ignore[attr-defined]
+    assert cached("silu_and_mul")(X).shape == (2, 4)
+
+
+def test_a_name_that_nobody_had_is_no_name() -> None:
+    with pytest.raises(AttributeError, match="frobnicate"):
+        _ = dispatch.frobnicate  # type: ignore[attr-defined]
+    with pytest.raises(ImportError):
+        importlib.import_module("vllm_fl.dispatch.frobnicate")
