@@ -42,8 +42,11 @@ def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plug
         ("vendor.zeta", "rejected", "not available: no zeta card"),
     ]
     for view in (eager, compiled):
-        assert ("stock.vllm", "implicit last") in [
-            (c["impl_id"], c["reason"]) for c in view["candidates"]
+        assert view["order"] == ["flagos", "vendor", "stock", "reference"]
+        assert [(c["impl_id"], c["status"], c["reason"]) for c in view["candidates"]][:3] == [
+            ("vendor.acme", "selected", "token vendor"),
+            ("stock.vllm", "eligible", "before reference, where nobody orders the op"),
+            ("reference.torch", "eligible", "token reference"),
         ]
     assert "stock.vllm" not in [c["impl_id"] for c in script["candidates"]]
 

@@ -13,6 +13,7 @@ from vllm_fl.dispatch.plan import active_plan, building
 from vllm_fl.dispatch.policy import SelectionPolicy
 
 MODES = ["eager", "compiled"]
+THEN_REFERENCE = {"silu_and_mul": ["vendor", "reference"]}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -29,7 +30,7 @@ def test_every_contract_has_an_entry_and_what_nobody_brings_is_stock(mode: Any) 
     assert plan.is_stock("rms_norm") and not plan.is_stock("silu_and_mul")
     assert plan.is_stock("an_op_that_nobody_knows")
     assert plan.entries["silu_and_mul"].reason == "token vendor"
-    assert plan.entries["rms_norm"].reason == "implicit last"
+    assert plan.entries["rms_norm"].reason == "before reference, where nobody orders the op"
 
 
 def test_the_line() -> None:
@@ -78,7 +79,8 @@ class TestSealed:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO", logger="vllm_fl")
-        plan = planning(managing(refusing("vendor.acme", "no"), silu("reference.torch")), "eager")
+        impls = refusing("vendor.acme", "no"), silu("reference.torch")
+        plan = planning(managing(*impls, per_op_order=THEN_REFERENCE), "eager")
         bound = plan.bind("silu_and_mul", object(), frozenset())
         for _ in range(3):
             bound(X)
@@ -90,7 +92,8 @@ class TestSealed:
 
     def test_a_failure_is_raised_each_time_and_demotes_nothing(self) -> None:
         boom = ValueError("boom")
-        manager = managing(failing("vendor.acme", boom), silu("reference.torch"))
+        impls = failing("vendor.acme", boom), silu("reference.torch")
+        manager = managing(*impls, per_op_order=THEN_REFERENCE)
         plan = planning(manager, "eager")
         bound = plan.bind("silu_and_mul", object(), frozenset())
         for _ in range(2):
@@ -102,7 +105,8 @@ class TestSealed:
 
 
 def test_of_two_plans_each_has_its_own_counts() -> None:
-    manager = managing(refusing("vendor.acme", "no"), silu("reference.torch"))
+    impls = refusing("vendor.acme", "no"), silu("reference.torch")
+    manager = managing(*impls, per_op_order=THEN_REFERENCE)
     first, second = planning(manager, "eager"), planning(manager, "eager")
     first.bind("silu_and_mul", object(), frozenset())(X)
     assert first.fallbacks and not second.fallbacks

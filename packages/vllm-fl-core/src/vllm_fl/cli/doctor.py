@@ -132,8 +132,9 @@ class _Patient:
     def read_settings(self) -> Iterator[Finding]:
         """Read the settings; a wrong one is a finding, and so is each warning."""
         try:
-            where = load_startup(os.environ).platform or self.device or detect_platform()
-            _, errors = plugin_loader.policy_files(self.plugins, where)
+            where = self.device or detect_platform()
+            forced = load_startup(os.environ).platform
+            _, errors = plugin_loader.policy_files(self.plugins, forced or where)
             for name, failure in errors.items():
                 yield _plugin_finding(name, failure)
             # Said already: it must not end the reading of the rest.

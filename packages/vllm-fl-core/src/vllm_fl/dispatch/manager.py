@@ -337,10 +337,11 @@ class OpManager:
         with self._lock:
             self._refuse_if_sealed("the policy")
             if policy is None and self._startup is not None:
+                platform = self._startup.settings["platform"]
                 settings = read_settings(
                     self._registry,
                     self._startup.plugins,
-                    platform=self._startup.settings.platform,
+                    platform=str(platform.value) if platform.origin == "detected" else None,
                 )
                 self._startup = Startup(self._startup.plugins, settings)
                 policy = settings.policy
