@@ -66,6 +66,28 @@ def test_modes_have_their_own_lists() -> None:
     assert labels == ["vendor.acme", "stock"]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_strict_and_a_backend_listed_alone_that_is_absent(mode: Any) -> None:
+    """docs/settings.md: vLLM's own code follows, unless VLLM_FL_STRICT=1."""
+    listed = {"silu_and_mul": ["impl:vendor.cup"]}
+    impls = silu("vendor.acme"), silu("vendor.cpu", available=lambda: "no AVX")
+    plan = planning(managing(*impls, per_op_order=listed), mode)
+    assert (plan.entries["silu_and_mul"].label, plan.entries["silu_and_mul"].unmet) == ("stock", "")
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
+    assert "silu_and_mul" in plan.entries["silu_and_mul"].unmet
+    assert "impl:vendor.cup" in plan.entries["silu_and_mul"].unmet
+    assert {op for op, entry in plan.entries.items() if entry.unmet} == {"silu_and_mul"}
+    listed["silu_and_mul"] = ["vendor:cpu"]  # there, but it cannot run here
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
+    assert "vendor.cpu: not available: no AVX" in plan.entries["silu_and_mul"].unmet
+    listed["silu_and_mul"].append("stock")
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
+    assert plan.entries["silu_and_mul"].unmet == ""
+    kept = {"silu_and_mul": "custom_ops has -silu_and_mul"}  # the user left it to vLLM
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode, notes=kept)
+    assert plan.entries["silu_and_mul"].unmet == ""
+
+
 def test_a_plan_stays_what_it_is() -> None:
     manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))
     plan = planning(manager, "eager")

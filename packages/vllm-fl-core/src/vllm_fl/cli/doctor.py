@@ -21,7 +21,7 @@ from ..errors import PluginError, SettingsError
 from ..integration.device import IN_TREE
 from ..plugins import Plugin
 from . import plugins as plugins_verb
-from ._effects import find_idle, find_unknown, warned
+from ._effects import find_disagreements, find_idle, find_unknown, warned
 from ._environment import cpu_name, distributions, torch_build, torch_facts, version_of
 from ._finding import Finding, contained
 from ._installed import CHECKS
@@ -158,6 +158,7 @@ class _Patient:
             return
         yield from find_idle(self.settings, os.environ, self.plugins, version_of("flag-gems"))
         yield from find_unknown(self.settings)
+        yield from find_disagreements(self.settings)
 
     def find_idle_ops(self) -> Iterator[Finding]:
         """Ops that a script could not call."""

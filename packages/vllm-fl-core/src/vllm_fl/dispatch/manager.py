@@ -29,6 +29,7 @@ from .registry import OpRegistry
 from .resolver import Trace, describe, resolve
 from .startup import Startup, read_settings, start
 from .types import AttentionImpl, BackendImplKind, OpImpl
+from .unmatched import meant
 
 __all__ = ["OpManager"]
 
@@ -415,6 +416,11 @@ class OpManager:
         rejected = trace.rejected
         if rejected:
             why = "every candidate was rejected: " + "; ".join(f"{i}: {r}" for i, r in rejected)
+            impls = self._registry.snapshot().impls_by_op.get(trace.op, ())
+            for token in trace.order:
+                if token.name and not any(token.matches(impl) for impl in impls):
+                    why += f". {str(token)!r} matches nothing installed.{meant(token, impls)}"
+                    why = why.removesuffix(".")
             todo = f"`vllm-fl explain {trace.op}` shows where each setting comes from."
         else:
             brought = sorted(

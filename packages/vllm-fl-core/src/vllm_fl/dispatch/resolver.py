@@ -12,7 +12,7 @@ from typing import Literal
 from .policy import Mode, SelectionPolicy, Token
 from .types import AttentionImpl, Availability, OpImpl, availability_of
 
-__all__ = ["STOCK", "Candidate", "Stock", "Trace", "describe", "resolve"]
+__all__ = ["STOCK", "UNORDERED", "Candidate", "Stock", "Trace", "describe", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class Stock:
 
 
 STOCK = Stock()
+
+UNORDERED = "before reference, where nobody orders the op"
+"""Why vLLM's own path has its place in an order that nobody wrote."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def resolve(
         if named is None:
             why = "implicit last"
         else:
-            why = "token stock" if listed else "before reference, where nobody orders the op"
+            why = "token stock" if listed else UNORDERED
         ranked.insert(at, (place, STOCK, why))
     candidates = [
         Candidate(impl, "selected" if n == 0 else "eligible", reason)

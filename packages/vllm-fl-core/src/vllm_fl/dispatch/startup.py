@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
 from .. import plugins as plugin_loader
@@ -87,8 +88,9 @@ def start(
     settings, problem = try_settings(registry, plugins, env, platform=platform)
     if problem is not None and not patient:
         raise problem
-    for warning in settings.warnings:
-        log.warning("%s", warning)
+    if parent_process() is None:  # an engine's other processes are children of the one that said it
+        for warning in settings.warnings:
+            log.warning("%s", warning)
     return Startup(plugins, settings, problem)
 
 
@@ -132,8 +134,7 @@ def read_settings(
         settings,
         ops={*contracts(), *snapshot.impls_by_op, "attention_backend"},
         vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
-        layers=None,
-        flagos=None,
+        impls=snapshot.impls_by_op,
     )
 
 

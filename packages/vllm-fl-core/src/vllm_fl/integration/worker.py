@@ -3,6 +3,7 @@ built."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -175,6 +176,9 @@ def _verified_plan(
         ]
         facts = {**fingerprint(plan, owners), "workers": worker_facts}
         verdict = _look(worker, plan, chosen, preflight, facts)
+        unmet = "; ".join(filter(None, (entry.unmet for entry in plan.entries.values())))
+        if unmet and not verdict.failure:
+            verdict = dataclasses.replace(verdict, failure=unmet)
         passed |= {(impl.op_name, impl.impl_id) for impl in chosen}
         verdicts = [verdict] if alone else agree(verdict)
         failures = [f"rank {v.rank}: {v.failure}" for v in verdicts if v.failure]
