@@ -19,6 +19,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def available() -> Availability:
     """True, or why nothing here can run: no library, no device. Asked once per process."""
+    device = getattr(torch, DEVICE, None)  # torch.cuda, torch.npu, torch.cpu
+    if device is None or device.device_count() == 0:  # counting starts no device
+        return f"torch finds no device {DEVICE!r}"
     return True
 
 
