@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from installed import Install
@@ -18,3 +19,34 @@ def test_a_new_backend_builds_is_found_and_passes_the_kit(install: Install, tmp_
     done = installed.run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "tests"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failed" not in done.stdout
+
+
+def test_one_for_somebody_elses_device_passes_the_kit_and_is_chosen_there(
+    install: Install, tmp_path: Path
+) -> None:
+    asked = ("--platform", "cpu", "--ops", "silu_and_mul,rms_norm", "--dir", str(tmp_path))
+    written = install().command("new", "guest", *asked)
+    assert written.returncode == 0, written.stderr
+    folder = tmp_path / "vllm-fl-guest"
+    installed = install(str(folder), "vllm-fl-reference", "vllm-fl-cpu", engine=True)
+    done = installed.command("explain", "silu_and_mul", "--mode", "eager", "--json")
+    (eager,) = json.loads(done.stdout)["modes"]
+    assert eager["selected"] == "vendor.guest"  # beside the platform's own file
+    assert eager["origin"].count(".yaml:") == 2
+    done = installed.run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "tests"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failed" not in done.stdout
+
+
+def test_one_for_a_device_that_is_not_here_skips_with_the_reason(
+    install: Install, tmp_path: Path
+) -> None:
+    written = install().command("new", "away", "--platform", "ascend", "--dir", str(tmp_path))
+    assert written.returncode == 0, written.stderr
+    folder = tmp_path / "vllm-fl-away"
+    installed = install(str(folder), engine=True)
+    done = installed.run(
+        "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(folder / "tests")
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch finds no device 'npu'" in done.stdout

@@ -64,7 +64,7 @@ def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
     """Return the attention backends that this backend brings, by class path.
 
     Called once per process, with `register_ops`. The policy orders all plugins' candidates; vLLM's
-    own choice is the implicit last one, and a backend that vLLM was told to take beats them all.
+    own choice is one of them (`stock`), and a backend that vLLM was told to take beats them all.
 
     Example::
 
@@ -100,9 +100,9 @@ def policy(platform: str) -> PolicyDefaults | None:
     """Return this backend's default settings for `platform`, or None.
 
     Called once per process when settings are read, with the platform's lower-case name (`cuda`,
-    `ascend`, `cpu`). Items of several plugins unite and blacklists add up; two plugins that set
-    one item differently are an error that names both. `allow_vendors` is refused here: it would
-    shut out third parties.
+    `ascend`, `cpu`). Items of several plugins unite, and never end a start: blacklists add up,
+    orders of one op merge, another item that two set differently goes back to the default.
+    `allow_vendors` is refused here: it would shut out third parties.
 
     Example::
 

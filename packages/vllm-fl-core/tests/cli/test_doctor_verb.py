@@ -152,6 +152,13 @@ class TestPlugins:
         assert all("no card" in f["why"] for f in findings)
 
 
+SHIPS = """
+@hookimpl
+def policy(platform):
+    return PolicyDefaults({path!r})
+"""
+
+
 class TestSettings:
     def test_a_wrong_one_is_a_finding_and_the_rest_is_looked_at(
         self, fl: Command, plugin: Plugin
@@ -244,10 +251,34 @@ class TestSettings:
             VLLM_FL_OOT_BLACKLIST="fused_moe",
         )
         told = text(found(done, "settings"))
-        assert "'wobble'" in told and "'nobody'" in told
+        assert "'wobble'" in told and "'vendor:nobody'" in told
         assert "ascend" not in told  # one file may serve several machines
         assert "fused_moe" not in told  # vLLM checks it
         assert "oot_blacklist.fused_moe" in done.json()["unchecked"]
+
+    def test_an_op_that_lost_every_implementation_by_a_slip(
+        self, fl: Command, plugin: Plugin
+    ) -> None:
+        plugin(FOUR)
+        done = fl("doctor", "--json", VLLM_FL_PER_OP="rms_norm=impl:vendor.acne")
+        (finding,) = [f for f in found(done, "settings") if "vendor.acne" in f["what"]]
+        assert "'impl:vendor.acme'" in finding["what"]
+        assert "rms_norm has lost every implementation" in finding["what"]
+        assert "no effect" not in text([finding])
+
+    def test_backends_that_disagree(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
+        for name, order in {"one": "vendor, flagos", "two": "flagos, vendor"}.items():
+            path = tmp_path / f"{name}.yaml"
+            path.write_text(f"op_backends:\n  rms_norm: [{order}]\n")
+            plugin(SHIPS.format(path=str(path)))
+        done = fl("doctor", "--json", VLLM_FL_PLATFORM="none")
+        (finding,) = [f for f in found(done, "settings") if "disagree" in f["what"]]
+        assert "op_backends.rms_norm" in finding["what"]
+        for fact in ("one.yaml:2", "two.yaml:2", "vendor before flagos", "In force: flagos|vendor"):
+            assert fact in finding["why"]
+        assert "VLLM_FL_PER_OP=rms_norm=" in finding["todo"]
+        settled = fl("doctor", "--json", VLLM_FL_PLATFORM="none", VLLM_FL_PER_OP="rms_norm=vendor")
+        assert "disagree" not in text(found(settled, "settings"))
 
     def test_a_plugin_that_is_asked_for_and_absent(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR)

@@ -42,8 +42,11 @@ def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plug
         ("vendor.zeta", "rejected", "not available: no zeta card"),
     ]
     for view in (eager, compiled):
-        assert ("stock.vllm", "implicit last") in [
-            (c["impl_id"], c["reason"]) for c in view["candidates"]
+        assert view["order"] == ["flagos", "vendor", "stock", "reference"]
+        assert [(c["impl_id"], c["status"], c["reason"]) for c in view["candidates"]][:3] == [
+            ("vendor.acme", "selected", "token vendor"),
+            ("stock.vllm", "eligible", "before reference, where nobody orders the op"),
+            ("reference.torch", "eligible", "token reference"),
         ]
     assert "stock.vllm" not in [c["impl_id"] for c in script["candidates"]]
 
@@ -156,6 +159,13 @@ def test_an_op_of_a_plugin_without_a_contract(fl: Command, plugin: Plugin) -> No
     done = fl("explain", "wiggle")
     assert done.status == 0
     assert "no contract" in done.out
+    assert "no engine runs it" in done.out
+    assert "In an engine" not in done.out  # the kit says the same: an engine has no place for it
+    assert [v["mode"] for v in fl("explain", "wiggle", "--json").json()["modes"]] == ["script"]
+    done = fl("explain", "wiggle", "--mode", "eager")
+    assert (done.status, done.out) == (2, "")
+    assert "no engine runs it" in done.err
+    assert "wriggle" in fl("explain", "wriggle", "--mode", "eager").err
     assert fl("explain", "wiggle", "--json").json()["signature"] is None
 
 
@@ -175,3 +185,54 @@ def test_one_that_needs_a_layer_is_not_for_scripts(fl: Command, plugin: Plugin) 
     assert "layer" in script["candidates"][0]["reason"]
     assert eager["selected"] == "vendor.older"
     assert done.status == 1
+
+
+def test_stock_before_reference_is_explained(fl: Command, plugin: Plugin) -> None:
+    plugin(TWO)
+    told = "vLLM's own code (stock) stands before reference"
+    assert told in fl("explain", "silu_and_mul", "--mode", "eager").out
+    assert told not in fl("explain", "silu_and_mul", "--mode", "script").out
+    for settled in (
+        {"VLLM_FL_PREFER": "reference"},
+        {"VLLM_FL_PER_OP": "silu_and_mul=reference"},
+    ):
+        done = fl("explain", "silu_and_mul", "--mode", "eager", "--json", **settled)
+        assert done.json()["modes"][0]["selected"] == "reference.torch"
+        assert told not in fl("explain", "silu_and_mul", "--mode", "eager", **settled).out
+
+
+def test_what_several_backends_ordered(fl: Command, plugin: Plugin, tmp_path: Path) -> None:
+    for name, order in {"one": "vendor, reference", "two": "reference, vendor"}.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(f"op_backends: {{silu_and_mul: [{order}]}}\n")
+        plugin(WITH_FILE.format(path=str(path)))
+    done = fl("explain", "silu_and_mul", "--json", VLLM_FL_PLATFORM="acme")
+    merged = done.json()["merged"]
+    assert [each["value"] for each in merged["merged"]] == [
+        ["vendor", "reference"],
+        ["reference", "vendor"],
+    ]
+    assert "reference before vendor" in merged["disagreements"][0]
+    plain = fl("explain", "silu_and_mul", VLLM_FL_PLATFORM="acme").out
+    assert "The order is made of the policy files of several backends" in plain
+    assert "They disagree" in plain and "VLLM_FL_PER_OP='silu_and_mul=…' decides it" in plain
+    settled = fl(
+        "explain",
+        "silu_and_mul",
+        "--json",
+        VLLM_FL_PLATFORM="acme",
+        VLLM_FL_PER_OP="silu_and_mul=vendor",
+    )
+    assert settled.json()["merged"] is None
+
+
+def test_strict_and_a_backend_that_is_absent_leaves_nothing_to_run(
+    fl: Command, plugin: Plugin
+) -> None:
+    plugin(TWO)
+    listed = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:cuda"}
+    question = ("explain", "silu_and_mul", "--mode", "eager", "--json")
+    assert fl(*question, **listed).json()["modes"][0]["selected"] == "stock.vllm"
+    done = fl(*question, **listed, VLLM_FL_STRICT="1")
+    assert done.status == 1
+    assert done.json()["modes"][0]["selected"] is None

@@ -51,7 +51,7 @@ def test_wrong_usage_is_status_2_and_one_message(
     assert "vllm-fl" in done.err
 
 
-@pytest.mark.parametrize("verb", [("ops",), ("plugins",), ("policy",), ("explain", "rms_norm")])
+@pytest.mark.parametrize("verb", [("ops",), ("policy",), ("explain", "rms_norm")])
 def test_a_wrong_setting_is_status_2_and_says_which(fl: Command, verb: tuple[str, ...]) -> None:
     done = fl(*verb, VLLM_FL_PREFER="vendr")
     assert done.status == 2

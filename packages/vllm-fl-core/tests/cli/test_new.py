@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 import yaml
 
 from vllm_fl.cli import main
+from vllm_fl.dispatch.config import load_settings
 from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.dispatch.registry import OpRegistry
 
 
 def files(folder: Path) -> set[str]:
@@ -52,6 +56,8 @@ def test_prints_json_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out) == {
         "schema": 1,
         "name": "foo",
+        "platform": "foo",
+        "ops": list(contracts()),
         "folder": str(tmp_path / "vllm-fl-foo"),
     }
 
@@ -83,4 +89,87 @@ def test_an_existing_folder_is_left_alone(
 def test_a_missing_parent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "foo", "--dir", str(tmp_path / "no")]) == 2
     assert f"{tmp_path / 'no'} is no folder" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+OPS = tuple(contracts())
+
+
+def new(tmp_path: Path, *args: str) -> Path:
+    assert main(["new", "foo", "--dir", str(tmp_path), *args]) == 0
+    return tmp_path / "vllm-fl-foo"
+
+
+def test_for_somebody_elses_device(tmp_path: Path) -> None:
+    folder = new(tmp_path, "--platform", "nvidia", "--ops", "silu_and_mul,rms_norm")
+    package = folder / "src" / "vllm_fl_foo"
+    orders = yaml.safe_load((package / "foo.yaml").read_text())["op_backends"]
+    own_first = ["vendor:foo", "stock", "vendor", "flagos", "reference"]
+    assert orders == {"silu_and_mul": own_first, "rms_norm": own_first}
+    assert "the platform `cuda`" in (package / "foo.yaml").read_text()
+    assert 'if platform == "cuda"' in (package / "plugin.py").read_text()
+    assert 'DEVICE = "cuda"' in (package / "impl" / "__init__.py").read_text()
+    assert not (package / "impl" / "rotary.py").exists()
+    for path in folder.rglob("*"):
+        text = "" if path.is_dir() else path.read_text()
+        for gone in ("rotary", "gelu_and_mul", "foo's hardware", "platform `foo`", "[[ "):
+            assert gone not in text, path
+    readme = (folder / "README.md").read_text()
+    assert "`silu_and_mul` and `rms_norm`" in readme
+    assert "device of its own" not in readme
+    for path in package.rglob("*.py"):
+        compile(path.read_text(), str(path), "exec")
+
+
+def test_a_device_of_its_own_says_what_that_means(tmp_path: Path) -> None:
+    readme = (new(tmp_path) / "README.md").read_text()
+    assert "`foo` is here the name of a device of its own" in readme
+    assert "vllm-fl new foo --platform cuda" in readme
+    assert "VLLM_FL_PLATFORM=foo" in readme
+    assert "[[ " not in readme
+
+
+@pytest.mark.parametrize("ops", [(op,) for op in OPS] + [OPS, OPS[::-1], OPS[1:]])
+@pytest.mark.parametrize("platform", [None, "cpu", "ascend"])
+def test_any_choice_of_ops_is_whole(
+    tmp_path: Path, ops: tuple[str, ...], platform: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = ["--platform", platform] if platform else []
+    folder = new(tmp_path, "--ops", ",".join(ops), *chosen)
+    monkeypatch.syspath_prepend(str(folder / "src"))
+    for name in [name for name in sys.modules if name.startswith("vllm_fl_foo")]:
+        monkeypatch.delitem(sys.modules, name)
+    plugin = importlib.import_module("vllm_fl_foo.plugin")
+    registry = OpRegistry()
+    registry.register_many(plugin.register_ops())  # its parameters are the contract's
+    assert set(registry.snapshot().impls_by_op) == set(ops)
+    assert plugin.policy(platform or "foo") and plugin.policy("vulkan") is None
+    settings = load_settings({}, platform_files=[("foo 1", plugin.POLICY)])
+    assert set(settings.policy.per_op_order) == set(ops)
+    for impls in registry.snapshot().impls_by_op.values():
+        verdict = impls[0].availability()
+        assert verdict is True if platform != "ascend" else "'npu'" in str(verdict)
+    for name in [name for name in sys.modules if name.startswith("vllm_fl_foo")]:
+        sys.modules.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--ops", "silu_and_mlu"), "'silu_and_mlu'. Did you mean 'silu_and_mul'?"),
+        (("--ops", ""), "no contract names ''"),
+        (("--ops", "silu_and_mul,,rms_norm"), "no contract names ''"),
+        (("--platform", "cdua"), "'cdua' is no platform that vLLM knows. Did you mean 'cuda'?"),
+        (("--platform", ""), "'' is no platform"),
+        (("--platform", "cuda", "--ops", "wiggle"), "'wiggle'"),
+    ],
+)
+def test_an_unknown_op_or_platform_is_one_error_and_nothing_is_written(
+    args: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", "foo", "--dir", str(tmp_path), *args]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("vllm-fl new: ") and told.err.count("\n") == 1
+    assert said in told.err
     assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Command, Plugin
+from conftest import SOUND, Command, Plugin
 
 from vllm_fl.dispatch.items import ITEMS
 
@@ -92,3 +92,144 @@ def test_no_other_variable_is_printed(fl: Command, plugin: Plugin) -> None:
         for value in variables.values():
             assert value not in done.out + done.err
         assert "VLLM_FL_API_TOKEN" in done.out  # that it is no setting, it says
+
+
+def test_a_platform_that_was_forced_is_not_called_detected(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    done = fl("policy", "--json", VLLM_FL_PLATFORM="cuda")
+    row = next(row for row in done.json()["settings"] if row["key"] == "platform")
+    assert (row["value"], row["origin"]) == ("cuda", "environment VLLM_FL_PLATFORM")
+    assert {"value": "cuda", "origin": "detected"} not in row["overrides"]
+    (line,) = [
+        x for x in fl("policy", VLLM_FL_PLATFORM="ascend").out.splitlines() if "Platform:" in x
+    ]
+    assert line == "Platform: ascend (environment VLLM_FL_PLATFORM)"
+    plain = fl("policy", VLLM_FL_PLATFORM="ascend").out
+    assert "ascend (detected)" not in plain
+
+
+SHIPS = """
+@hookimpl
+def policy(platform):
+    return PolicyDefaults({path!r}) if platform == "acme" else None
+"""
+
+
+@pytest.fixture
+def two(plugin: Plugin, tmp_path: Path) -> list[Path]:
+    """Two backends with a policy for one platform, that disagree about an op and a word."""
+    paths = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    orders = ("[vendor, flagos, reference]", "[flagos, vendor, reference]")
+    for path, order, strict in zip(paths, orders, ("true", "false"), strict=True):
+        path.write_text(f"strict: {strict}\nop_backends:\n  silu_and_mul: {order}\n")
+        plugin(SHIPS.format(path=str(path)))
+    return paths
+
+
+def test_what_was_merged_and_from_where(fl: Command, two: list[Path]) -> None:
+    done = fl("policy", "--json", VLLM_FL_PLATFORM="acme")
+    assert done.status == 0
+    rows = {row["key"]: row for row in done.json()["settings"]}
+    order = rows["op_backends.silu_and_mul"]
+    assert order["value"] == ["flagos", "vendor", "reference"]
+    assert [each["value"][0] for each in order["merged"]] == ["vendor", "flagos"]
+    assert [each["origin"].split(" ")[0] for each in order["merged"]] == [f"{p}:3" for p in two]
+    assert "vendor before flagos" in order["disagreements"][0]
+    assert rows["strict"]["value"] is False
+    assert rows["strict"]["disagreements"]
+    assert "merged" not in rows["prefer"]
+    plain = fl("policy", VLLM_FL_PLATFORM="acme").out
+    assert "op_backends.silu_and_mul is made of the files of several backends:" in plain
+    assert "They disagree: " in plain
+    settled = fl("policy", VLLM_FL_PLATFORM="acme", VLLM_FL_CONFIG=str(two[0])).out
+    assert "They disagree" not in settled
+
+
+@pytest.mark.parametrize("verb", ["plugins", "verify"])
+def test_two_policies_end_nothing(fl: Command, two: list[Path], verb: str) -> None:
+    assert "sets it differently" not in fl(verb, VLLM_FL_PLATFORM="acme").err
+
+
+BROKEN = {
+    "prefer: [": "no YAML",
+    "op_backends: {silu_and_mul: vendr}": "'vendr' is no token",
+    "allow_vendors: [acme]": "every other vendor",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_a_broken_policy_file_costs_only_what_needs_a_policy(
+    fl: Command, plugin: Plugin, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "acme.yaml"
+    path.write_text(content)
+    name = plugin(SOUND + SHIPS.format(path=str(path)))
+    listed = fl("plugins", "--json", VLLM_FL_PLATFORM="acme")
+    assert listed.status == 0
+    (row,) = [row for row in listed.json()["plugins"] if row["status"] == "ok"]
+    assert row["name"] == name
+    verified = fl(
+        *("verify", "--json", "--device", "cpu", "--dtype", "float32"), VLLM_FL_PLATFORM="acme"
+    )
+    assert verified.status == 0, verified.err
+    assert [each["impl_id"] for each in verified.json()["results"]] == ["vendor.acme"]
+    for verb in (["ops"], ["policy"], ["explain", "silu_and_mul"]):
+        done = fl(*verb, VLLM_FL_PLATFORM="acme")
+        assert done.status == 2
+        assert str(path) in done.err and BROKEN[content] in done.err
+
+
+@pytest.mark.parametrize(
+    ("token", "meant"),
+    [
+        ("impl:vendor.acne", "impl:vendor.acme"),
+        ("impl:acme", "vendor:acme"),
+        ("vendor:vendor.acme", "vendor:acme"),
+        ("vendor:Acme", "vendor:acme"),
+        ("impl:vendor", "vendor"),
+    ],
+)
+def test_a_token_that_matches_nothing_is_named_with_what_was_meant(
+    fl: Command, plugin: Plugin, token: str, meant: str
+) -> None:
+    plugin()
+    variables = {"VLLM_FL_PER_OP": f"silu_and_mul={token}|vendor"}
+    (warning,) = fl("policy", "--json", **variables).json()["warnings"]
+    assert f"{token!r}. Did you mean {meant!r}?" in warning
+    assert "lost" not in warning
+    (said,) = fl("explain", "silu_and_mul", "--json", **variables).json()["unmatched"]
+    assert said == warning
+    assert warning in fl("explain", "silu_and_mul", **variables).out
+    assert fl("explain", "rms_norm", "--json", **variables).json()["unmatched"] == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "lost"),
+    [
+        ("impl:vendor.acne", True),
+        ("vendor:cuda", True),
+        ("flagos", True),
+        ("reference|impl:vendor.acne", True),
+        ("vendor:cuda|vendor", False),  # one list may serve several machines
+        ("flagos|stock", False),
+    ],
+)
+def test_an_op_that_lost_every_implementation_is_called_that(
+    fl: Command, plugin: Plugin, listed: str, lost: bool
+) -> None:
+    plugin()
+    warnings = fl("policy", "--json", VLLM_FL_PER_OP=f"silu_and_mul={listed}").json()["warnings"]
+    assert ["lost every implementation" in warning for warning in warnings] == [True] * lost
+    assert not any("no effect" in warning for warning in warnings)
+
+
+def test_what_is_no_token_is_told_the_one_that_was_meant(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    for text, meant in {
+        "vendor.acme": "vendor:acme",
+        "reference.torch": "impl:reference.torch",
+        "vendor: acme": "vendor:acme",
+    }.items():
+        done = fl("policy", VLLM_FL_PER_OP=f"silu_and_mul={text}")
+        assert done.status == 2
+        assert f"Did you mean '{meant}'?" in done.err

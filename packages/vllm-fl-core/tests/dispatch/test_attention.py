@@ -101,7 +101,8 @@ def test_a_backend_that_is_out_leaves_stock_with_the_reason() -> None:
     out = {("attention_backend", "vendor.acme"): "refuses this model: no MLA"}
     entry = planning(managing(acme()), demoted=out).entries["attention_backend"]
     assert entry.label == "stock"
-    assert entry.reason == "implicit last (vendor.acme: refuses this model: no MLA)"
+    why = "before reference, where nobody orders the op"
+    assert entry.reason == f"{why} (vendor.acme: refuses this model: no MLA)"
 
 
 def test_the_digest_tells_backends_apart() -> None:

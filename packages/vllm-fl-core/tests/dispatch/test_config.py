@@ -26,6 +26,8 @@ from vllm_fl.dispatch.config import (
 )
 from vllm_fl.dispatch.items import FILE_KEYS, ITEMS, OVERRIDDEN, VARIABLES
 from vllm_fl.dispatch.policy import OpOrder
+from vllm_fl.dispatch.resolver import resolve
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.errors import SettingsError
 
 OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding", "attention_backend")
@@ -270,26 +272,113 @@ def test_files_of_several_plugins_unite(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "key"),
+    ("one", "other", "key", "value"),
     [
-        ("prefer: vendor", "prefer: flagos", "prefer"),
-        ("strict: true", "strict: false", "strict"),
-        ("op_backends: {m: [vendor]}", "op_backends: {m: [flagos]}", "op_backends.m"),
-        ("oot_whitelist: [a]", "oot_whitelist: [b]", "oot_whitelist"),
+        ("prefer: vendor", "prefer: reference", "prefer", "flagos"),
+        ("strict: true", "strict: false", "strict", False),
+        ("oot_whitelist: [a, b]", "oot_whitelist: [b, c]", "oot_whitelist", ("b",)),
     ],
 )
-def test_two_plugins_that_differ_are_an_error_naming_both(
-    write: Write, one: str, other: str, key: str
+def test_two_plugins_that_differ_end_nothing_and_both_are_named(
+    write: Write, one: str, other: str, key: str, value: object
 ) -> None:
     a, b = write("a.yaml", one), write("b.yaml", f"# second\n{other}")
-    message = refused({}, ("a 1", a), ("b 2", b), key=key, origin=f"{b}:2 (b 2)")
-    assert f"{a}:1 (a 1)" in message
+    setting = load_settings({}, platform_files=[("a 1", a), ("b 2", b)])[key]
+    assert setting.value == value
+    assert f"{a}:1 (a 1)" in setting.origin and f"{b}:2 (b 2)" in setting.origin
+    assert [origin for _, origin in setting.merged] == [f"{a}:1 (a 1)", f"{b}:2 (b 2)"]
+    assert setting.disagreements
+    assert load_settings({}, platform_files=[("b 2", b), ("a 1", a)])[key] == setting
 
 
-def test_a_plugins_whitelist_and_anothers_blacklist_are_an_error(write: Write) -> None:
-    a, b = write("a.yaml", "oot_whitelist: [x]"), write("b.yaml", "oot_blacklist: [y]")
-    message = refused({}, ("a", a), ("b", b), key="oot_whitelist", origin=f"{a}:1 (a)")
-    assert f"{b}:1 (b)" in message
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        ("VLLM_FL_PREFER", "reference", "reference"),
+        ("VLLM_FL_PER_OP", "m=reference", "reference"),
+    ],
+)
+def test_any_setting_of_the_users_settles_it(
+    write: Write, variable: str, text: str, value: str
+) -> None:
+    a = write("a.yaml", "prefer: vendor\nop_backends: {m: [vendor, flagos]}\n")
+    b = write("b.yaml", "prefer: flagos\nop_backends: {m: [flagos, vendor]}\n")
+    settings = load_settings({variable: text}, platform_files=[("a 1", a), ("b 2", b)])
+    key = "prefer" if variable == "VLLM_FL_PREFER" else "op_backends.m"
+    assert str(settings[key].value) == value
+    assert settings[key].disagreements == ()
+    config = write("mine.yaml", "")
+    settings = load_settings({"VLLM_FL_CONFIG": config}, platform_files=[("a 1", a), ("b 2", b)])
+    assert not any(setting.disagreements for setting in settings.values())
+
+
+def test_a_plugins_whitelist_goes_without_anothers_blacklist(write: Write) -> None:
+    a, b = write("a.yaml", "oot_whitelist: [x, y]"), write("b.yaml", "oot_blacklist: [y]")
+    settings = load_settings({}, platform_files=[("a", a), ("b", b)])
+    assert settings.oot_whitelist == ("x",)
+    assert settings.oot_blacklist == ()
+    assert settings["oot_whitelist"].origin == f"{a}:1 (a), without what {b}:1 (b) names"
+
+
+def test_both_lists_of_a_pair_in_one_plugins_file_are_an_error(write: Write) -> None:
+    path = write("a.yaml", "oot_whitelist: [x]\noot_blacklist: [y]")
+    refused({}, ("a", path), key="oot_whitelist", origin=f"{path}:1 (a)")
+
+
+BROUGHT = {
+    "m": [
+        ("a 1", OpImpl("m", "vendor.a", BackendImplKind.VENDOR, print, "a")),
+        ("b 2", OpImpl("m", "vendor.b", BackendImplKind.VENDOR, print, "b")),
+        ("c 3", OpImpl("m", "default.flagos", BackendImplKind.DEFAULT, print)),
+    ]
+}
+
+
+def test_orders_of_several_plugins_merge_and_each_knows_its_own_best(write: Write) -> None:
+    a = write("a.yaml", "op_backends: {m: [vendor:a, stock, vendor:b, flagos]}\n")
+    b = write("b.yaml", "op_backends: {m: [vendor:b, flagos, stock]}\n")
+    files = [("a 1", a), ("b 2", b)]
+    setting = load_settings({}, platform_files=files, brought=BROUGHT)["op_backends.m"]
+    # Each places its own before stock or behind it; where b's stands to stock is b's to say.
+    assert str(setting.value) == "vendor:a|vendor:b|flagos|stock"
+    assert setting.origin == f"{a}:1 (a 1) and {b}:1 (b 2)"
+    assert setting.value.pinned is False
+    (said,) = setting.disagreements
+    assert "stock before vendor:b (weight 1: a 1)" in said
+    swapped = load_settings({}, platform_files=files[::-1], brought=BROUGHT)["op_backends.m"]
+    assert swapped == setting
+
+
+def test_a_list_that_leaves_a_token_out_excludes_only_its_own(write: Write) -> None:
+    a = write("a.yaml", "op_backends: {m: {eager: [stock], compiled: [vendor:a, stock]}}\n")
+    b = write("b.yaml", "op_backends: {m: [vendor, stock]}\n")
+    settings = load_settings({}, platform_files=[("a 1", a), ("b 2", b)], brought=BROUGHT)
+    order = settings["op_backends.m"].value
+    assert isinstance(order, OpOrder)
+    assert order.left_out == {("eager", "vendor.a")}
+    impls = [impl for _, impl in BROUGHT["m"]]
+    traces = {
+        mode: resolve("m", impls, settings.policy, mode=mode, engine=True)
+        for mode in ("eager", "compiled")
+    }
+    assert [i.impl_id for i in traces["eager"].admitted] == ["vendor.b", "stock.vllm"]
+    assert "its own distribution" in dict(traces["eager"].rejected)["vendor.a"]
+    assert [i.impl_id for i in traces["compiled"].admitted] == [
+        "vendor.a",
+        "vendor.b",
+        "stock.vllm",
+    ]
+    # One file alone is what it says, for everybody: an exclusion with its reason is its to make.
+    alone = load_settings({}, platform_files=[("a 1", a)], brought=BROUGHT)["op_backends.m"]
+    assert str(alone.value) == "eager stock, compiled vendor:a|stock"
+    assert (alone.merged, alone.disagreements) == ((), ())
+
+
+def test_a_mode_that_one_plugin_leaves_open_is_the_others(write: Write) -> None:
+    a = write("a.yaml", "op_backends: {m: {eager: [vendor, reference]}}\n")
+    b = write("b.yaml", "op_backends: {m: {compiled: [stock, vendor]}}\n")
+    order = load_settings({}, platform_files=[("a", a), ("b", b)])["op_backends.m"].value
+    assert str(order) == "eager vendor|reference, compiled stock|vendor"
 
 
 def test_a_plugin_may_not_allow_vendors(write: Write) -> None:
@@ -656,6 +745,19 @@ def test_fused_ops_are_names_of_flaggems_too() -> None:
 
 
 # Travelling.
+
+
+def test_merged_settings_travel_as_json(write: Write) -> None:
+    a = write("a.yaml", "strict: true\nop_backends: {m: [stock, flagos]}\n")
+    b = write("b.yaml", "strict: false\nop_backends: {m: [flagos, stock, vendor]}\n")
+    settings = load_settings({}, platform_files=[("a 1", a), ("b 2", b)], brought=BROUGHT)
+    again = Settings.from_json(json.loads(json.dumps(settings.to_json())))
+    assert again == settings
+    assert again["op_backends.m"].disagreements and again["strict"].merged
+    assert again.policy.per_op_order["m"].left_out == {
+        ("eager", "vendor.a"),
+        ("compiled", "vendor.a"),
+    }
 
 
 def test_settings_travel_as_json(write: Write) -> None:

@@ -40,7 +40,8 @@ def round_to(result: Any, dtype: torch.dtype) -> Any:
 
 
 def planned(*impls: OpImpl, **policy: Any) -> Plan:
-    return planning(managing(*impls, **policy), "compiled")
+    orders = {op: ["flagos", "vendor", "reference"] for op in contracts()}
+    return planning(managing(*impls, **{"per_op_order": orders, **policy}), "compiled")
 
 
 def opaque(*impls: OpImpl, **policy: Any) -> Any:

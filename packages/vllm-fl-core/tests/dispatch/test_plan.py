@@ -13,6 +13,7 @@ from vllm_fl.dispatch.plan import active_plan, building, leave_place, take_place
 from vllm_fl.dispatch.policy import SelectionPolicy
 
 MODES = ["eager", "compiled"]
+THEN_REFERENCE = {"silu_and_mul": ["vendor", "reference"]}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -29,7 +30,7 @@ def test_every_contract_has_an_entry_and_what_nobody_brings_is_stock(mode: Any) 
     assert plan.is_stock("rms_norm") and not plan.is_stock("silu_and_mul")
     assert plan.is_stock("an_op_that_nobody_knows")
     assert plan.entries["silu_and_mul"].reason == "token vendor"
-    assert plan.entries["rms_norm"].reason == "implicit last"
+    assert plan.entries["rms_norm"].reason == "before reference, where nobody orders the op"
 
 
 def test_the_line() -> None:
@@ -65,6 +66,28 @@ def test_modes_have_their_own_lists() -> None:
     assert labels == ["vendor.acme", "stock"]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_strict_and_a_backend_listed_alone_that_is_absent(mode: Any) -> None:
+    """docs/settings.md: vLLM's own code follows, unless VLLM_FL_STRICT=1."""
+    listed = {"silu_and_mul": ["impl:vendor.cup"]}
+    impls = silu("vendor.acme"), silu("vendor.cpu", available=lambda: "no AVX")
+    plan = planning(managing(*impls, per_op_order=listed), mode)
+    assert (plan.entries["silu_and_mul"].label, plan.entries["silu_and_mul"].unmet) == ("stock", "")
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
+    assert "silu_and_mul" in plan.entries["silu_and_mul"].unmet
+    assert "impl:vendor.cup" in plan.entries["silu_and_mul"].unmet
+    assert {op for op, entry in plan.entries.items() if entry.unmet} == {"silu_and_mul"}
+    listed["silu_and_mul"] = ["vendor:cpu"]  # there, but it cannot run here
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
+    assert "vendor.cpu: not available: no AVX" in plan.entries["silu_and_mul"].unmet
+    listed["silu_and_mul"].append("stock")
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
+    assert plan.entries["silu_and_mul"].unmet == ""
+    kept = {"silu_and_mul": "custom_ops has -silu_and_mul"}  # the user left it to vLLM
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode, notes=kept)
+    assert plan.entries["silu_and_mul"].unmet == ""
+
+
 def test_a_plan_stays_what_it_is() -> None:
     manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))
     plan = planning(manager, "eager")
@@ -78,7 +101,8 @@ class TestSealed:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO", logger="vllm_fl")
-        plan = planning(managing(refusing("vendor.acme", "no"), silu("reference.torch")), "eager")
+        impls = refusing("vendor.acme", "no"), silu("reference.torch")
+        plan = planning(managing(*impls, per_op_order=THEN_REFERENCE), "eager")
         bound = plan.bind("silu_and_mul", object(), frozenset())
         for _ in range(3):
             bound(X)
@@ -90,7 +114,8 @@ class TestSealed:
 
     def test_a_failure_is_raised_each_time_and_demotes_nothing(self) -> None:
         boom = ValueError("boom")
-        manager = managing(failing("vendor.acme", boom), silu("reference.torch"))
+        impls = failing("vendor.acme", boom), silu("reference.torch")
+        manager = managing(*impls, per_op_order=THEN_REFERENCE)
         plan = planning(manager, "eager")
         bound = plan.bind("silu_and_mul", object(), frozenset())
         for _ in range(2):
@@ -102,7 +127,8 @@ class TestSealed:
 
 
 def test_of_two_plans_each_has_its_own_counts() -> None:
-    manager = managing(refusing("vendor.acme", "no"), silu("reference.torch"))
+    impls = refusing("vendor.acme", "no"), silu("reference.torch")
+    manager = managing(*impls, per_op_order=THEN_REFERENCE)
     first, second = planning(manager, "eager"), planning(manager, "eager")
     first.bind("silu_and_mul", object(), frozenset())(X)
     assert first.fallbacks and not second.fallbacks

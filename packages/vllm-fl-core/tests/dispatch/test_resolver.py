@@ -37,6 +37,11 @@ ORDERS = {
     "vendor": ["vendor", "flagos", "reference"],
     "reference": ["reference", "flagos", "vendor"],
 }
+ENGINE_ORDERS = {
+    "flagos": ["flagos", "vendor", "stock", "reference"],
+    "vendor": ["vendor", "flagos", "stock", "reference"],
+    "reference": ["reference", "flagos", "vendor"],
+}
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,16 @@ class Case:
     deny: set[str]
     mode: str
     engine: bool
+    strict: bool
 
     @property
     def listed(self) -> list[str]:
-        written = self.eager if self.mode == "eager" else self.compiled
-        return ORDERS[self.prefer] if written is None else written
+        defaults = ENGINE_ORDERS if self.engine else ORDERS
+        return defaults[self.prefer] if self.written is None else self.written
+
+    @property
+    def written(self) -> list[str] | None:
+        return self.eager if self.mode == "eager" else self.compiled
 
     def refused(self, impl_id: str) -> bool:
         """A filter, a bar or the machine keeps it out, wherever it is listed."""
@@ -79,7 +89,8 @@ class Case:
             group = [i for i in self.priorities if stands_under(i, token)]
             group = [i for i in group if not self.refused(i) and i not in result]
             result += sorted(group, key=lambda i: (-self.priorities[i], i))
-        if self.engine and "stock" not in self.listed:
+        forced = self.strict and self.written is not None  # the user's list, alone
+        if self.engine and "stock" not in self.listed and not forced:
             result.append("stock.vllm")
         return result
 
@@ -108,6 +119,7 @@ class Case:
         order = {mode: tokens for mode, tokens in sides.items() if tokens is not None}
         return SelectionPolicy(
             prefer=self.prefer,
+            strict=self.strict,
             per_op_order={"silu_and_mul": order} if order else {},
             allow_vendors=self.allow,
             deny_vendors=self.deny,
@@ -147,6 +159,7 @@ cases = st.builds(
     deny=st.sets(st.sampled_from(VENDORS), max_size=2),
     mode=st.sampled_from(["eager", "compiled"]),
     engine=st.booleans(),
+    strict=st.booleans(),
 )
 
 
@@ -292,6 +305,51 @@ def test_stock_is_last_unless_it_is_listed_and_only_inside_the_engine(
 ) -> None:
     policy = SelectionPolicy(per_op_order={"silu_and_mul": tokens})
     assert ids(resolve("silu_and_mul", ALL, policy, engine=engine)) == want
+
+
+@pytest.mark.parametrize(
+    ("prefer", "want"),
+    [
+        ("flagos", ["default.flagos", "vendor.acme", "vendor.beta", "stock.vllm"]),
+        ("vendor", ["vendor.acme", "vendor.beta", "default.flagos", "stock.vllm"]),
+        ("reference", ["reference.torch", "default.flagos", "vendor.acme", "vendor.beta"]),
+    ],
+)
+def test_an_engine_does_not_give_vllms_kernels_away_to_plain_pytorch(
+    prefer: str, want: list[str]
+) -> None:
+    """Core, reference and one backend: an op that the backend lacks stays vLLM's own."""
+    policy = SelectionPolicy(prefer=prefer)
+    assert ids(resolve("silu_and_mul", ALL, policy, engine=True))[:-1] == want
+    assert len(ids(resolve("silu_and_mul", ALL, policy, engine=True))) == 5
+    lacking = resolve("silu_and_mul", [impl("reference.torch")], policy, engine=True)
+    assert lacking.selected is (STOCK if prefer != "reference" else lacking.admitted[0])
+    assert ids(resolve("silu_and_mul", [impl("reference.torch")], policy)) == ["reference.torch"]
+
+
+def test_a_list_of_one_mode_leaves_the_other_to_the_engines_default() -> None:
+    policy = SelectionPolicy(per_op_order={"silu_and_mul": {"eager": ["reference"]}})
+    trace = resolve("silu_and_mul", [impl("reference.torch")], policy, engine=True)
+    assert ids(trace) == ["reference.torch", "stock.vllm"]
+    compiled = resolve(
+        "silu_and_mul", [impl("reference.torch")], policy, mode="compiled", engine=True
+    )
+    assert ids(compiled) == ["stock.vllm", "reference.torch"]
+
+
+def test_strict_and_a_backend_listed_alone_that_is_not_there_runs_nothing_else() -> None:
+    """As docs/settings.md has it: vLLM's own code follows unless VLLM_FL_STRICT=1."""
+    listed = {"silu_and_mul": ["vendor:nobody"]}
+    lax = resolve("silu_and_mul", ALL, SelectionPolicy(per_op_order=listed), engine=True)
+    assert ids(lax) == ["stock.vllm"]
+    strict = SelectionPolicy(per_op_order=listed, strict=True)
+    assert ids(resolve("silu_and_mul", ALL, strict, engine=True)) == []
+    listed["silu_and_mul"].append("stock")
+    strict = SelectionPolicy(per_op_order=listed, strict=True)
+    assert ids(resolve("silu_and_mul", ALL, strict, engine=True)) == ["stock.vllm"]
+    shipped = OpOrder.of(["vendor:nobody"], pinned=False)  # a platform file's: nobody forces it
+    lax = SelectionPolicy(per_op_order={"silu_and_mul": shipped}, strict=True)
+    assert ids(resolve("silu_and_mul", ALL, lax, engine=True)) == ["stock.vllm"]
 
 
 def test_vendor_filters_look_at_kind_vendor_only() -> None:

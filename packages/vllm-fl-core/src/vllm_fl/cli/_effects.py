@@ -22,7 +22,7 @@ from ..dispatch.settings import Setting, Settings
 from ..plugins import Plugin, canonical
 from ._finding import Finding
 
-__all__ = ["find_idle", "find_unknown", "warned"]
+__all__ = ["find_disagreements", "find_idle", "find_unknown", "warned"]
 
 CHECK = "settings"
 FLAGGEMS_LISTS = ("flagos_whitelist", "flagos_blacklist")
@@ -134,12 +134,34 @@ def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:
             CHECK,
             warning,
             "What is written there does not happen.",
-            "Correct it, or unset what has no effect.",
+            "Correct it, or unset it.",
         )
 
 
+def find_disagreements(settings: Settings) -> Iterator[Finding]:
+    """Where the platform files of several distributions contradict each other."""
+    for setting in settings.values():
+        if setting.disagreements:
+            files = "; ".join(f"{_shown(value)} ({origin})" for value, origin in setting.merged)
+            op = setting.key.removeprefix(ORDER_PREFIX)
+            listed = isinstance(setting.value, OpOrder)
+            yield Finding(
+                CHECK,
+                f"The installed backends disagree about {setting.key}.",
+                f"{'. '.join(setting.disagreements)}. They set: {files}. In force: "
+                f"{_shown(setting.value)}.",
+                f"Decide it: {setting.variable}={f'{op}=…' if listed else '…'}",
+            )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def find_unknown(settings: Settings) -> Iterator[Finding]:
-    """Ops and vendors in the user's own settings that nobody installed brings.
+    """Ops and allowed vendors in the user's own settings that nobody installed brings.
 
     Those in a plugin's file are no finding: it speaks of vendors that this machine need not have.
     """
@@ -149,11 +171,13 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
         setting = settings.get(key)
         if setting is None or not _by_user(setting, settings):
             continue
-        is_op, name = label == key, label.removeprefix(f"{key}.").removeprefix("vendor:")
+        is_op, name = label == key, label.removeprefix(f"{key}.")
         if is_op:
             name = label.removeprefix(ORDER_PREFIX)
-        elif not key.startswith(ORDER_PREFIX) and key != "allow_vendors":
-            continue  # layers and FlagGems's ops have owners of their own; denying harms nobody
+        elif key != "allow_vendors":
+            # A token that matches nothing is warned of. Layers and FlagGems's ops have owners of
+            # their own; denying harms nobody.
+            continue
         elif name in PLATFORMS:
             continue  # one file may serve several machines
         if f"{name!r}" not in told:

@@ -21,7 +21,7 @@ from ..errors import PluginError, SettingsError
 from ..integration.device import IN_TREE
 from ..plugins import Plugin
 from . import plugins as plugins_verb
-from ._effects import find_idle, find_unknown, warned
+from ._effects import find_disagreements, find_idle, find_unknown, warned
 from ._environment import cpu_name, distributions, torch_build, torch_facts, version_of
 from ._finding import Finding, contained
 from ._installed import CHECKS
@@ -132,8 +132,9 @@ class _Patient:
     def read_settings(self) -> Iterator[Finding]:
         """Read the settings; a wrong one is a finding, and so is each warning."""
         try:
-            where = load_startup(os.environ).platform or self.device or detect_platform()
-            _, errors = plugin_loader.policy_files(self.plugins, where)
+            where = self.device or detect_platform()
+            forced = load_startup(os.environ).platform
+            _, errors = plugin_loader.policy_files(self.plugins, forced or where)
             for name, failure in errors.items():
                 yield _plugin_finding(name, failure)
             # Said already: it must not end the reading of the rest.
@@ -157,6 +158,7 @@ class _Patient:
             return
         yield from find_idle(self.settings, os.environ, self.plugins, version_of("flag-gems"))
         yield from find_unknown(self.settings)
+        yield from find_disagreements(self.settings)
 
     def find_idle_ops(self) -> Iterator[Finding]:
         """Ops that a script could not call."""

@@ -12,11 +12,14 @@ from ..dispatch.contracts import contracts
 from ..dispatch.items import ORDER_PREFIX
 from ..dispatch.manager import OpManager
 from ..dispatch.policy import Mode, OpOrder
+from ..dispatch.resolver import UNORDERED
 from ..dispatch.settings import Settings
+from ..dispatch.unmatched import unmatched
 from ..integration.bypasses import BYPASSES
 from ._candidates import as_rows
 from ._replaced import replaced_layers
-from ._show import print_json, print_table, say
+from ._show import UsageError, print_json, print_table, say
+from .policy import merged_from
 
 WHERE = {
     "script": "called by a script (call_op)",
@@ -54,10 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
     modes = [arguments.mode] if arguments.mode else [*WHERE]
     if op == ATTENTION and not arguments.mode:
         modes.remove("script")  # it names a class for vLLM: no script calls it
+    elif op not in contracts() and op != ATTENTION and arguments.mode != "script":
+        manager.trace(op)  # one that nobody knows is another mistake
+        if arguments.mode:
+            raise UsageError(f"{op}: no contract names it, so that no engine runs it.")
+        modes = ["script"]
     views = [_view(manager, op, mode) for mode in modes]
     replaced = replaced_layers(op) if modes != ["script"] else {"layers": [], "error": None}
-    settings = manager.settings
+    settings, snapshot = manager.settings, manager.registry.snapshot()
     assert settings is not None
+    listed = settings.get(f"{ORDER_PREFIX}{op}")
+    merged = merged_from(listed) if listed and listed.merged else None
+    slips = [said for name, said in unmatched(settings, snapshot.impls_by_op) if name == op]
     bearing = [
         {"key": key, "value": settings[key].value, "origin": settings[key].origin}
         for key in FILTERS
@@ -69,11 +80,21 @@ def run(arguments: argparse.Namespace) -> int:
             signature=_signature(op),
             modes=views,
             settings=bearing,
+            merged=merged,
+            unmatched=slips,
             bypasses=list(BYPASSES.get(op, ())),
             replaced=replaced,
         )
     else:
         _show(op, views, bearing)
+        if merged and listed:
+            say("\nThe order is made of the policy files of several backends:")
+            for value, origin in listed.merged:
+                say(f"  {origin}: {value}")
+            for sentence in listed.disagreements:
+                say(f"  They disagree: {sentence}. VLLM_FL_PER_OP='{op}=…' decides it.")
+        for said in slips:
+            say(f"\nWarning: {said}")
         for layer in replaced["layers"]:
             say(
                 f"\nInside vLLM layer {layer['layer']} is {layer['owner']}, not vllm-fl's: what is "
@@ -135,7 +156,7 @@ def _show(op: str, views: list[dict[str, Any]], bearing: list[dict[str, Any]]) -
         say(f"{op}: the class that vLLM's attention layers use; an engine also asks each candidate")
         say("whether it supports the served model, and says so in its start line.")
     elif spec is None:
-        say(f"{op} (no contract of vllm-fl-core names it)")
+        say(f"{op} (no contract of vllm-fl-core names it: scripts call it, and no engine runs it)")
     else:
         returns = _annotation(spec.signature.return_annotation)
         lines = [f"    {_parameter(p)}," for p in spec.signature.parameters.values()]
@@ -146,6 +167,11 @@ def _show(op: str, views: list[dict[str, Any]], bearing: list[dict[str, Any]]) -
     for view in views:
         say(f"\n{WHERE[view['mode']].capitalize()}: {view['selected'] or 'nothing may run'}")
         say(f"order {' | '.join(view['order'])}  ({view['origin']})")
+        if any(c["reason"] == UNORDERED for c in view["candidates"]):
+            say(
+                "No list orders this op, so that vLLM's own code (stock) stands before reference. "
+                "VLLM_FL_PREFER=reference, or a list, puts reference first."
+            )
         if view["candidates"]:
             print_table(
                 ["implementation", "kind", "priority", "distribution", "status", "reason"],

@@ -6,9 +6,14 @@ import argparse
 import os
 import re
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
+from ..dispatch.contracts import contracts
+from ..dispatch.items import PLATFORMS, normalise_platform
+from ..dispatch.policy import closest
 from ._show import print_json, say
 
 __all__ = ["add_arguments", "run"]
@@ -18,10 +23,35 @@ RESERVED = ("core", "default", "fl", "flagos", "impl", "reference", "stock", "ve
 
 USAGE = 2
 
+MODULES = {
+    "activation": ("silu_and_mul", "gelu_and_mul"),
+    "normalization": ("rms_norm",),
+    "rotary": ("rotary_embedding",),
+}
+"""The template's modules, and the ops in each."""
+
+MARK = re.compile(r"\s*(?:#|<!--) \[\[ ([\w ]+) \]\](?: -->)?")
+"""A line of the template: what follows, to `end`, is for these ops, or for a device of one's own or
+somebody's platform."""
+
+TORCH_DEVICES = {"ascend": "npu"}
+"""Platform -> torch's name of its devices, where that is another."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The vendor's name, and where the package goes."""
+    """The vendor's name, what it brings for which device, and where the package goes."""
     parser.add_argument("name", metavar="NAME", help="the vendor: one lower-case word (acme)")
+    parser.add_argument(
+        "--platform",
+        metavar="PLATFORM",
+        help="for a library on somebody else's device: the platform whose policy it joins "
+        f"({', '.join(PLATFORMS)}; default: NAME is a device of its own)",
+    )
+    parser.add_argument(
+        "--ops",
+        metavar="OP,OP",
+        help="the ops that it brings (default: every op that has a contract)",
+    )
     parser.add_argument(
         "--dir",
         metavar="PATH",
@@ -31,21 +61,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Package:
+    """What is written: the vendor's name, the ops, and whose platform, or None for its own."""
+
+    name: str
+    ops: tuple[str, ...]
+    platform: str | None
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Exit 2 and write nothing when the name or the folder will not do."""
     name, parent = arguments.name, arguments.dir
     folder = parent / f"vllm-fl-{name}"
-    problem = _problem(name, parent, folder)
+    asked = arguments.ops
+    ops = tuple(dict.fromkeys(contracts() if asked is None else map(str.strip, asked.split(","))))
+    platform = None if arguments.platform is None else normalise_platform(arguments.platform)
+    problem = _problem(name, parent, folder) or _unknown(ops, platform)
     if problem is None:
         try:
-            _write(name, parent, folder)
+            _write(Package(name, ops, platform), parent, folder)
         except OSError as error:
             problem = f"{folder} cannot be written: {error}"
     if problem is not None:
         say(f"vllm-fl new: {problem}", error=True)
         return USAGE
     if arguments.json:
-        print_json(name=name, folder=str(folder))
+        print_json(name=name, platform=platform or name, ops=list(ops), folder=str(folder))
     else:
         say(f"Wrote {folder}. Next:\n  cd {folder}\n  pip install -e '.[testing]' && pytest")
     return 0
@@ -63,7 +105,22 @@ def _problem(name: str, parent: Path, folder: Path) -> str | None:
     return None
 
 
-def _write(name: str, parent: Path, folder: Path) -> None:
+def _unknown(ops: Sequence[str], platform: str | None) -> str | None:
+    for op in ops:
+        if op not in contracts():
+            return f"--ops: no contract names {op!r}.{closest(op, contracts())} " + (
+                f"Known: {', '.join(contracts())}"
+            )
+    if platform is not None and platform not in PLATFORMS:
+        return (
+            f"--platform {platform!r} is no platform that vLLM knows."
+            f"{closest(platform, PLATFORMS)} Known: {', '.join(PLATFORMS)}. For a device of your "
+            "own leave it out"
+        )
+    return None
+
+
+def _write(package: Package, parent: Path, folder: Path) -> None:
     """Write all of it beside its place, then rename: a failure leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix=".vllm-fl-new-", dir=parent) as scratch:
         written = Path(scratch) / "package"
@@ -72,10 +129,54 @@ def _write(name: str, parent: Path, folder: Path) -> None:
                 inside = source.relative_to(template)
                 if source.is_dir() or "__pycache__" in inside.parts:
                     continue
-                target = written / re.sub(r"(^|/)dot_", r"\1.", _named(name, inside.as_posix()))
+                has = MODULES.get(inside.stem)
+                if has and not {*has} & {*package.ops}:
+                    continue
+                place = re.sub(r"(^|/)dot_", r"\1.", _named(package.name, inside.as_posix()))
+                target = written / place
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(_named(name, source.read_text("utf-8")), "utf-8")
+                text = _tailored(package, source.read_text("utf-8"))
+                target.write_text(_named(package.name, text), "utf-8")
         os.rename(written, folder)
+
+
+def _tailored(package: Package, text: str) -> str:
+    """The template's text for these ops on this platform; its name is still `acme`."""
+    chosen = {*package.ops, "own" if package.platform is None else "platform"}
+    left_out = [op for ops in MODULES.values() for op in ops if op not in package.ops]
+    kept, keeps = [], True
+    for line in text.splitlines():
+        if mark := MARK.fullmatch(line):
+            words = {*mark[1].split()}
+            keeps = words == {"end"} or bool(words & chosen)
+        elif keeps and not any(
+            line.startswith(f"  {op}:") or re.fullmatch(rf'    "(supports_)?{op}",', line)
+            for op in left_out
+        ):
+            kept.append(line)
+    modules = [*(m for m, ops in MODULES.items() if {*ops} & {*package.ops}), "available"]
+    quoted = [f"`{op}`" for op in package.ops]
+    listed = " and ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
+    edits = {
+        "`silu_and_mul`, `gelu_and_mul`, `rms_norm` and `rotary_embedding`": listed,
+        "explain rms_norm": f"explain {package.ops[0]}",
+        "import activation, available, normalization, rotary": (
+            f"import {', '.join(sorted(modules))}"
+        ),
+    }
+    if package.platform is not None:
+        edits |= {
+            "[vendor, flagos, reference]": "[vendor:acme, stock, vendor, flagos, reference]",
+            'DEVICE = "cpu"': f'DEVICE = "{TORCH_DEVICES.get(package.platform, package.platform)}"',
+            'platform == "acme"': f'platform == "{package.platform}"',
+            "the platform `acme`": f"the platform `{package.platform}`",
+            "on Acme's hardware": f"of Acme for the platform {package.platform}",
+            "that has the device: `runs-on: [self-hosted, acme]`": "that has the device",
+        }
+    text = "\n".join(kept).strip("\n") + "\n" if kept else ""
+    for old, new in edits.items():
+        text = text.replace(old, new)
+    return re.sub(r"\n{4,}", "\n\n\n", text)
 
 
 def _named(name: str, text: str) -> str:

@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when a plugin failed, or when another distribution owns what is ours."""
-    startup = get_default_manager().startup
+    manager = get_default_manager()
+    manager.ensure_initialized(patient=True)  # what is installed needs no policy
+    startup = manager.startup
     assert startup is not None
     rows = as_rows(startup.plugins)
     others = rivals()

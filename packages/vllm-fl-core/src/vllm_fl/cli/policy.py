@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.policy import OpOrder
-from ..dispatch.settings import Settings
+from ..dispatch.settings import Setting, Settings
 from ._quiet import quiet
 from ._secrets import HIDDEN, is_secret
 from ._show import print_json, print_table, say
@@ -49,6 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
             if row["key"] != "platform_files"
         ],
     )
+    for row in rows:
+        if "merged" in row:
+            say(f"{row['key']} is made of the files of several backends:")
+            for each in row["merged"]:
+                say(f"  {each['origin']}: {_text(each['value'])}")
+            for sentence in row["disagreements"]:
+                say(f"  They disagree: {sentence}.")
     if settings.unchecked:
         say("Names that nobody here could check, or that nobody installed knows:")
         for name in settings.unchecked:
@@ -59,19 +67,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def as_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Every setting as JSON data, with what it replaced, the nearest first."""
+    """Every setting as JSON data, with what it replaced, the nearest first.
+
+    One that several platform files set has what each of them says, too, as `merged`.
+    """
     return [
         {
             "key": key,
             "value": _plain(key, setting.value),
             "origin": setting.origin,
-            "overrides": [
-                {"value": _plain(key, value), "origin": origin}
-                for value, origin in setting.overrides
-            ],
+            "overrides": _each(key, setting.overrides),
+            **(merged_from(setting) if setting.merged else {}),
         }
         for key, setting in settings.items()
     ]
+
+
+def merged_from(setting: Setting) -> dict[str, Any]:
+    """What each platform file says of a setting, and where they disagree, as JSON data."""
+    return {
+        "merged": _each(setting.key, setting.merged),
+        "disagreements": list(setting.disagreements),
+    }
+
+
+def _each(key: str, values: Iterable[tuple[object, str]]) -> list[dict[str, Any]]:
+    return [{"value": _plain(key, value), "origin": origin} for value, origin in values]
 
 
 def _plain(key: str, value: object) -> Any:

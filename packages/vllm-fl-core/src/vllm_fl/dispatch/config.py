@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 from ..errors import SettingsError
@@ -31,6 +32,7 @@ from .items import (
 from .names import check_names, labels
 from .policy import OpOrder, SelectionPolicy, closest
 from .settings import Setting, Settings
+from .uniting import PAIRS, Brought, close_pairs, unite
 
 __all__ = [
     "Setting",
@@ -51,11 +53,11 @@ STARTUP = (
     "log_level",
     "debug",
 )
-PAIRS = (("flagos_whitelist", "flagos_blacklist"), ("oot_whitelist", "oot_blacklist"))
-ADDITIVE = ("flagos_blacklist", "oot_blacklist", "deny_vendors")
 PREFIX = "VLLM_FL_"
 
 PlatformFiles = Sequence[tuple[str, str | os.PathLike[str]]]
+
+NOTHING: Brought = MappingProxyType({})
 
 
 def load_startup(env: Mapping[str, str] | None = None) -> Settings:
@@ -77,6 +79,7 @@ def load_settings(
     *,
     platform: str | None = None,
     platform_files: PlatformFiles = (),
+    brought: Brought = NOTHING,
 ) -> Settings:
     """The effective settings. Names are not checked yet; see `check_names`.
 
@@ -84,7 +87,8 @@ def load_settings(
         env: the environment; None is the process's own.
         platform: the platform that was detected; VLLM_FL_PLATFORM beats it.
         platform_files: (distribution, YAML file) of what plugins bring for the platform. They
-            unite; two that set one item differently are an error.
+            unite, whatever their order; see `uniting`.
+        brought: what is installed: where platform files unite, who brings a thing counts.
 
     Raises:
         SettingsError: something is wrong with a variable or a file.
@@ -95,9 +99,9 @@ def load_settings(
         detected = Setting("platform", normalise_platform(platform), "detected")
         fixed = _stacked([fixed, {"platform": detected}])
     if "config" in fixed:
-        entries, warnings = _overridden(env, fixed, platform_files)
+        entries, warnings = _overridden(env, fixed, platform_files, brought)
     else:
-        entries, warnings = _layered(env, fixed, platform_files), []
+        entries, warnings = _layered(env, fixed, platform_files, brought), []
     warnings += [*_unknown_variables(env), *_unknown_platform(entries["platform"], platform_files)]
     order = list(ITEMS)
     entries = dict(
@@ -114,15 +118,17 @@ def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
         SettingsError: the file cannot be read, or something in it is wrong.
     """
     own = read_settings_file(path, key="config")
-    _close_pairs(own)
+    close_pairs(own)
     return Settings(tuple(_stacked([own, _defaults(ITEMS)]).values())).policy
 
 
-def _layered(env: Mapping[str, str], fixed: Layer, platform_files: PlatformFiles) -> Layer:
+def _layered(
+    env: Mapping[str, str], fixed: Layer, platform_files: PlatformFiles, brought: Brought
+) -> Layer:
     variables = _environment(env, [key for key, item in ITEMS.items() if item.in_file])
-    _close_pairs(variables)
+    close_pairs(variables)
     orders = [read_orders(path)] if (path := _text(env, OP_CONFIG)) else []
-    plugins = _united(platform_files)
+    plugins = _united(platform_files, brought)
     entries = _stacked([variables, *orders, _per_op(env), fixed, plugins, _defaults(ITEMS)])
     _append(env, entries)
     _resort(entries)
@@ -131,11 +137,11 @@ def _layered(env: Mapping[str, str], fixed: Layer, platform_files: PlatformFiles
 
 
 def _overridden(
-    env: Mapping[str, str], fixed: Layer, platform_files: PlatformFiles
+    env: Mapping[str, str], fixed: Layer, platform_files: PlatformFiles, brought: Brought
 ) -> tuple[Layer, list[str]]:
     config = fixed["config"]
     own = read_settings_file(config.value, key="config", asked_by=config.origin)
-    _close_pairs(own)
+    close_pairs(own)
     variables = [name for name in OVERRIDDEN if env.get(name, "").strip()]
     unread = {
         key: Setting(key, ascii(env[item.variable])[1:-1], f"environment {item.variable}")
@@ -143,7 +149,7 @@ def _overridden(
         if item.variable in variables
     }
     try:
-        plugins, remark = _united(platform_files), ""
+        plugins, remark = _united(platform_files, brought), ""
     except SettingsError as error:  # overridden, so that it harms nobody
         plugins, remark = {}, f" (unreadable: {error})"
     entries = _stacked([own, fixed, _defaults(ITEMS)], ignored=[unread, plugins])
@@ -257,44 +263,14 @@ def _variable(key: str) -> str | None:
     return ITEMS[key].variable if key in ITEMS else None
 
 
-def _close_pairs(layer: Layer) -> None:
-    """Let a layer's whitelist also settle its blacklist, and the other way round."""
-    for white, black in PAIRS:
-        if white in layer and black in layer:
-            raise wrong(
-                white,
-                layer[white].origin,
-                f"{black} is set too ({layer[black].origin}); use one of the two",
-            )
-        if white in layer:
-            layer[black] = Setting(black, (), layer[white].origin)
-        elif black in layer:
-            layer[white] = Setting(white, None, layer[black].origin)
-
-
-def _united(platform_files: PlatformFiles) -> Layer:
-    united: Layer = {}
-    for distribution, path in platform_files:
-        layer = read_settings_file(path, key="platform_files", distribution=distribution)
-        for key, setting in layer.items():
-            if key not in united:
-                united[key] = setting
-                continue
-            first = united[key]
-            value = first.value
-            if key in ADDITIVE:
-                value = tuple(dict.fromkeys((*_names(first), *_names(setting))))
-            elif value != setting.value:
-                raise wrong(
-                    key,
-                    setting.origin,
-                    f"{first.origin} sets it differently. Uninstall one of the two, leave it out "
-                    f"with VLLM_FL_PLUGINS, or decide with {setting.variable}",
-                )
-            origin = f"{first.origin} and {setting.origin}"
-            united[key] = dataclasses.replace(first, value=value, origin=origin)
-    _close_pairs(united)
-    return united
+def _united(platform_files: PlatformFiles, brought: Brought) -> Layer:
+    return unite(
+        [
+            (name, read_settings_file(path, key="platform_files", distribution=name))
+            for name, path in platform_files
+        ],
+        brought,
+    )
 
 
 def _append(env: Mapping[str, str], entries: Layer) -> None:

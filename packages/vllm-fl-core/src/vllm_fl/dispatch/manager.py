@@ -31,6 +31,7 @@ from .registry import OpRegistry
 from .resolver import Trace, describe, resolve
 from .startup import Startup, read_settings, start
 from .types import AttentionImpl, BackendImplKind, OpImpl
+from .unmatched import meant
 
 __all__ = ["OpManager", "set_global_policy"]
 
@@ -360,10 +361,11 @@ class OpManager:
             self._refuse_if_sealed("the policy")
             before = self._policy
             if policy is None and self._startup is not None:
+                platform = self._startup.settings["platform"]
                 settings = read_settings(
                     self._registry,
                     self._startup.plugins,
-                    platform=self._startup.settings.platform,
+                    platform=str(platform.value) if platform.origin == "detected" else None,
                 )
                 self._startup = Startup(self._startup.plugins, settings)
                 policy = settings.policy
@@ -457,6 +459,11 @@ class OpManager:
         rejected = trace.rejected
         if rejected:
             why = "every candidate was rejected: " + "; ".join(f"{i}: {r}" for i, r in rejected)
+            impls = self._registry.snapshot().impls_by_op.get(trace.op, ())
+            for token in trace.order:
+                if token.name and not any(token.matches(impl) for impl in impls):
+                    why += f". {str(token)!r} matches nothing installed.{meant(token, impls)}"
+                    why = why.removesuffix(".")
             todo = f"`vllm-fl explain {trace.op}` shows where each setting comes from."
         else:
             brought = sorted(

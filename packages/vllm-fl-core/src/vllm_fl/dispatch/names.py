@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal, NamedTuple, cast
 
 from .items import ORDER_PREFIX, near, wrong
 from .policy import OpOrder, closest
 from .settings import Setting, Settings
+from .types import AttentionImpl, OpImpl
+from .unmatched import unmatched
 
 __all__ = ["check_names", "labels"]
 
@@ -33,6 +35,12 @@ class _Use(NamedTuple):
     label: str
     setting: Setting
 
+    @property
+    def in_users_order(self) -> bool:
+        """Whether it is a vendor in an order of the user's, of which `unmatched` speaks."""
+        order = self.setting.value
+        return self.space == "vendor" and isinstance(order, OpOrder) and order.pinned
+
 
 def check_names(
     settings: Settings,
@@ -41,6 +49,7 @@ def check_names(
     vendors: Collection[str] | None = None,
     layers: Collection[str] | None = None,
     flagos: Collection[str] | None = None,
+    impls: Mapping[str, Collection[OpImpl | AttentionImpl]] | None = None,
 ) -> Settings:
     """Check the names whose owner is here; the others stay as they are, and stay unchecked.
 
@@ -53,6 +62,8 @@ def check_names(
         vendors: the vendors of plugins, or None.
         layers: the names of vLLM's layers, or None where vLLM is not loaded.
         flagos: the names of FlagGems's ops, or None where it is not loaded.
+        impls: op -> what is installed for it, which the tokens of the user's orders should match;
+            or None.
 
     Raises:
         SettingsError: a layer or FlagGems op that its owner does not know. A layer's name that
@@ -85,11 +96,13 @@ def check_names(
         else:
             near_to = ops if use.space == "FlagGems op" else names
             slip = near(use.name, near_to) if near_to and use.name not in near_to else None
-            if slip:
+            if slip and not (impls is not None and use.in_users_order):
                 warnings.append(
                     f"{use.setting.origin}: {use.setting.key}: no {use.space} {use.name!r} is "
                     f"installed, so that it has no effect. Did you mean {slip!r}?"
                 )
+    if impls is not None:
+        warnings += [said for _, said in unmatched(settings, impls)]
     return dataclasses.replace(
         settings,
         warnings=tuple(dict.fromkeys((*settings.warnings, *warnings))),

@@ -74,6 +74,19 @@ class PlanEntry:
         return self.candidates[0].impl_id if self.candidates else "stock"
 
     @property
+    def unmet(self) -> str:
+        """Why nothing may run, vLLM's own path included: strict mode and a list of the user's."""
+        if self.note or self.trace.admitted:
+            return ""
+        listed = "|".join(map(str, self.trace.order))
+        rejected = "; ".join(f"{i}: {why}" for i, why in self.trace.rejected)
+        return (
+            f"strict mode, and nothing that the list of op '{self.op}' names ({listed}) can run: "
+            f"{rejected or 'none is installed'}. List what is there, name stock to fall to vLLM's "
+            "own code, or unset strict"
+        )
+
+    @property
     def reason(self) -> str:
         """Why it was chosen, in a few words."""
         if self.note:

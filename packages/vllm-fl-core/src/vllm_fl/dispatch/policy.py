@@ -6,6 +6,7 @@ Values only. Where they come from is `config`; what they lead to is `resolver`.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from .older import lookup, outdated
 from .types import AttentionImpl, BackendImplKind, OpImpl
 
-__all__ = ["DEFAULT_ORDERS", "KINDS", "Mode", "OpOrder", "SelectionPolicy", "Token", "closest"]
+__all__ = [
+    "DEFAULT_ORDERS",
+    "ENGINE_ORDERS",
+    "KINDS",
+    "Mode",
+    "OpOrder",
+    "SelectionPolicy",
+    "Token",
+    "closest",
+]
 
 Mode = Literal["eager", "compiled"]
 """How the engine runs a model. Calls from a script are eager."""
@@ -28,6 +38,13 @@ DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
     "reference": ("reference", "flagos", "vendor"),
 }
 """The order of an op that no list names, by preference."""
+
+ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
+    "flagos": ("flagos", "vendor", "stock", "reference"),
+    "vendor": ("vendor", "flagos", "stock", "reference"),
+    "reference": ("reference", "flagos", "vendor"),
+}
+"""The same inside an engine: vLLM's own kernels are not given away to plain PyTorch."""
 
 
 def closest(word: str, known: Iterable[str]) -> str:
@@ -57,7 +74,7 @@ class Token:
             return cls(head, name)  # type: ignore[arg-type]
         raise ValueError(
             f"{text!r} is no token; use flagos, reference, vendor, vendor:NAME, impl:ID or stock."
-            + closest(text.strip(), (*KINDS, "stock"))
+            + _meant(text)
         )
 
     def __str__(self) -> str:
@@ -79,6 +96,17 @@ class Token:
         return self.kind
 
 
+def _meant(text: str) -> str:
+    """What was likely meant by text that is no token: `vendor.acme` is an id, not a vendor."""
+    head, separator, name = re.sub(r"\s+", "", text).partition(":")
+    if separator and head in ("vendor", "impl") and name:
+        return f" Did you mean '{head}:{name}'?"
+    first, dot, rest = head.partition(".")
+    if dot and rest and not separator and first in ("vendor", "reference", "default"):
+        return f" Did you mean '{f'vendor:{rest}' if first == 'vendor' else f'impl:{head}'}'?"
+    return closest(text.strip(), (*KINDS, "stock"))
+
+
 @dataclass(frozen=True)
 class OpOrder:
     """The listed tokens of one op: only these are tried, in this order.
@@ -86,11 +114,18 @@ class OpOrder:
     Args:
         eager, compiled: the tokens of each mode; None where the list leaves the mode open.
         pinned: written by the user, so that no `prefer` re-sorts it.
+        left_out: (mode, impl id) of what the list of its own distribution leaves out, in an order
+            that was merged from several: another's list does not bring it back.
     """
 
     eager: tuple[Token, ...] | None
     compiled: tuple[Token, ...] | None
     pinned: bool = True
+    left_out: frozenset[tuple[str, str]] = frozenset()
+
+    def tokens(self, mode: Mode) -> tuple[Token, ...] | None:
+        """The tokens of one mode, or None where the list leaves it open."""
+        return self.eager if mode == "eager" else self.compiled
 
     @classmethod
     def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
@@ -189,11 +224,17 @@ class SelectionPolicy:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
-    def order(self, op: str, mode: Mode = "eager") -> tuple[Token, ...]:
-        """The tokens tried for `op`, in order."""
-        listed = self.per_op_order.get(op)
-        tokens = listed and (listed.eager if mode == "eager" else listed.compiled)
-        return tokens or tuple(Token.parse(kind) for kind in DEFAULT_ORDERS[self.prefer])
+    def listed(self, op: str, mode: Mode = "eager") -> OpOrder | None:
+        """The list that orders `op` in this mode, or None where the default order holds."""
+        order = self.per_op_order.get(op)
+        return order if order is not None and order.tokens(mode) else None
+
+    def order(self, op: str, mode: Mode = "eager", *, engine: bool = False) -> tuple[Token, ...]:
+        """The tokens tried for `op`, in order; inside an engine the default names `stock`."""
+        listed = self.listed(op, mode)
+        defaults = ENGINE_ORDERS if engine else DEFAULT_ORDERS
+        tokens = listed and listed.tokens(mode)
+        return tokens or tuple(Token.parse(kind) for kind in defaults[self.prefer])
 
     def preferring(self, kind: str) -> SelectionPolicy:
         """This policy with another preference, as a higher layer than its lists sets it."""

@@ -12,12 +12,12 @@ from typing import Literal
 from .policy import Mode, SelectionPolicy, Token
 from .types import AttentionImpl, Availability, OpImpl, availability_of
 
-__all__ = ["STOCK", "Candidate", "Stock", "Trace", "describe", "resolve"]
+__all__ = ["STOCK", "UNORDERED", "Candidate", "Stock", "Trace", "describe", "resolve"]
 
 
 @dataclass(frozen=True)
 class Stock:
-    """vLLM's own path, left untouched. Inside the engine it is the implicit last candidate."""
+    """vLLM's own path, left untouched. Inside an engine it is a candidate, listed or not."""
 
     impl_id: str = "stock.vllm"
     vendor: None = None
@@ -25,6 +25,9 @@ class Stock:
 
 
 STOCK = Stock()
+
+UNORDERED = "before reference, where nobody orders the op"
+"""Why vLLM's own path has its place in an order that nobody wrote."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,21 @@ def resolve(
         policy: what decides.
         mode: the engine's mode; lists may differ by it.
         barred: impl id -> why it is out whatever the policy says (demoted, blacklisted).
-        engine: whether `stock` is a candidate: where a list names it, else at the end.
+        engine: whether `stock` is a candidate: where the order names it, else at the end. In strict
+            mode a list of the user's that does not name it leaves it out.
         availability: how to ask an implementation whether the machine can run it.
     """
-    order = policy.order(op, mode)
+    order = policy.order(op, mode, engine=engine)
+    listed = policy.listed(op, mode)
+    left_out = listed.left_out if listed is not None else frozenset()
     barred = barred or {}
     admitted: list[tuple[tuple[int, int, str], OpImpl | AttentionImpl, str]] = []
     rejected: list[Candidate] = []
     for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
         place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
         refusal = policy.refuses(impl) or barred.get(impl.impl_id)
+        if refusal is None and (mode, impl.impl_id) in left_out:
+            refusal = "not listed by its own distribution, whose policy file orders this op"
         if refusal is None and place is None:
             refusal = f"not listed: {'|'.join(map(str, order))}"
         if refusal is None:
@@ -124,11 +132,16 @@ def resolve(
     ranked: list[tuple[int, OpImpl | AttentionImpl | Stock, str]] = [
         (rank[0], impl, reason) for rank, impl, reason in admitted
     ]
-    if engine:
-        named = next((n for n, token in enumerate(order) if token.kind == "stock"), None)
+    named = next((n for n, token in enumerate(order) if token.kind == "stock"), None)
+    forced = policy.strict and listed is not None and listed.pinned
+    if engine and not (forced and named is None):
         place = len(order) if named is None else named
         at = sum(1 for rank, _, _ in ranked if rank < place)
-        ranked.insert(at, (place, STOCK, "implicit last" if named is None else "token stock"))
+        if named is None:
+            why = "implicit last"
+        else:
+            why = "token stock" if listed else UNORDERED
+        ranked.insert(at, (place, STOCK, why))
     candidates = [
         Candidate(impl, "selected" if n == 0 else "eligible", reason)
         for n, (_, impl, reason) in enumerate(ranked)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -25,6 +26,8 @@ class Setting:
         overrides: (value, origin) of what it replaced, the nearest first. A variable that
             VLLM_FL_CONFIG overrides is shown by its text, unread.
         variable: the environment variable that sets it, or None.
+        merged: (value, origin) of each platform file that sets it, where several do.
+        disagreements: where those contradict each other, and what holds instead; one sentence each.
     """
 
     key: str
@@ -32,6 +35,8 @@ class Setting:
     origin: str = "default"
     overrides: tuple[tuple[object, str], ...] = ()
     variable: str | None = None
+    merged: tuple[tuple[object, str], ...] = ()
+    disagreements: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -172,11 +177,10 @@ class Settings(Mapping[str, Setting]):
                     "key": setting.key,
                     "value": _encode(setting.value),
                     "origin": setting.origin,
-                    "overrides": [
-                        {"value": _encode(value), "origin": origin}
-                        for value, origin in setting.overrides
-                    ],
+                    "overrides": _encode_each(setting.overrides),
                     "variable": setting.variable,
+                    "merged": _encode_each(setting.merged),
+                    "disagreements": list(setting.disagreements),
                 }
                 for setting in self.entries
             ],
@@ -198,8 +202,10 @@ class Settings(Mapping[str, Setting]):
                         entry["key"],
                         _decode(entry["value"]),
                         _str(entry["origin"]),
-                        tuple((_decode(o["value"]), _str(o["origin"])) for o in entry["overrides"]),
+                        _decode_each(entry["overrides"]),
                         entry["variable"],
+                        _decode_each(entry["merged"]),
+                        tuple(map(_str, entry["disagreements"])),
                     )
                     for entry in data["settings"]
                 ),
@@ -245,14 +251,25 @@ def _encode(value: object) -> object:
     if isinstance(value, OpOrder):
         sides = {"eager": value.eager, "compiled": value.compiled}
         order = {mode: [str(t) for t in tokens] for mode, tokens in sides.items() if tokens}
-        return {"order": order, "pinned": value.pinned}
+        left_out = [list(pair) for pair in sorted(value.left_out)]
+        return {"order": order, "pinned": value.pinned, "left_out": left_out}
     return list(value) if isinstance(value, tuple) else value
+
+
+def _encode_each(values: tuple[tuple[object, str], ...]) -> list[dict[str, object]]:
+    return [{"value": _encode(value), "origin": origin} for value, origin in values]
 
 
 def _decode(value: object) -> object:
     if isinstance(value, Mapping):
-        return order_of(value["order"], pinned=bool(value["pinned"]))
+        order = order_of(value["order"], pinned=bool(value["pinned"]))
+        left_out = frozenset((_str(mode), _str(impl_id)) for mode, impl_id in value["left_out"])
+        return dataclasses.replace(order, left_out=left_out)
     return tuple(map(_str, value)) if isinstance(value, list) else value
+
+
+def _decode_each(values: Iterable[Mapping[str, Any]]) -> tuple[tuple[object, str], ...]:
+    return tuple((_decode(each["value"]), _str(each["origin"])) for each in values)
 
 
 def _str(value: object) -> str:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
 from .. import plugins as plugin_loader
@@ -87,8 +88,9 @@ def start(
     settings, problem = try_settings(registry, plugins, env, platform=platform)
     if problem is not None and not patient:
         raise problem
-    for warning in settings.warnings:
-        log.warning("%s", warning)
+    if parent_process() is None:  # an engine's other processes are children of the one that said it
+        for warning in settings.warnings:
+            log.warning("%s", warning)
     return Startup(plugins, settings, problem)
 
 
@@ -104,7 +106,8 @@ def try_settings(
         return read_settings(registry, plugins, env, platform=platform), None
     except SettingsError as error:
         forced = load_startup(os.environ if env is None else env).platform
-        return load_settings({}, platform=forced or platform or detect_platform()), error
+        only = {"VLLM_FL_PLATFORM": forced} if forced else {}
+        return load_settings(only, platform=platform or detect_platform()), error
 
 
 def read_settings(
@@ -117,18 +120,21 @@ def read_settings(
     """The effective settings, given what is installed. Arguments and errors as for `start`."""
     env = os.environ if env is None else env
     early = load_startup(env)
-    platform = early.platform or platform or detect_platform()
-    files, errors = plugin_loader.policy_files(plugins, platform)
+    platform = platform or detect_platform()
+    files, errors = plugin_loader.policy_files(plugins, early.platform or platform)
     for error in errors.values():
         _report(error, strict=early.strict_plugins)
-    settings = load_settings(env, platform=platform, platform_files=files)
     snapshot = registry.snapshot()
+    brought = {
+        op: [(snapshot.owners[op, impl.impl_id].name, impl) for impl in impls]
+        for op, impls in snapshot.impls_by_op.items()
+    }
+    settings = load_settings(env, platform=platform, platform_files=files, brought=brought)
     return check_names(
         settings,
         ops={*contracts(), *snapshot.impls_by_op, "attention_backend"},
         vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
-        layers=None,
-        flagos=None,
+        impls=snapshot.impls_by_op,
     )
 
 

@@ -3,9 +3,9 @@ built."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
-from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +179,9 @@ def _verified_plan(
         plan = plan_for(config, demoted)
         facts = {**fingerprint(plan, owners), "workers": worker_facts}
         verdict = preflight.verdict(plan, facts)
+        unmet = "; ".join(filter(None, (entry.unmet for entry in plan.entries.values())))
+        if unmet and not verdict.failure:
+            verdict = dataclasses.replace(verdict, failure=unmet)
         verdicts = [verdict] if alone else agree(verdict)
         failures = [f"rank {v.rank}: {v.failure}" for v in verdicts if v.failure]
         if failures:
@@ -269,7 +272,9 @@ class _Preflight:
         """What the start could not look at, one phrase each, and the seed of what it drew."""
         if self.how == "off" or not any(entry.impls for entry in plan.entries.values()):
             return []
-        unknown = [f.name for f in fields(self.sizes) if getattr(self.sizes, f.name) is None]
+        unknown = [
+            f.name for f in dataclasses.fields(self.sizes) if getattr(self.sizes, f.name) is None
+        ]
         told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
 

@@ -14,8 +14,9 @@ VENDOR = ("vendor.acme", BackendImplKind.VENDOR)
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The four ops as `vendor.acme`."""
+    """The ops as `vendor.acme`."""
     return [
+        # [[ silu_and_mul ]]
         OpImpl(
             "silu_and_mul",
             *VENDOR,
@@ -24,6 +25,8 @@ def register_ops() -> list[OpImpl]:
             available=available,
             supports=activation.supports_silu_and_mul,
         ),
+        # [[ end ]]
+        # [[ gelu_and_mul ]]
         OpImpl(
             "gelu_and_mul",
             *VENDOR,
@@ -32,6 +35,8 @@ def register_ops() -> list[OpImpl]:
             available=available,
             supports=activation.supports_gelu_and_mul,
         ),
+        # [[ end ]]
+        # [[ rms_norm ]]
         OpImpl(
             "rms_norm",
             *VENDOR,
@@ -40,6 +45,8 @@ def register_ops() -> list[OpImpl]:
             available=available,
             supports=normalization.supports_rms_norm,
         ),
+        # [[ end ]]
+        # [[ rotary_embedding ]]
         OpImpl(
             "rotary_embedding",
             *VENDOR,
@@ -48,6 +55,7 @@ def register_ops() -> list[OpImpl]:
             available=available,
             supports=rotary.supports_rotary_embedding,
         ),
+        # [[ end ]]
     ]
 
 

@@ -22,6 +22,9 @@ def available() -> Availability:
 
     It neither starts the device nor calls a kernel: the process may fork later.
     """
+    device = getattr(torch, DEVICE, None)  # torch.cuda, torch.npu, torch.cpu
+    if device is None or device.device_count() == 0:  # counting starts no device
+        return f"torch finds no device {DEVICE!r}"
     return True
 
 

@@ -12,9 +12,15 @@ from . import unsuitable
 if TYPE_CHECKING:
     from vllm_fl.dispatch.types import Availability
 
-__all__ = ["gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
+__all__ = [
+    "gelu_and_mul",
+    "silu_and_mul",
+    "supports_gelu_and_mul",
+    "supports_silu_and_mul",
+]
 
 
+# [[ silu_and_mul ]]
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(x[..., :d]) * x[..., d:] for x of shape (..., 2 * d)."""
     d = x.shape[-1] // 2
@@ -24,12 +30,11 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 def supports_silu_and_mul(x: torch.Tensor) -> Availability:
     """True, or why the kernel would fail. Looks at neither values nor the number of tokens."""
-    reason = unsuitable("x", x)
-    if reason:
-        return reason
-    return True if x.shape[-1] % 2 == 0 else f"the last dimension of x, {x.shape[-1]}, is odd"
+    return _supports(x)
 
 
+# [[ end ]]
+# [[ gelu_and_mul ]]
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(x[..., :d]) * x[..., d:] for x of shape (..., 2 * d); approximate: "none" or "tanh"."""
     d = x.shape[-1] // 2
@@ -41,4 +46,12 @@ def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availab
     """True, or why the kernel would fail."""
     if approximate not in ("none", "tanh"):
         return f"no kernel for approximate={approximate!r}"
-    return supports_silu_and_mul(x)
+    return _supports(x)
+
+
+# [[ end ]]
+def _supports(x: torch.Tensor) -> Availability:
+    reason = unsuitable("x", x)
+    if reason:
+        return reason
+    return True if x.shape[-1] % 2 == 0 else f"the last dimension of x, {x.shape[-1]}, is odd"

@@ -1,0 +1,49 @@
+"""Policies in an engine: two vendors for one platform, a slip, and strict mode's word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_run import EngineFailed, Job, run
+
+PLUGINS = Path(__file__).parents[1] / "plugins"
+TWO = {
+    "VLLM_FL_PLUGIN_MODULES": "fl_left,fl_right",
+    "PYTHONPATH": ":".join(str(PLUGINS / name / "src") for name in ("fl-left", "fl-right")),
+    "VLLM_FL_DISPATCH_DEBUG": "1",
+}
+BATCHES = [[[3, 17, 170, 99, 41]], [[5 * i + 3, 60, 7, 11] for i in range(3)]]
+
+
+def test_two_vendors_with_two_policies_on_one_platform(model: Callable[[str], Path]) -> None:
+    """Beside them lies the platform's own file, of vllm-fl-cpu: three are merged."""
+    ours = run(Job(str(model("qwen3")), BATCHES), **TWO)
+    report = ours["report"][0]
+    assert report["ops"]["silu_and_mul"]["impl"] == "vendor.left"
+    assert report["ops"]["rms_norm"]["impl"] == "vendor.right"
+    assert report["ops"]["rotary_embedding"]["impl"] == "stock"  # what cpu.yaml alone orders
+    assert report["calls"]["silu_and_mul"]["vendor.left"] > 0
+    assert report["demotions"] == report["fallbacks"] == {}
+    assert "sets it differently" not in ours["log"]
+
+
+SLIP = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.cup"}
+MEANT = "'impl:vendor.cup'. Did you mean 'impl:vendor.cpu'?"
+
+
+def test_a_slip_is_in_the_engines_log_once(model: Callable[[str], Path]) -> None:
+    ours = run(Job(str(model("qwen3")), BATCHES), **SLIP)
+    assert ours["report"][0]["ops"]["silu_and_mul"]["impl"] == "stock"
+    assert ours["log"].count(MEANT) == 1
+    assert "silu_and_mul has lost every implementation" in ours["log"]
+
+
+def test_strict_and_an_absent_backend_end_the_start(model: Callable[[str], Path]) -> None:
+    with pytest.raises(EngineFailed) as failure:
+        run(Job(str(model("qwen3")), BATCHES), VLLM_FL_STRICT="1", **SLIP)
+    log = failure.value.log
+    assert "vllm-fl ends the start" in log
+    assert "strict mode, and nothing that the list of op 'silu_and_mul' names" in log
+    assert MEANT in log

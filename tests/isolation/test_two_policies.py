@@ -1,0 +1,78 @@
+"""Two vendors with a policy for one platform: installing the second ends nothing of the first."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from installed import Install, Installed
+
+BOTH = ("fl-left", "fl-right")
+
+
+@pytest.fixture(params=list(itertools.permutations(BOTH)), ids="+".join)
+def both(install: Install, request: pytest.FixtureRequest) -> Installed:
+    """Core and the two, installed in one order and in the other."""
+    return install(*request.param)
+
+
+def order(installed: Installed, op: str, **variables: str) -> dict[str, Any]:
+    done = installed.command("explain", op, "--mode", "eager", "--json", **variables)
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def test_every_verb_works(both: Installed) -> None:
+    plugins = both.plugins(status=0)
+    assert {name: plugin["status"] for name, plugin in plugins.items()} == dict.fromkeys(BOTH, "ok")
+    assert both.command("ops", "--json").returncode == 1  # nobody brings the other ops
+    assert both.answer("policy", status=0)["platform_files"]
+    done = both.command("verify", "--help")
+    assert done.returncode == 0
+
+
+def test_the_orders_merge_whatever_was_installed_first(both: Installed) -> None:
+    view = order(both, "silu_and_mul")
+    (eager,) = view["modes"]
+    assert eager["order"] == ["vendor:left", "vendor:right", "stock", "vendor", "reference"]
+    assert eager["selected"] == "vendor.left"
+    assert [each["value"][0] for each in view["merged"]["merged"]] == [
+        "vendor:left",
+        "vendor:right",
+    ]
+    (said,) = view["merged"]["disagreements"]
+    assert "vendor:right before vendor:left (weight 2: fl-right 1.0)" in said
+    (eager,) = order(both, "rms_norm")["modes"]
+    assert eager["order"] == ["vendor:right", "vendor", "stock", "reference"]
+
+
+def test_what_they_set_differently_is_the_default_and_a_finding(both: Installed) -> None:
+    rows = {row["key"]: row for row in both.answer("policy", status=0)["settings"]}
+    assert rows["strict"]["value"] is False
+    assert rows["flagos_blacklist"]["value"] == ["mm", "add"]
+    done = both.command("doctor", "--json")
+    findings = json.loads(done.stdout)["findings"]
+    disputed = [f["what"] for f in findings if "disagree about" in f["what"]]
+    assert disputed == [
+        "The installed backends disagree about strict.",
+        "The installed backends disagree about op_backends.silu_and_mul.",
+    ]
+
+
+def test_the_users_word_settles_it(both: Installed) -> None:
+    decided = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:right|stock", "VLLM_FL_STRICT": "1"}
+    view = order(both, "silu_and_mul", **decided)
+    assert view["modes"][0]["selected"] == "vendor.right"
+    assert view["merged"] is None
+    assert "disagree about" not in both.command("doctor", "--json", **decided).stdout
+
+
+def test_installing_one_more_changes_nothing_that_the_first_decided_alone(install: Install) -> None:
+    alone = order(install("fl-left"), "silu_and_mul")["modes"][0]
+    beside = order(install("fl-left", "fl-sound"), "silu_and_mul")["modes"][0]
+    assert alone["order"] == beside["order"]
+    assert alone["selected"] == beside["selected"] == "vendor.left"
+    assert order(install(*BOTH), "silu_and_mul")["modes"][0]["selected"] == "vendor.left"
