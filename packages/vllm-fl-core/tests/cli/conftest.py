@@ -72,7 +72,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def fl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def fl(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """`fl("explain", "rms_norm", VLLM_FL_PREFER="vendor")`: the command with these variables."""
 
     def run(*args: str, **variables: str) -> Done:
@@ -80,12 +80,12 @@ def fl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> C
             for name, value in variables.items():
                 patch.setenv(name, value)
             reset_default_manager()
-            capsys.readouterr()
+            capfd.readouterr()
             try:
                 status = main(args)
             except SystemExit as end:  # argparse
                 status = int(end.code or 0)
-        return Done(status, *capsys.readouterr())
+        return Done(status, *capfd.readouterr())
 
     return run
 

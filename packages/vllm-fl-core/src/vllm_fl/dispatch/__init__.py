@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins as _plugins
-from .config import policy_from_config
+from .config import load_startup, policy_from_config
 from .context import override, policy_context
 from .logs import get_logger, set_log_level
 from .manager import OpManager
@@ -86,7 +86,11 @@ def get_default_manager() -> OpManager:
 
 
 def reset_default_manager() -> None:
-    """Forget everything: plugins, settings and demotions are found anew at the next use."""
+    """Forget everything: plugins, settings and demotions are found anew at the next use.
+
+    Raises:
+        PolicySealedError: an engine's layers are bound to a plan.
+    """
     _default.reset()
 
 
@@ -140,8 +144,15 @@ def with_denied_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy
 
 
 def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
-    """Find and load every installed plugin into `registry`, and say what became of each."""
-    plugins = _plugins.load(registry, _plugins.discover())
+    """Find and load the installed plugins into `registry`, and say what became of each.
+
+    VLLM_FL_PLUGINS and VLLM_FL_PLUGIN_MODULES say which, as everywhere.
+
+    Raises:
+        SettingsError: a variable that says how to start is wrong.
+    """
+    early = load_startup()
+    plugins = _plugins.load(registry, _plugins.discover(early.plugin_modules), only=early.plugins)
     _discovered[:] = plugins
     return plugins
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -23,7 +24,7 @@ from .config import Settings
 from .context import override
 from .contracts import contracts
 from .guard import NEEDS_LAYER, Chain, call_guard, method_guard
-from .logs import get_logger
+from .logs import SAID_AT_MOST, get_logger
 from .policy import Mode, SelectionPolicy, closest
 from .registry import OpRegistry
 from .resolver import Trace, describe, resolve
@@ -39,8 +40,8 @@ Bound = Callable[..., Any]
 current = override.get
 """The policy of the running block, looked up once instead of at every call."""
 
-SAID_AT_MOST = 1000
-"""Different refusals that are logged: reasons may carry sizes, and a server runs for months."""
+POLICIES_AT_MOST = 64
+"""Policies of contexts whose functions are kept: a program may make a new one for every call."""
 
 
 class OpManager:
@@ -123,12 +124,19 @@ class OpManager:
             for impl_id, why in list(demoted.items())
         }
 
-    def ensure_initialized(self, platform: str | None = None, *, patient: bool = False) -> None:
+    def ensure_initialized(
+        self,
+        platform: str | None = None,
+        *,
+        patient: bool = False,
+        engine: Settings | None = None,
+    ) -> None:
         """Find and load the plugins and read the settings, once per process.
 
         Args:
             platform: whose settings files count, where the caller knows it.
             patient: raise what is wrong with the settings where the policy is needed, not here.
+            engine: the settings of the engine whose worker this is, which say what is loaded.
 
         Raises:
             SettingsError: a setting is wrong. The next use tries again.
@@ -140,7 +148,7 @@ class OpManager:
             if self._ready:
                 return
             registry = OpRegistry()
-            startup = start(registry, platform=platform, patient=patient)
+            startup = start(registry, platform=platform, patient=patient, engine=engine)
             self._registry, self._startup = registry, startup
             if self._policy is None:  # one that was set before the first use stands
                 self._policy = startup.settings.policy
@@ -263,8 +271,17 @@ class OpManager:
             if bound is None:
                 chain = self._chain(op, bars_layers=True)
                 bound = self._counted(call_guard(chain), op, chain.impls[0])
-                tables.setdefault(policy, {})[op] = bound
+                self._table(tables, policy)[op] = bound
             return bound
+
+    @staticmethod
+    def _table(
+        tables: dict[SelectionPolicy | None, dict[object, Bound]], policy: SelectionPolicy | None
+    ) -> dict[object, Bound]:
+        """What was resolved under `policy`; the oldest policy of a context gives way to it."""
+        if policy not in tables and len(tables) > POLICIES_AT_MOST:
+            del tables[next(each for each in tables if each is not None)]
+        return tables.setdefault(policy, {})
 
     def _counted(self, bound: Bound, op: str, impl: OpImpl) -> Bound:
         if not (self._startup and self._startup.settings.debug):
@@ -317,7 +334,7 @@ class OpManager:
         policy, key = override.get(), (op, grants)
         with self._lock:
             self.ensure_initialized()
-            table = self._tables.setdefault(policy, {})
+            table = self._table(self._tables, policy)
             method = table.get(key)
             if method is None:
                 chain = self._chain(op, bars_layers=False, grants=grants)
@@ -342,7 +359,7 @@ class OpManager:
                     self._startup.plugins,
                     platform=self._startup.settings.platform,
                 )
-                self._startup = Startup(self._startup.plugins, settings)
+                self._startup = dataclasses.replace(self._startup, settings=settings, problem=None)
                 policy = settings.policy
             self._policy = policy if policy is not None else self._given_policy()
             self._end_demotions()
@@ -381,8 +398,13 @@ class OpManager:
             )
 
     def reset(self) -> None:
-        """Forget everything; the next use starts anew."""
+        """Forget everything; the next use starts anew.
+
+        Raises:
+            PolicySealedError: an engine's layers are bound to a plan.
+        """
         with self._lock:
+            self._refuse_if_sealed("what was started")
             self._reset()
 
     # What is said.
