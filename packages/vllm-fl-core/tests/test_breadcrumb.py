@@ -45,7 +45,9 @@ def test_what_ends_the_process_is_left() -> None:
     assert first.file is not None and str(first.pid) in str(first)
 
 
-@pytest.mark.parametrize("code", ["pass", "sys.exit(3)", "raise OSError", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "code", ["pass", "sys.exit(3)", "raise OSError", "raise KeyboardInterrupt"]
+)
 def test_what_ends_by_itself_leaves_nothing(notes: Path, code: str) -> None:
     run(code)
     assert list(notes.iterdir()) == []

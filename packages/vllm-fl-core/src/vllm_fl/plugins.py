@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import islice
@@ -181,28 +180,36 @@ def _whose(owner: Owner) -> str:
     return clean(f"plugin {owner.plugin!r} of {owner.label}")
 
 
-@contextmanager
-def contained(owner: Owner, what: str, consequence: str) -> Iterator[None]:
-    """Run a plugin's code: whatever it raises becomes one error that says whose it is.
+class contained:
+    """Run a plugin's code: whatever it raises becomes one `PluginError` that says whose it is.
+
+    Only an interrupt is the user's. While the code runs it is noted (`breadcrumb.running`).
 
     Args:
         owner: whose code runs.
         what: which part of it, for the error and the log: `the import`, `its policy hook`.
         consequence: what follows from a failure and what to do; one or two sentences.
-
-    Raises:
-        PluginError: it raised anything at all. Only an interrupt is the user's.
     """
-    try:
-        with running(f"{what.replace('its', 'the')} of {_whose(owner)}"):
-            yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        part = f": {what} failed" if what.startswith("its") else " failed"
+
+    # No generator: contextlib lets a StopIteration pass that a generator turns into a RuntimeError.
+    def __init__(self, owner: Owner, what: str, consequence: str) -> None:
+        self.owner, self.what, self.consequence = owner, what, consequence
+        self.running = running(f"{what.replace('its', 'the')} of {_whose(owner)}")
+
+    def __enter__(self) -> None:
+        self.running.__enter__()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> Literal[False]:
+        self.running.__exit__(None, None, None)
+        if error is None or isinstance(error, KeyboardInterrupt):
+            return False
+        owner = self.owner
+        part = f": {self.what} failed" if self.what.startswith("its") else " failed"
         raise PluginError(
             f"Plugin {clean(owner.plugin)!r} of {clean(str(owner))}{part}: {quote(error)}. "
-            f"{consequence}",
+            f"{self.consequence}",
             plugin=owner.plugin,
             distribution=f"{owner.distribution} {owner.version}" if owner.distribution else None,
             op=_op_of(error),
@@ -300,7 +307,10 @@ def _register(
         with contained(owner, "the registration", LOAD_FAILED):
             try:
                 registry.register_many(kept, owner)
-            except PluginError as refused:  # the registry's own: it says whose it is
+            except PluginError as refused:
+                if refused.plugin != owner.plugin:
+                    raise  # from code of the plugin's that was asked for its parameters
+                # The registry's own: it says whose it is.
                 return replace(plugin, status="failed", claims=claimed, error=refused, manager=None)
     except PluginError as failed:
         return replace(plugin, status="failed", claims=claimed, error=failed, manager=None)

@@ -59,8 +59,11 @@ Distribution = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """No setting of the caller's, and nothing of another test's, is seen."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     for name in list(os.environ):
         if name.startswith(LEAKS):
             monkeypatch.delenv(name)

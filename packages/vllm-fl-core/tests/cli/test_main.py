@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from conftest import Command, Plugin
 
@@ -85,3 +88,18 @@ def test_a_secret_in_an_error_is_not_printed(fl: Command) -> None:
     assert done.status == 2
     assert "hf_0123456789" not in done.err
     assert "<redacted>" in done.err
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_fl.cli", "policy", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "vllm-fl: the answer cannot be written: No space left on device"
+    ]
