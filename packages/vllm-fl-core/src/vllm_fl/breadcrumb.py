@@ -15,7 +15,6 @@ import fcntl
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -105,7 +104,7 @@ class _Notes:
         where = folder()
         if where is None:
             return
-        path = where / f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}.json"
+        path = where / f"{os.uname().nodename}-{os.getpid()}-{time.time_ns()}.json"
         fd = -1
         try:
             where.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -89,20 +89,23 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
 
 
 def load_plugins(vllm_config: VllmConfig) -> None:
-    """Load the plugins that the engine's settings allow, in a process that got them.
+    """Load the plugins, once per process: those that the engine's settings allow, where it has them.
+
+    What is wrong with the settings of a process of its own is raised where they are needed: a
+    worker's come with its engine's configuration, and its files may be gone.
 
     Raises:
         PluginError: this process has loaded others already.
     """
     from vllm.platforms import current_platform
 
+    manager, platform = get_default_manager(), current_platform.vllm_fl_platform
     mine = _ours(vllm_config)
     if mine is None or "settings" not in mine:
+        manager.ensure_initialized(platform, patient=True)
         return
     settings = Settings.from_json(mine["settings"])
-    get_default_manager().ensure_initialized(
-        current_platform.vllm_fl_platform, patient=True, engine=settings
-    )
+    manager.ensure_initialized(platform, patient=True, engine=settings)
     _check_loaded(settings)
 
 
