@@ -12,8 +12,11 @@ from textwrap import dedent
 import pytest
 import torch
 
+from vllm_fl.dispatch.config import load_settings
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.policy import OpOrder, SelectionPolicy
 from vllm_fl.dispatch.registry import OpRegistry, Owner
+from vllm_fl.dispatch.startup import Startup
 from vllm_fl.dispatch.types import AttentionImpl, BackendImplKind, DeviceProfile, OpImpl
 from vllm_fl.errors import PluginError, VllmFLError
 from vllm_fl.plugins import (
@@ -286,6 +289,20 @@ def test_two_that_bring_one_id_load_it_from_neither_and_keep_the_rest(write: Wri
         ("rms_norm", "vendor.aaa"),
         ("rms_norm", "vendor.bbb"),
     }
+
+
+def test_asking_for_what_two_claimed_is_an_error_that_names_both(write: Write) -> None:
+    registry = OpRegistry()
+    founds = [write(NORM + OTHER.replace("{name}", n), n) for n in ("aaa", "bbb")]
+    plugins = load(registry, founds)
+    manager = OpManager()
+    manager.adopt(Startup(plugins, load_settings({})), registry)
+    for token in ("impl:vendor.acme", "vendor:acme"):
+        policy = SelectionPolicy(per_op_order={"silu_and_mul": OpOrder.of(token)})
+        with pytest.raises(PluginError, match=r"fl-aaa 1\.0.*fl-bbb 1\.0|fl-bbb.*fl-aaa"):
+            manager.trace("silu_and_mul", policy=policy)
+    policy = SelectionPolicy(per_op_order={"gelu_and_mul": OpOrder.of(["vendor:aaa", "reference"])})
+    assert manager.trace("gelu_and_mul", policy=policy).selected is None
 
 
 def test_two_that_bring_nothing_else_fail(write: Write) -> None:

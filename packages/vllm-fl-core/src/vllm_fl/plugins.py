@@ -78,6 +78,7 @@ class Plugin:
         error: why it failed, or what was refused.
         manager: its hooks, to be called; None unless it is loaded and has hooks.
         remarks: what it did that is the user's to do and was undone, one sentence each.
+        lost: the (op, id)s that were refused to one that is `partial`.
     """
 
     owner: Owner
@@ -88,10 +89,14 @@ class Plugin:
     error: PluginError | None = None
     manager: pluggy.PluginManager | None = None
     remarks: tuple[str, ...] = ()
+    lost: tuple[tuple[str, str], ...] = ()
 
-    def may_bring(self, name: str) -> bool:
-        """Whether an impl id or vendor called `name` would have come from this plugin."""
+    def may_bring(self, name: str, op: str | None = None) -> bool:
+        """Whether an impl id or vendor called `name` would have come from this plugin, for `op`."""
         vendor = name.removeprefix("vendor.")
+        if self.status == "partial":  # what it brings is known
+            ids = (name, f"vendor.{vendor}")
+            return any(i in ids and op in (None, of) for of, i in self.lost)
         return name in self.claims or vendor in re.split(
             r"[-_.]", f"{self.owner.plugin}-{self.owner.distribution or ''}"
         )
@@ -315,7 +320,14 @@ def _register(
     except PluginError as failed:
         return replace(plugin, status="failed", claims=claimed, error=failed, manager=None)
     status: Status = "ok" if error is None else "partial" if kept else "failed"
-    return replace(plugin, status=status, claims=claimed, error=error)
+    return replace(
+        plugin,
+        status=status,
+        claims=claimed,
+        error=error,
+        manager=plugin.manager if status != "failed" else None,
+        lost=tuple(lost),
+    )
 
 
 def _key(impl: object) -> tuple[str, str] | None:

@@ -17,7 +17,7 @@ import pytest
 from vllm_fl.dispatch import OpManager, OpRegistry
 from vllm_fl.dispatch import digest as digest_module
 from vllm_fl.dispatch.config import load_settings
-from vllm_fl.dispatch.digest import _code_of, code_of, digest, fingerprint
+from vllm_fl.dispatch.digest import UNKNOWN, _code_of, code_of, digest, fingerprint
 from vllm_fl.dispatch.plan import Plan, make_plan
 from vllm_fl.dispatch.registry import Owner
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
@@ -206,7 +206,7 @@ class TestCode:
             finally:
                 sys.path.remove(str(archive))
         sys.path.insert(0, str(site))
-        assert len(seen) == 2 and "unknown" not in seen
+        assert len(seen) == 2 and UNKNOWN not in seen
 
     def test_the_kernels_that_a_plugin_declares_are_in_the_plans_digest(
         self, site: Path, kernel: Path

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
@@ -352,12 +353,12 @@ def _unknown_variables(env: Mapping[str, str]) -> list[str]:
 def _misspelt(name: str) -> str | None:
     """The setting that a variable without our prefix is a slip of: `vllm_fl_prefer`, `USE_FLAGGEM`.
 
-    Ours are told by the letters VLLMFL; the others are names of their own, and must be close.
+    Ours are told by their first letters; the others are names of their own, and must be close.
     """
     if name in VARIABLES:
         return None
     letters = name.upper().replace("_", "").replace("-", "")
-    if letters.startswith("VLLMFL"):
+    if re.match(r"(?i)vllm[_-]?fl[_-]", name):
         spelt = {v.replace("_", ""): v for v in VARIABLES if v.startswith(PREFIX)}
         found = difflib.get_close_matches(letters, spelt, n=1, cutoff=0.0)
         return spelt[found[0]]

