@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,23 @@ from textwrap import dedent
 import pytest
 import torch
 
+from vllm_fl.dispatch.config import load_settings
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.policy import OpOrder, SelectionPolicy
 from vllm_fl.dispatch.registry import OpRegistry, Owner
-from vllm_fl.dispatch.types import AttentionImpl, DeviceProfile
-from vllm_fl.errors import PluginError
-from vllm_fl.plugins import Found, Plugin, discover, find_device, load, policy_files
+from vllm_fl.dispatch.startup import Startup
+from vllm_fl.dispatch.types import AttentionImpl, BackendImplKind, DeviceProfile, OpImpl
+from vllm_fl.errors import PluginError, VllmFLError
+from vllm_fl.plugins import (
+    Found,
+    Plugin,
+    discover,
+    find_device,
+    load,
+    policy_files,
+    start_in_worker,
+    unmatched,
+)
 
 HEAD = "from vllm_fl import AttentionImpl, BackendImplKind, OpImpl, PolicyDefaults, hookimpl\n"
 SOUND = """
@@ -256,15 +269,275 @@ class TestOlderForm:
         assert "implements no hook" in str(failure(found))
 
 
-def test_two_that_bring_one_id(write: Write) -> None:
+OTHER = SOUND.replace("return [", "return [OpImpl('rms_norm', 'vendor.{name}', ").replace(
+    "OpImpl('rms_norm', 'vendor.{name}', ",
+    "OpImpl('rms_norm', 'vendor.{name}', BackendImplKind.VENDOR, rms_norm, '{name}'), ",
+)
+NORM = "def rms_norm(x, residual, weight, epsilon, variance_size=None):\n    return x\n"
+
+
+def test_two_that_bring_one_id_load_it_from_neither_and_keep_the_rest(write: Write) -> None:
     registry = OpRegistry()
-    first, second = load(registry, [write(SOUND, "aaa"), write(SOUND, "bbb")])
-    assert (first.status, second.status) == ("ok", "failed")
-    assert second.error is not None
-    assert (second.error.op, second.error.impl) == ("silu_and_mul", "vendor.acme")
+    founds = [write(NORM + OTHER.replace("{name}", n), n) for n in ("aaa", "bbb")]
+    plugins = load(registry, founds)
+    for plugin, op, impl in zip(plugins, ["silu_and_mul"] * 2, ["vendor.acme"] * 2, strict=True):
+        assert plugin.status == "partial"
+        assert plugin.error is not None and (plugin.error.op, plugin.error.impl) == (op, impl)
     for fact in ("fl-aaa 1.0", "/site/aaa", "fl-bbb 1.0", "/site/bbb"):
-        assert fact in str(second.error)
-    assert registry.snapshot().owners["silu_and_mul", "vendor.acme"] is first.owner
+        assert all(fact in str(plugin.error) for plugin in plugins)
+    assert set(registry.snapshot().owners) == {
+        ("rms_norm", "vendor.aaa"),
+        ("rms_norm", "vendor.bbb"),
+    }
+
+
+def test_asking_for_what_two_claimed_is_an_error_that_names_both(write: Write) -> None:
+    registry = OpRegistry()
+    founds = [write(NORM + OTHER.replace("{name}", n), n) for n in ("aaa", "bbb")]
+    plugins = load(registry, founds)
+    manager = OpManager()
+    manager.adopt(Startup(plugins, load_settings({})), registry)
+    for token in ("impl:vendor.acme", "vendor:acme"):
+        policy = SelectionPolicy(per_op_order={"silu_and_mul": OpOrder.of(token)})
+        with pytest.raises(PluginError, match=r"fl-aaa 1\.0.*fl-bbb 1\.0|fl-bbb.*fl-aaa"):
+            manager.trace("silu_and_mul", policy=policy)
+    policy = SelectionPolicy(per_op_order={"gelu_and_mul": OpOrder.of(["vendor:aaa", "reference"])})
+    assert manager.trace("gelu_and_mul", policy=policy).selected is None
+
+
+def test_two_that_bring_nothing_else_fail(write: Write) -> None:
+    registry = OpRegistry()
+    plugins = load(registry, [write(SOUND, "aaa"), write(SOUND, "bbb")])
+    assert [plugin.status for plugin in plugins] == ["failed", "failed"]
+    assert dict(registry.snapshot().owners) == {}
+
+
+def test_leaving_one_of_two_out_settles_it(write: Write) -> None:
+    founds = [write(SOUND, "aaa"), write(SOUND, "bbb")]
+    first, second = load(OpRegistry(), founds, only=["fl-bbb"])
+    assert (first.status, second.status) == ("disabled", "ok")
+
+
+RESERVED = """
+def silu_and_mul(x):
+    return x
+
+@hookimpl
+def register_ops():
+    return [OpImpl("silu_and_mul", "{id}", BackendImplKind.REFERENCE, silu_and_mul)]
+"""
+
+
+def reserved(write: Write, impl_id: str, distribution: str) -> Found:
+    found = write(RESERVED.replace("{id}", impl_id), distribution.replace("-", "_"))
+    owner = Owner(found.owner.plugin, distribution, "1.0", f"/site/{distribution}")
+    return Found(owner, found.target, found.load)
+
+
+@pytest.mark.parametrize(
+    ("impl_id", "holder"),
+    [
+        ("reference.torch", "vllm-fl-reference"),
+        ("reference.mine", "vllm-fl-reference"),
+        ("Reference.Torch", "vllm-fl-reference"),
+        ("default.flagos", "vllm-fl-flaggems"),
+    ],
+)
+def test_a_reserved_id_is_its_holders_whatever_the_alphabet_says(
+    write: Write, impl_id: str, holder: str
+) -> None:
+    registry = OpRegistry()
+    squatter = reserved(write, impl_id, "aaa-squatter")
+    own = reserved(write, impl_id, holder.replace("-", "_"))
+    first, second = load(registry, [squatter, own])
+    assert (first.status, second.status) == ("failed", "ok")
+    assert holder in str(first.error) and "aaa-squatter 1.0" in str(first.error)
+    assert registry.snapshot().owners["silu_and_mul", impl_id] is second.owner
+    (alone,) = load(OpRegistry(), [squatter])
+    assert alone.status == "failed"
+
+
+def test_stock_is_nobodys(write: Write) -> None:
+    for distribution in ("aaa", "vllm-fl-core", "vllm-fl-reference"):
+        (plugin,) = load(OpRegistry(), [reserved(write, "stock.vllm", distribution)])
+        assert plugin.status == "failed"
+        assert "nobody's" in str(plugin.error)
+    impl = OpImpl("silu_and_mul", "stock.vllm", BackendImplKind.REFERENCE, lambda x: x)
+    with pytest.raises(PluginError, match="nobody's"):
+        OpRegistry().register_impl(impl)
+
+
+def test_a_script_may_use_any_other_id_in_its_own_registry() -> None:
+    registry = OpRegistry()
+    for impl_id in ("reference.torch", "default.flagos"):
+        registry.register_impl(
+            OpImpl("silu_and_mul", impl_id, BackendImplKind.REFERENCE, lambda x: x)
+        )
+    assert len(registry.snapshot().owners) == 2
+
+
+EVIL = [
+    "SystemExit(0)",
+    "GeneratorExit()",
+    "BaseException('PanicException')",
+    "asyncio.CancelledError()",
+    "StopIteration(3)",
+    "Mute()",
+    "PluginError('forged', plugin='another')",
+]
+EVIL_HEAD = """
+import asyncio
+from vllm_fl import DeviceProfile
+from vllm_fl.errors import PluginError
+
+class Mute(Exception):
+    def __str__(self):
+        raise SystemExit(0)
+    __repr__ = __str__
+
+def silu_and_mul(x):
+    return x
+
+def evil(*args):
+    raise {error}
+"""
+PLACES = {
+    "import": "evil()",
+    "register_ops": "@hookimpl\ndef register_ops():\n    evil()",
+    "generator": "@hookimpl\ndef register_ops():\n    evil()\n    yield",
+    "attention_backend": "@hookimpl\ndef attention_backend():\n    evil()",
+    "older form": "def register_builtins(registry):\n    evil()",
+    "attribute": "def __getattr__(name):\n    evil()",
+    "signature": (
+        "class Fn:\n    def __call__(self, x): return x\n"
+        "    __signature__ = property(evil)\n"
+        "@hookimpl\ndef register_ops():\n"
+        "    return [OpImpl('silu_and_mul', 'vendor.x', BackendImplKind.VENDOR, Fn(), 'x')]"
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("error", EVIL)
+def test_whatever_it_raises_at_load_costs_itself_only(write: Write, error: str, place: str) -> None:
+    broken = write(EVIL_HEAD.replace("{error}", error) + PLACES[place], "broken")
+    registry = OpRegistry()
+    first, second = load(registry, [broken, write(SOUND, "sound")])
+    assert (first.status, second.status) == ("failed", "ok")
+    assert first.error is not None
+    assert first.error.plugin == "broken" and "fl-broken 1.0" in str(first.error)
+    assert first.error.distribution == "fl-broken 1.0"
+
+
+@pytest.mark.parametrize("error", EVIL)
+def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
+    write: Write, error: str
+) -> None:
+    hooks = "".join(
+        f"@hookimpl\ndef {hook}({args}):\n    evil()\n"
+        for hook, args in (("policy", "platform"), ("device", ""), ("worker_start", "context"))
+    )
+    (plugin,) = load(OpRegistry(), [write(EVIL_HEAD.replace("{error}", error) + hooks)])
+    assert plugin.status == "ok"
+    _, errors = policy_files([plugin], "cpu")
+    with pytest.raises(PluginError) as device:
+        find_device([plugin])
+    with pytest.raises(VllmFLError) as worker:
+        start_in_worker([plugin], None)  # type: ignore[arg-type]
+    assert {errors["acme"].distribution, device.value.distribution} == {"fl-acme 1.0"}
+    for failure in (errors["acme"], device.value):
+        assert "fl-acme 1.0" in str(failure) and failure.plugin == "acme"
+    if "forged" not in error:  # an error of ours is for the user as it is
+        assert "fl-acme 1.0" in str(worker.value) and type(worker.value) is PluginError
+
+
+@pytest.mark.parametrize("error", EVIL)
+def test_whatever_a_probe_raises_is_a_negative_with_a_reason(write: Write, error: str) -> None:
+    source = EVIL_HEAD.replace("{error}", error) + (
+        "@hookimpl\ndef register_ops():\n"
+        "    return [OpImpl('silu_and_mul', 'vendor.x', BackendImplKind.VENDOR, silu_and_mul, 'x',"
+        " available=evil)]\n"
+        "@hookimpl\ndef device():\n"
+        "    return DeviceProfile('acme', 'a.P', 'a.W', detect=evil)\n"
+    )
+    plugin, registry = one(write(source))
+    impl = registry.snapshot().find("silu_and_mul", "vendor.x")
+    assert impl is not None and not impl.is_available()
+    assert error.partition("(")[0].rpartition(".")[2] in str(impl.availability())
+    assert find_device([plugin]) is None
+
+
+def test_a_probe_may_be_interrupted(write: Write) -> None:
+    impl = OpImpl(
+        "silu_and_mul", "vendor.x", BackendImplKind.VENDOR, print, "x", available=interrupt
+    )
+    with pytest.raises(KeyboardInterrupt):
+        impl.is_available()
+
+
+def interrupt() -> bool:
+    raise KeyboardInterrupt
+
+
+def test_an_endless_generator_ends(write: Write) -> None:
+    source = SOUND.replace("return [", "while True: yield ").replace('"acme")]', '"acme")')
+    error = failure(write(source))
+    assert "is it endless?" in str(error)
+
+
+def test_what_it_sets_is_undone_and_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    monkeypatch.setenv("VLLM_FL_STRICT", "1")
+    monkeypatch.delenv("USE_FLAGGEMS", raising=False)
+    source = """
+    import os
+    os.environ["VLLM_FL_PREFER"] = "flagos"
+    os.environ["ACME_OWN"] = "1"
+    del os.environ["VLLM_FL_STRICT"]
+
+    @hookimpl
+    def register_ops():
+        os.environ["USE_FLAGGEMS"] = "0"
+        return []
+    """
+    plugin, _ = one(write(source))
+    assert (os.environ["VLLM_FL_PREFER"], os.environ["VLLM_FL_STRICT"]) == ("vendor", "1")
+    assert "USE_FLAGGEMS" not in os.environ and os.environ.pop("ACME_OWN") == "1"
+    (remark,) = plugin.remarks
+    for word in ("fl-acme 1.0", "USE_FLAGGEMS", "VLLM_FL_PREFER", "VLLM_FL_STRICT"):
+        assert word in remark
+    assert "ACME_OWN" not in remark
+
+
+def test_a_foreign_name_forges_no_line(write: Write) -> None:
+    found = write("raise OSError('x\\nERROR forged')")
+    owner = Owner("\x1b[31mred\nERROR", "fl-acme\nERROR", "1.0")
+    (plugin,) = load(OpRegistry(), [Found(owner, found.target, found.load)])
+    assert str(plugin.error).isprintable()
+
+
+def test_it_declares_the_distributions_whose_kernels_it_runs(write: Write) -> None:
+    plugin, registry = one(write("KERNEL_DISTRIBUTIONS = ('acme-kernels',)\n" + SOUND))
+    assert plugin.owner.kernels == ("acme-kernels",)
+    assert registry.snapshot().owners["silu_and_mul", "vendor.acme"].kernels == ("acme-kernels",)
+    wrong = failure(write("KERNEL_DISTRIBUTIONS = 'acme-kernels'\n" + SOUND))
+    assert "expected a tuple" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("numba", "Did you mean 'vllm-fl-numba'?"),
+        ("vllm-fl-nunba", "Did you mean 'vllm-fl-numba'?"),
+        ("torchlike", "Did you mean 'vllm-fl-reference'?"),
+        ("zzz", "Installed are vllm-fl-numba, vllm-fl-reference."),
+    ],
+)
+def test_a_name_that_nobody_has_is_told_with_what_was_meant(name: str, words: str) -> None:
+    owners = [Owner("numba", "vllm-fl-numba"), Owner("torchlike", "vllm_fl_reference")]
+    (line,) = unmatched(owners, [name, "VLLM_FL.numba"])
+    assert repr(name) in line and words in line
+    assert unmatched(owners, None) == unmatched(owners, []) == ()
 
 
 @pytest.mark.parametrize(
@@ -372,6 +645,15 @@ def test_a_device_hook_that_fails_is_an_error(write: Write, source: str, words: 
     (plugin,) = load(OpRegistry(), [write(f"@hookimpl\ndef device():\n    {source}\n")])
     with pytest.raises(PluginError, match=words):
         find_device([plugin])
+
+
+def test_a_device_hook_that_fails_costs_itself_only_beside_one_that_is_here(
+    write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = write("@hookimpl\ndef device():\n    raise SystemExit('no driver')\n", "broken")
+    sound = write(DEVICE.format(name="acme", detected="True"), "acme")
+    profile = find_device(load(OpRegistry(), [broken, sound]))
+    assert profile is not None and profile.name == "acme"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def register_ops() -> Iterable[OpImpl]:  # type: ignore[empty-body]
 
     Called once per process, before the first call or before the engine's layers are built; a
     device may not exist yet, so look for it in `OpImpl.available`. All plugins' implementations
-    are candidates side by side; two with one (op, impl id) are an error that names both.
+    are candidates side by side; an (op, impl id) that two bring is loaded from neither.
 
     Example::
 

@@ -6,30 +6,64 @@ path. Each plugin has a plugin manager of its own, so that one that breaks costs
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import getattr_static
+from itertools import islice
 from types import ModuleType
 from typing import Any, Literal
 
 import pluggy
 
 from . import hookspecs
-from .dispatch.registry import OpRegistry, Owner, RegistrySnapshot
-from .dispatch.types import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults
-from .errors import PluginError
+from .breadcrumb import running
+from .dispatch.items import VARIABLES
+from .dispatch.logs import get_logger
+from .dispatch.registry import OpRegistry, Owner, RegistrySnapshot, reservation
+from .dispatch.types import (
+    AttentionImpl,
+    DeviceProfile,
+    OpImpl,
+    PolicyDefaults,
+    WorkerContext,
+    WorkerReport,
+)
+from .errors import PluginError, VllmFLError
 from .hookspecs import HOOK_API, PROJECT
 from .installed import canonical, entry_points
+from .text import clean, quote
 
-__all__ = ["GROUP", "Plugin", "canonical", "discover", "find_device", "identity", "load", "rivals"]
+__all__ = [
+    "GROUP",
+    "Plugin",
+    "call_hook",
+    "canonical",
+    "contained",
+    "discover",
+    "find_device",
+    "identity",
+    "load",
+    "rivals",
+    "start_in_worker",
+    "unmatched",
+]
+
+log = get_logger("plugins")
 
 GROUP = "vllm_fl.plugin"
 OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
 CORE = "vllm-fl-core"
 ENGINE_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
+LOAD_FAILED = "The other plugins work; reinstall it, or leave it out with VLLM_FL_PLUGINS."
+
+MOST = 10_000
+"""Implementations of one plugin; a generator that gives more never ends."""
+
+Status = Literal["ok", "partial", "failed", "disabled"]
 
 
 @dataclass(frozen=True)
@@ -39,24 +73,32 @@ class Plugin:
     Args:
         owner: its entry point's name, distribution, version and path.
         target: what the entry point points at (`acme.plugin`).
-        status: `ok`, `failed`, or `disabled` (VLLM_FL_PLUGINS leaves it out).
+        status: `ok`, `partial` (ids that are not its own were refused, the rest is loaded),
+            `failed`, or `disabled` (VLLM_FL_PLUGINS leaves it out).
         hooks: the hooks that it implements; `register_builtins` is the older form.
         claims: the impl ids that it brought, or tried to bring.
-        error: why it failed.
-        manager: its hooks, to be called; None unless it is ok and has hooks.
+        error: why it failed, or what was refused.
+        manager: its hooks, to be called; None unless it is loaded and has hooks.
+        remarks: what it did that is the user's to do and was undone, one sentence each.
+        lost: the (op, id)s that were refused to one that is `partial`.
     """
 
     owner: Owner
     target: str
-    status: Literal["ok", "failed", "disabled"]
+    status: Status
     hooks: tuple[str, ...] = ()
     claims: tuple[str, ...] = ()
     error: PluginError | None = None
     manager: pluggy.PluginManager | None = None
+    remarks: tuple[str, ...] = ()
+    lost: tuple[tuple[str, str], ...] = ()
 
-    def may_bring(self, name: str) -> bool:
-        """Whether an impl id or vendor called `name` would have come from this plugin."""
+    def may_bring(self, name: str, op: str | None = None) -> bool:
+        """Whether an impl id or vendor called `name` would have come from this plugin, for `op`."""
         vendor = name.removeprefix("vendor.")
+        if self.status == "partial":  # what it brings is known
+            ids = (name, f"vendor.{vendor}")
+            return any(i in ids and op in (None, of) for of, i in self.lost)
         return name in self.claims or vendor in re.split(
             r"[-_.]", f"{self.owner.plugin}-{self.owner.distribution or ''}"
         )
@@ -106,56 +148,266 @@ def load(
 ) -> tuple[Plugin, ...]:
     """Load plugins into `registry`, each behind its own wall.
 
+    An (op, id) that two of them claim, or that is reserved for another one, is loaded from nobody
+    but the one that it is reserved for; their other implementations stay.
+
     Args:
         registry: what they register into. A plugin that fails leaves nothing in it.
         found: the plugins, in the order in which they are loaded.
         only: the distributions to load, beside the modules that were named; None loads all.
     """
     names = None if only is None else {canonical(name) for name in only}
-    plugins = []
+    brought: list[tuple[Plugin, list[Any]]] = []
     for candidate in found:
         owner = candidate.owner
         # A module has no distribution: VLLM_FL_PLUGIN_MODULES has asked for it by name already.
         if names is not None and owner.distribution and canonical(owner.distribution) not in names:
-            plugins.append(Plugin(owner, candidate.target, "disabled"))
-            continue
-        plugins.append(_load_one(registry, candidate))
-    return tuple(plugins)
-
-
-def _load_one(registry: OpRegistry, found: Found) -> Plugin:
-    owner = found.owner
-    hooks: tuple[str, ...] = ()
-    claims: list[str] = []
-    try:
-        plugin = found.load()
-        hooks, old_form = _forms(plugin)
-        _check_api(plugin)
-        manager = None
-        if old_form is not None:
-            impls = _run_old_form(old_form, registry)
+            brought.append((Plugin(owner, candidate.target, "disabled"), []))
         else:
-            manager = pluggy.PluginManager(PROJECT)
-            manager.add_hookspecs(hookspecs)
-            manager.register(plugin, name=str(owner))
-            manager.check_pending()
-            impls = [*_results(manager, "register_ops"), *_results(manager, "attention_backend")]
-        claims += [getattr(impl, "impl_id", repr(impl)) for impl in impls]
-        registry.register_many(impls, owner)
-        return Plugin(owner, found.target, "ok", hooks, tuple(claims), None, manager)
-    except PluginError as error:
-        return Plugin(owner, found.target, "failed", hooks, tuple(claims), error)
-    # A plugin may do anything while it is imported, SystemExit included; only an interrupt is ours.
-    except (Exception, SystemExit) as error:
-        failure = PluginError(
-            f"Plugin {owner.plugin!r} of {owner} failed: {type(error).__name__}: {error}. "
-            "The other plugins work; reinstall it, or leave it out with VLLM_FL_PLUGINS.",
+            brought.append(_bring(candidate, registry))
+    claims: dict[tuple[str, str], list[Owner]] = {}
+    for plugin, impls in brought:
+        for key in dict.fromkeys(map(_key, impls)):
+            if key is not None:
+                claims.setdefault(key, []).append(plugin.owner)
+    return tuple(
+        _register(registry, plugin, impls, claims) if plugin.status == "ok" else plugin
+        for plugin, impls in brought
+    )
+
+
+BARRED: dict[str, str] = {}
+"""Whose code ended a process of this command before -> how; it is not run again."""
+
+
+def _whose(owner: Owner) -> str:
+    return clean(f"plugin {owner.plugin!r} of {owner.label}")
+
+
+class contained:
+    """Run a plugin's code: whatever it raises becomes one `PluginError` that says whose it is.
+
+    Only an interrupt is the user's. While the code runs it is noted (`breadcrumb.running`).
+
+    Args:
+        owner: whose code runs.
+        what: which part of it, for the error and the log: `the import`, `its policy hook`.
+        consequence: what follows from a failure and what to do; one or two sentences.
+    """
+
+    # No generator: contextlib lets a StopIteration pass that a generator turns into a RuntimeError.
+    def __init__(self, owner: Owner, what: str, consequence: str) -> None:
+        self.owner, self.what, self.consequence = owner, what, consequence
+        self.running = running(f"{what.replace('its', 'the')} of {_whose(owner)}")
+
+    def __enter__(self) -> None:
+        self.running.__enter__()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> Literal[False]:
+        self.running.__exit__(None, None, None)
+        if error is None or isinstance(error, KeyboardInterrupt):
+            return False
+        owner = self.owner
+        part = f": {self.what} failed" if self.what.startswith("its") else " failed"
+        raise PluginError(
+            f"Plugin {clean(owner.plugin)!r} of {clean(str(owner))}{part}: {quote(error)}. "
+            f"{self.consequence}",
             plugin=owner.plugin,
             distribution=f"{owner.distribution} {owner.version}" if owner.distribution else None,
             op=_op_of(error),
             cause=error,
+        ) from error
+
+
+def call_hook(
+    plugin: Plugin, hook: str, kind: type, consequence: str, **arguments: object
+) -> list[Any]:
+    """What a plugin's hook returns, without None: at most one value of type `kind`.
+
+    Raises:
+        PluginError: it raised anything at all, or returned something else.
+    """
+    if plugin.manager is None or hook not in plugin.hooks:
+        return []
+    with contained(plugin.owner, f"its {hook} hook", consequence):
+        results = getattr(plugin.manager.hook, hook)(**arguments)
+        for result in results:
+            if not isinstance(result, kind):
+                raise TypeError(f"{hook} returned {result!r}; expected {kind.__name__} or None")
+    return list(results)
+
+
+def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
+    """Import one plugin and ask it for its implementations; nothing is registered yet."""
+    owner = found.owner
+    hooks: tuple[str, ...] = ()
+    impls: list[Any] = []
+    manager = None
+    before = _variables()
+    try:
+        if (ended := BARRED.get(_whose(owner))) is not None:
+            raise PluginError(
+                f"Plugin {clean(owner.plugin)!r} of {clean(str(owner))} failed: {ended}. "
+                f"{LOAD_FAILED}",
+                plugin=owner.plugin,
+                distribution=owner.name if owner.distribution else None,
+            )
+        with contained(owner, "the import", LOAD_FAILED):
+            plugin = found.load()
+            hooks, old_form = _forms(plugin)
+            _check_api(plugin)
+            owner = replace(owner, kernels=_kernels(plugin))
+        with contained(owner, "the registration", LOAD_FAILED):
+            if old_form is not None:
+                impls = _run_old_form(old_form, registry)
+            else:
+                manager = pluggy.PluginManager(PROJECT)
+                manager.add_hookspecs(hookspecs)
+                manager.register(plugin, name=str(owner))
+                manager.check_pending()
+                for hook in ("register_ops", "attention_backend"):
+                    impls += _results(manager, hook)
+    except PluginError as error:
+        return Plugin(
+            owner, found.target, "failed", hooks, error=error, remarks=_undo(before, owner)
+        ), []
+    return Plugin(
+        owner, found.target, "ok", hooks, manager=manager, remarks=_undo(before, owner)
+    ), impls
+
+
+def _register(
+    registry: OpRegistry,
+    plugin: Plugin,
+    impls: list[Any],
+    claims: Mapping[tuple[str, str], Sequence[Owner]],
+) -> Plugin:
+    """Register what one plugin brings, without the ids that are not its own."""
+    owner = plugin.owner
+    kept, lost = [], {}
+    for impl in impls:
+        key = _key(impl)
+        why = "" if key is None else _not_its_own(key, owner, claims[key])
+        if key is None or not why:
+            kept.append(impl)
+        else:
+            lost[key] = why
+    claimed = tuple(dict.fromkeys(key[1] for key in map(_key, impls) if key is not None))
+    error = None
+    if lost:
+        (op, impl_id), _ = next(iter(lost.items()))
+        error = PluginError(
+            f"Plugin {clean(owner.plugin)!r} of {clean(str(owner))}: not loaded: "
+            + "; ".join(f"{o} implementation {i!r}: {why}" for (o, i), why in lost.items())
+            + ". What else it brings is loaded.",
+            op=op,
+            impl=impl_id,
+            plugin=owner.plugin,
+            distribution=f"{owner.distribution} {owner.version}" if owner.distribution else None,
         )
-        return Plugin(owner, found.target, "failed", hooks, tuple(claims), failure)
+    try:
+        with contained(owner, "the registration", LOAD_FAILED):
+            try:
+                registry.register_many(kept, owner)
+            except PluginError as refused:
+                if refused.plugin != owner.plugin:
+                    raise  # from code of the plugin's that was asked for its parameters
+                # The registry's own: it says whose it is.
+                return replace(plugin, status="failed", claims=claimed, error=refused, manager=None)
+    except PluginError as failed:
+        return replace(plugin, status="failed", claims=claimed, error=failed, manager=None)
+    status: Status = "ok" if error is None else "partial" if kept else "failed"
+    return replace(
+        plugin,
+        status=status,
+        claims=claimed,
+        error=error,
+        manager=plugin.manager if status != "failed" else None,
+        lost=tuple(lost),
+    )
+
+
+def _key(impl: object) -> tuple[str, str] | None:
+    if isinstance(impl, OpImpl | AttentionImpl) and isinstance(impl.op_name, str):
+        return impl.op_name, impl.impl_id
+    return None  # the registry refuses it, by name
+
+
+def _not_its_own(key: tuple[str, str], owner: Owner, claimants: Sequence[Owner]) -> str:
+    """Why `owner` may not bring this (op, id); empty when it may."""
+    barred = reservation(key[1], owner)
+    if barred:
+        return f"{barred}; leave {owner.name} out with VLLM_FL_PLUGINS, or uninstall it"
+    others = [other for other in claimants if other != owner and not reservation(key[1], other)]
+    if not others:
+        return ""
+    holders = [other for other in (owner, *others) if _holds(key[1], other)]
+    if owner in holders:
+        return ""
+    named = ", ".join(clean(str(other)) for other in holders or others)
+    ending = "it is loaded from there" if holders else "it is loaded from none of them"
+    return (
+        f"{named} claims it too, and {ending}; uninstall all but one, or name the ones to load in "
+        "VLLM_FL_PLUGINS"
+    )
+
+
+def _holds(impl_id: str, owner: Owner) -> bool:
+    """Whether the id is reserved for this very distribution."""
+    stranger = Owner("", distribution="(nobody)")
+    return owner.distribution is not None and bool(reservation(impl_id, stranger))
+
+
+def _variables() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k in VARIABLES or k.startswith("VLLM_FL_")}
+
+
+def _undo(before: Mapping[str, str], owner: Owner) -> tuple[str, ...]:
+    """Take back what a plugin did to the settings' variables: they are the user's."""
+    after = _variables()
+    changed = sorted(k for k in {*before, *after} if before.get(k) != after.get(k))
+    for name in changed:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    if not changed:
+        return ()
+    return (
+        f"Plugin {clean(owner.plugin)!r} of {clean(owner.name)} set "
+        f"{', '.join(map(clean, changed))} while it was loaded; that was undone: these "
+        "variables are the user's. A plugin ships its settings by the policy hook.",
+    )
+
+
+def _kernels(plugin: object) -> tuple[str, ...]:
+    """The distributions that a plugin says its implementations run the code of."""
+    names = getattr(plugin, "KERNEL_DISTRIBUTIONS", ())
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"its KERNEL_DISTRIBUTIONS is {names!r}; expected a tuple of distributions' names"
+        )
+    return tuple(names)
+
+
+def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
+    """One sentence for each name in VLLM_FL_PLUGINS that no installed plugin's distribution has."""
+    known = {canonical(o.distribution): o for o in owners if o.distribution}
+    told = []
+    for name in only or ():
+        wanted = canonical(name)
+        if wanted in known:
+            continue
+        meant = [d for d, o in known.items() if canonical(o.plugin) == wanted]
+        meant += [d for d in known if d.removeprefix("vllm-fl-") == wanted.removeprefix("vllm-fl-")]
+        meant += difflib.get_close_matches(wanted, known, n=1)
+        suggestion = f" Did you mean {meant[0]!r}?" if meant else ""
+        told.append(
+            f"VLLM_FL_PLUGINS names {name!r}, which is no installed distribution with a plugin: it "
+            f"loads nothing.{suggestion} Installed are {', '.join(sorted(known)) or 'none'}."
+        )
+    return tuple(told)
 
 
 def _forms(plugin: object) -> tuple[tuple[str, ...], Callable[[Any], object] | None]:
@@ -202,7 +454,9 @@ def _results(manager: pluggy.PluginManager, hook: str) -> list[OpImpl | Attentio
                 f"{hook} returned {type(result).__name__}; expected an iterable of "
                 f"{'OpImpl' if hook == 'register_ops' else 'AttentionImpl'}"
             )
-        impls += result
+        impls += islice(result, MOST - len(impls) + 1)
+        if len(impls) > MOST:
+            raise ValueError(f"{hook} returned more than {MOST} implementations: is it endless?")
     return impls
 
 
@@ -265,50 +519,57 @@ def policy_files(
     """
     files: list[tuple[str, Any]] = []
     errors: dict[str, PluginError] = {}
+    kept = "Its implementations are kept, its settings not."
     for plugin in plugins:
-        if plugin.manager is None:
-            continue
         try:
-            for defaults in plugin.manager.hook.policy(platform=platform):
-                if not isinstance(defaults, PolicyDefaults):
-                    raise TypeError(f"policy returned {defaults!r}; expected PolicyDefaults")
-                files.append((plugin.owner.name, defaults.path))
-        except Exception as error:
-            errors[plugin.owner.plugin] = PluginError(
-                f"Plugin {plugin.owner.plugin!r} of {plugin.owner}: its policy hook failed: "
-                f"{type(error).__name__}: {error}. Its implementations are kept, its settings not.",
-                plugin=plugin.owner.plugin,
-                distribution=str(plugin.owner.distribution),
-                cause=error,
-            )
+            found = call_hook(plugin, "policy", PolicyDefaults, kept, platform=platform)
+        except PluginError as error:
+            errors[plugin.owner.plugin] = error
+        else:
+            files += [(plugin.owner.name, defaults.path) for defaults in found]
     return files, errors
 
 
-def devices(plugins: Sequence[Plugin]) -> list[tuple[Owner, DeviceProfile]]:
-    """The hardware that plugins bring, each with who brings it.
+def devices(
+    plugins: Sequence[Plugin],
+) -> tuple[list[tuple[Owner, DeviceProfile]], list[PluginError]]:
+    """The hardware that plugins bring, each with who brings it; and the errors of those that
+    failed to say."""
+    found: list[tuple[Owner, DeviceProfile]] = []
+    errors = []
+    todo = "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
+    for plugin in plugins:
+        try:
+            profiles = call_hook(plugin, "device", DeviceProfile, todo)
+        except PluginError as error:
+            errors.append(error)
+        else:
+            found += [(plugin.owner, profile) for profile in profiles]
+    return found, errors
+
+
+def start_in_worker(
+    plugins: Sequence[Plugin], context: WorkerContext
+) -> dict[str, tuple[Plugin, WorkerReport]]:
+    """Run the plugins' `worker_start` hooks; distribution -> its plugin and what it reports.
 
     Raises:
-        PluginError: a device hook failed; without it the engine would run elsewhere unnoticed.
+        PluginError: one failed: a half-made set-up must not serve.
+        VllmFLError: what a plugin raised of ours, as for a setting that only it can check.
     """
-    found = []
+    reports = {}
+    todo = "Leave it out with VLLM_FL_PLUGINS, or set what it asks for."
     for plugin in plugins:
-        if plugin.manager is None:
-            continue
         try:
-            for profile in plugin.manager.hook.device():
-                if not isinstance(profile, DeviceProfile):
-                    raise TypeError(f"device returned {profile!r}; expected DeviceProfile or None")
-                found.append((plugin.owner, profile))
-        except Exception as error:
-            raise PluginError(
-                f"Plugin {plugin.owner.plugin!r} of {plugin.owner}: its device hook failed: "
-                f"{type(error).__name__}: {error}. Reinstall it, or leave it out with "
-                "VLLM_FL_PLUGINS.",
-                plugin=plugin.owner.plugin,
-                distribution=str(plugin.owner.distribution),
-                cause=error,
-            ) from error
-    return found
+            for report in call_hook(plugin, "worker_start", WorkerReport, todo, context=context):
+                with contained(plugin.owner, "its worker_start report", todo):
+                    plain = WorkerReport(tuple(map(str, report.lines)), dict(report.facts))
+                reports[plugin.owner.label] = (plugin, plain)
+        except PluginError as error:
+            if isinstance(error.cause, VllmFLError):
+                raise error.cause from None
+            raise
+    return reports
 
 
 def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DeviceProfile | None:
@@ -319,9 +580,10 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
         name: the platform that the user forced: the device of that name and no other.
 
     Raises:
-        PluginError: several claim the machine, or the forced one says that it is not there.
+        PluginError: several claim the machine; the forced one says that it is not there; or none
+            was found and a plugin's device hook failed: the engine would run elsewhere unnoticed.
     """
-    known = devices(plugins)
+    known, errors = devices(plugins)
     if name is not None:
         known = [(owner, profile) for owner, profile in known if profile.name == name]
     verdicts = [(owner, profile, profile.detection()) for owner, profile in known]
@@ -342,6 +604,10 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
             plugin=owner.plugin,
             distribution=str(owner.distribution),
         )
+    if not found and errors:
+        raise errors[0]
+    for error in errors:  # another one's device is here, so that this costs itself only
+        log.error("%s", error)
     return found[0][1] if found else None
 
 

@@ -59,8 +59,11 @@ Distribution = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """No setting of the caller's, and nothing of another test's, is seen."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     for name in list(os.environ):
         if name.startswith(LEAKS):
             monkeypatch.delenv(name)
@@ -72,7 +75,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def fl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def fl(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """`fl("explain", "rms_norm", VLLM_FL_PREFER="vendor")`: the command with these variables."""
 
     def run(*args: str, **variables: str) -> Done:
@@ -80,12 +83,12 @@ def fl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> C
             for name, value in variables.items():
                 patch.setenv(name, value)
             reset_default_manager()
-            capsys.readouterr()
+            capfd.readouterr()
             try:
                 status = main(args)
             except SystemExit as end:  # argparse
                 status = int(end.code or 0)
-        return Done(status, *capsys.readouterr())
+        return Done(status, *capfd.readouterr())
 
     return run
 

@@ -445,3 +445,95 @@ class TestBrokenEnvironment:
         first, second = contained("c", breaks)
         assert first is sound
         assert "metadata is gone" in second.why
+
+
+class TestContainment:
+    def test_one_that_ends_the_process_is_named_and_the_rest_is_looked_at(
+        self, fl: Command, plugin: Plugin
+    ) -> None:
+        plugin(FOUR)
+        name = plugin("import os\nos._exit(0)")
+        done = fl("doctor", "--json")
+        (finding,) = found(done, "plugins")
+        assert name in finding["what"] and "ended the process with status 0" in finding["why"]
+        assert done.json()["facts"]["python"]
+        assert not found(done, "ops")
+
+    def test_an_availability_check_that_ends_the_process(self, fl: Command, plugin: Plugin) -> None:
+        plugin(
+            "import os\n@hookimpl\ndef register_ops():\n"
+            "    return [vendor('acme', available=lambda: os._exit(0))]\n"
+        )
+        (finding,) = found(fl("doctor", "--json"), "plugins")
+        assert "the availability check of silu_and_mul=vendor.acme" in finding["why"]
+
+    def test_a_process_that_was_ended_earlier(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR)
+        code = (
+            "import os\nfrom vllm_fl.breadcrumb import running\n"
+            "with running(\"the first run of 'vendor.acme' of vllm-fl-acme 1.0\"): os.abort()"
+        )
+        subprocess.run([sys.executable, "-c", code], check=False)
+        for _ in range(2):  # to look does not forget
+            (finding,) = found(fl("doctor", "--json"), "ended")
+            assert "the first run of 'vendor.acme' of vllm-fl-acme 1.0" in finding["what"]
+            assert "rm " in finding["todo"]
+
+    def test_a_broken_setting_does_not_lift_the_allow_list(
+        self, fl: Command, distribution: Distribution, tmp_path: Path
+    ) -> None:
+        site = distribution("fl-evil", entry_points="[vllm_fl.plugin]\nevil = evil_plugin\n")
+        trace = tmp_path / "trace"
+        (site / "evil_plugin.py").write_text(f"open({str(trace)!r}, 'w')")
+        for wrong in (
+            {"VLLM_FL_PREFER_ENABLED": "maybe", "VLLM_FL_PLUGINS": ""},
+            {"VLLM_FL_LOG_LEVEL": "LOUD", "VLLM_FL_PLUGINS": "fl-other"},
+            {"VLLM_FL_PLUGINS": "a b"},
+        ):
+            assert found(fl("doctor", "--json", **wrong), "settings")
+            assert not trace.exists(), wrong
+
+    def test_a_settings_file_that_everybody_may_write(
+        self, fl: Command, plugin: Plugin, tmp_path: Path
+    ) -> None:
+        plugin(FOUR)
+        file = tmp_path / "mine.yaml"
+        file.write_text("prefer: vendor\n")
+        file.chmod(0o666)
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_CONFIG=str(file)), "settings")
+        assert "every user of this machine" in finding["what"]
+        assert finding["todo"] == f"chmod o-w {file}"
+        file.chmod(0o644)
+        assert not found(fl("doctor", "--json", VLLM_FL_CONFIG=str(file)), "settings")
+
+    def test_one_distribution_with_two_versions(
+        self, fl: Command, plugin: Plugin, distribution: Distribution
+    ) -> None:
+        plugin(FOUR)
+        site = distribution("vllm-fl-acme", "1.0")
+        folder = site / "vllm_fl_acme-2.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: vllm-fl-acme\nVersion: 2.0\n"
+        )
+        findings = found(fl("doctor", "--json"), "owners")
+        (finding,) = [f for f in findings if "vllm-fl-acme" in f["what"]]
+        assert "1.0" in finding["what"] and "2.0" in finding["what"]
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("vllm_fl_prefer", "VLLM_FL_PREFER"),
+            ("VLLMFL_PREFER", "VLLM_FL_PREFER"),
+            ("VLLMFL_STRCT", "VLLM_FL_STRICT"),
+            ("USE_FLAGGEM", "USE_FLAGGEMS"),
+            ("use_flaggems", "USE_FLAGGEMS"),
+            ("VLLM_FL_PERFER", "VLLM_FL_PREFER"),
+        ],
+    )
+    def test_a_variable_that_was_misspelt(
+        self, fl: Command, plugin: Plugin, name: str, meant: str
+    ) -> None:
+        plugin(FOUR)
+        (finding,) = found(fl("doctor", "--json", **{name: "vendor"}), "settings")
+        assert name in finding["what"] and repr(meant) in finding["what"]

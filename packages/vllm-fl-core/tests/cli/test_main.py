@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 from conftest import Command, Plugin
@@ -93,3 +95,18 @@ def test_the_version(fl: Command) -> None:
     done = fl("--version")
     assert done.status == 0
     assert re.fullmatch(r"vllm-fl: vllm-fl-core \d+\.\d+\S* from /.*/vllm_fl\n", done.out)
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_fl.cli", "policy", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "vllm-fl: the answer cannot be written: No space left on device"
+    ]

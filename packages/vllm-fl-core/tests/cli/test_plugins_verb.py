@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from conftest import Command, Distribution, Plugin
+import pytest
+from conftest import SOUND, Command, Distribution, Plugin
+
+from vllm_fl import breadcrumb
+from vllm_fl.cli import _child
 
 
 def test_a_sound_plugin(fl: Command, plugin: Plugin) -> None:
@@ -33,3 +37,75 @@ def test_another_owner_of_our_name_is_a_finding(fl: Command, distribution: Distr
     assert done.status == 1
     (line,) = done.json()["rivals"]
     assert "pip uninstall -y vllm-plugin-FL" in line
+
+
+ENDS = {
+    "at import": "os._exit(0)",
+    "at import, by a signal": "os.kill(os.getpid(), 9)",
+    "in a hook": "@hookimpl\ndef register_ops():\n    os._exit(0)",
+    "in another process": "if os.fork() == 0: time.sleep(5); os._exit(0)\nos._exit(3)",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_one_that_ends_the_process_is_a_named_finding(
+    fl: Command, plugin: Plugin, how: str
+) -> None:
+    sound = plugin()
+    lethal = plugin("import os, time\n" + ENDS[how])
+    done = fl("plugins", "--json")
+    assert done.status == 1
+    rows = {row["name"]: row for row in done.json()["plugins"] if row["status"] != "disabled"}
+    assert rows[sound]["status"] == "ok"
+    assert rows[lethal]["status"] == "failed"
+    assert "ended the process" in rows[lethal]["error"] and lethal in rows[lethal]["error"]
+    plain = fl("plugins")
+    assert plain.status == 1 and "ended the process" in plain.err
+
+
+def test_one_that_never_comes_back_is_a_named_finding(
+    fl: Command, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_child, "PATIENCE", 0.5)
+    monkeypatch.setattr(breadcrumb, "SLOW", 0.1)
+    name = plugin("import time\ntime.sleep(600)")
+    done = fl("plugins", "--json")
+    (row,) = [row for row in done.json()["plugins"] if row["status"] == "failed"]
+    assert row["name"] == name and "did not come back within" in row["error"]
+    assert "the import of plugin" in done.err and "has been running for" in done.err
+
+
+def test_a_name_that_matches_nothing(fl: Command, distribution: Distribution) -> None:
+    distribution("vllm-fl-numba", entry_points="[vllm_fl.plugin]\nnumba = no_such_module\n")
+    done = fl("plugins", "--json", VLLM_FL_PLUGINS="numba")
+    assert done.status == 1
+    (warning,) = done.json()["warnings"]
+    assert "'numba'" in warning and "Did you mean 'vllm-fl-numba'?" in warning
+    assert "Did you mean" in fl("plugins", VLLM_FL_PLUGINS="numba").err
+
+
+def test_what_a_plugin_sets_is_named_and_not_obeyed(fl: Command, plugin: Plugin) -> None:
+    name = plugin("import os\nos.environ['VLLM_FL_PREFER'] = 'reference'\n" + SOUND)
+    done = fl("plugins", "--json")
+    assert done.status == 1
+    (warning,) = done.json()["warnings"]
+    assert name in warning and "VLLM_FL_PREFER" in warning
+    (prefer,) = [s for s in fl("policy", "--json").json()["settings"] if s["key"] == "prefer"]
+    assert (prefer["value"], prefer["origin"]) == ("flagos", "default")
+
+
+def test_no_secret_and_no_escape_sequence_is_printed(fl: Command, plugin: Plugin) -> None:
+    plugin("raise OSError('cannot log in with s3cr3tpg \\x1b[31m\\nERROR forged')")
+    for verb in ("plugins", "ops", "policy", "doctor"):
+        done = fl(verb, PGPASSWORD="s3cr3tpg")
+        said = done.out + done.err
+        assert "s3cr3tpg" not in said and "\x1b" not in said, verb
+        assert not any(line.startswith("ERROR forged") for line in said.splitlines()), verb
+        assert "s3cr3tpg" not in fl(verb, "--json", PGPASSWORD="s3cr3tpg").out, verb
+
+
+def test_an_escape_sequence_in_a_disabled_plugins_name(
+    fl: Command, distribution: Distribution
+) -> None:
+    distribution("acme", entry_points="[vllm_fl.plugin]\n\x1b]0;owned\x07 = acme\n")
+    assert "\x1b" not in fl("plugins", VLLM_FL_PLUGINS="").out

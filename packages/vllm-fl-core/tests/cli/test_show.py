@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_fl.cli._secrets import is_secret, scrub
 from vllm_fl.cli._show import print_json, print_table
+from vllm_fl.text import is_secret, scrub
 
 HEADINGS = ("implementation", "distribution", "reason")
 ROWS = [

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from vllm_fl.dispatch import OpManager, OpRegistry
+from vllm_fl.dispatch import digest as digest_module
 from vllm_fl.dispatch.config import load_settings
-from vllm_fl.dispatch.digest import digest, fingerprint
+from vllm_fl.dispatch.digest import UNKNOWN, _code_of, code_of, digest, fingerprint
 from vllm_fl.dispatch.plan import Plan, make_plan
 from vllm_fl.dispatch.registry import Owner
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
@@ -31,15 +35,31 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def digest_of(module: ModuleType, mode: str = "eager", version: str = "1.0", **env: str) -> str:
+def digest_of(
+    module: ModuleType,
+    mode: str = "eager",
+    version: str = "1.0",
+    owner: Owner | None = None,
+    **env: str,
+) -> str:
+    return digest(fingerprint(*plan_of(module, mode, version, owner, **env)))
+
+
+def plan_of(
+    module: ModuleType,
+    mode: str = "eager",
+    version: str = "1.0",
+    owner: Owner | None = None,
+    **env: str,
+) -> tuple[Plan, Mapping[tuple[str, str], Owner]]:
     registry = OpRegistry()
-    owner = Owner("acme", "fl-acme", version)
+    owner = owner or Owner("acme", "fl-acme", version)
     impl = OpImpl(
         "silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, module.silu_and_mul, "acme"
     )
     registry.register_many([impl], owner)
     plan: Plan = make_plan(OpManager(registry), mode, load_settings(env))  # type: ignore[arg-type]
-    return digest(fingerprint(plan, registry.snapshot().owners))
+    return plan, registry.snapshot().owners
 
 
 def test_the_same_plan_has_the_same_digest_in_another_process(kernel: Path) -> None:
@@ -86,3 +106,120 @@ def test_an_edited_implementation_has_another_digest(kernel: Path) -> None:
         assert digest_of(importlib.import_module("digest_kernel")) != before
     finally:
         sys.path.remove(str(edited.parent))
+
+
+class TestCode:
+    """A distribution that is installed by its RECORD, as pip writes it."""
+
+    @pytest.fixture
+    def site(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        site = tmp_path / "site"
+        package = site / "acme_kernels"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("from .helper import FACTOR\n")
+        (package / "helper.py").write_text("FACTOR = 1\n")
+        (package / "lib.so").write_bytes(b"\x7fELF one")
+        (package / "__init__.cpython-311.pyc").write_bytes(b"byte code")
+        info = site / "acme_kernels-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\n")
+        self.record(site)
+        monkeypatch.syspath_prepend(str(site))
+        _code_of.cache_clear()
+        return site
+
+    @staticmethod
+    def record(site: Path, **known: str) -> None:
+        files = [p.relative_to(site).as_posix() for p in site.rglob("*") if p.is_file()]
+        rows = [f"{name},{known.get(Path(name).stem, 'sha256=x')},1" for name in sorted(files)]
+        (site / "acme_kernels-1.0.dist-info" / "RECORD").write_text("\n".join(rows) + "\n")
+
+    @staticmethod
+    def code() -> str:
+        _code_of.cache_clear()
+        return code_of("acme-kernels", "acme_kernels")
+
+    @pytest.mark.parametrize(
+        ("file", "content"),
+        [("helper.py", b"FACTOR = 2\n"), ("lib.so", b"\x7fELF two"), ("__init__.py", b"")],
+    )
+    def test_every_file_counts(self, site: Path, file: str, content: bytes) -> None:
+        before = self.code()
+        assert len(before) == 16 and self.code() == before
+        (site / "acme_kernels" / file).write_bytes(content)
+        assert self.code() != before
+
+    def test_byte_code_and_metadata_do_not(self, site: Path) -> None:
+        before = self.code()
+        (site / "acme_kernels" / "__init__.cpython-311.pyc").write_bytes(b"other byte code")
+        (site / "acme_kernels-1.0.dist-info" / "INSTALLER").write_text("pip")
+        self.record(site)
+        assert self.code() == before
+
+    def test_the_same_code_elsewhere_is_the_same(self, site: Path, tmp_path: Path) -> None:
+        before = self.code()
+        other = tmp_path / "other"
+        shutil.copytree(site, other)
+        sys.path.remove(str(site))
+        sys.path.insert(0, str(other))
+        try:
+            assert self.code() == before
+        finally:
+            sys.path.remove(str(other))
+            sys.path.insert(0, str(site))
+
+    def test_a_large_file_is_known_by_its_record(
+        self, site: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(digest_module, "LARGE", 4)
+        self.record(site, lib="sha256=one")
+        before = self.code()
+        (site / "acme_kernels" / "lib.so").write_bytes(b"\x7fELF two")
+        assert self.code() == before
+        self.record(site, lib="sha256=two")
+        assert self.code() != before
+
+    def test_a_link_to_sources_is_walked(self, site: Path) -> None:
+        url = site / "acme_kernels-1.0.dist-info" / "direct_url.json"
+        url.write_text(json.dumps({"url": "file:///src", "dir_info": {"editable": True}}))
+        before = self.code()
+        (site / "acme_kernels" / "new.py").write_text("x = 1\n")  # not in RECORD
+        assert self.code() != before
+
+    def test_an_archive_counts_by_its_content(
+        self, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delitem(sys.modules, "acme_kernels", raising=False)
+        sys.path.remove(str(site))
+        archive = tmp_path / "acme.zip"
+        seen = set()
+        for factor in "12":
+            (site / "acme_kernels" / "helper.py").write_text(f"FACTOR = {factor}\n")
+            archive.unlink(missing_ok=True)
+            with zipfile.ZipFile(archive, "w") as made:
+                for path in sorted(site.rglob("*")):
+                    made.write(path, path.relative_to(site))
+            sys.path.insert(0, str(archive))
+            importlib.invalidate_caches()
+            try:
+                seen.add(self.code())
+            finally:
+                sys.path.remove(str(archive))
+        sys.path.insert(0, str(site))
+        assert len(seen) == 2 and UNKNOWN not in seen
+
+    def test_the_kernels_that_a_plugin_declares_are_in_the_plans_digest(
+        self, site: Path, kernel: Path
+    ) -> None:
+        module = importlib.import_module("digest_kernel")
+        owner = Owner("acme", "fl-acme", "1.0", kernels=("acme-kernels",))
+        before = digest_of(module, owner=owner)
+        assert before != digest_of(module)
+        (site / "acme_kernels" / "helper.py").write_text("FACTOR = 2\n")
+        _code_of.cache_clear()
+        assert digest_of(module, owner=owner) != before
+
+    def test_what_computes_beneath_is_in_it_by_version(self, kernel: Path) -> None:
+        module = importlib.import_module("digest_kernel")
+        facts = fingerprint(*plan_of(module))
+        assert facts["versions"]["torch"] and facts["versions"]["vllm-fl-core"]

@@ -12,6 +12,8 @@ from making import X, failing, norm, refusing, silu
 
 from vllm_fl.dispatch.contracts import contracts
 from vllm_fl.dispatch.guard import Call, Chain, Demotions, call_guard, method_guard
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.errors import AllFailedError
 
@@ -247,3 +249,33 @@ def test_arguments_so_odd_that_the_check_trips_are_the_callers_mistake() -> None
 
 def test_a_call_is_a_value() -> None:
     assert Call((1, 2)) == Call((1, 2), None, None)
+
+
+def given_verdict(x: int, _verdict: int = 1, _fn: int = 2) -> tuple[int, int, int]:
+    return x, _verdict, _fn
+
+
+@pytest.mark.parametrize("op", ["_fn", "_guard", "_chain", "print", "ﬁ_op", "op"])
+def test_names_that_generated_code_uses_itself_mean_what_the_plugin_meant(op: str) -> None:
+    registry = OpRegistry()
+    kind = BackendImplKind.VENDOR
+    for name, supports in ((op, None), (f"{op}_2", lambda x, _verdict=1, _fn=2: True)):
+        registry.register_impl(
+            OpImpl(name, "vendor.acme", kind, given_verdict, "acme", supports=supports)
+        )
+        manager = OpManager(registry)
+        assert manager.call(name, 5) == (5, 1, 2)
+        assert manager.call(name, 5, 6, _fn=7) == (5, 6, 7)
+        assert manager.resolve(name)(5, _verdict=6) == (5, 6, 2)
+        assert manager.resolve(name).__name__ == name
+
+
+@pytest.mark.parametrize("op", ["_fn", "_guard", "ﬁ_op"])
+def test_an_op_of_any_name_runs_once(op: str) -> None:
+    registry = OpRegistry()
+    calls: list[int] = []
+    registry.register_impl(
+        OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, lambda x: calls.append(x), "acme")
+    )
+    OpManager(registry).call(op, 5)
+    assert calls == [5]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -637,3 +639,35 @@ def test_a_token_that_matches_nothing_is_told_with_what_was_likely_meant() -> No
     manager = managing(silu("vendor.cpu"), per_op_order={"silu_and_mul": ["impl:vendor.cup"]})
     with pytest.raises(NoImplementationError, match=r"Did you mean 'impl:vendor\.cpu'\?"):
         manager.call("silu_and_mul", X)
+
+
+class TestBounds:
+    def test_policies_of_contexts_are_freed(self) -> None:
+        manager = managing(silu("reference.torch"))
+        policies = [SelectionPolicy(deny_vendors=frozenset({f"v{n}"})) for n in range(500)]
+        weak = [weakref.ref(policy) for policy in policies]
+        for policy in policies:
+            with policy_context(policy):
+                manager.call(OP, X)
+                manager.bind(OP, object())
+        manager.call(OP, X)
+        del policies, policy
+        gc.collect()
+        assert sum(reference() is not None for reference in weak) <= 64
+
+    def test_one_that_is_used_again_after_it_gave_way_works(self) -> None:
+        manager = managing(silu("default.flagos", 1.0), silu("vendor.acme", 2.0))
+        vendor = SelectionPolicy(prefer="vendor")
+        for n in range(100):
+            with policy_context(SelectionPolicy(deny_vendors=frozenset({f"v{n}"}))):
+                assert manager.call(OP, X)[0, 0] == 2
+            with policy_context(vendor):
+                assert manager.call(OP, X)[0, 0] == 3
+
+    def test_reset_does_not_lift_the_seal(self) -> None:
+        manager = managing(silu("reference.torch"))
+        manager.seal("the engine's worker")
+        with pytest.raises(PolicySealedError, match="the engine's worker"):
+            manager.reset()
+        with pytest.raises(PolicySealedError):
+            manager.set_policy(SelectionPolicy())

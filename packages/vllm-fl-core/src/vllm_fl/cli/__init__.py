@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from importlib import import_module
 
 from ..errors import SettingsError, UnknownOpError, VllmFLError
 from ..plugins import CORE
+from ..text import clean
 from ._show import UsageError, answering, say
 
 __all__ = ["main"]
@@ -55,16 +58,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with answering():
             status: int = arguments.run(arguments)
+        sys.stdout.flush()
     except BrokenPipeError:  # `vllm-fl ops | head`
         sys.stderr.close()
         return GOOD
+    except OSError as error:  # a full disk, where the answer goes
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
+            raise
+        say(f"vllm-fl: the answer cannot be written: {error.strerror}", error=True)
+        # What is left in the buffer would be tried again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINDING
     except (SettingsError, UnknownOpError, UsageError) as error:
-        say(f"vllm-fl: {error}", error=True)
+        say(f"vllm-fl: {clean(str(error))}", error=True)
         return USAGE
     except KeyboardInterrupt:
         say("vllm-fl: interrupted", error=True)
         return INTERRUPTED
     except VllmFLError as error:
-        say(f"vllm-fl: {error}", error=True)
+        say(f"vllm-fl: {clean(str(error))}", error=True)
         return FINDING
     return status

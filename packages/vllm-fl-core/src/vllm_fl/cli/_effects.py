@@ -19,7 +19,7 @@ from ..dispatch.items import (
 )
 from ..dispatch.policy import OpOrder
 from ..dispatch.settings import Setting, Settings
-from ..plugins import Plugin, canonical
+from ..plugins import Plugin, unmatched
 from ._finding import Finding
 
 __all__ = ["find_disagreements", "find_idle", "find_unknown", "warned"]
@@ -113,15 +113,13 @@ def find_idle(
 
 
 def _absent_plugins(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Finding]:
-    known = {canonical(p.owner.distribution) for p in plugins if p.owner.distribution}
-    for name in settings.plugins or ():
-        if canonical(name) not in known:
-            yield Finding(
-                CHECK,
-                f"{_named(settings['plugins'])} names {name!r}, which is no installed plugin.",
-                f"Installed are {', '.join(sorted(known)) or 'none'}.",
-                "Correct the name, or install it; the names are those of distributions.",
-            )
+    for line in unmatched([plugin.owner for plugin in plugins], settings.plugins):
+        yield Finding(
+            CHECK,
+            line,
+            "The names are those of distributions; what nobody has is not loaded.",
+            "Correct the name, or install it.",
+        )
 
 
 def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:

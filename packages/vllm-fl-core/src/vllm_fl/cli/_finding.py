@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..text import quote
+
 __all__ = ["Finding", "contained"]
 
 
@@ -32,12 +34,14 @@ def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding
         for finding in find():
             findings.append(finding)
     # Metadata, drivers and packages may be broken in any way: that is what doctor is for.
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         findings.append(
             Finding(
                 check,
                 f"The check {check!r} could not be made.",
-                f"{type(error).__name__}: {error}",
+                quote(error),
                 "Repair what the error names; the other checks were made.",
             )
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..plugins import CORE, ENGINE_GROUPS, GROUP, canonical, identity, rivals
-from ._environment import torch_build, torch_facts, version_of
+from ._environment import SHOWN, torch_build, torch_facts, version_of
 from ._finding import Finding
 
 __all__ = ["CHECKS", "allowed_plugins"]
@@ -60,6 +60,29 @@ def halves() -> Iterator[Finding]:
                 "A plugin without its entry points is not found, and one without its modules fails "
                 "to load.",
                 f"pip install --force-reinstall --no-deps {name}, or pip uninstall -y {name}",
+            )
+
+
+def twins() -> Iterator[Finding]:
+    """One distribution that is there twice in one folder: which version counts is luck."""
+    from importlib_metadata import distributions
+
+    found: dict[tuple[str, str], list[str]] = {}
+    for dist in distributions():
+        name, version, problem = identity(dist)
+        if not problem and (canonical(name) in SHOWN or _is_ours(dist)):
+            key = canonical(name), os.path.realpath(str(dist.locate_file("")))
+            versions = found.setdefault(key, [])
+            if str(version) not in versions:
+                versions.append(str(version))
+    for (name, folder), versions in found.items():
+        if len(versions) > 1:
+            yield Finding(
+                "owners",
+                f"{name} is installed {len(versions)} times in {folder}: {', '.join(versions)}.",
+                "An update was cut off. The order of the folder decides which version and entry "
+                "points count, and the modules may be those of another one.",
+                f"pip uninstall -y {name} until pip finds none, then pip install {name}",
             )
 
 
@@ -253,6 +276,7 @@ CHECKS: Mapping[str, Callable[[], Iterator[Finding]]] = {
     "entry-point": entry_point,
     "half-installed": halves,
     "owners": owners,
+    "twins": twins,
     "platforms": platforms,
     "vllm-range": vllm_range,
     "vllm-variables": vllm_variables,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
-from ._secrets import scrub
+from ..text import clean, scrub
 
 __all__ = ["UsageError", "answering", "print_json", "print_table", "say"]
 
@@ -42,8 +42,12 @@ def print_json(**content: Any) -> None:
 
 
 def say(text: str = "", *, error: bool = False) -> None:
-    """A line of text; on stderr with `error`."""
-    print(scrub(text), file=sys.stderr if error else _answers)
+    """Text of our own, foreign words cleaned; on stderr with `error`.
+
+    Foreign text that may hold line breaks is passed through `clean` before it gets here.
+    """
+    lines = map(clean, text.split("\n"))
+    print("\n".join(lines), file=sys.stderr if error else _answers)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -59,7 +63,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     console = Console(highlight=False, file=_answers)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 200
-    cells = [["-" if cell is None else scrub(str(cell)) for cell in row] for row in rows]
+    cells = [["-" if cell is None else clean(str(cell)) for cell in row] for row in rows]
     columns = list(zip(headings, *cells, strict=True))
     widths = _widths(columns, console.width - 2 * len(columns))
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))

@@ -6,27 +6,36 @@ import argparse
 import logging
 import os
 import platform
+import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from typing import Any
 
+from .. import breadcrumb
 from .. import plugins as plugin_loader
+from ..breadcrumb import Crumb
 from ..dispatch.config import load_startup
 from ..dispatch.contracts import contracts
+from ..dispatch.items import CONFIG, OP_CONFIG
 from ..dispatch.manager import OpManager
 from ..dispatch.registry import OpRegistry
 from ..dispatch.settings import Settings
 from ..dispatch.startup import Startup, detect_platform, read_settings
-from ..errors import PluginError, SettingsError
+from ..errors import PluginError, SettingsError, VllmFLError
 from ..integration.device import IN_TREE
 from ..plugins import Plugin
+from ..text import clean
 from . import plugins as plugins_verb
+from ._child import surviving
 from ._effects import find_disagreements, find_idle, find_unknown, warned
 from ._environment import cpu_name, distributions, torch_build, torch_facts, version_of
 from ._finding import Finding, contained
 from ._installed import CHECKS
 from ._quiet import quiet
 from ._show import print_json, print_table, say
+
+LEAVE_OUT = "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,18 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 with findings. A broken environment is looked at to its end."""
-    patient = _Patient()
-    with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
-        findings = [
-            finding
-            for check, find in {**CHECKS, **patient.checks}.items()
-            for finding in contained(check, find)
-        ]
-    facts = _facts()
-    if patient.device is not None or patient.absent:
-        facts["device of a plugin"] = patient.device or "; ".join(patient.absent)
-    unchecked = list(patient.settings.unchecked) if patient.settings else []
-    rows = plugins_verb.as_rows(patient.plugins)
+    lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
+    try:
+        found = surviving(_look)
+    except VllmFLError as error:
+        ended = Finding("plugins", "The checks came to no end.", str(error), LEAVE_OUT)
+        found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": [vars(ended)]}
+    facts, rows, unchecked = found["facts"], found["plugins"], found["unchecked"]
+    findings = [*lost, *(Finding(**finding) for finding in found["findings"])]
     if arguments.json:
         print_json(
             facts=facts,
@@ -62,11 +67,32 @@ def run(arguments: argparse.Namespace) -> int:
     if unchecked:
         say("\nNames in settings that nobody here could check, or that nobody installed knows:")
         for name in unchecked:
-            say(f"  {name}")
+            say(f"  {clean(name)}")
     say(f"\n{len(findings)} finding{'s' * (len(findings) != 1)}" + ":" * bool(findings))
     for number, finding in enumerate(findings, 1):
-        say(f"\n{number}. {finding.what}\n   Why: {finding.why}\n   Do:  {finding.todo}")
+        what, why, todo = map(clean, (finding.what, finding.why, finding.todo))
+        say(f"\n{number}. {what}\n   Why: {why}\n   Do:  {todo}")
     return 1 if findings else 0
+
+
+def _look() -> dict[str, Any]:
+    """Everything that is looked at where plugins may run, as JSON-able data."""
+    patient = _Patient()
+    with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
+        findings = [
+            finding
+            for check, find in {**CHECKS, **patient.checks}.items()
+            for finding in contained(check, find)
+        ]
+    facts = _facts()
+    if patient.device is not None or patient.absent:
+        facts["device of a plugin"] = patient.device or "; ".join(patient.absent)
+    return {
+        "facts": facts,
+        "plugins": plugins_verb.as_rows(patient.plugins),
+        "unchecked": list(patient.settings.unchecked) if patient.settings else [],
+        "findings": [vars(finding) for finding in findings],
+    }
 
 
 class _Patient:
@@ -89,15 +115,24 @@ class _Patient:
     def load_plugins(self) -> Iterator[Finding]:
         """Load every plugin; one that fails is a finding."""
         try:
-            early = load_startup(os.environ)
+            # Another setting of the start may be wrong; these two say what may be imported.
+            names = ("VLLM_FL_PLUGINS", "VLLM_FL_PLUGIN_MODULES")
+            early = load_startup({k: v for k, v in os.environ.items() if k in names})
             modules, only = early.plugin_modules, early.plugins
-        except SettingsError:  # the next check says it
-            modules, only = (), None
+        except SettingsError:  # the next check says it; until it is mended nothing is imported
+            modules, only = (), ()
         found = plugin_loader.discover(modules)
         self.plugins = plugin_loader.load(self.registry, found, only=only)
         for plugin in self.plugins:
             if plugin.error is not None:
                 yield _plugin_finding(plugin.owner.plugin, plugin.error)
+            for remark in plugin.remarks:
+                yield Finding(
+                    "plugins",
+                    remark,
+                    "What it set would have counted as yours.",
+                    "Set it yourself if you want it, and tell the plugin's author.",
+                )
         if not found:
             yield Finding(
                 "plugins",
@@ -126,15 +161,17 @@ class _Patient:
             return
         self.device = profile.name if profile is not None else None
         if profile is None:
-            known = plugin_loader.devices(self.plugins)
+            known, _ = plugin_loader.devices(self.plugins)
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
     def read_settings(self) -> Iterator[Finding]:
         """Read the settings; a wrong one is a finding, and so is each warning."""
         try:
-            where = self.device or detect_platform()
             forced = load_startup(os.environ).platform
-            _, errors = plugin_loader.policy_files(self.plugins, forced or where)
+            where = forced or self.device or detect_platform()
+            files, errors = plugin_loader.policy_files(self.plugins, where)
+            paths = [os.environ.get(name) for name in (CONFIG, OP_CONFIG)]
+            yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])
             for name, failure in errors.items():
                 yield _plugin_finding(name, failure)
             # Said already: it must not end the reading of the rest.
@@ -162,7 +199,7 @@ class _Patient:
 
     def find_idle_ops(self) -> Iterator[Finding]:
         """Ops that a script could not call."""
-        if self.settings is None or not any(p.status == "ok" for p in self.plugins):
+        if self.settings is None or not any(p.status in ("ok", "partial") for p in self.plugins):
             return
         manager = OpManager()
         manager.adopt(Startup(self.plugins, self.settings), self.registry)
@@ -178,12 +215,38 @@ class _Patient:
                 )
 
 
+def _lost_finding(crumb: Crumb) -> Finding:
+    return Finding(
+        "ended",
+        f"An earlier {crumb}.",
+        "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
+        "(killed, out of memory); nothing else was left to say so.",
+        f"If it comes again, {LEAVE_OUT[0].lower()}{LEAVE_OUT[1:]} To forget it: rm {crumb.file}",
+    )
+
+
+def _open_to_all(paths: Sequence[str]) -> Iterator[Finding]:
+    """Files with settings that every user of this machine may write."""
+    for path in dict.fromkeys(paths):
+        try:
+            mode = os.stat(path).st_mode
+        except OSError:  # reading the settings says it
+            continue
+        if mode & stat.S_IWOTH:
+            yield Finding(
+                "settings",
+                f"{path} can be written by every user of this machine.",
+                "It says which code runs in your engine.",
+                f"chmod o-w {path}",
+            )
+
+
 def _plugin_finding(name: str, error: Exception) -> Finding:
     return Finding(
         "plugins",
         f"The plugin {name!r} failed.",
         str(error),
-        "Reinstall it, or leave it out with VLLM_FL_PLUGINS.",
+        LEAVE_OUT,
     )
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..dispatch import get_default_manager
-from ..plugins import Plugin, rivals
+from ..plugins import Plugin, rivals, unmatched
+from ..text import clean
+from ._child import surviving
 from ._show import print_json, print_table, say
 
 
@@ -16,15 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when a plugin failed, or when another distribution owns what is ours."""
-    manager = get_default_manager()
-    manager.ensure_initialized(patient=True)  # what is installed needs no policy
-    startup = manager.startup
-    assert startup is not None
-    rows = as_rows(startup.plugins)
-    others = rivals()
+    """Exit 1 when a plugin failed, was refused an id, or sets what is the user's to set; when
+    VLLM_FL_PLUGINS matches nothing; or when another distribution owns what is ours."""
+    found = surviving(_look)
+    rows, warnings, others = found["plugins"], found["warnings"], found["rivals"]
     if arguments.json:
-        print_json(plugins=rows, rivals=list(others))
+        print_json(plugins=rows, warnings=warnings, rivals=others)
     elif not rows:
         say("No plugin is installed. Try: pip install vllm-fl-reference")
     else:
@@ -32,10 +31,25 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         for row in rows:
             if row["error"]:
-                say(row["error"], error=True)
-        for other in others:
-            say(other, error=True)
-    return 1 if others or any(row["status"] == "failed" for row in rows) else 0
+                say(clean(row["error"]), error=True)
+        for line in (*warnings, *others):
+            say(clean(line), error=True)
+    failed = any(row["error"] for row in rows) or found["remarks"] or found["nothing_matches"]
+    return 1 if others or failed else 0
+
+
+def _look() -> dict[str, Any]:
+    startup = get_default_manager().startup
+    assert startup is not None
+    absent = unmatched([plugin.owner for plugin in startup.plugins], startup.allowed)
+    remarks = [remark for plugin in startup.plugins for remark in plugin.remarks]
+    return {
+        "plugins": as_rows(startup.plugins),
+        "warnings": [*absent, *remarks],
+        "remarks": bool(remarks),
+        "nothing_matches": bool(absent) and len(absent) == len(startup.allowed or ()),
+        "rivals": list(rivals()),
+    }
 
 
 def as_rows(plugins: Iterable[Plugin]) -> list[dict[str, Any]]:

@@ -448,7 +448,7 @@ def _show(**found: Any) -> None:
 
 
 def _markdown(found: dict[str, Any]) -> str:
-    from ._secrets import scrub
+    from ..text import scrub
 
     lines = ["# Verification", "", _cell(_heading(found)), ""]
     if found["results"]:

@@ -91,7 +91,11 @@ def get_default_manager() -> OpManager:
 
 
 def reset_default_manager() -> None:
-    """Forget everything: plugins, settings and demotions are found anew at the next use."""
+    """Forget everything: plugins, settings and demotions are found anew at the next use.
+
+    Raises:
+        PolicySealedError: an engine's layers are bound to a plan.
+    """
     chosen.policy = None
     _found.hidden = False
     _default.reset()

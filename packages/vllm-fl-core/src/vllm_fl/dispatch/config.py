@@ -7,7 +7,9 @@ plugins ship for the platform; the defaults.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
@@ -311,6 +313,7 @@ def _resort(entries: Layer) -> None:
 
 
 def _unknown_variables(env: Mapping[str, str]) -> list[str]:
+    """A warning for each variable that is no setting and was likely meant for one."""
     known = {name.removeprefix(PREFIX): name for name in VARIABLES}
     warnings = []
     for name in sorted(env):
@@ -318,7 +321,26 @@ def _unknown_variables(env: Mapping[str, str]) -> list[str]:
             slip = near(name.removeprefix(PREFIX), known)
             meant = f" Did you mean {known[slip]!r}?" if slip else ""
             warnings.append(f"{name} is no setting of this vllm-fl-core: it has no effect.{meant}")
+        elif env[name] and not name.startswith(PREFIX) and (slip := _misspelt(name)):
+            warnings.append(f"{name} has no effect. Did you mean {slip!r}?")
     return warnings
+
+
+def _misspelt(name: str) -> str | None:
+    """The setting that a variable without our prefix is a slip of: `vllm_fl_prefer`, `USE_FLAGGEM`.
+
+    Ours are told by their first letters; the others are names of their own, and must be close.
+    """
+    if name in VARIABLES:
+        return None
+    letters = name.upper().replace("_", "").replace("-", "")
+    if re.match(r"(?i)vllm[_-]?fl[_-]", name):
+        spelt = {v.replace("_", ""): v for v in VARIABLES if v.startswith(PREFIX)}
+        found = difflib.get_close_matches(letters, spelt, n=1, cutoff=0.0)
+        return spelt[found[0]]
+    spelt = {v.replace("_", ""): v for v in VARIABLES if not v.startswith(PREFIX)}
+    found = difflib.get_close_matches(letters, spelt, n=1, cutoff=0.92)
+    return spelt[found[0]] if found else None
 
 
 def _unknown_platform(platform: Setting, platform_files: PlatformFiles) -> list[str]:

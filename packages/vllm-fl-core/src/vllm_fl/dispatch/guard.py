@@ -8,11 +8,13 @@ after an exception or a refusal, in `Chain`.
 from __future__ import annotations
 
 import inspect
+import unicodedata
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from types import FunctionType
+from typing import Any, Protocol, cast
 
 from ..errors import AllFailedError, CallError
 from .contracts import OpSpec
@@ -274,7 +276,7 @@ def _compile(
     """
     is_method = provided is not None
     provided = provided or {}
-    if chain.parameters is None:
+    if chain.parameters is None or not all(_is_plain(p.name) for p in chain.parameters):
         return _guard_of_anything(chain, is_method)
     first = chain.impls[0]
     taken = [p for p in chain.parameters if p.name not in provided]
@@ -313,7 +315,7 @@ def _compile(
         invoke = f"_fn({', '.join(['_layer', *(safe[p.name] for p in taken)])})"
     else:
         invoke = f"_fn({', '.join(safe.values())})"
-    lines = [f"def {chain.op}({', '.join(['_layer'] * is_method + heads)}):"]
+    lines = [f"def _guard({', '.join(['_layer'] * is_method + heads)}):"]
     if bare:
         lines += [f"    return {invoke}"]
     else:
@@ -321,7 +323,9 @@ def _compile(
         asks = first.supports is not None and not first.needs_layer
         lines += _guarded(invoke, call, asks=everything if asks else None)
     exec("\n".join(lines), scope)
-    guard: Callable[..., Any] = scope[chain.op]
+    guard = cast("FunctionType", scope["_guard"])
+    guard.__name__ = guard.__qualname__ = chain.op
+    guard.__code__ = guard.__code__.replace(co_name=chain.op, co_qualname=chain.op)
     if chain.spec is not None:
         guard.__doc__ = chain.spec.oracle.__doc__
     guard.__module__ = __name__
@@ -354,11 +358,18 @@ def _guarded(invoke: str, call: str, *, asks: str | None) -> list[str]:
 
 
 def _guard_of_anything(chain: Chain, is_method: bool) -> Callable[..., Any]:
-    """The guard of an op without contract whose parameters nobody states."""
+    """The guard of an op without contract whose parameters nobody states, or whose names of
+    parameters could be mistaken for those that generated code uses itself."""
     first = chain.impls[0]
+    signature = inspect.Signature(chain.parameters) if chain.parameters is not None else None
 
     def guard(*args: Any, **keywords: Any) -> Any:
-        call = Call(args[is_method:], args[0] if is_method else None, keywords)
+        layer, args = (args[0], args[1:]) if is_method else (None, args)
+        if signature is not None:
+            bound = signature.bind(*args, **keywords)
+            bound.apply_defaults()
+            args, keywords = bound.args, bound.kwargs
+        call = Call(args, layer, keywords)
         if first.impl_id in (chain.failures.demoted or ()):
             return chain.skip(call)
         try:
@@ -369,6 +380,11 @@ def _guard_of_anything(chain: Chain, is_method: bool) -> Callable[..., Any]:
 
     guard.__name__ = chain.op
     return guard
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a parameter's name means the same in generated code, and nothing else there."""
+    return not name.startswith("_") and unicodedata.normalize("NFKC", name) == name
 
 
 def _nullable(spec: OpSpec | None) -> frozenset[str]:

@@ -5,9 +5,35 @@ from __future__ import annotations
 import logging
 import sys
 
-__all__ = ["get_logger", "set_log_level"]
+from ..text import INDENTED, clean, quote
+
+__all__ = ["SAID_AT_MOST", "get_logger", "set_log_level"]
 
 ROOT = "vllm_fl"
+
+SAID_AT_MOST = 1000
+"""Different refusals that are logged: reasons may carry sizes, and a server runs for months."""
+
+
+class _Cleaned(logging.Filter):
+    """What a record says, without secrets, escape sequences and lines that look like others.
+
+    It sits on the loggers, so that whoever handles our records gets them cleaned.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            text = record.getMessage()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # an argument that cannot be printed
+            kinds = ", ".join(type(arg).__name__ for arg in record.args or ())
+            text = f"{record.msg} ({kinds}: {quote(error)})"
+        record.msg, record.args = clean(text, INDENTED), ()
+        return True
+
+
+_cleaned = _Cleaned()
 
 
 class _Stderr(logging.Handler):
@@ -32,9 +58,10 @@ def get_logger(name: str | None = None) -> logging.Logger:
         )
         root.addHandler(handler)
         root.setLevel(logging.INFO)
-    if not name or name == ROOT:
-        return root
-    return root.getChild(name.removeprefix(f"{ROOT}."))
+    is_root = not name or name == ROOT
+    logger = root if is_root else root.getChild(str(name).removeprefix(f"{ROOT}."))
+    logger.addFilter(_cleaned)  # adding it again changes nothing
+    return logger
 
 
 def set_log_level(level: int | str, name: str | None = None) -> None:

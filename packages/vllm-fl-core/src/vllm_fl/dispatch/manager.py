@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -24,7 +25,7 @@ from .config import Settings
 from .context import chosen, override
 from .contracts import contracts
 from .guard import NEEDS_LAYER, Chain, Demotions, call_guard, method_guard
-from .logs import get_logger
+from .logs import SAID_AT_MOST, get_logger
 from .older import lookup, outdated
 from .policy import Mode, SelectionPolicy, closest
 from .registry import OpRegistry
@@ -45,8 +46,8 @@ current = override.get
 UNNAMED: Any = object()
 """Stands for the op of a call that names it by keyword."""
 
-SAID_AT_MOST = 1000
-"""Different refusals that are logged: reasons may carry sizes, and a server runs for months."""
+POLICIES_AT_MOST = 64
+"""Policies of contexts whose functions are kept: a program may make a new one for every call."""
 
 
 class OpManager:
@@ -133,12 +134,19 @@ class OpManager:
             for impl_id, why in list(demoted.items())
         }
 
-    def ensure_initialized(self, platform: str | None = None, *, patient: bool = False) -> None:
+    def ensure_initialized(
+        self,
+        platform: str | None = None,
+        *,
+        patient: bool = False,
+        engine: Settings | None = None,
+    ) -> None:
         """Find and load the plugins and read the settings, once per process.
 
         Args:
             platform: whose settings files count, where the caller knows it.
             patient: raise what is wrong with the settings where the policy is needed, not here.
+            engine: the settings of the engine whose worker this is, which say what is loaded.
 
         Raises:
             SettingsError: a setting is wrong. The next use tries again.
@@ -154,7 +162,7 @@ class OpManager:
                 self._startup = Startup((), settings)
             else:
                 registry = OpRegistry()
-                startup = start(registry, platform=platform, patient=patient)
+                startup = start(registry, platform=platform, patient=patient, engine=engine)
                 self._registry, self._startup = registry, startup
                 registry.on_change(self._forget)
             if self._policy is None:  # one that was set before the first use stands
@@ -223,7 +231,7 @@ class OpManager:
             if token.name is None or any(token.matches(impl) for impl in impls):
                 continue
             for plugin in self._startup.failed if self._startup else ():
-                if plugin.error is not None and plugin.may_bring(token.name):
+                if plugin.error is not None and plugin.may_bring(token.name, trace.op):
                     raise PluginError(
                         f"The settings ask for '{token}' for op '{trace.op}', but the plugin that "
                         f"would bring it failed. {plugin.error}",
@@ -277,8 +285,17 @@ class OpManager:
             if bound is None:
                 chain = self._chain(op, bars_layers=True)
                 bound = self._counted(call_guard(chain), op, chain.impls[0])
-                tables.setdefault(policy, {})[op] = bound
+                self._table(tables, policy)[op] = bound
             return bound
+
+    @staticmethod
+    def _table(
+        tables: dict[SelectionPolicy | None, dict[object, Bound]], policy: SelectionPolicy | None
+    ) -> dict[object, Bound]:
+        """What was resolved under `policy`; the oldest policy of a context gives way to it."""
+        if policy not in tables and len(tables) > POLICIES_AT_MOST:
+            del tables[next(each for each in tables if each is not None)]
+        return tables.setdefault(policy, {})
 
     def _counted(self, bound: Bound, op: str, impl: OpImpl) -> Bound:
         if not (self._startup and self._startup.settings.debug):
@@ -337,7 +354,7 @@ class OpManager:
         policy, key = override.get(), (op, grants)
         with self._lock:
             self.ensure_initialized()
-            table = self._tables.setdefault(policy, {})
+            table = self._table(self._tables, policy)
             method = table.get(key)
             if method is None:
                 chain = self._chain(op, bars_layers=False, grants=grants)
@@ -367,7 +384,7 @@ class OpManager:
                     self._startup.plugins,
                     platform=str(platform.value) if platform.origin == "detected" else None,
                 )
-                self._startup = Startup(self._startup.plugins, settings)
+                self._startup = dataclasses.replace(self._startup, settings=settings, problem=None)
                 policy = settings.policy
             self._policy = policy if policy is not None else self._given[1]
             self._end_demotions()
@@ -403,8 +420,13 @@ class OpManager:
             )
 
     def reset(self) -> None:
-        """Forget everything; the next use starts anew."""
+        """Forget everything; the next use starts anew.
+
+        Raises:
+            PolicySealedError: an engine's layers are bound to a plan.
+        """
         with self._lock:
+            self._refuse_if_sealed("what was started")
             self._reset()
 
     # As vllm-plugin-FL has it.
@@ -480,7 +502,7 @@ class OpManager:
         failed = self._startup.failed if self._startup else ()
         if failed:
             names = ", ".join(str(p.owner.distribution or p.owner.plugin) for p in failed)
-            todo += f" These plugins failed to load: {names}; see `vllm-fl plugins`."
+            todo += f" These plugins failed to load, or not whole: {names}; see `vllm-fl plugins`."
         return NoImplementationError(
             f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",
             op=trace.op,

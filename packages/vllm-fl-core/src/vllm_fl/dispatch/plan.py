@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .attention import ATTENTION
 from .contracts import contracts
 from .guard import Chain, call_guard, method_guard
-from .logs import get_logger
+from .logs import SAID_AT_MOST, get_logger
 from .policy import Mode
 from .resolver import Stock, Trace, describe
 from .types import AttentionImpl, OpImpl
@@ -256,7 +256,7 @@ class _Sealed:
         self._said: set[tuple[str, str]] = set()
 
     def refused(self, impl: OpImpl, reason: str) -> None:
-        if (impl.impl_id, reason) not in self._said:
+        if (impl.impl_id, reason) not in self._said and len(self._said) < SAID_AT_MOST:
             self._said.add((impl.impl_id, reason))
             log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, self.op, reason)
 

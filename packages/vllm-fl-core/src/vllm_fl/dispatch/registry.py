@@ -12,15 +12,24 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..errors import DuplicateError, PluginError
+from ..installed import canonical
 from .attention import ATTENTION, from_older_form
 from .contracts import contracts
 from .forms import fitted, shape
 from .older import lookup
 from .types import AttentionImpl, OpImpl, parameters_of
 
-__all__ = ["OpRegistry", "Owner", "RegistrySnapshot"]
+__all__ = ["OpRegistry", "Owner", "RegistrySnapshot", "reservation"]
 
 Impl = OpImpl | AttentionImpl
+
+RESERVED = {
+    "reference.": "vllm-fl-reference",
+    "default.flagos": "vllm-fl-flaggems",
+    "stock.": None,
+}
+"""Ids, or what they begin with, and the one distribution that may use them; None: nobody. They are
+what settings and documentation promise by name."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +41,48 @@ class Owner:
         distribution: the installed distribution, or None for a module that is none.
         version: its version, or None.
         path: where its module lies.
+        kernels: the distributions whose code its implementations run beside its own.
     """
 
     plugin: str
     distribution: str | None = None
     version: str | None = None
     path: str | None = None
+    kernels: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """`vllm-fl-cpu 0.1.0`, or the plugin's name where it has no distribution."""
         return f"{self.distribution} {self.version}" if self.distribution else self.plugin
 
+    @property
+    def label(self) -> str:
+        """The distribution's name, or the plugin's where it has none."""
+        return self.distribution or self.plugin
+
     def __str__(self) -> str:
         return f"{self.name} ({self.path})" if self.path else self.name
 
 
 SCRIPT = Owner(plugin="(registered by a script)")
+
+
+def reservation(impl_id: str, owner: Owner) -> str:
+    """Why `owner` may not use this id; empty when it may.
+
+    What has no distribution (a script, a module that the user named) is held to `stock.` alone.
+    """
+    for reserved, holder in RESERVED.items():
+        is_prefix = reserved.endswith(".")
+        given = impl_id.lower()
+        if not (given.startswith(reserved) if is_prefix else given == reserved):
+            continue
+        ids = f"ids that begin with {reserved!r}" if is_prefix else f"the id {reserved!r}"
+        if holder is None:
+            return f"{ids} mean vLLM's own path and are nobody's to use"
+        if owner.distribution is not None and canonical(owner.distribution) != holder:
+            return f"{ids} {'are' if is_prefix else 'is'} {holder}'s to use"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -108,7 +142,8 @@ class OpRegistry:
         """Add one implementation.
 
         Raises:
-            PluginError: its (op, id) is taken, or its parameters are not the contract's.
+            PluginError: its (op, id) is taken or reserved, or its parameters are not the
+                contract's.
         """
         self.register_many([impl], owner)
 
@@ -116,7 +151,8 @@ class OpRegistry:
         """Add several implementations: all of them, or none when one is refused.
 
         Raises:
-            PluginError: one's (op, id) is taken, or its parameters are not the contract's.
+            PluginError: one's (op, id) is taken or reserved, or its parameters are not the
+                contract's.
         """
         with self._lock:
             by_op = {op: list(found) for op, found in self._snapshot.impls_by_op.items()}
@@ -127,6 +163,10 @@ class OpRegistry:
                         owner, None, f"returned {impl!r}; expected OpImpl or AttentionImpl"
                     )
                 key = (impl.op_name, impl.impl_id)
+                # Whose the other reserved ids are is decided where distributions are loaded.
+                barred = reservation(impl.impl_id, SCRIPT)
+                if barred:
+                    raise _refusal(owner, impl, barred)
                 if key in owners:
                     raise _refusal(
                         owner,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
+from .. import breadcrumb
 from .. import plugins as plugin_loader
 from ..errors import PluginError, SettingsError
 from .config import Settings, check_names, load_settings, load_startup
@@ -32,16 +33,31 @@ class Startup:
         plugins: the plugins.
         settings: the effective settings; the defaults where they could not be read.
         problem: why they could not be read, in a process that may be given those of its engine.
+        allowed: the distributions that might load (VLLM_FL_PLUGINS), or None for all.
+        modules: the modules that were loaded beside them (VLLM_FL_PLUGIN_MODULES).
     """
 
     plugins: tuple[Plugin, ...]
     settings: Settings
     problem: SettingsError | None = None
+    allowed: tuple[str, ...] | None = None
+    modules: tuple[str, ...] = ()
 
     @property
     def failed(self) -> tuple[Plugin, ...]:
-        """The plugins that could not be loaded."""
-        return tuple(p for p in self.plugins if p.status == "failed")
+        """The plugins that could not be loaded, or not whole."""
+        return tuple(p for p in self.plugins if p.error is not None)
+
+    def loaded_under(self, settings: Settings) -> bool:
+        """Whether the plugins are those that these settings allow."""
+        return (_names(self.allowed), self.modules) == (
+            _names(settings.plugins),
+            settings.plugin_modules,
+        )
+
+
+def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
+    return None if allowed is None else frozenset(map(plugin_loader.canonical, allowed))
 
 
 def detect_platform() -> str:
@@ -65,6 +81,7 @@ def start(
     *,
     platform: str | None = None,
     patient: bool = False,
+    engine: Settings | None = None,
 ) -> Startup:
     """Load the plugins into `registry` and read the settings.
 
@@ -73,6 +90,8 @@ def start(
         env: the environment; None is the process's own.
         platform: the platform, where the caller knows it; VLLM_FL_PLATFORM beats it.
         patient: keep what is wrong with the settings instead of raising it.
+        engine: the settings of the engine whose worker this is: they say which plugins are
+            loaded, whatever the environment of this process says.
 
     Raises:
         SettingsError: a setting is wrong.
@@ -81,9 +100,17 @@ def start(
     env = os.environ if env is None else env
     early = load_startup(env)
     set_log_level("DEBUG" if early.debug else early.log_level)
-    found = plugin_loader.discover(early.plugin_modules)
-    plugins = plugin_loader.load(registry, found, only=early.plugins)
+    asked = early if engine is None else engine
+    found = plugin_loader.discover(asked.plugin_modules)
+    if parent_process() is None:  # the others of an engine are children of the one that said it
+        for warning in plugin_loader.unmatched([each.owner for each in found], asked.plugins):
+            log.warning("%s", warning)
+        for crumb in breadcrumb.lost():
+            log.warning("An earlier %s. `vllm-fl doctor` tells more.", crumb)
+    plugins = plugin_loader.load(registry, found, only=asked.plugins)
     for plugin in plugins:
+        for remark in plugin.remarks:
+            log.warning("%s", remark)
         _report(plugin.error, strict=early.strict_plugins)
     settings, problem = try_settings(registry, plugins, env, platform=platform)
     if problem is not None and not patient:
@@ -91,7 +118,7 @@ def start(
     if parent_process() is None:  # an engine's other processes are children of the one that said it
         for warning in settings.warnings:
             log.warning("%s", warning)
-    return Startup(plugins, settings, problem)
+    return Startup(plugins, settings, problem, asked.plugins, asked.plugin_modules)
 
 
 def try_settings(

@@ -16,6 +16,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..breadcrumb import running
+from ..text import clean, quote
 from .older import lookup
 
 __all__ = [
@@ -234,7 +236,7 @@ class DeviceProfile:
 
     def detection(self) -> Availability:
         """True, or why this machine has none of it."""
-        return _verdict("its detection", self.detect)
+        return _verdict("its detection", f"the device {self.name}", self.detect)
 
 
 @dataclass(frozen=True)
@@ -304,19 +306,29 @@ def availability_of(impl: OpImpl | AttentionImpl) -> Availability:
 
 
 def _probe(impl: OpImpl | AttentionImpl) -> Availability:
-    available = impl.available or older_probe(getattr(impl, "fn", None))
-    return True if available is None else _verdict("its availability check", available)
+    fn = getattr(impl, "fn", None)
+    if impl.available is None and inspect.isfunction(fn) and not hasattr(fn, "_is_available"):
+        return True
+
+    def ask() -> Availability:
+        available = impl.available or older_probe(fn)
+        return True if available is None else available()
+
+    return _verdict("its availability check", f"{impl.op_name}={impl.impl_id}", ask)
 
 
-def _verdict(who: str, probe: Callable[[], Availability]) -> Availability:
+def _verdict(who: str, whose: str, probe: Callable[[], Availability]) -> Availability:
     try:
-        verdict = probe()
-    except Exception as error:  # a probe that breaks is a negative with a reason, never a crash
-        return f"{who} raised {type(error).__name__}: {error}"
+        with running(f"{who.replace('its', 'the')} of {whose}"):
+            verdict = probe()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a probe that breaks is a negative with a reason, never a crash
+        return f"{who} raised {quote(error)}"
     if verdict is True:
         return True
     if isinstance(verdict, str) and verdict:
-        return verdict
+        return clean(verdict)
     return f"{who} said no and gave no reason"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
+from ..breadcrumb import running
 from ..dispatch import get_default_manager
-from ..dispatch.startup import Startup, try_settings
+from ..dispatch.startup import try_settings
 from ..dispatch.types import DeviceProfile
 from ..errors import PluginError
 from ..plugins import ENGINE_GROUPS, devices, find_device
@@ -33,7 +35,7 @@ def adopt_device(forced: str | None) -> DeviceProfile | None:
     if profile is not None and startup.settings.platform != profile.name:
         registry = manager.registry
         settings, problem = try_settings(registry, startup.plugins, platform=profile.name)
-        manager.adopt(Startup(startup.plugins, settings, problem), registry)
+        manager.adopt(replace(startup, settings=settings, problem=problem), registry)
     return profile
 
 
@@ -44,9 +46,12 @@ def profile_named(name: str) -> DeviceProfile:
         PluginError: no loaded plugin brings it, as where a worker lacks the plugin.
     """
     startup = get_default_manager().startup
-    for _, profile in devices(startup.plugins if startup else ()):
+    known, errors = devices(startup.plugins if startup else ())
+    for _, profile in known:
         if profile.name == name:
             return profile
+    if errors:
+        raise errors[0]
     raise PluginError(
         f"No loaded plugin brings the device {name!r} on this host; install the same distributions "
         "wherever a process of one engine runs.",
@@ -69,8 +74,11 @@ def other_platforms() -> tuple[str, ...]:
         if entry.name == "fl" or (allowed is not None and entry.name not in allowed.split(",")):
             continue
         try:
-            answer = entry.load()()
-        except Exception:
+            with running(f"vLLM's platform plugin {entry.name!r} of {entry.value}"):
+                answer = entry.load()()
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             continue
         if answer is not None:
             name = entry.dist.name if entry.dist else entry.value

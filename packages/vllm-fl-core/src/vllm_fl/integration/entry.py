@@ -10,11 +10,11 @@ import logging
 import os
 from multiprocessing import parent_process
 
-from ..dispatch import get_default_manager
 from ..dispatch.config import load_startup
 from ..dispatch.logs import get_logger
 from ..errors import PluginError, VllmFLError
 from ..plugins import rivals
+from ..text import quote
 
 __all__ = ["general_plugin", "platform_plugin"]
 
@@ -41,12 +41,16 @@ def platform_plugin() -> str | None:
         log.error("%s", error)  # the general plugin raises it where vLLM cannot swallow it
         return None
     except Exception as error:
-        log.exception("vllm-fl steps aside, vLLM runs as stock: %s", error)
+        log.exception("vllm-fl steps aside, vLLM runs as stock: %s", quote(error))
         return None
 
 
 def general_plugin() -> None:
-    """Make our variables known to vLLM and find the plugins.
+    """Make our variables known to vLLM.
+
+    No backend is imported here: a worker loads those that its engine's configuration allows, when
+    it has that (`planning.load_plugins`). Only a plugin's device is found before, by the
+    environment, which an engine's processes inherit.
 
     Raises:
         SettingsError: a variable that says how to start is wrong.
@@ -75,6 +79,3 @@ def general_plugin() -> None:
             type(current_platform).__name__,
         )
         return
-    # A worker's settings come with its engine's configuration: what cannot be read here may be a
-    # file that is gone since, or never was on this host. Without them, making the plan raises it.
-    get_default_manager().ensure_initialized(current_platform.vllm_fl_platform, patient=True)

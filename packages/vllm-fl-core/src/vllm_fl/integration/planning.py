@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
@@ -12,7 +13,8 @@ from ..dispatch.contracts import contracts
 from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan, make_plan
 from ..dispatch.policy import Mode
-from ..dispatch.startup import Startup, read_settings
+from ..dispatch.startup import read_settings
+from ..errors import PluginError, SettingsError
 from . import attention
 from .layers import Layer, foreign_layers, known_layers, layer_table
 
@@ -23,6 +25,7 @@ __all__ = [
     "apply",
     "engine_mode",
     "is_sealed",
+    "load_plugins",
     "note_user_priority",
     "plan_for",
     "seal",
@@ -31,6 +34,14 @@ __all__ = [
 
 KEY = "vllm_fl"
 """Our entry in vLLM's `additional_config`, which vLLM hashes into its compile-cache key."""
+
+
+class Carried(dict[str, Any]):
+    """What is under `KEY`, on its way between the processes of an engine.
+
+    A plain dictionary there was written by hand. It would set what nobody reads from there.
+    """
+
 
 LAYER_OPS = ("silu_and_mul", "gelu_and_mul", "rotary_embedding")
 """Ops that vLLM runs as CustomOp layers of the same name in both modes. The norms are such layers
@@ -59,6 +70,7 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
     """
     from vllm.platforms import current_platform
 
+    load_plugins(vllm_config)
     mine = _ours(vllm_config)
     manager = get_default_manager()
     startup = manager.startup
@@ -69,11 +81,53 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
         return startup.settings  # the engine's own are gone, and its files may be: ask neither
     else:
         settings = _read_settings(current_platform.vllm_fl_platform)
+        _check_loaded(settings)
         if mine is not None:
             mine["settings"] = settings.to_json()
     if startup.problem is not None:
-        manager.adopt(Startup(startup.plugins, settings), manager.registry)
+        manager.adopt(replace(startup, settings=settings, problem=None), manager.registry)
     return settings
+
+
+def load_plugins(vllm_config: VllmConfig) -> None:
+    """Load the plugins, once per process: those that its engine's settings allow, if it has them.
+
+    What is wrong with the settings of a process of its own is raised where they are needed: a
+    worker's come with its engine's configuration, and its files may be gone.
+
+    Raises:
+        PluginError: this process has loaded others already.
+    """
+    from vllm.platforms import current_platform
+
+    manager, platform = get_default_manager(), current_platform.vllm_fl_platform
+    mine = _ours(vllm_config)
+    if mine is None or "settings" not in mine:
+        manager.ensure_initialized(platform, patient=True)
+        return
+    settings = Settings.from_json(mine["settings"])
+    manager.ensure_initialized(platform, patient=True, engine=settings)
+    _check_loaded(settings)
+
+
+def _check_loaded(settings: Settings) -> None:
+    """An engine must not run with plugins that its settings leave out, nor without others."""
+    startup = get_default_manager().startup
+    if startup is None or startup.loaded_under(settings):
+        return
+
+    def told(allowed: Sequence[str] | None, modules: Sequence[str]) -> str:
+        names = "all" if allowed is None else ",".join(allowed) or "none"
+        return f"{names} and modules {','.join(modules) or 'none'}"
+
+    raise PluginError(
+        "vllm-fl: this process has loaded its plugins by VLLM_FL_PLUGINS "
+        f"({told(startup.allowed, startup.modules)}), but its engine's configuration allows "
+        f"{told(settings.plugins, settings.plugin_modules)}. Set VLLM_FL_PLUGINS and "
+        "VLLM_FL_PLUGIN_MODULES alike wherever a process of one engine runs, and before the first "
+        "use: a plugin's device, and what a script called before, are found by the environment.",
+        plugin="fl",
+    )
 
 
 def _read_settings(platform: str) -> Settings:
@@ -137,7 +191,7 @@ def seal(vllm_config: VllmConfig, digest: str) -> None:
     """
     extra = vllm_config.additional_config
     if isinstance(extra, dict):
-        extra[KEY] = {"plan": digest}
+        extra[KEY] = Carried(plan=digest)
 
 
 def is_sealed(vllm_config: VllmConfig) -> bool:
@@ -149,7 +203,15 @@ def _ours(vllm_config: VllmConfig) -> dict[str, Any] | None:
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
         return None  # an object of the user's own: nothing can be put into it
-    mine: dict[str, Any] = extra.setdefault(KEY, {})
+    mine = extra.setdefault(KEY, Carried())
+    if not isinstance(mine, Carried):
+        raise SettingsError(
+            f"additional_config: {KEY!r} is vllm-fl's own entry and cannot be set by hand; "
+            "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl policy` shows them). "
+            "Remove it.",
+            key=KEY,
+            origin="additional_config",
+        )
     return mine
 
 

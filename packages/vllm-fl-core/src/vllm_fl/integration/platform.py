@@ -42,19 +42,22 @@ class PlatformOverlay:
     def import_ir_kernels(cls) -> None:
         """Register the installed norms as providers of vLLM's IR ops."""
         super().import_ir_kernels()  # type: ignore[misc]
+        from ..dispatch import get_default_manager
         from .ir import register_providers
 
+        get_default_manager().ensure_initialized(cls.vllm_fl_platform, patient=True)
         register_providers()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
         """The order of IR providers that the plan gives."""
         from .ir import prioritise
-        from .planning import is_sealed, note_user_priority, plan_for
+        from .planning import is_sealed, load_plugins, note_user_priority, plan_for
 
         # A configuration that was made from a sealed engine's, as vLLM's drafters do.
         if is_sealed(vllm_config):
             return cls.vllm_fl_stock_priority(vllm_config)
+        load_plugins(vllm_config)
         note_user_priority(vllm_config)
         # Not every release imports the kernels before it hashes the priorities.
         cls.import_ir_kernels()

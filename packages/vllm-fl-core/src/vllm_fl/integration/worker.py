@@ -10,16 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
-from ..dispatch.digest import digest, fingerprint
+from ..dispatch.digest import code_of, digest, fingerprint
 from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan, building, leave_place, take_place
 from ..dispatch.preflight import find_faults
 from ..dispatch.types import OpImpl, WorkerContext
-from ..errors import PluginError, VllmFLError
+from ..errors import VllmFLError
+from ..plugins import start_in_worker
 from . import attention
 from .ir import bind_provider, reset_priorities
 from .layers import foreign_layers, layer_for, layer_table, replace_layers
-from .planning import apply, plan_for, seal, settings_of
+from .planning import apply, load_plugins, plan_for, seal, settings_of
 from .ranks import Verdict, agree, differences
 from .sizes import model_sizes
 
@@ -42,6 +43,11 @@ class PlannedWorker:
     rank: int
     vllm_fl_plan: Plan
     vllm_fl_digest: str
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
+        load_plugins(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Seal the plan, say it once, and build the model's layers on it."""
@@ -133,30 +139,17 @@ def _start_plugins(
     vllm_config: VllmConfig, device: torch.device, rank: int
 ) -> dict[str, dict[str, Any]]:
     """Run the plugins' `worker_start` hooks; distribution -> its lines and facts."""
+    settings = settings_of(vllm_config)
     startup = get_default_manager().startup
-    context = WorkerContext(
-        settings_of(vllm_config), device, vllm_config.model_config.dtype, rank, vllm_config
-    )
-    reports: dict[str, dict[str, Any]] = {}
-    for plugin in startup.plugins if startup else ():
-        if plugin.manager is None:
-            continue
-        name = str(plugin.owner.distribution or plugin.owner.plugin)
-        try:
-            for report in plugin.manager.hook.worker_start(context=context):
-                reports[name] = {"lines": list(report.lines), "facts": dict(report.facts)}
-        except VllmFLError:
-            raise
-        except Exception as error:
-            raise PluginError(
-                f"Plugin {plugin.owner.plugin!r} of {plugin.owner}: its worker_start hook failed: "
-                f"{type(error).__name__}: {error}. Leave it out with VLLM_FL_PLUGINS, or set what "
-                "it asks for.",
-                plugin=plugin.owner.plugin,
-                distribution=f"{name} {plugin.owner.version}",
-                cause=error,
-            ) from error
-    return reports
+    context = WorkerContext(settings, device, vllm_config.model_config.dtype, rank, vllm_config)
+    found = start_in_worker(startup.plugins if startup else (), context)
+    return {
+        name: {
+            "lines": list(report.lines),
+            "facts": {**report.facts, "(code)": code_of(name, plugin.target)},
+        }
+        for name, (plugin, report) in found.items()
+    }
 
 
 def _verified_plan(

@@ -1,0 +1,117 @@
+"""Foreign text: what plugins, libraries and the environment say, before anybody reads it.
+
+A plugin's name, a reason or an error's message may hold anything: escape sequences that rewrite a
+terminal, line breaks that forge a line of the log, the password in a proxy's address.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections.abc import Iterator
+
+__all__ = ["HIDDEN", "INDENTED", "ONE_LINE", "clean", "is_secret", "quote", "scrub"]
+
+HIDDEN = "<redacted>"
+
+ONE_LINE = " "
+INDENTED = "\n    "
+"""What a line break becomes: in a log a foreign line must not begin where ours begin."""
+
+SHORTEST = 6
+"""Characters. A shorter value may stand in any text, and taking it out would say what it is."""
+
+LONGEST = 20_000
+"""Characters of foreign text that are shown: an error may quote a whole file."""
+
+_SECRET = re.compile(
+    r"(?:^|[_.\-])(?:pats?|pwd|pass|auth|bearer|cookies?|keys?|dsn)(?:$|[_.\-])"
+    r"|(?:tokens?|secrets?|passw(?:or)?d|passphrases?|credentials?|api[_\-]?keys?)(?:$|[_.\-\d])",
+    re.IGNORECASE,
+)
+"""Names of secrets. A word that is part of others stands alone; `password` ends PGPASSWORD too."""
+
+_USERINFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
+_ASSIGNED = re.compile(
+    r"((?:\w[_\-]token|[?&]token|secret|passw(?:or)?d|passphrase|api[_\-]?key|access[_\-]?key)"
+    r"[\"']?\s*[=:]\s*[\"']?)(?!\d+\b)([^\s\"',;&)}\]<]{4,})",
+    re.IGNORECASE,
+)
+"""`password=…`. The word token alone is ours: the entry of an order."""
+_SHAPES = re.compile(
+    r"\b(?:hf_\w{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+    r"|(?<=Bearer )[\w.~+/=-]{8,}"
+)
+"""Tokens that are known by their form: Hugging Face's, GitHub's, GitLab's, OpenAI's and so on."""
+
+
+def clean(text: str, line_break: str = ONE_LINE) -> str:
+    r"""`text` without secrets, and with nothing in it that acts on a terminal or a log.
+
+    Args:
+        text: anything.
+        line_break: what a line break becomes, `ONE_LINE` or `INDENTED`.
+
+    Returns:
+        Printable characters and `line_break`. Others are shown escaped (`\x1b`).
+    """
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST]}… ({len(text) - LONGEST} characters more)"
+    text = scrub(text)
+    if text.isprintable():
+        return text
+    lines = re.split(r"[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+", text.strip("\r\n"))
+    return line_break.join("".join(map(_shown, line)) for line in lines)
+
+
+def _shown(character: str) -> str:
+    if character.isprintable():
+        return character
+    if character == "\t" or unicodedata.category(character) == "Zs":
+        return " "
+    return ascii(character)[1:-1]
+
+
+def quote(error: BaseException) -> str:
+    """An exception as `Type: message`, cleaned: also one that cannot be printed."""
+    name = type(error).__name__
+    try:
+        message = str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as second:  # its author's mistake, which must not hide the first one
+        return clean(f"{name} (it cannot be printed: its __str__ raises {type(second).__name__})")
+    return clean(f"{name}: {message}" if message else name)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or key of this name holds a secret: `HF_TOKEN`, `PGPASSWORD`."""
+    return name != "PWD" and _SECRET.search(name) is not None
+
+
+def scrub(text: str) -> str:
+    """`text` without the environment's secrets, a URL's user part, and what looks like a token."""
+    for value in sorted(set(_secrets()), key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    text = _USERINFO.sub(HIDDEN, text)
+    text = _ASSIGNED.sub(lambda found: found[1] + HIDDEN, text)
+    return _SHAPES.sub(HIDDEN, text)
+
+
+def _secrets() -> Iterator[str]:
+    """The values in the environment that are secret: whole ones, and the passwords in URLs."""
+    for name, value in os.environ.items():
+        if is_secret(name) and _tells(name, value):
+            yield value
+        _, scheme, rest = value.partition("://")
+        if scheme and "@" in rest:
+            user = rest.rpartition("@")[0]
+            password = user.partition(":")[2]
+            yield from (part for part in (user, password) if len(part) >= SHORTEST)
+
+
+def _tells(name: str, value: str) -> bool:
+    """Whether this value is one to hide: not `1`, nor a path to where the secret lies."""
+    return len(value) >= SHORTEST and not (value.startswith("/") and os.path.exists(value))

@@ -1,0 +1,114 @@
+"""VLLM_FL_PLUGINS holds in a worker whose environment lacks it: the engine's configuration says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = """
+import os
+from vllm_fl import hookimpl
+with open(os.environ["TRACE"], "a") as trace:
+    trace.write("{name}\\n")
+
+@hookimpl
+def register_ops():
+    return []
+"""
+WORKER = """
+import json, os
+from types import SimpleNamespace
+from vllm_fl.dispatch.config import load_settings
+from vllm_fl.integration.entry import general_plugin
+from vllm_fl.integration.planning import KEY, Carried, load_plugins
+from vllm_fl.errors import VllmFLError
+
+env = json.loads(os.environ["ENGINE"])
+carried = Carried(settings=load_settings(env, platform="cpu").to_json())
+engine = SimpleNamespace(additional_config={KEY: carried if env is not None else {}})
+trace = lambda: open(os.environ["TRACE"]).read().split()
+told = {"error": None}
+general_plugin()
+told["before"] = trace()
+if os.environ.get("EARLY"):
+    from vllm_fl.dispatch import get_default_manager
+    get_default_manager().ensure_initialized()
+try:
+    load_plugins(engine)
+except VllmFLError as error:
+    told["error"] = str(error)
+told["after"] = trace()
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with two plugins, each of which writes its name when it is imported."""
+    for name in ("aaa", "bbb"):
+        (tmp_path / f"trace_{name}.py").write_text(SOURCE.replace("{name}", name))
+        info = tmp_path / f"fl_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fl-{name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[vllm_fl.plugin]\n{name} = trace_{name}\n")
+    (tmp_path / "trace").touch()
+    return tmp_path
+
+
+def worker(site: Path, engine: dict[str, str], **variables: str) -> dict[str, object]:
+    """What a process with these variables imports for an engine that was started with `engine`."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    path = os.pathsep.join(filter(None, (str(site), kept.get("PYTHONPATH"))))
+    ours = {"PYTHONPATH": path, "TRACE": str(site / "trace"), "ENGINE": json.dumps(engine)}
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER],
+        env={**kept, **ours, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_a_worker_imports_what_its_engine_allows_and_nothing_before_it_knows(site: Path) -> None:
+    told = worker(site, {"VLLM_FL_PLUGINS": "fl-bbb"})
+    assert told == {"error": None, "before": [], "after": ["bbb"]}
+
+
+def test_an_empty_list_is_no_plugin(site: Path) -> None:
+    told = worker(site, {"VLLM_FL_PLUGINS": ""}, VLLM_FL_PLUGINS="fl-aaa")
+    assert told == {"error": None, "before": [], "after": []}
+
+
+def test_what_was_loaded_by_another_list_ends_the_start_by_name(site: Path) -> None:
+    told = worker(site, {"VLLM_FL_PLUGINS": "fl-bbb"}, VLLM_FL_PLUGINS="fl-aaa", EARLY="1")
+    assert told["after"] == ["aaa"]
+    for word in ("VLLM_FL_PLUGINS", "fl-aaa", "fl-bbb"):
+        assert word in str(told["error"])
+
+
+def test_the_same_list_in_other_words_is_the_same(site: Path) -> None:
+    told = worker(site, {"VLLM_FL_PLUGINS": "FL_bbb"}, VLLM_FL_PLUGINS="fl.bbb", EARLY="1")
+    assert told == {"error": None, "before": [], "after": ["bbb"]}
+
+
+def test_an_entry_of_ours_that_was_written_by_hand_is_an_error() -> None:
+    code = (
+        "from types import SimpleNamespace\n"
+        "from vllm_fl.integration.planning import is_sealed\n"
+        "from vllm_fl.errors import SettingsError\n"
+        "for entry in ({'plan': 'x'}, {'settings': {}}, {}, 1):\n"
+        "    try:\n"
+        "        is_sealed(SimpleNamespace(additional_config={'vllm_fl': entry}))\n"
+        "    except SettingsError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count("cannot be set by hand") == 4
