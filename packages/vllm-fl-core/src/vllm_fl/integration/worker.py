@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.contracts import ModelSizes
-from ..dispatch.digest import code_of, digest, fingerprint
+from ..dispatch.digest import code_facts, digest, fingerprint
 from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan, building
 from ..dispatch.preflight import find_faults
@@ -139,7 +139,10 @@ def _start_plugins(
     return {
         name: {
             "lines": list(report.lines),
-            "facts": {**report.facts, "(code)": code_of(name, plugin.target)},
+            "facts": {
+                **report.facts,
+                "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0]),
+            },
         }
         for name, (plugin, report) in found.items()
     }
