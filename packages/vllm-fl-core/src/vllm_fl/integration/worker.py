@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
-from ..dispatch.digest import code_of, digest, fingerprint
+from ..dispatch.digest import code_facts, digest, fingerprint
 from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan, building, leave_place, take_place
 from ..dispatch.preflight import find_faults
@@ -146,7 +146,10 @@ def _start_plugins(
     return {
         name: {
             "lines": list(report.lines),
-            "facts": {**report.facts, "(code)": code_of(name, plugin.target)},
+            "facts": {
+                **report.facts,
+                "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0]),
+            },
         }
         for name, (plugin, report) in found.items()
     }
