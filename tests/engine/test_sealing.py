@@ -62,7 +62,8 @@ print(json.dumps({
     "clear": refused(manager.clear_failed_impls),
     "config": config.additional_config,
     "part": part.additional_config,
-    "priorities": part.kernel_config.ir_op_priority.rms_norm,
+    "priorities": [c.kernel_config.ir_op_priority.rms_norm for c in (config, part)],
+    "calls": [llm.collective_rpc("vllm_fl_report")[0]["calls"] for llm in (first, second)],
     "keys": keys,
 }))
 """
@@ -74,6 +75,7 @@ def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
         env={
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_FL_DISPATCH_DEBUG": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
         },
@@ -94,4 +96,6 @@ def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
     assert told["keys"][0] != told["keys"][1]
     assert told["config"] == {"mine": 1, "vllm_fl": {"plan": told["digests"][0]}}
     assert told["part"] == told["config"]  # nothing is planned anew for it
-    assert told["priorities"][0] == "fl_vendor_cpu"
+    assert told["priorities"] == [["native"], ["native"]]  # eager norms are no ops of the IR
+    for calls, impl in zip(told["calls"], ("vendor.cpu", "reference.torch"), strict=True):
+        assert set(calls["rms_norm"]) == set(calls["silu_and_mul"]) == {impl}
