@@ -145,7 +145,8 @@ def tests_flaggems(session: nox.Session) -> None:
     env = over(session, envs.flaggems(), CORE, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests = "packages/vllm-fl-flaggems/tests"
-    pytest(session, env, tests, f"--ignore={tests}/test_conformance.py", **cache)
+    interpreter = "packages/vllm-fl-core/tests/testing/test_triton.py"
+    pytest(session, env, tests, interpreter, f"--ignore={tests}/test_conformance.py", **cache)
     computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching")]
     pytest(session, env, *computing, **ON_INTERPRETER, **cache)
 

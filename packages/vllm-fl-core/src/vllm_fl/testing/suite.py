@@ -115,7 +115,7 @@ class OpConformance:
     def test_engine(self, case: Case, request: pytest.FixtureRequest) -> None:
         """vLLM serves a tiny model with it."""
         if "engine" not in request.config.option.markexpr:
-            pytest.skip("starts vLLM, which takes a minute: python -m pytest -m engine")
+            pytest.skip("starts vLLM, once for all ops, in minutes: python -m pytest -m engine")
         self._run(case)
 
     def test_exceptions(self) -> None:
