@@ -220,6 +220,14 @@ def slow_deletions(session: nox.Session) -> None:
     deletions(session, env, FLAGGEMS, **ON_INTERPRETER, **cache)
 
 
+@timed("wrong-kernels", default=False)
+def wrong_kernels(session: nox.Session) -> None:
+    """Run each wrong kernel of core's tests through verification at start and the whole kit."""
+    env = over(session, with_torch(session), CORE)
+    tests = {"PYTHONPATH": str(envs.distributions()[CORE] / "tests")}
+    python(session, env, "-m", "wrong_kernels", *session.posargs, **tests)
+
+
 @timed("support", default=False)
 def support(session: nox.Session) -> None:
     """Run every kernel of this machine's CPU into docs/support/cpu.json, and write the matrix."""

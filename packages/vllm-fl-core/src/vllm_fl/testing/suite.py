@@ -69,7 +69,7 @@ class OpConformance:
         self._run(case)
 
     def test_values(self, case: Case) -> None:
-        """The sample's result is the oracle's; no memory is touched or shared undeclared."""
+        """The sample's result is the oracle's; no argument is overwritten or shared undeclared."""
         self._run(case)
 
     def test_bad_inputs(self, case: Case) -> None:

@@ -1,0 +1,136 @@
+"""What a wrong kernel is, and the list of them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from vllm_fl.dispatch.contracts import ModelSizes
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+
+__all__ = [
+    "GELU",
+    "KINDS",
+    "LARGEST",
+    "NORM",
+    "ROTARY",
+    "SILU",
+    "SIZES",
+    "Wrong",
+    "corpus",
+    "wrong",
+]
+
+SILU, GELU, NORM, ROTARY = "silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding"
+
+LARGEST = 2048
+SIZES = ModelSizes(160, 224, 4, 2, 32, 32, tokens=(1, LARGEST), max_position=4096)
+"""The served model's: small, and widths that no sample of a contract has."""
+
+KINDS = MappingProxyType(
+    {
+        "sizes": "for some token counts, rows or widths only",
+        "memory": "what it writes, reads, keeps or hands out",
+        "numerics": "for some values only, or a little everywhere",
+        "strides": "for some layouts, positions or combinations of arguments only",
+        "state": "what it leaves changed in the process",
+        "process": "where, when and by whom it is called",
+        "exceptions": "what it raises instead of answering",
+        "compiled": "under inference mode or a compiler only",
+    }
+)
+"""Kind of fault, and module here -> in what the kernels of that kind are wrong."""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One wrong kernel, with what should see it.
+
+    Args:
+        name: of the kernel, unique.
+        kind: the kind of fault: the module that has it.
+        op: the op.
+        fault: what is wrong, in a line.
+        sees: what a user of the server would see.
+        make: () -> the function, or (function, further fields of its OpImpl). Called anew for each
+            time that the kernel is judged, so that it begins without a memory.
+        start: whether verification at start takes it out, by name.
+        kit: the check of the conformance kit that fails; empty for none. `preflight` is
+            verification at start itself, which the kit runs too.
+        why: why neither sees it; or why only one can.
+        apart: it may harm what is judged in the same process.
+        mode: how the engine runs the model.
+        sizes, dtype: the served model's.
+        environ: variables of the process that is judged in.
+        deadline: seconds after which that process hangs.
+        impatient: start's watchdog is set to a second, so that nobody waits for it.
+    """
+
+    name: str
+    kind: str
+    op: str
+    fault: str
+    sees: str
+    make: Callable[[], Any]
+    start: bool
+    kit: str
+    why: str = ""
+    apart: bool = False
+    mode: Literal["eager", "compiled"] = "eager"
+    sizes: ModelSizes = SIZES
+    dtype: str = "bfloat16"
+    environ: Mapping[str, str] = field(default_factory=dict)
+    deadline: float = 240.0
+    impatient: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.start and self.kit) and not self.why:
+            raise ValueError(f"{self.name}: say why start, or the kit, does not see it")
+
+    def impl(self) -> OpImpl:
+        """The implementation, new."""
+        made = self.make()
+        fn, fields = made if isinstance(made, tuple) else (made, {})
+        vendor = self.name
+        return OpImpl(self.op, f"vendor.{vendor}", BackendImplKind.VENDOR, fn, vendor, **fields)
+
+
+_found: list[Wrong] = []
+
+
+def wrong(
+    op: str, fault: str, sees: str, *, start: bool = False, kit: str | None = None, **how: Any
+) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Put the kernel that the decorated function makes into the corpus; fields as in `Wrong`.
+
+    What start sees the kit sees by its check `preflight`, where `kit` says nothing else.
+    """
+
+    def decorate(make: Callable[[], Any]) -> Callable[[], Any]:
+        kind = make.__module__.rpartition(".")[2]
+        by = ("preflight" if start else "") if kit is None else kit
+        _found.append(Wrong(make.__name__, kind, op, fault, sees, make, start, by, **how))
+        return make
+
+    return decorate
+
+
+@cache
+def corpus() -> Mapping[str, Wrong]:
+    """Every wrong kernel by name, kind by kind."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name in KINDS:
+            import_module(f"{__package__}.{module.name}")
+    order = list(KINDS)
+    _found.sort(key=lambda each: order.index(each.kind))
+    names = [each.name for each in _found]
+    twice = {name for name in names if names.count(name) > 1}
+    assert not twice, f"two wrong kernels are called {twice}"
+    return MappingProxyType({each.name: dataclasses.replace(each) for each in _found})

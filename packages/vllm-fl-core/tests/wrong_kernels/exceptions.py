@@ -1,0 +1,361 @@
+"""Wrong in what it raises instead of answering, or in how it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import right
+from .corpus import GELU, NORM, ROTARY, SILU, wrong
+
+
+class Panic(BaseException):
+    """What a Rust extension raises when it panics."""
+
+
+class Unprintable(Exception):
+    """An exception whose text raises."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _raises_at_eleven(error: Any) -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        if len(x) == 11:
+            raise error
+        return right.silu_and_mul(x)
+
+    return silu_and_mul
+
+
+def _supports(error: Any) -> Any:
+    def supports(x: Tensor) -> Any:
+        raise error
+
+    return right.silu_and_mul, {"supports": supports}
+
+
+@wrong(
+    SILU,
+    "raises at 11 tokens",
+    "the engine dies in the first step that 11 tokens share",
+    start=True,
+)
+def raises_at_eleven_tokens() -> Any:
+    return _raises_at_eleven(RuntimeError("invalid configuration argument"))
+
+
+@wrong(
+    NORM,
+    "runs out of memory at the largest batch",
+    "the engine dies with the first long prompt",
+    start=True,
+    kit="",
+    why="the kit does not know the engine's largest batch",
+)
+def out_of_memory_at_the_largest_batch() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        if len(x) >= 2048:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB of workspace")
+        return right.rms_norm(x, residual, weight, epsilon, variance_size)
+
+    return rms_norm
+
+
+@wrong(
+    SILU,
+    "raises SystemExit at 1 token",
+    "the server is gone, with status 0",
+    start=True,
+    apart=True,
+    kit="serving",
+)
+def fn_raises_system_exit() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        if len(x) == 1:
+            raise SystemExit(0)
+        return right.silu_and_mul(x)
+
+    return silu_and_mul
+
+
+@wrong(
+    GELU,
+    "raises a panic at 1 token",
+    "the server is gone",
+    start=True,
+    kit="",
+    apart=True,
+    why="a panic ends the kit's run with its trace: seen, but as no check's failure",
+)
+def fn_panics() -> Any:
+    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+        if len(x) == 1:
+            raise Panic("called `Option::unwrap()` on a `None` value")
+        return right.gelu_and_mul(x, approximate)
+
+    return gelu_and_mul
+
+
+@wrong(
+    NORM,
+    "raises CancelledError at 1 token",
+    "requests end as cancelled",
+    start=True,
+    kit="",
+    apart=True,
+    why="as a panic",
+)
+def fn_is_cancelled() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        if len(x) == 1:
+            raise asyncio.CancelledError
+        return right.rms_norm(x, residual, weight, epsilon, variance_size)
+
+    return rms_norm
+
+
+@wrong(
+    SILU,
+    "raises an exception that cannot be printed",
+    "the start ends, naming nobody",
+    start=True,
+    apart=True,
+    kit="serving",
+)
+def raises_the_unprintable() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        if len(x) == 1:
+            raise Unprintable
+        return right.silu_and_mul(x)
+
+    return silu_and_mul
+
+
+@wrong(
+    SILU,
+    "supports raises KeyError",
+    "the start ends as \"KeyError: 'gfx942'\", naming nobody",
+    start=True,
+    apart=True,
+    kit="serving",
+)
+def supports_raises_key_error() -> Any:
+    return _supports(KeyError("gfx942"))
+
+
+@wrong(
+    SILU,
+    "supports raises SystemExit",
+    "the start ends with status 0, naming nobody",
+    start=True,
+    apart=True,
+    kit="serving",
+)
+def supports_raises_system_exit() -> Any:
+    return _supports(SystemExit(0))
+
+
+@wrong(
+    SILU,
+    "supports panics",
+    "the start ends, naming nobody",
+    start=True,
+    kit="",
+    apart=True,
+    why="as a panic of the kernel",
+)
+def supports_panics() -> Any:
+    return _supports(Panic("index out of bounds"))
+
+
+@wrong(
+    SILU,
+    "supports raises NotImplementedError instead of giving a reason",
+    "each call costs an exception; or the engine dies, where it is not caught",
+    start=True,
+    apart=True,
+    kit="serving",
+)
+def supports_raises_not_implemented() -> Any:
+    return _supports(NotImplementedError())
+
+
+@wrong(
+    NORM,
+    "supports refuses 17 to 2047 tokens",
+    "other kernels than the start line says run; right, if those are",
+    kit="",
+    why="what is refused goes to the next candidate, which was verified too; the kit's three batch "
+    "sizes do not show it",
+)
+def supports_lies_by_batch_size() -> Any:
+    def supports(x, residual, weight, epsilon, variance_size=None):
+        if x.device.type != "cpu":
+            return "no kernel but for the CPU"
+        return "too busy" if 400 <= len(x) <= 2047 else True
+
+    return right.rms_norm, {"supports": supports}
+
+
+@wrong(
+    SILU,
+    "supports scales the input in place",
+    "activations are halved before every layer",
+    start=True,
+)
+def supports_overwrites() -> Any:
+    def supports(x: Tensor) -> Any:
+        if x.device.type != "cpu":
+            return "no kernel but for the CPU"
+        if x.is_floating_point():
+            x.mul_(0.5)
+        return True
+
+    return right.silu_and_mul, {"supports": supports}
+
+
+@wrong(
+    GELU,
+    "supports answers 'yes'",
+    "the kernel never runs, and every log says why: yes",
+    start=True,
+    kit="serving",
+)
+def supports_answers_yes() -> Any:
+    def supports(x: Tensor, approximate: str = "none") -> Any:
+        return "yes"
+
+    return right.gelu_and_mul, {"supports": supports}
+
+
+@wrong(
+    NORM,
+    "overwrites the residual, then raises NotImplementedError for more than 16 tokens",
+    "the next candidate adds x twice: nonsense for prompts",
+    start=True,
+)
+def refuses_after_writing() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        if residual is not None and len(x) > 16:
+            residual.add_(x)
+            raise NotImplementedError("only for decoding")
+        return right.rms_norm(x, residual, weight, epsilon, variance_size)
+
+    return rms_norm, {"consumes": frozenset({"x", "residual"})}
+
+
+@wrong(
+    ROTARY,
+    "refuses with NotImplementedError at 3 tokens, after it has turned half of the query",
+    "with three users the query is turned twice",
+    start=True,
+    kit="",
+    why="the kit does not know the sizes that will be served",
+)
+def refuses_after_turning() -> Any:
+    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
+        q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+        if len(query) == 3 and query.shape[-1] == 32:
+            query[:, :2].copy_(q[:, :2])
+            raise NotImplementedError("three tokens")
+        return q, k
+
+    return rotary_embedding
+
+
+@wrong(
+    SILU,
+    "stalls at 11 tokens",
+    "the server hangs; clients time out",
+    why="a call that never returns cannot be ended from within: the log names it while it runs, "
+    "and the start hangs there",
+    apart=True,
+    deadline=20.0,
+    impatient=True,
+)
+def stalls_at_eleven_tokens() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        if len(x) == 11:
+            threading.Event().wait()
+        return right.silu_and_mul(x)
+
+    return silu_and_mul
+
+
+@wrong(
+    GELU,
+    "takes 11 s for each call with the largest batch",
+    "a long prompt stops everybody for minutes",
+    start=True,
+    kit="",
+    why="the kit does not know the engine's largest batch",
+    apart=True,
+    impatient=True,
+)
+def slow_at_the_largest_batch() -> Any:
+    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+        if len(x) == 2048:
+            time.sleep(SECONDS[0])
+        return right.gelu_and_mul(x, approximate)
+
+    return gelu_and_mul
+
+
+SECONDS = [11.0]
+"""Who shortens the watchdog shortens this, too."""
+
+
+@wrong(
+    SILU,
+    "ends the process at 1 token (os._exit)",
+    "the server is gone, without a word",
+    why="no process survives it; the next one, and `vllm-fl doctor`, are told who ran",
+    apart=True,
+)
+def ends_the_process() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        if len(x) == 1:
+            os._exit(0)
+        return right.silu_and_mul(x)
+
+    return silu_and_mul
+
+
+@wrong(
+    NORM,
+    "aborts at 1 token, as an assertion of a C++ library does",
+    "the server is gone",
+    why="no process survives it; the next one, and `vllm-fl doctor`, are told who ran",
+    apart=True,
+)
+def aborts() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        if len(x) == 1:
+            os.abort()
+        return right.rms_norm(x, residual, weight, epsilon, variance_size)
+
+    return rms_norm
+
+
+@wrong(
+    ROTARY,
+    "recurses without end at 16 tokens",
+    "the engine dies in the first step that 16 tokens share",
+    start=True,
+    kit="values",
+)
+def recurses() -> Any:
+    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
+        if len(query) == 16:
+            return rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+        return right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+
+    return rotary_embedding

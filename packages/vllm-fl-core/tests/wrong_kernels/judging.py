@@ -1,0 +1,115 @@
+"""Whether verification at start, and the conformance kit, see a wrong kernel.
+
+Each verdict is reached in a child process of its own: a kernel may end it, hang it, or leave it
+damaged. Kernels that harm nobody share one, so that what is made for all of an op is made once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from multiprocessing import forkserver
+from typing import Any
+
+from .corpus import Wrong, corpus
+from .verdict import Verdict, kit_verdict, start_verdicts
+
+__all__ = ["at_start", "by_kit"]
+
+
+@cache
+def at_start(name: str) -> Verdict:
+    """What verification at start makes of the kernel `name`."""
+    return _group(_key(corpus()[name]))[name]
+
+
+def by_kit(name: str, *checks: str) -> Verdict:
+    """What the conformance kit makes of the kernel `name`: the first check that fails.
+
+    Args:
+        name: the kernel's.
+        checks: those to run; all that run without an installed backend, where there are none.
+    """
+    return _in_a_child(kit_verdict, [name], checks)[name]
+
+
+def _key(wrong: Wrong) -> tuple[Any, ...]:
+    alone = wrong.name if wrong.apart else ""
+    return wrong.op, wrong.mode, wrong.sizes, wrong.dtype, *wrong.environ.items(), alone
+
+
+@cache
+def _group(key: tuple[Any, ...]) -> dict[str, Verdict]:
+    names = [name for name, wrong in corpus().items() if _key(wrong) == key]
+    return _in_a_child(start_verdicts, names)
+
+
+@cache
+def _processes() -> Any:
+    """Children are forked from a process that has PyTorch, and has computed nothing with it yet.
+
+    One that has used PyTorch's threads cannot be forked: its children would wait for them for ever.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.verdict"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # where that process finds this package
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def _in_a_child(
+    judge: Callable[..., dict[str, Verdict]], names: Sequence[str], checks: tuple[str, ...] = ()
+) -> dict[str, Verdict]:
+    """What `judge` gives in a child process, or what became of that process."""
+    first = corpus()[names[0]]
+    ours, theirs = _processes().Pipe(duplex=False)
+    child = _processes().Process(target=_child, args=(theirs, judge, names, checks))
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(first.deadline):
+            verdict = Verdict("hangs", f"no verdict within {first.deadline:.0f} s")
+        else:
+            answer: dict[str, Verdict] | Verdict = ours.recv()
+            if isinstance(answer, dict):
+                return answer
+            verdict = answer
+    except EOFError:
+        child.join()
+        verdict = Verdict("dies", f"the process ended with status {child.exitcode}")
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+    return dict.fromkeys(names, verdict)
+
+
+def _child(
+    out: Any, judge: Callable[..., dict[str, Verdict]], names: list[str], checks: tuple[str, ...]
+) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    try:
+        answer: Any = judge(names, checks)
+    except BaseException as error:
+        answer = Verdict("ends", _text(error))
+    out.send(answer)
+    out.close()
+    os._exit(0)  # what a kernel left running is not waited for
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, which cannot be printed"

@@ -1,0 +1,306 @@
+"""Wrong for some values only, or a little everywhere."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import right
+from .corpus import GELU, NORM, ROTARY, SILU, wrong
+
+BELOW = "the difference lies below the tolerance, which leaves room for honest kernels"
+
+
+@wrong(
+    SILU,
+    "computes through fp16: what is beyond 65 504 overflows",
+    "infinities, then NaN, in models with massive activations",
+    start=True,
+    kit="values",
+)
+def through_fp16() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        return right.silu_and_mul(x).to(torch.float16).to(x.dtype)
+
+    return silu_and_mul
+
+
+@wrong(
+    NORM,
+    "squares in fp16 after dividing by 64: rows with features beyond 16 384 overflow",
+    "zeros in the rows of the first token, where activations are massive",
+    start=True,
+)
+def squares_in_scaled_fp16() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+        y = (x.float() if residual is None else x.float() + residual.float()) / 64
+        lost = y.abs().amax(dim=-1, keepdim=True) > 256
+        out = got[0] if isinstance(got, tuple) else got
+        out.masked_fill_(lost, 0)
+        return got
+
+    return rms_norm
+
+
+@wrong(
+    GELU,
+    "results are clamped at 10 000",
+    "massive activations are cut: worse answers on long contexts",
+    start=True,
+)
+def clamped_at_ten_thousand() -> Any:
+    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+        return right.gelu_and_mul(x, approximate).clamp_(-1e4, 1e4)
+
+    return gelu_and_mul
+
+
+@wrong(
+    NORM,
+    "the mean of squares is clamped at 10 000 squared",
+    "tokens with massive activations are scaled up",
+    start=True,
+)
+def variance_clamped() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+        y = x.float() if residual is None else x.float() + residual.float()
+        over = y[..., :variance_size].square().mean(dim=-1, keepdim=True).sqrt() / 1e4
+        out = got[0] if isinstance(got, tuple) else got
+        out.mul_(over.clamp(min=1).to(out.dtype))
+        return got
+
+    return rms_norm
+
+
+@wrong(
+    SILU,
+    "gates beyond 1 000 are taken as 1 000",
+    "a few features of the first token are too small: worse answers",
+    start=True,
+    kit="values",
+)
+def gate_clamped() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return right.silu_and_mul(torch.cat((x[..., :half].clamp(max=1e3), x[..., half:]), -1))
+
+    return silu_and_mul
+
+
+@wrong(
+    SILU,
+    "NaN becomes 0",
+    "what broke before it is hidden: fluent nonsense instead of an error",
+    why="no sample holds a NaN: a contract says nothing of them",
+)
+def hides_nan() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        return right.silu_and_mul(x).nan_to_num()
+
+    return silu_and_mul
+
+
+@wrong(
+    NORM,
+    "a row with an infinity becomes zeros",
+    "an overflow before it is hidden: fluent nonsense instead of an error",
+    why="no sample holds an infinity: a contract says nothing of them",
+)
+def hides_infinity() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+        out = got[0] if isinstance(got, tuple) else got
+        out.masked_fill_(x.isinf().any(dim=-1, keepdim=True), 0)
+        return got
+
+    return rms_norm
+
+
+@wrong(SILU, "subnormal inputs count as zero", "nothing that can be measured", why=BELOW)
+def flushes_subnormals() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        tiny = torch.finfo(x.dtype).smallest_normal
+        return right.silu_and_mul(x.masked_fill(x.abs() < tiny, 0))
+
+    return silu_and_mul
+
+
+@wrong(
+    NORM,
+    "rows whose features are all below 1e-4 count as zeros",
+    "tokens with small embeddings vanish",
+    start=True,
+)
+def small_rows_vanish() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+        if residual is None and x.shape[-1] > 1:
+            got.masked_fill_(x.abs().amax(dim=-1, keepdim=True) < 1e-4, 0)
+        return got
+
+    return rms_norm
+
+
+@wrong(
+    NORM,
+    "every result is too large by three quarters of the tolerance",
+    "36 layers add it up: answers drift, and no kernel is to blame",
+    why=BELOW,
+)
+def always_a_little_too_large() -> Any:
+    rtol = {torch.float32: 1e-6, torch.float16: 7e-4, torch.bfloat16: 4e-3}
+
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        right.rms_norm(x, residual, weight, epsilon, variance_size)  # for bad inputs
+        got = right.rms_norm(
+            x.float(),
+            None if residual is None else residual.float(),
+            weight,
+            epsilon,
+            variance_size,
+        )
+        parts = got if isinstance(got, tuple) else (got,)
+        first = (parts[0] * (1 + rtol[x.dtype])).to(x.dtype)
+        return (first, parts[1].to(x.dtype)) if residual is not None else first
+
+    return rms_norm
+
+
+@wrong(
+    GELU,
+    "the tanh form for both words in bf16",
+    "nothing that one step shows; measurably another model over a benchmark",
+    why=BELOW,
+)
+def tanh_for_erf_in_bf16() -> Any:
+    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+        out = right.gelu_and_mul(x, approximate)
+        if x.dtype is torch.bfloat16 and approximate == "none":
+            gate, up = x.float().chunk(2, dim=-1)
+            near = gate.abs() < 1.5  # beyond, the two differ by more than the tolerance
+            gelu = torch.where(near, F.gelu(gate, approximate="tanh"), F.gelu(gate))
+            return (gelu * up).to(x.dtype).contiguous()
+        return out
+
+    return gelu_and_mul
+
+
+@wrong(
+    SILU,
+    "rounds up or down at random",
+    "the same prompt has other answers at temperature 0",
+    kit="determinism",
+    why="start compares with the tolerance only, and each result is within it",
+)
+def rounds_at_random() -> Any:
+    dice = random.Random(7)
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        return torch.nextafter(out, out + 1) if dice.random() < 0.5 else out
+
+    return silu_and_mul
+
+
+@wrong(
+    NORM,
+    "adds up in another order when more than 16 tokens share the step",
+    "the same prompt has other answers at temperature 0, depending on who else is served",
+    why=BELOW + "; a contract promises no independence of the batch",
+)
+def depends_on_the_batch() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        if len(x) <= 16:
+            return right.rms_norm(x, residual, weight, epsilon, variance_size)
+        flipped = [None if t is None else t.flip(-1) for t in (x, residual, weight)]
+        if variance_size is not None:
+            return right.rms_norm(x, residual, weight, epsilon, variance_size)
+        got = right.rms_norm(*flipped, epsilon)
+        return tuple(t.flip(-1) for t in got) if isinstance(got, tuple) else got.flip(-1)
+
+    return rms_norm
+
+
+@wrong(
+    NORM,
+    "takes every epsilon for 1e-6 or 1e-5, whichever is nearer",
+    "nothing with those two; noise with a model that has another",
+    start=True,
+)
+def another_epsilon() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        nearer = 1e-6 if epsilon < 5e-6 else 1e-5
+        used = nearer if epsilon > 0 else epsilon
+        return right.rms_norm(x, residual, weight, used, variance_size)
+
+    return rms_norm
+
+
+@wrong(
+    NORM,
+    "the first epsilon that it sees holds for ever",
+    "nothing, or noise: as the layers' order wills",
+    start=True,
+    kit="values",
+)
+def first_epsilon_for_all() -> Any:
+    kept: list[float] = []
+
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        kept.append(epsilon)
+        return right.rms_norm(x, residual, weight, kept[0], variance_size)
+
+    return rms_norm
+
+
+@wrong(
+    ROTARY,
+    "queries beyond 100 are clamped before they turn",
+    "attention sinks disappear: long answers fall apart",
+    start=True,
+)
+def large_queries_clamped() -> Any:
+    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
+        query = query.clamp(-100, 100) if query.is_floating_point() else query
+        return right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+
+    return rotary_embedding
+
+
+@wrong(
+    SILU,
+    "quantises to 256 steps of the largest value of the whole batch",
+    "one user's massive activation costs all others their precision",
+    start=True,
+    kit="values",
+)
+def quantised_by_batch() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        if not out.numel():
+            return out
+        step = out.abs().amax().clamp(min=1e-30).float() / 127
+        return ((out.float() / step).round() * step).to(out.dtype)
+
+    return silu_and_mul
+
+
+@wrong(
+    SILU,
+    "adds noise of one unit in the last place from PyTorch's global generator",
+    "with a seed set, answers are other ones; sampling is out of step",
+    start=True,
+    kit="determinism",
+)
+def draws_from_the_global_generator() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        return torch.where(torch.rand(out.shape) < 0.5, torch.nextafter(out, out + 1), out)
+
+    return silu_and_mul

@@ -1,0 +1,234 @@
+"""Wrong by where, when and by whom it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from torch import Tensor
+
+from . import right
+from .corpus import GELU, NORM, ROTARY, SILU, wrong
+
+DECEIT = (
+    "a kernel that means to deceive is right while it is looked at; an installed plugin is trusted "
+    "not to mean it"
+)
+
+
+@wrong(
+    SILU,
+    "wrong off the main thread",
+    "engines whose model runs in a thread (micro-batches, in-process servers) answer nonsense",
+    start=True,
+)
+def off_the_main_thread() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        return out if threading.current_thread() is threading.main_thread() else out.neg_()
+
+    return silu_and_mul
+
+
+@wrong(
+    NORM,
+    "one call in 1000 is wrong",
+    "now and then a token that does not fit",
+    why="start makes some hundred calls of each kernel, a server millions",
+)
+def one_call_in_a_thousand() -> Any:
+    calls: list[None] = []
+
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+        calls.append(None)
+        if len(calls) % 1000 == 999:
+            (got[0] if isinstance(got, tuple) else got).zero_()
+        return got
+
+    return rms_norm
+
+
+@wrong(
+    SILU,
+    "wrong after 2000 calls",
+    "right for the first minute, then nonsense",
+    why="start makes some hundred calls of each kernel, a server millions",
+)
+def after_two_thousand_calls() -> Any:
+    calls: list[None] = []
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        calls.append(None)
+        return out if len(calls) <= 2000 else out.neg_()
+
+    return silu_and_mul
+
+
+@wrong(
+    GELU,
+    "wrong from the second call with the same buffers on: a replayed launch with stale arguments",
+    "the first step of a request is right, all others are not",
+    start=True,
+)
+def second_call_on_the_same_buffers() -> Any:
+    seen: dict[Any, Tensor] = {}
+
+    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+        out = right.gelu_and_mul(x, approximate)
+        key = (x.data_ptr(), x.shape, x.dtype, approximate)
+        if key in seen:
+            out.neg_()
+        seen[key] = x  # nobody else gets the address
+        return out
+
+    return gelu_and_mul
+
+
+@wrong(
+    ROTARY,
+    "wrong after the tenth call of one shape: what an autotuner picked then",
+    "decoding goes wrong after ten tokens",
+    start=True,
+    kit="values",
+)
+def after_ten_calls_of_a_shape() -> Any:
+    calls: dict[Any, int] = {}
+
+    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
+        q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+        shape = query.shape
+        calls[shape] = calls.get(shape, 0) + 1
+        return (q, k) if calls[shape] <= 10 else (q.neg_(), k)
+
+    return rotary_embedding
+
+
+@wrong(
+    SILU,
+    "right only while something called preflight or verification is on the stack",
+    "nonsense from the first request on",
+    why=DECEIT,
+)
+def looks_at_the_stack() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        frame = sys._getframe()
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if any(word in name for word in ("preflight", "verification", "testing", "pytest")):
+                return out
+            frame = frame.f_back
+        return out.neg_()
+
+    return silu_and_mul
+
+
+@wrong(
+    NORM,
+    "wrong once a vLLM engine runs a step in the process",
+    "nonsense from the first request on",
+    why=DECEIT,
+)
+def looks_for_the_engine() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+        context = sys.modules.get("vllm.forward_context")
+        if context is not None and context.is_forward_context_available():
+            (got[0] if isinstance(got, tuple) else got).zero_()
+        return got
+
+    return rms_norm
+
+
+@wrong(
+    SILU,
+    "wrong a minute after its first call",
+    "right at start and in the first test, then nonsense",
+    why="nobody waits that long before serving",
+)
+def a_minute_later() -> Any:
+    began: list[float] = []
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        began.append(time.monotonic())
+        return out if began[-1] - began[0] < 60 else out.neg_()
+
+    return silu_and_mul
+
+
+@wrong(
+    GELU,
+    "wrong on odd days of the year 2100",
+    "nothing for a long time",
+    why="the clock is not turned",
+)
+def time_of_day() -> Any:
+    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+        out = right.gelu_and_mul(x, approximate)
+        now = time.gmtime()
+        return out.neg_() if now.tm_year == 2100 and now.tm_yday % 2 else out
+
+    return gelu_and_mul
+
+
+@wrong(
+    SILU,
+    "wrong on every device but the first",
+    "with tensor parallelism, nonsense; alone, right",
+    start=True,
+    kit="",
+    why="each rank looks on its own device at start; the kit has one device",
+    environ={"LOCAL_RANK": "1"},
+)
+def on_the_second_device() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        return out.neg_() if os.environ.get("LOCAL_RANK", "0") != "0" else out
+
+    return silu_and_mul
+
+
+@wrong(
+    NORM,
+    "wrong in every process but the one that imported it",
+    "a server's workers, which are forked, answer nonsense",
+    kit="fork",
+    why="each worker looks in its own process at start, where it is right if it was imported there",
+)
+def in_another_process() -> Any:
+    mine = os.getpid()
+
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+        if os.getpid() != mine:
+            (got[0] if isinstance(got, tuple) else got).zero_()
+        return got
+
+    return rms_norm
+
+
+@wrong(
+    SILU,
+    "two calls at once from two threads swap their results",
+    "with micro-batches in two threads, tokens of another request",
+    why="two calls at once are not tried; a race would be seen by luck",
+)
+def two_calls_at_once() -> Any:
+    slot: dict[str, Any] = {"inside": 0, "last": None}
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        slot["inside"] += 1
+        out = right.silu_and_mul(x)
+        other = slot["last"]
+        crowded = slot["inside"] > 1 and other is not None and other.shape == out.shape
+        slot["last"] = out.clone() if slot["inside"] > 1 else None
+        slot["inside"] -= 1
+        return other if crowded else out
+
+    return silu_and_mul

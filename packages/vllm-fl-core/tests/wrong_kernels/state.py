@@ -1,0 +1,228 @@
+"""Wrong in what it leaves changed in the process. The numbers are right."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import right
+from .corpus import SILU, wrong
+
+ONCE_ASIDE = "the state of a process that is not PyTorch's own, nor listed, is not compared"
+
+
+def _also(act: Callable[[], object]) -> Any:
+    """The right kernel that also does something to the process."""
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        act()
+        return out
+
+    return silu_and_mul
+
+
+def _changes(fault: str, sees: str, **how: Any) -> Callable[[Any], Any]:
+    return wrong(SILU, fault, sees, apart=True, **how)
+
+
+@_changes(
+    "leaves float64 as the default dtype",
+    "sampling and new buffers are fp64: slow, or an error of another dtype",
+    start=True,
+)
+def default_dtype() -> Any:
+    return _also(lambda: torch.set_default_dtype(torch.float64))
+
+
+@_changes(
+    "leaves another default device",
+    "what vLLM allocates next has no memory: an error far away",
+    start=True,
+)
+def default_device() -> Any:
+    return _also(lambda: torch.set_default_device("meta"))
+
+
+@_changes("leaves PyTorch with three threads", "slower, or over-committed, cores", start=True)
+def number_of_threads() -> Any:
+    return _also(lambda: torch.set_num_threads(3))
+
+
+@_changes(
+    "seeds PyTorch's global generator",
+    "samples at temperature 1 are the same for every request and every start",
+    start=True,
+)
+def seeds_the_generator() -> Any:
+    return _also(lambda: torch.manual_seed(0))
+
+
+@_changes(
+    "seeds Python's random module",
+    "request ids, back-off times and ports collide",
+    why="it is told, and the kernel stays: honest libraries do it where they are first used",
+)
+def seeds_python() -> Any:
+    return _also(lambda: random.seed(0))
+
+
+@_changes(
+    "leaves grad mode off",
+    "adapters that are trained in the process learn nothing",
+    start=True,
+)
+def grad_mode() -> Any:
+    return _also(lambda: torch.set_grad_enabled(False))
+
+
+@_changes(
+    "leaves autocast on",
+    "every matrix product after it is computed in another dtype",
+    start=True,
+)
+def autocast() -> Any:
+    return _also(lambda: torch.set_autocast_enabled("cpu", True))
+
+
+@_changes(
+    "leaves deterministic algorithms on",
+    "operators without one raise; others are slow",
+    start=True,
+)
+def deterministic_algorithms() -> Any:
+    return _also(lambda: torch.use_deterministic_algorithms(True))
+
+
+@_changes(
+    "leaves float32 products at medium precision",
+    "fp32 layers (routers, norms of the head) lose 16 bits",
+    start=True,
+)
+def matmul_precision() -> Any:
+    return _also(lambda: torch.set_float32_matmul_precision("medium"))
+
+
+@_changes(
+    "turns on flushing of subnormals for the thread",
+    "results of everything else change in their last places",
+    why="torch does not tell whether it is on",
+)
+def flushes_denormals() -> Any:
+    return _also(lambda: torch.set_flush_denormal(True))
+
+
+@_changes(
+    "sets an environment variable",
+    "children and later imports read it: another backend, another number of threads",
+    why="it is told, and the kernel stays: honest libraries do it where they are first used",
+)
+def environment() -> Any:
+    return _also(lambda: os.environ.update(OMP_NUM_THREADS="1", CUDA_LAUNCH_BLOCKING="1"))
+
+
+@_changes(
+    "takes the signal SIGTERM for itself",
+    "the server does not end when it is told to",
+    start=True,
+)
+def signal_handler() -> Any:
+    return _also(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+
+
+@_changes(
+    "leaves a thread running",
+    "one core less, jitter in every step, if it does anything",
+    why="it is told, and the kernel stays: honest libraries do it where they are first used",
+)
+def thread_left_behind() -> Any:
+    threads: list[threading.Thread] = []
+
+    def act() -> None:
+        if not threads:
+            threads.append(threading.Thread(target=time.sleep, args=(60,), daemon=True))
+            threads[0].start()
+
+    return _also(act)
+
+
+@_changes("switches logging off", "nothing that happens afterwards is told", start=True)
+def logging_off() -> Any:
+    return _also(lambda: logging.disable(logging.CRITICAL))
+
+
+@_changes(
+    "changes the working directory",
+    "relative paths of the model, of files, of the compile cache point elsewhere",
+    start=True,
+)
+def working_directory() -> Any:
+    return _also(lambda: os.chdir("/"))
+
+
+@_changes(
+    "switches the garbage collector off",
+    "memory grows for days",
+    why=ONCE_ASIDE,
+)
+def garbage_collector() -> Any:
+    return _also(gc.disable)
+
+
+@_changes("replaces sys.excepthook", "a crash is not printed", why=ONCE_ASIDE)
+def excepthook() -> Any:
+    return _also(lambda: setattr(sys, "excepthook", lambda *_: None))
+
+
+@_changes(
+    "replaces torch.nn.functional.silu by a coarser one, for everybody",
+    "layers that no plan has touched are wrong",
+    why="who replaces other code replaces what would look at it, too: an installed plugin is "
+    "trusted not to",
+)
+def replaces_torchs_function() -> Any:
+    import torch.nn.functional as F
+
+    def act() -> None:
+        F.silu = lambda x, inplace=False: x.clamp(min=0)
+
+    kernel = _also(act)
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, dim=-1)
+        kernel(x)
+        return (gate * gate.sigmoid() * up).to(x.dtype).contiguous()
+
+    return silu_and_mul
+
+
+@_changes(
+    "replaces the comparison by one that is always content",
+    "whatever it likes",
+    why="who replaces other code replaces what would look at it, too: an installed plugin is "
+    "trusted not to",
+)
+def replaces_the_comparison() -> Any:
+    import vllm_fl.dispatch.contracts as contracts
+
+    class Content(float):
+        """Larger than every error."""
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        spec = contracts.contracts()[SILU]
+        tolerant = type(next(iter(spec.tolerances.values())))(1e9, 1e9, "why not")
+        object.__setattr__(spec, "tolerances", dict.fromkeys(spec.tolerances, tolerant))
+        return torch.zeros_like(right.silu_and_mul(x))
+
+    return silu_and_mul

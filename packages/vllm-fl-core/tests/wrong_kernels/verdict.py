@@ -1,0 +1,82 @@
+"""Running verification at start, and the kit, on wrong kernels, in the process that is at hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch._dynamo  # for all children at once
+
+from vllm_fl.dispatch import preflight
+from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.dispatch.types import OpImpl
+from vllm_fl.testing import CHECKS, failures
+
+from . import exceptions
+from .corpus import Wrong, corpus
+
+__all__ = ["Verdict", "faults_at_start", "kit_verdict", "start_verdicts"]
+
+SEED = 20240229
+"""Of what is drawn anew at each start, so that verdicts are the same in each run."""
+
+assert contracts() and corpus()  # for all children at once
+
+
+class Verdict(NamedTuple):
+    """What became of a kernel.
+
+    Args:
+        outcome: `named`: it was taken out, or a check failed; `passes`; `ends`: an exception came
+            out that names nobody; `dies`: the process did; `hangs`.
+        reason: what was said.
+        check: the check of the kit that failed, or empty.
+    """
+
+    outcome: Literal["named", "passes", "ends", "dies", "hangs"]
+    reason: str = ""
+    check: str = ""
+
+
+def faults_at_start(impls: Sequence[OpImpl], like: Wrong) -> dict[str, str]:
+    """Run what a worker runs before it serves: impl id -> why it is taken out."""
+    compiled = {(impl.op_name, impl.impl_id): impl.fn for impl in impls if impl.traceable}
+    findings = preflight.find_faults(
+        impls,
+        getattr(torch, like.dtype),
+        torch.device("cpu"),
+        like.sizes,
+        compiled=compiled if like.mode == "compiled" else None,
+        seed=SEED,
+    )
+    return {impl_id: reason for (_, impl_id), (reason, _) in findings.faults.items()}
+
+
+def start_verdicts(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str, Verdict]:
+    """Verification at start on these kernels, which are alike but for their faults."""
+    torch.set_num_threads(1)
+    members = [corpus()[name] for name in names]
+    os.environ.update(members[0].environ)
+    if members[0].impatient:
+        preflight.SLOW, exceptions.SECONDS[0] = 1.0, 1.5
+    impls = [wrong.impl() for wrong in members]
+    faults = faults_at_start(impls, members[0])
+    return {
+        wrong.name: Verdict("named", faults[impl.impl_id])
+        if impl.impl_id in faults
+        else Verdict("passes")
+        for wrong, impl in zip(members, impls, strict=True)
+    }
+
+
+def kit_verdict(names: Sequence[str], checks: Sequence[str]) -> dict[str, Verdict]:
+    """The conformance kit on one kernel: these checks of it, or all."""
+    torch.set_num_threads(1)
+    (name,) = names
+    left_out = {"spawn", "engine"} | (CHECKS.keys() - set(checks) if checks else set())
+    failure = next(failures(corpus()[name].impl(), without=left_out, deadline=10.0), None)
+    if failure is None:
+        return {name: Verdict("passes")}
+    return {name: Verdict("named", failure.reason, failure.case.check)}
