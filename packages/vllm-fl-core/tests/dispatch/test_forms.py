@@ -106,7 +106,7 @@ def test_without_fallback_a_refusal_names_the_parameter() -> None:
 def test_they_pass_preflight_and_refuse_only_what_they_lack(op_fn: Any) -> None:
     op, fn = op_fn
     impl = held(of(op, fn))
-    assert find_faults([impl], torch.float32, CPU, None) == {}
+    assert find_faults([impl], torch.float32, CPU, None).faults == {}
     results = list(compare_all(impl, contracts()[op], [torch.float32], CPU))
     reasons = {r.reason for r in results if r.status == "refused"}
     assert {r.status for r in results} == {"ok", "refused"}
