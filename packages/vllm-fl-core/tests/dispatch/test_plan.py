@@ -201,20 +201,20 @@ def test_calls_that_no_compiler_sees_go_through_the_chain_in_a_compiled_plan_too
         raise NotImplementedError("not today")
 
     first = silu("vendor.acme", fn=silu_and_mul, traceable=True)
-    plan = planning(managing(first, silu("reference.torch", 3)), "compiled")
+    plan = planning(managing(first, silu("vendor.beta", 3)), "compiled")
     bound = plan.bind("silu_and_mul", object(), frozenset(), traced=False)
     assert bound(X)[0, 0] == 4
-    assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 1}
+    assert plan.fallbacks == {("silu_and_mul", "vendor.beta"): 1}
 
 
 def test_a_sealed_plan_logs_so_many_refusals_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="vllm_fl")
     numbers = itertools.count()
     odd = silu("vendor.acme", supports=lambda x: f"no room for {next(numbers)} tokens")
-    plan = planning(managing(odd, silu("reference.torch"), prefer="vendor"))
+    plan = planning(managing(odd, silu("vendor.beta"), prefer="vendor"))
     bound = plan.bind("silu_and_mul", object(), frozenset())
     for _ in range(1500):
         bound(X)
     told = [record for record in caplog.records if "no room for" in record.getMessage()]
     assert 0 < len(told) <= 1000
-    assert plan.fallbacks["silu_and_mul", "reference.torch"] == 1500
+    assert plan.fallbacks["silu_and_mul", "vendor.beta"] == 1500
