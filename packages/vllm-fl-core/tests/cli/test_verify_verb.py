@@ -268,15 +268,11 @@ def test_implementations_that_no_oracle_judges(fl: Command, plugin: Plugin) -> N
         def wiggle(x):
             return x
 
-        def needs(self, x):
-            return x
-
         @hookimpl
         def register_ops():
             kind = BackendImplKind.VENDOR
             return [
                 OpImpl("wiggle", "vendor.acme", kind, wiggle, "acme"),
-                OpImpl("silu_and_mul", "vendor.acme", kind, needs, "acme"),
             ]
 
         @hookimpl
@@ -287,9 +283,35 @@ def test_implementations_that_no_oracle_judges(fl: Command, plugin: Plugin) -> N
     done = fl("verify", "--json", *QUICK)
     assert done.status == 1
     reasons = {left["op"]: left["reason"] for left in done.json()["not_run"]}
-    assert set(reasons) == {"wiggle", "silu_and_mul", "attention_backend"}
+    assert set(reasons) == {"wiggle", "attention_backend"}
     assert "contract" in reasons["wiggle"]
-    assert "layer" in reasons["silu_and_mul"]
+
+
+@pytest.mark.parametrize(("mistake", "status"), [("", 0), (" + 1", 1)])
+def test_one_that_takes_a_layer_first_is_judged_and_measured(
+    fl: Command, plugin: Plugin, mistake: str, status: int
+) -> None:
+    plugin(
+        f"""
+        def norm(self, x, residual=None):
+            total = x.double() if residual is None else x.double() + residual.double()
+            size = self.variance_size_override or x.shape[-1]
+            mean = total[..., :size].pow(2).mean(-1, keepdim=True)
+            out = total * (mean + self.variance_epsilon).rsqrt(){mistake}
+            if self.has_weight:
+                out = out * self.weight.double()
+            return out.to(x.dtype) if residual is None else (out.to(x.dtype), total.to(x.dtype))
+
+        @hookimpl
+        def register_ops():
+            return [OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, norm, "acme")]
+        """
+    )
+    done = fl("verify", "--json", *QUICK)
+    assert done.status == status
+    (result,) = done.json()["results"]
+    assert (result["findings"] == []) is (status == 0)
+    assert (result["call"] is not None) is (status == 0)
 
 
 def test_a_nan_is_the_worst() -> None:

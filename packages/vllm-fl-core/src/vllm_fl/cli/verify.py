@@ -168,8 +168,6 @@ def _choose(
             reason = "an attention backend is a class, not one computation"
         elif impl.op_name not in contracts():
             reason = "no contract of vllm-fl-core names its op"
-        elif impl.needs_layer:
-            reason = "it needs a layer (its first parameter is self or obj)"
         elif verdict is not True:
             reason = f"not available: {verdict}"
         else:
@@ -330,10 +328,14 @@ def _timed(impl: OpImpl, dtype_name: str, device: torch.device) -> dict[str, Any
     """
     import torch
 
+    from ..dispatch.verification import as_call
+
     wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
-    samples = contracts()[impl.op_name].served(SIZES, getattr(torch, dtype_name), device)
+    spec = contracts()[impl.op_name]
+    call, supports = as_call(impl, spec), None if impl.needs_layer else impl.supports
+    samples = spec.served(SIZES, getattr(torch, dtype_name), device)
     for sample in samples:
-        if impl.supports is not None and impl.supports(*sample.args) is not True:
+        if supports is not None and supports(*sample.args) is not True:
             continue
         times: list[float] = []
         begin = time.perf_counter()
@@ -344,7 +346,7 @@ def _timed(impl: OpImpl, dtype_name: str, device: torch.device) -> dict[str, Any
                 args = copy.deepcopy(sample.args)  # it may overwrite what it consumes
                 wait()
                 start = time.perf_counter()
-                impl.fn(*args)
+                call(*args)
                 wait()
                 times.append(time.perf_counter() - start)
         except NotImplementedError:
