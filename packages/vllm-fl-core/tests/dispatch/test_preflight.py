@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_fl.dispatch import preflight
+from vllm_fl.dispatch import preflight, process_state
 from vllm_fl.dispatch.contracts import ModelSizes
 from vllm_fl.dispatch.preflight import find_faults
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
@@ -347,6 +349,72 @@ def test_what_it_changes_of_the_process_is_named_and_undone() -> None:
         return sound(x)
 
     assert "changed the random numbers" in str(fault("silu_and_mul", draws))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda: torch.set_default_device("meta"), "the default device from cpu to meta"),
+        (lambda: torch.set_autocast_enabled("cpu", True), "autocast from False to True"),
+        (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the signal handlers"),
+        (lambda: os.chdir("/"), "the working directory"),
+    ],
+    ids=["device", "autocast", "signals", "folder"],
+)
+def test_what_a_server_relies_on_is_named_and_put_back(
+    change: Callable[[], object], said: str
+) -> None:
+    def fn(x: Tensor) -> Tensor:
+        result = sound(x)
+        change()
+        return result
+
+    before = process_state.state_of(CPU)
+    found = fault("silu_and_mul", fn)
+    assert found is not None and f"it changed {said}" in found
+    assert process_state.changed(before, CPU) is None
+
+
+@pytest.mark.parametrize("consumes", [frozenset(), frozenset({"x", "residual"})], ids=str)
+def test_one_that_refuses_after_it_has_written(consumes: frozenset[str]) -> None:
+    def fn(
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Any:
+        if residual is not None and len(x) > 16:
+            residual.add_(x)
+            raise NotImplementedError("only for decoding")
+        return norm(x, residual, weight, epsilon, variance_size)
+
+    found = fault("rms_norm", fn, consumes=consumes)
+    assert found is not None and "refuses a call after it has written" in found
+
+
+def test_one_that_turns_consecutive_positions_from_0() -> None:
+    def fn(
+        query: Tensor,
+        key: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        position_ids: Tensor,
+        rotary_interleaved: bool = False,
+    ) -> Any:
+        if len(position_ids) > 3 and bool((position_ids.diff() == 1).all()):
+            position_ids = torch.arange(len(position_ids))
+        return rope(query, key, cos, sin, position_ids, rotary_interleaved)
+
+    assert "(consecutive positions, " in str(fault("rotary_embedding", fn))
+
+
+def test_one_that_would_be_compiled_again_for_a_token_count() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return sound(x) if x.shape[0] == 5 else sound(x) + 0
+
+    said = fault("silu_and_mul", fn, compiled=fn, traceable=True)
+    assert said is not None and said.startswith("it cannot be compiled: RecompileError")
 
 
 def test_what_cannot_be_traced_is_named() -> None:

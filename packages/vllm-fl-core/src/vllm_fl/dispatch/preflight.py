@@ -333,15 +333,25 @@ class _Run:
                 self._state(before)
         except _Stop as stop:
             return stop.why, stop.error
+        except Exception as error:  # of ours, where the implementation has spoiled what we rely on
+            problem = self._changed(before)
+            if problem is None:
+                raise
+            return problem, error
         finally:
             process_state.restore(before, self.trials.device)
         return None
 
     def _state(self, before: dict[str, Any]) -> None:
+        problem = self._changed(before)
+        if problem is not None:
+            raise _Stop(problem)
+
+    def _changed(self, before: dict[str, Any]) -> str | None:
+        """What it has changed of the process, in words."""
         with torch.inference_mode(False), torch.set_grad_enabled(before["the grad mode"]):
             problem = process_state.changed(before, self.trials.device)
-        if problem is not None:
-            raise _Stop(f"it changed {problem} of the whole process")
+        return None if problem is None else f"it changed {problem} of the whole process"
 
     def _contract(self) -> None:
         """The contract's own samples: edges that every caller may bring."""
@@ -423,6 +433,9 @@ class _Run:
             problem = misplaced(got, spec.fake(*call.args), call, consumed)
             problem = problem or misuse(laid, consumed, impl, spec)
         except NotImplementedError as error:
+            if laid.disturbance(frozenset()) is not None and self.compares:
+                why = "it refuses a call after it has written into its arguments"
+                raise _Stop(f"{why}, which the next candidate is given ({where})", error) from error
             self.refusals.append(f"{where}: {error}")
             return None
         except (_Stop, KeyboardInterrupt):
@@ -469,7 +482,8 @@ class _Run:
             order = self.trials.order(count, 0)[:count]
             args = form.call(rows_of(form.pool(False), _repeated(order, count))).args
             try:
-                got = self._timed(where, partial(call, *args), compiles=True)
+                with torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0]):
+                    got = self._timed(where, partial(call, *args), compiles=True)
             except NotImplementedError as error:
                 self.refusals.append(f"{where}: {error}")
                 return

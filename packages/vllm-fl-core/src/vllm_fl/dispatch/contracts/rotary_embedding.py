@@ -265,6 +265,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("int32 positions", (q, k, cos, sin, at.to(torch.int32), False))
     again = torch.tensor([63, 0, 63, 2, 0], device=source.device)
     yield Sample("repeated positions, out of order", (q, k, cos, sin, again, False))
+    yield Sample(
+        "consecutive positions", (q, k, cos, sin, torch.arange(17, 22, device=source.device), False)
+    )
     strided = _positions(source, 10, 64)[::2]
     yield Sample("strided positions", (q, k, cos, sin, strided, False))
     wide = _tables(source, 64, 128, torch.float32)
