@@ -2,7 +2,8 @@
 
 `nox -s quickstart` runs this with everything installed. It makes a tiny Qwen3 model with random
 weights and starts four engines: stock; vllm-fl as installed; stock in plain PyTorch
-(`custom_ops=["none"]`) and vllm-fl's reference plan, which must give the same logits bit for bit.
+(`custom_ops=["none"]`) and vllm-fl's reference plan, which must give the same logits bit for bit,
+since both engines run the same batches in one thread.
 It fails when an op that the model has a layer for was neither called, nor traced, nor left to vLLM
 by the plan, or when the logits are not what they should be.
 """
@@ -13,13 +14,14 @@ import argparse
 import dataclasses
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
 import tiny_model
-from engine_run import STOCK, EngineFailed, Job, largest_difference, run
+from engine_run import BIND, STOCK, EngineFailed, Job, cores, largest_difference, run
 
 IN_QWEN3 = ("rms_norm", "rotary_embedding", "silu_and_mul")
 """The ops that the model has layers for."""
@@ -90,12 +92,16 @@ def _installed_plan(job: Job) -> list[str]:
 
 
 def _reference_plan(job: Job) -> list[str]:
-    """Stock vLLM in plain PyTorch and vllm-fl's reference plan: the same bits."""
-    print('\nStock vLLM in plain PyTorch (custom_ops=["none"]) …', flush=True)
-    options = {"compilation_config": {"custom_ops": ["none"]}}
-    stock = run(dataclasses.replace(job, options=options), **STOCK)
-    print("vllm-fl, the reference plan …", flush=True)
-    ours = run(job, **DEBUG, **REFERENCE)
+    """Stock vLLM in plain PyTorch and vllm-fl's reference plan, side by side: the same bits."""
+    print('\nStock vLLM in plain PyTorch (custom_ops=["none"]), and vllm-fl, the reference plan …')
+    sys.stdout.flush()
+    untimed = dataclasses.replace(job, rounds=0)
+    native = {"compilation_config": {"custom_ops": ["none"]}}
+    beside = {BIND: str(max(cores()))}
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(run, dataclasses.replace(untimed, options=native), **STOCK, **beside)
+        ours = run(untimed, **DEBUG, **REFERENCE)
+        stock = waiting.result()
     return [
         *_show_plan("The reference plan", ours),
         *_compare('the reference plan against stock with custom_ops=["none"]', stock, ours, 0.0),

@@ -17,10 +17,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STOCK", "EngineFailed", "Job", "largest_difference", "run"]
+__all__ = ["BIND", "STOCK", "EngineFailed", "Job", "cores", "largest_difference", "run"]
 
 STOCK = {"VLLM_FL_PREFER_ENABLED": "false"}
 """The variables under which vllm-fl steps aside."""
+
+SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's variable for the cores of its CPU engine, `|` between those of different ranks."""
+
+
+def cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,8 @@ class Job:
 
     Args:
         model: the model's folder.
-        batches: prompts that run together, as token ids, one batch after the other.
+        batches: prompts that run together, as token ids, one batch after the other. All of a
+            batch are there before its first step.
         new_tokens: tokens generated for each, greedily.
         eager: whether vLLM runs without torch.compile.
         options: further arguments of `vllm.LLM`.
@@ -60,19 +71,23 @@ class EngineFailed(RuntimeError):
 def run(job: Job, *, timeout: float = 600, **variables: str) -> dict[str, Any]:
     """Run a job in a fresh process with these environment variables added.
 
+    An engine of one rank computes in one thread, on the first core that this process may use: so
+    engines on machines of any size add up in one order. VLLM_CPU_OMP_THREADS_BIND says otherwise.
+
     Returns:
         `tokens`, `logits` and `cached` (tokens found in the cache) per prompt of all batches,
-        `seconds` per round, `kv_blocks`,
+        `steps` (how many forward passes the batches took), `seconds` per round, `kv_blocks`,
         `report` (None for stock), `custom_ops`, and `log`, all that the process printed.
 
     Raises:
         EngineFailed: it did not end well.
     """
+    alone = {} if "tensor_parallel_size" in job.options else {BIND: str(min(cores()))}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         done = subprocess.run(
             [sys.executable, __file__, json.dumps({"job": asdict(job), "out": str(out)})],
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **variables},
+            env={**os.environ, **SMALL, **alone, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -116,6 +131,7 @@ def _main(request: dict[str, Any]) -> None:
         enforce_eager=job.eager,
         logprobs_mode="raw_logits",
         max_logprobs=-1,
+        disable_log_stats=False,  # which count the steps
         **job.options,
     )
 
@@ -132,7 +148,8 @@ def _main(request: dict[str, Any]) -> None:
     outputs = []
     for batch in job.batches:
         prompts: Any = [{"prompt_token_ids": ids} for ids in batch]
-        outputs += llm.generate(prompts, sampling(job.logits), use_tqdm=False)
+        outputs += _together(llm, prompts, sampling(job.logits))
+    steps = _steps(llm)
     seconds = []
     for _ in range(job.rounds):
         start = time.perf_counter()
@@ -144,12 +161,33 @@ def _main(request: dict[str, Any]) -> None:
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "logits": [_rows(o) for o in outputs] if job.logits else [],
         "cached": [o.num_cached_tokens for o in outputs],
+        "steps": steps,
         "seconds": seconds,
         "kv_blocks": config.cache_config.num_gpu_blocks,
         "report": llm.collective_rpc("vllm_fl_report") if ours else None,
         "custom_ops": list(config.compilation_config.custom_ops),
     }
     Path(request["out"]).write_text(json.dumps(result))
+
+
+def _together(llm: Any, prompts: Any, sampling: Any) -> list[Any]:
+    """Generate for a batch whose requests all wait before the engine takes its first step.
+
+    `LLM.generate` sends them one by one to the engine's process, which begins with what is there:
+    chance decides which prompts are prefilled together. The number of rows decides which kernel
+    a matrix product gets (on AMX another one up to four rows), and with it how a sum is rounded.
+    """
+    llm.sleep(level=0)
+    llm.enqueue(prompts, sampling, use_tqdm=False)
+    llm.wake_up(tags=["scheduling"])
+    outputs: list[Any] = llm.wait_for_completion(use_tqdm=False)
+    return outputs
+
+
+def _steps(llm: Any) -> int:
+    """How many forward passes the engine has taken."""
+    (tokens,) = [m for m in llm.get_metrics() if m.name == "vllm:iteration_tokens_total"]
+    return int(tokens.count)
 
 
 def _rows(output: Any) -> list[list[float]]:

@@ -67,7 +67,11 @@ def make(folder: Path, family: str = "qwen3", *, seed: int = 0, **sizes: int) ->
     config = config_cls(**{**COMMON, **own, **sizes})
     torch.manual_seed(seed)
     with torch.no_grad():
-        model = model_cls(config).to(torch.bfloat16)
+        model = model_cls(config)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # made as ones, which would hide how a norm uses its weight
+                parameter.add_(torch.rand_like(parameter) - 0.5)
+        model = model.to(torch.bfloat16)
     model.save_pretrained(path)
     _named_for_vllm(path)
     return path

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_model
+from conftest import IN_ONE_PROCESS
 from engine_run import STOCK, EngineFailed, Job, largest_difference, run
 
 PLUGINS = str(Path(__file__).parent / "plugins")
@@ -32,7 +35,11 @@ def job_for(folder: Path) -> Job:
 
 def test_a_device_plugin_runs_a_whole_engine(tmp_path: Path) -> None:
     job = job_for(tmp_path)
-    ours = run(job, timeout=300, **DEVICE, **TWO_RANKS)
+    alone = replace(job, options={"dtype": "float32"})  # float32 leaves the ranks no difference
+    with ThreadPoolExecutor() as pool:
+        beside = pool.submit(run, alone, timeout=300, **STOCK, **IN_ONE_PROCESS)
+        ours = run(job, timeout=300, **DEVICE, **TWO_RANKS)
+        stock = beside.result()
     log = ours["log"]
     assert "oot_cpu: platform OotCpuPlatformFL OOT" in log
     assert "oot_cpu: worker vllm_fl.integration.worker.Planned__oot_cpu__worker__OotCpuW" in log
@@ -45,7 +52,6 @@ def test_a_device_plugin_runs_a_whole_engine(tmp_path: Path) -> None:
     for rank in ours["report"]:
         assert rank["calls"]["silu_and_mul"]["reference.torch"] > 0
         assert rank["calls"]["rotary_embedding"]["reference.torch"] > 0
-    stock = run(job, timeout=300, **STOCK, **TWO_RANKS)
     assert ours["tokens"] == stock["tokens"]
     worst, magnitude = largest_difference(stock, ours)
     assert worst <= 1e-4 * magnitude  # two orders above float32's rounding after two layers

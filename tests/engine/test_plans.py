@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import OPS, Runner
+from conftest import OPS, Pair, Runner, assert_same_bits
 from engine_run import largest_difference
 
 MODES = [
@@ -17,28 +17,32 @@ has 8 bits, and the CPU kernels truncate where torch rounds (2 % seen after two 
 
 
 @pytest.mark.parametrize("eager", MODES)
-def test_the_reference_plan_is_stock_in_plain_torch_bit_for_bit(
-    engine: Runner, eager: bool
-) -> None:
-    stock = engine("qwen3", "stock-native", eager)
-    ours = engine("qwen3", "reference", eager)
-    assert ours["tokens"] == stock["tokens"]
-    assert largest_difference(stock, ours)[0] == 0.0
+def test_the_reference_plan_is_stock_in_plain_torch_bit_for_bit(both: Pair, eager: bool) -> None:
+    stock, ours = both("qwen3", "stock-native", "reference", eager)
+    assert_same_bits(stock, ours)
+    assert stock["steps"] == 2 * 8  # no prompt of a batch came late: 8 tokens took 8 steps
     assert ours["kv_blocks"] == stock["kv_blocks"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi"])
-def test_the_reference_plan_is_stock_for_other_families(engine: Runner, family: str) -> None:
-    stock = engine(family, "stock-native")
-    ours = engine(family, "reference")
-    assert ours["tokens"] == stock["tokens"]
-    assert largest_difference(stock, ours)[0] == 0.0
+def test_the_reference_plan_is_stock_for_other_families(both: Pair, family: str) -> None:
+    assert_same_bits(*both(family, "stock-native", "reference"))
+
+
+def test_a_norm_that_casts_in_another_order_shows_in_the_bits(both: Pair) -> None:
+    """The control of the tests above. It is right, so that the start finds nothing."""
+    stock, ours = both("llama", "stock-native", "cast-order")
+    report = ours["report"][0]
+    assert report["ops"]["rms_norm"]["impl"] == "vendor.castorder"
+    assert report["demotions"] == report["fallbacks"] == {}
+    assert ours["steps"] == stock["steps"]
+    worst, magnitude = largest_difference(stock, ours)
+    assert 0.0 < worst <= VENDOR_SHARE * magnitude
 
 
 @pytest.mark.parametrize("eager", MODES)
-def test_the_vendor_plan_is_near_stock_and_really_runs(engine: Runner, eager: bool) -> None:
-    stock = engine("qwen3", "stock-native", eager)
-    ours = engine("qwen3", "vendor", eager)
+def test_the_vendor_plan_is_near_stock_and_really_runs(both: Pair, eager: bool) -> None:
+    stock, ours = both("qwen3", "stock-native", "vendor", eager)
     worst, magnitude = largest_difference(stock, ours)
     assert 0.0 < worst <= VENDOR_SHARE * magnitude
     report = ours["report"][0]
@@ -73,9 +77,8 @@ def test_the_vendor_plan_of_every_family(engine: Runner, family: str, eager: boo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi"])
-def test_the_compiled_reference_plan_of_other_families(engine: Runner, family: str) -> None:
-    stock = engine(family, "stock-native", False)
-    assert largest_difference(stock, engine(family, "reference", False))[0] == 0.0
+def test_the_compiled_reference_plan_of_other_families(both: Pair, family: str) -> None:
+    assert_same_bits(*both(family, "stock-native", "reference", False))
 
 
 def test_a_compiled_reference_plan_is_traced_not_called(engine: Runner) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import OPS, Runner, batches
-from engine_run import EngineFailed, Job, largest_difference, run
+from conftest import IN_ONE_PROCESS, OPS, Runner, assert_same_bits, batches
+from engine_run import EngineFailed, Job, run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +36,7 @@ def test_faulty_kernels_are_taken_out_by_name(
         named = f"Implementation 'vendor.faulty' failed for op '{op}'"
         lines = [line for line in result["log"].splitlines() if named in line]
         assert len(lines) == 1 and cause in lines[0]
-    assert largest_difference(engine("qwen3", "stock-native"), result)[0] == 0.0
+    assert_same_bits(engine("qwen3", "stock-native"), result)
 
 
 @pytest.mark.slow
@@ -53,12 +54,11 @@ def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(
     plugin: Callable[..., dict[str, str]],
 ) -> None:
     """The control of the quickstart: what it measures does show a wrong kernel."""
-    import os
-
     done = subprocess.run(
         [sys.executable, ROOT / "quickstart.py", "--only-plan"],
         env={
             **os.environ,
+            **IN_ONE_PROCESS,
             **plugin("wrong_halves"),
             "VLLM_FL_PREFLIGHT": "off",
             "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong",
