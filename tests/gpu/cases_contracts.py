@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +17,12 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_flaggems.plugin
     import vllm_fl_reference.plugin
     from vllm_fl.dispatch.contracts import ModelSizes, contracts
+    from vllm_fl.dispatch.preflight import find_faults
     from vllm_fl.dispatch.verification import Comparison, compare, dtype_name
 
     device = torch.device("cuda")
     torch.zeros(1, device=device)  # the device exists, as it does in a worker
+    served = ModelSizes(4096, 12288, 32, 8, 128, 128, tokens=(1, 16384), max_position=40960)
     sizes = ModelSizes(4096, 12288, 32, 8, 128, 128, tokens=(1, 16, 4096))
     plugins = (vllm_fl_reference.plugin, vllm_fl_cuda.plugin, vllm_fl_flaggems.plugin)
     for impl in (impl for plugin in plugins for impl in plugin.register_ops()):
@@ -41,3 +44,10 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
             case = f"{name} {dtype_name(dtype)}: {len(results)} samples, {len(refused)} refused"
             yield f"{case}, worst {worst:.2f} of the tolerance", "; ".join(wrong[:3])
             torch.cuda.empty_cache()
+        for attempt in ("cold", "warm"):
+            start = time.perf_counter()
+            found = find_faults([impl], torch.bfloat16, device, served, seed=0)
+            seconds = time.perf_counter() - start
+            faults = "; ".join(why for why, _ in found.faults.values())
+            said = f", {'; '.join(found.remarks)}" * bool(found.remarks)
+            yield f"{name} as it will serve, {attempt}: {seconds:.2f} s{said}", faults
