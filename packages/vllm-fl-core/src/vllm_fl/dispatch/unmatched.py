@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import cast, get_args
 
@@ -47,6 +46,8 @@ def meant(token: Token, impls: Impls) -> str:
     for text in likely:
         if text.casefold() in by_fold:
             return f" Did you mean {by_fold[text.casefold()]!r}?"
+    import difflib  # only for a word that is wrong
+
     same = [fold for fold in by_fold if fold.startswith(f"{token.kind}:")]
     for pool in (same, list(by_fold)):
         near = difflib.get_close_matches(str(token).casefold(), pool, n=1, cutoff=0.7)
