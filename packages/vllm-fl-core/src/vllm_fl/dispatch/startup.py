@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
 from .. import breadcrumb
@@ -115,9 +114,12 @@ def start(
     settings, problem = try_settings(registry, plugins, env, platform=platform)
     if problem is not None and not patient:
         raise problem
-    if parent_process() is None:  # an engine's other processes are children of the one that said it
-        for warning in settings.warnings:
-            log.warning("%s", warning)
+    if settings.warnings:
+        from multiprocessing import parent_process  # 5 ms, and few processes have anything to say
+
+        if parent_process() is None:  # those of an engine are children of the one that said it
+            for warning in settings.warnings:
+                log.warning("%s", warning)
     return Startup(plugins, settings, problem, asked.plugins, asked.plugin_modules)
 
 
