@@ -6,7 +6,6 @@ path. Each plugin has a plugin manager of its own, so that one that breaks costs
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -401,6 +400,8 @@ def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[st
             continue
         meant = [d for d, o in known.items() if canonical(o.plugin) == wanted]
         meant += [d for d in known if d.removeprefix("vllm-fl-") == wanted.removeprefix("vllm-fl-")]
+        import difflib  # only for a word that is wrong
+
         meant += difflib.get_close_matches(wanted, known, n=1)
         suggestion = f" Did you mean {meant[0]!r}?" if meant else ""
         told.append(

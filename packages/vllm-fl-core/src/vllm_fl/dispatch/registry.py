@@ -157,7 +157,8 @@ class OpRegistry:
         with self._lock:
             by_op = {op: list(found) for op, found in self._snapshot.impls_by_op.items()}
             owners = dict(self._snapshot.owners)
-            for impl in map(_as_it_is_now, impls):
+            for each in impls:
+                impl = _as_it_is_now(each)  # not by `map`, which a StopIteration of a plugin's ends
                 if not isinstance(impl, OpImpl | AttentionImpl):
                     raise _refusal(
                         owner, None, f"returned {impl!r}; expected OpImpl or AttentionImpl"

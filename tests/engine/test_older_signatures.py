@@ -1,0 +1,31 @@
+"""A plugin with the first documentation's signatures serves an engine as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import batches
+from engine_run import STOCK, Job, largest_difference, run
+
+OPS = ("rms_norm", "rotary_embedding", "silu_and_mul")
+
+
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_it_is_verified_planned_and_called(
+    eager: bool, model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
+) -> None:
+    job = Job(str(model("qwen3")), batches(), eager=eager)
+    order = ";".join(f"{op}=vendor:seeds" for op in OPS)
+    result = run(
+        job, VLLM_FL_DISPATCH_DEBUG="1", VLLM_FL_PER_OP=order, **plugin("seeds_signatures")
+    )
+    (report,) = result["report"]
+    assert {op: report["ops"][op]["impl"] for op in OPS} == dict.fromkeys(OPS, "vendor.seeds")
+    assert "takes no " not in result["log"]  # the model gives none of what it lacks
+    assert all(report["calls"][op]["vendor.seeds"] > 0 for op in OPS)
+    stock = run(job, **STOCK)
+    assert result["tokens"] == stock["tokens"]
+    off, magnitude = largest_difference(stock, result)
+    assert off <= 0.02 * magnitude  # bfloat16, other orders of operations
