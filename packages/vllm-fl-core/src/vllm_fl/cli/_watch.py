@@ -23,8 +23,8 @@ GRACE = 10.0
 it is given up. One that does not come back cannot be given up alone: the run ends with it."""
 
 
-class TookTooLong(BaseException):
-    """A call was given up. No Exception: what runs there must not take it for a kernel's own."""
+class TookTooLong(KeyboardInterrupt):
+    """A call was given up. As an interrupt it passes what takes all else for a kernel's own."""
 
 
 class Watch:
