@@ -12,7 +12,6 @@ from typing import Any
 
 from . import judging
 from .corpus import Wrong, corpus
-from .expected import check_of, is_named_at_start
 from .page import PAGE, written
 
 
@@ -45,8 +44,8 @@ def main() -> int:
 def _judged(wrong: Wrong) -> dict[str, Any]:
     start, kit = judging.at_start(wrong.name), judging.by_kit(wrong.name)
     as_expected = (start.outcome == "named", kit.outcome == "named") == (
-        is_named_at_start(wrong),
-        check_of(wrong) != "",
+        wrong.start,
+        wrong.kit != "",
     )
     return {
         "name": wrong.name,

@@ -67,6 +67,7 @@ class Wrong:
         why: why neither sees it; or why only one can.
         apart: it may harm what is judged in the same process.
         mode: how the engine runs the model.
+        backend: what lowers the compiled form; Inductor takes seconds for each.
         sizes, dtype: the served model's.
         environ: variables of the process that is judged in.
         deadline: seconds after which that process hangs.
@@ -84,6 +85,7 @@ class Wrong:
     why: str = ""
     apart: bool = False
     mode: Literal["eager", "compiled"] = "eager"
+    backend: str = "aot_eager"
     sizes: ModelSizes = SIZES
     dtype: str = "bfloat16"
     environ: Mapping[str, str] = field(default_factory=dict)

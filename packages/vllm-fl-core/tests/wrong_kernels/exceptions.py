@@ -75,7 +75,7 @@ def out_of_memory_at_the_largest_batch() -> Any:
     "the server is gone, with status 0",
     start=True,
     apart=True,
-    kit="serving",
+    kit="values",
 )
 def fn_raises_system_exit() -> Any:
     def silu_and_mul(x: Tensor) -> Tensor:
@@ -91,9 +91,8 @@ def fn_raises_system_exit() -> Any:
     "raises a panic at 1 token",
     "the server is gone",
     start=True,
-    kit="",
     apart=True,
-    why="a panic ends the kit's run with its trace: seen, but as no check's failure",
+    kit="values",
 )
 def fn_panics() -> Any:
     def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
@@ -109,9 +108,8 @@ def fn_panics() -> Any:
     "raises CancelledError at 1 token",
     "requests end as cancelled",
     start=True,
-    kit="",
     apart=True,
-    why="as a panic",
+    kit="values",
 )
 def fn_is_cancelled() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
@@ -128,7 +126,7 @@ def fn_is_cancelled() -> Any:
     "the start ends, naming nobody",
     start=True,
     apart=True,
-    kit="serving",
+    kit="values",
 )
 def raises_the_unprintable() -> Any:
     def silu_and_mul(x: Tensor) -> Tensor:
@@ -145,7 +143,7 @@ def raises_the_unprintable() -> Any:
     "the start ends as \"KeyError: 'gfx942'\", naming nobody",
     start=True,
     apart=True,
-    kit="serving",
+    kit="values",
 )
 def supports_raises_key_error() -> Any:
     return _supports(KeyError("gfx942"))
@@ -157,7 +155,7 @@ def supports_raises_key_error() -> Any:
     "the start ends with status 0, naming nobody",
     start=True,
     apart=True,
-    kit="serving",
+    kit="values",
 )
 def supports_raises_system_exit() -> Any:
     return _supports(SystemExit(0))
@@ -168,9 +166,8 @@ def supports_raises_system_exit() -> Any:
     "supports panics",
     "the start ends, naming nobody",
     start=True,
-    kit="",
     apart=True,
-    why="as a panic of the kernel",
+    kit="values",
 )
 def supports_panics() -> Any:
     return _supports(Panic("index out of bounds"))
@@ -278,7 +275,7 @@ def refuses_after_turning() -> Any:
     why="a call that never returns cannot be ended from within: the log names it while it runs, "
     "and the start hangs there",
     apart=True,
-    deadline=20.0,
+    deadline=10.0,
     impatient=True,
 )
 def stalls_at_eleven_tokens() -> Any:
@@ -317,7 +314,7 @@ SECONDS = [11.0]
     SILU,
     "ends the process at 1 token (os._exit)",
     "the server is gone, without a word",
-    why="no process survives it; the next one, and `vllm-fl doctor`, are told who ran",
+    why="no process survives it",
     apart=True,
 )
 def ends_the_process() -> Any:
@@ -333,7 +330,7 @@ def ends_the_process() -> Any:
     NORM,
     "aborts at 1 token, as an assertion of a C++ library does",
     "the server is gone",
-    why="no process survives it; the next one, and `vllm-fl doctor`, are told who ran",
+    why="no process survives it",
     apart=True,
 )
 def aborts() -> Any:

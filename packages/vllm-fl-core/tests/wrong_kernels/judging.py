@@ -17,13 +17,18 @@ from typing import Any
 from .corpus import Wrong, corpus
 from .verdict import Verdict, kit_verdict, start_verdicts
 
-__all__ = ["at_start", "by_kit"]
+__all__ = ["at_start", "by_kit", "right_at_start"]
 
 
 @cache
 def at_start(name: str) -> Verdict:
     """What verification at start makes of the kernel `name`."""
     return _group(_key(corpus()[name]))[name]
+
+
+def right_at_start(like: str) -> Verdict:
+    """What it makes of a kernel without a fault, beside the kernel `like`."""
+    return _group(_key(corpus()[like]))["right"]
 
 
 def by_kit(name: str, *checks: str) -> Verdict:
@@ -37,7 +42,7 @@ def by_kit(name: str, *checks: str) -> Verdict:
 
 
 def _key(wrong: Wrong) -> tuple[Any, ...]:
-    alone = wrong.name if wrong.apart else ""
+    alone = wrong.name if wrong.apart else wrong.kind == "sizes"
     return wrong.op, wrong.mode, wrong.sizes, wrong.dtype, *wrong.environ.items(), alone
 
 

@@ -60,7 +60,7 @@ def slices_of_one_workspace() -> Any:
     ROTARY,
     "two output buffers take turns: the result of the call before last is lost",
     "with cross-layer sharing, or two micro-batches, keys are another layer's",
-    start=True,
+    why="each result is kept during one more call, not during two",
 )
 def two_buffers_in_turn() -> Any:
     kept: dict[Any, list[Tensor]] = {}
@@ -318,8 +318,7 @@ def tables_kept_by_shape() -> Any:
     SILU,
     "keeps every result: memory grows with each token",
     "the server is killed for its memory after hours",
-    why="what start allocates is freed with the kernel's own list still alive; growth per call is "
-    "not measured",
+    why="nobody measures what a kernel keeps for itself",
 )
 def memory_that_grows() -> Any:
     kept: list[Tensor] = []
@@ -424,7 +423,7 @@ def filled_later() -> Any:
     GELU,
     "zeroes its result once its input is freed",
     "each layer hands on zeros as soon as its own input is gone",
-    why="inputs live until the result is compared",
+    start=True,
 )
 def dies_with_its_input() -> Any:
     def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
@@ -440,8 +439,6 @@ def dies_with_its_input() -> Any:
     "takes the answer from the oracle's tensors, wherever one of that shape lies in memory",
     "nonsense, as soon as there is no oracle",
     start=True,
-    kit="",
-    why="the kit's inputs have an oracle each, and it is in memory",
 )
 def steals_the_answer() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):

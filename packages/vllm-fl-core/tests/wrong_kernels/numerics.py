@@ -97,7 +97,8 @@ def gate_clamped() -> Any:
     SILU,
     "NaN becomes 0",
     "what broke before it is hidden: fluent nonsense instead of an error",
-    why="no sample holds a NaN: a contract says nothing of them",
+    start=True,
+    kit="values",
 )
 def hides_nan() -> Any:
     def silu_and_mul(x: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ def hides_nan() -> Any:
     NORM,
     "a row with an infinity becomes zeros",
     "an overflow before it is hidden: fluent nonsense instead of an error",
-    why="no sample holds an infinity: a contract says nothing of them",
+    why="no sample of this contract holds an infinity",
 )
 def hides_infinity() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
@@ -135,7 +136,7 @@ def flushes_subnormals() -> Any:
     NORM,
     "rows whose features are all below 1e-4 count as zeros",
     "tokens with small embeddings vanish",
-    start=True,
+    why="the smallest values that are tried are of the order of 1e-3",
 )
 def small_rows_vanish() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
@@ -231,7 +232,7 @@ def depends_on_the_batch() -> Any:
     NORM,
     "takes every epsilon for 1e-6 or 1e-5, whichever is nearer",
     "nothing with those two; noise with a model that has another",
-    start=True,
+    why="with ordinary values it lies below the tolerance; samples of small ones have these two",
 )
 def another_epsilon() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):

@@ -6,15 +6,12 @@ import re
 from pathlib import Path
 
 from .corpus import KINDS, Wrong, corpus
-from .expected import check_of, is_named_at_start
 
 __all__ = ["PAGE", "written"]
 
 PAGE = Path(__file__).parents[4] / "docs" / "trust.md"
 
 MARK = "<!-- {}: written by `python -m wrong_kernels --write` -->"
-
-YET = "{} does not look for it yet"
 
 
 def written(text: str) -> str:
@@ -47,9 +44,9 @@ def _counts() -> str:
 
 
 def _numbers(some: list[Wrong]) -> str:
-    start = sum(map(is_named_at_start, some))
-    kit = sum(bool(check_of(wrong)) for wrong in some)
-    neither = sum(not (is_named_at_start(wrong) or check_of(wrong)) for wrong in some)
+    start = sum(wrong.start for wrong in some)
+    kit = sum(bool(wrong.kit) for wrong in some)
+    neither = sum(not (wrong.start or wrong.kit) for wrong in some)
     return f"{len(some)} | {start} | {kit} | {neither}"
 
 
@@ -68,14 +65,7 @@ def _kernels() -> str:
 
 
 def _row(wrong: Wrong) -> str:
-    start, check = is_named_at_start(wrong), check_of(wrong)
-    seen = "named" if start else "**no**"
-    by = f"`test_{check}`" if check else "**no**"
-    reasons = []
-    if not start:
-        reasons.append(YET.format("start") if wrong.start else wrong.why)
-    if not check:
-        reasons.append(YET.format("the kit") if wrong.kit else wrong.why)
-    why = "; ".join(dict.fromkeys(reasons))
-    fault = f"{wrong.fault} ({why})" if why else wrong.fault
-    return f"| `{wrong.op}` | {fault} | {seen} | {by} |"
+    start = "named" if wrong.start else "**no**"
+    kit = f"`test_{wrong.kit}`" if wrong.kit else "**no**"
+    fault = f"{wrong.fault} ({wrong.why})" if wrong.why else wrong.fault
+    return f"| `{wrong.op}` | {fault} | {start} | {kit} |"

@@ -72,7 +72,7 @@ def seeds_the_generator() -> Any:
 @_changes(
     "seeds Python's random module",
     "request ids, back-off times and ports collide",
-    why="it is told, and the kernel stays: honest libraries do it where they are first used",
+    why="honest libraries do it, too, where they are first used: it takes nobody out",
 )
 def seeds_python() -> Any:
     return _also(lambda: random.seed(0))
@@ -81,7 +81,7 @@ def seeds_python() -> Any:
 @_changes(
     "leaves grad mode off",
     "adapters that are trained in the process learn nothing",
-    start=True,
+    why="inference mode, in which start looks and vLLM serves, puts it back",
 )
 def grad_mode() -> Any:
     return _also(lambda: torch.set_grad_enabled(False))
@@ -126,7 +126,7 @@ def flushes_denormals() -> Any:
 @_changes(
     "sets an environment variable",
     "children and later imports read it: another backend, another number of threads",
-    why="it is told, and the kernel stays: honest libraries do it where they are first used",
+    why="honest libraries do it, too, where they are first used: it takes nobody out",
 )
 def environment() -> Any:
     return _also(lambda: os.environ.update(OMP_NUM_THREADS="1", CUDA_LAUNCH_BLOCKING="1"))
@@ -144,7 +144,7 @@ def signal_handler() -> Any:
 @_changes(
     "leaves a thread running",
     "one core less, jitter in every step, if it does anything",
-    why="it is told, and the kernel stays: honest libraries do it where they are first used",
+    why="honest libraries do it, too, where they are first used: it takes nobody out",
 )
 def thread_left_behind() -> Any:
     threads: list[threading.Thread] = []
@@ -157,7 +157,11 @@ def thread_left_behind() -> Any:
     return _also(act)
 
 
-@_changes("switches logging off", "nothing that happens afterwards is told", start=True)
+@_changes(
+    "switches logging off",
+    "nothing that happens afterwards is told",
+    why="the state of a process that is neither PyTorch's nor listed is not compared",
+)
 def logging_off() -> Any:
     return _also(lambda: logging.disable(logging.CRITICAL))
 
@@ -223,6 +227,7 @@ def replaces_the_comparison() -> Any:
         spec = contracts.contracts()[SILU]
         tolerant = type(next(iter(spec.tolerances.values())))(1e9, 1e9, "why not")
         object.__setattr__(spec, "tolerances", dict.fromkeys(spec.tolerances, tolerant))
-        return torch.zeros_like(right.silu_and_mul(x))
+        out = right.silu_and_mul(x)
+        return out.masked_fill(out.isfinite(), 0)
 
     return silu_and_mul

@@ -79,7 +79,7 @@ def expanded_input() -> Any:
     SILU,
     "reads wrong elements where the input does not begin at a multiple of 16 bytes",
     "now and then a step of nonsense, as the allocator and the slices will",
-    start=True,
+    why="arguments begin where an allocator puts them, or a whole number of vectors later",
 )
 def unaligned_pointer() -> Any:
     def silu_and_mul(x: Tensor) -> Tensor:
@@ -127,6 +127,7 @@ def from_position_2048_on() -> Any:
     "a run of consecutive positions is taken to begin at 0",
     "the second chunk of every long prompt overwrites the first one's place",
     start=True,
+    kit="values",
 )
 def consecutive_positions() -> Any:
     def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
@@ -273,7 +274,7 @@ def query_and_key_packed() -> Any:
     "the first request ends the engine",
     start=True,
     apart=True,
-    kit="serving",
+    kit="values",
 )
 def sparse_result() -> Any:
     def silu_and_mul(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -14,10 +15,10 @@ from vllm_fl.dispatch.contracts import contracts
 from vllm_fl.dispatch.types import OpImpl
 from vllm_fl.testing import CHECKS, failures
 
-from . import exceptions
+from . import exceptions, right
 from .corpus import Wrong, corpus
 
-__all__ = ["Verdict", "faults_at_start", "kit_verdict", "start_verdicts"]
+__all__ = ["Verdict", "kit_verdict", "start_verdicts"]
 
 SEED = 20240229
 """Of what is drawn anew at each start, so that verdicts are the same in each run."""
@@ -40,7 +41,7 @@ class Verdict(NamedTuple):
     check: str = ""
 
 
-def faults_at_start(impls: Sequence[OpImpl], like: Wrong) -> dict[str, str]:
+def _faults_at_start(impls: Sequence[OpImpl], like: Wrong) -> dict[str, str]:
     """Run what a worker runs before it serves: impl id -> why it is taken out."""
     compiled = {(impl.op_name, impl.impl_id): impl.fn for impl in impls if impl.traceable}
     findings = preflight.find_faults(
@@ -49,32 +50,47 @@ def faults_at_start(impls: Sequence[OpImpl], like: Wrong) -> dict[str, str]:
         torch.device("cpu"),
         like.sizes,
         compiled=compiled if like.mode == "compiled" else None,
+        backend=like.backend,
         seed=SEED,
     )
     return {impl_id: reason for (_, impl_id), (reason, _) in findings.faults.items()}
 
 
-def start_verdicts(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str, Verdict]:
-    """Verification at start on these kernels, which are alike but for their faults."""
+def _prepare(wrong: Wrong) -> None:
     torch.set_num_threads(1)
+    # Of many token counts as many are tried as there is time for: here all, or none of them.
+    preflight.SECONDS = 60.0 if wrong.kind == "sizes" else 0.0
+
+
+def start_verdicts(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str, Verdict]:
+    """Verification at start on these kernels, and on one without a fault, which is `right`."""
     members = [corpus()[name] for name in names]
+    _prepare(members[0])
     os.environ.update(members[0].environ)
     if members[0].impatient:
         preflight.SLOW, exceptions.SECONDS[0] = 1.0, 1.5
-    impls = [wrong.impl() for wrong in members]
-    faults = faults_at_start(impls, members[0])
+    impls = {wrong.name: wrong.impl() for wrong in members}
+    impls["right"] = dataclasses.replace(
+        impls[names[0]],
+        impl_id="vendor.right",
+        vendor="right",
+        fn=getattr(right, members[0].op),
+        supports=None,
+        consumes=frozenset(),
+    )
+    faults = _faults_at_start(list(impls.values()), members[0])
     return {
-        wrong.name: Verdict("named", faults[impl.impl_id])
+        name: Verdict("named", faults[impl.impl_id])
         if impl.impl_id in faults
         else Verdict("passes")
-        for wrong, impl in zip(members, impls, strict=True)
+        for name, impl in impls.items()
     }
 
 
 def kit_verdict(names: Sequence[str], checks: Sequence[str]) -> dict[str, Verdict]:
     """The conformance kit on one kernel: these checks of it, or all."""
-    torch.set_num_threads(1)
     (name,) = names
+    _prepare(corpus()[name])
     left_out = {"spawn", "engine"} | (CHECKS.keys() - set(checks) if checks else set())
     failure = next(failures(corpus()[name].impl(), without=left_out, deadline=10.0), None)
     if failure is None:
