@@ -157,20 +157,23 @@ def folder() -> Path | None:
 
 
 @contextlib.contextmanager
-def running(what: str) -> Iterator[None]:
+def running(what: str, *, named: bool = True) -> Iterator[None]:
     """While the block runs, `what` is noted for the next process, and named after 10 seconds.
 
     Args:
         what: what runs and whose it is: `the import of plugin 'acme' of vllm-fl-acme 1.0`.
+        named: False where the caller itself names what takes long.
     """
     what = clean(what)[:1000]
     entry = _notes.push(what)
-    watch = threading.Timer(SLOW, _name, (what,))
-    watch.daemon = True
-    try:
-        watch.start()
-    except RuntimeError:  # no thread can be started, as while the interpreter ends
-        watch = None  # type: ignore[assignment]
+    watch = None
+    if named:
+        watch = threading.Timer(SLOW, _name, (what,))
+        watch.daemon = True
+        try:
+            watch.start()
+        except RuntimeError:  # no thread can be started, as while the interpreter ends
+            watch = None
     try:
         yield
         _notes.heal(what)

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..breadcrumb import running
+from ..text import quote
 from . import process_state
 from .contracts import ModelSizes, OpSpec, Sample, contracts
 from .guarded import Guarded, guarded, poisoned, rows_of
@@ -35,12 +38,12 @@ from .verification import (
     misplaced,
     misuse,
     parts,
-    told,
     wanted_of,
     worst,
 )
 
 if TYPE_CHECKING:
+    from .registry import Owner
     from .types import OpImpl
 
 __all__ = ["Findings", "find_faults", "token_counts"]
@@ -95,6 +98,7 @@ def find_faults(
     backend: str = "inductor",
     layer_for: LayerFactory | None = None,
     seed: int | None = None,
+    owners: Mapping[tuple[str, str], Owner] = MappingProxyType({}),
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
@@ -111,6 +115,7 @@ def find_faults(
         layer_for: who makes the layer for an implementation that needs one; None takes the
             contract's stand-in.
         seed: for the token counts that are drawn anew at each start; None draws one. It is logged.
+        owners: (op, impl id) -> who brought it, for the note that a process leaves which a kernel ends.
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
@@ -126,7 +131,9 @@ def find_faults(
                 spec = contracts()[impl.op_name]
                 trial = trials[impl.op_name] = _Trials(spec, dtype, device, sizes, seed)
             run = _Run(trial, impl, compares, layer_for, compiled.get(key), compiling, watch)
-            fault = run.fault()
+            whose = owners[key].name if key in owners else "this process"
+            with running(f"the verification of {key[0]}={key[1]} of {whose}", named=False):
+                fault = run.fault()
             if fault is not None:
                 findings.faults[key] = fault
             if run.thinned:
@@ -441,7 +448,7 @@ class _Run:
         except (_Stop, KeyboardInterrupt):
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included
-            raise _Stop(f"{who} raised {told(error)} ({where})", error) from error
+            raise _Stop(f"{who} raised {quote(error)} ({where})", error) from error
         if problem:
             raise _Stop(f"it is wrong: {problem} ({where})")
         return got
@@ -490,7 +497,7 @@ class _Run:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                raise _Stop(f"it cannot be compiled: {told(error)} ({where})", error) from error
+                raise _Stop(f"it cannot be compiled: {quote(error)} ({where})", error) from error
             if self.compares:
                 _, problem = worst(got, form.wanted(False, order, got))
                 if problem:

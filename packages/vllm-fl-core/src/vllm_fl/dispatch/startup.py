@@ -101,11 +101,9 @@ def start(
     set_log_level("DEBUG" if early.debug else early.log_level)
     asked = early if engine is None else engine
     found = plugin_loader.discover(asked.plugin_modules)
-    if parent_process() is None:  # the others of an engine are children of the one that said it
-        for warning in plugin_loader.unmatched([each.owner for each in found], asked.plugins):
-            log.warning("%s", warning)
-        for crumb in breadcrumb.lost():
-            log.warning("An earlier %s. `vllm-fl doctor` tells more.", crumb)
+    warnings = plugin_loader.unmatched([each.owner for each in found], asked.plugins)
+    crumbs = [f"An earlier {crumb}. `vllm-fl doctor` tells more." for crumb in breadcrumb.lost()]
+    _warn([*warnings, *crumbs])
     plugins = plugin_loader.load(registry, found, only=asked.plugins)
     for plugin in plugins:
         for remark in plugin.remarks:
@@ -114,13 +112,19 @@ def start(
     settings, problem = try_settings(registry, plugins, env, platform=platform)
     if problem is not None and not patient:
         raise problem
-    if settings.warnings:
-        from multiprocessing import parent_process  # 5 ms, and few processes have anything to say
-
-        if parent_process() is None:  # those of an engine are children of the one that said it
-            for warning in settings.warnings:
-                log.warning("%s", warning)
+    _warn(settings.warnings)
     return Startup(plugins, settings, problem, asked.plugins, asked.plugin_modules)
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    """Say it once for an engine: its other processes are children of the one that says it."""
+    if not warnings:
+        return
+    from multiprocessing import parent_process  # 5 ms, and few processes have anything to say
+
+    if parent_process() is None:
+        for warning in warnings:
+            log.warning("%s", warning)
 
 
 def try_settings(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..text import quote
 from .contracts import OpSpec, Sample
 from .guarded import Guarded, guarded
 from .types import OpImpl
@@ -140,7 +141,7 @@ def compare(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin may raise anything, SystemExit and panics included
-        return Comparison(*fixed, "raised", reason=f"{who} raised {told(error)}", error=error)
+        return Comparison(*fixed, "raised", reason=f"{who} raised {quote(error)}", error=error)
     share = math.nan
     if not problem:
         wanted = [
@@ -284,14 +285,6 @@ def _share(mine: torch.Tensor, want: Wanted) -> tuple[float, int]:
 def parts(result: Any) -> tuple[Any, ...]:
     """The results of a call, one or several."""
     return result if isinstance(result, tuple) else (result,)
-
-
-def told(error: BaseException) -> str:
-    """An exception in words, also one that cannot be printed."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return f"{type(error).__name__} (it cannot be printed)"
 
 
 def _shares(a: torch.Tensor, b: Any) -> bool:

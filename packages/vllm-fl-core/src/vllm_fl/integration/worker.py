@@ -260,6 +260,7 @@ class _Preflight:
             backend=_lowering(self.config, self.device),
             layer_for=layer_for,
             seed=self.seed,
+            owners=get_default_manager().registry.snapshot().owners,
         )
         self.remarks += found.remarks
         return {key: reason for key, (reason, _) in found.faults.items()}
