@@ -115,7 +115,8 @@ def find_faults(
         layer_for: who makes the layer for an implementation that needs one; None takes the
             contract's stand-in.
         seed: for the token counts that are drawn anew at each start; None draws one. It is logged.
-        owners: (op, impl id) -> who brought it, for the note that a process leaves which a kernel ends.
+        owners: (op, impl id) -> who brought it, for the note that is left by a process which a
+            kernel ends.
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
