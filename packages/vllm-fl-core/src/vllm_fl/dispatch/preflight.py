@@ -57,8 +57,9 @@ second time, when nothing is left to compile, is taken out: it would stall the e
 POOL = 256
 """Rows for which the oracle is computed; a batch consists of them, repeated and permuted."""
 
-SECONDS = 1.0
-"""What one implementation may cost beyond the counts that are always tried: the rest is thinned."""
+SECONDS = 3.0
+"""What all implementations together may cost beyond the counts that are always tried; each has an
+equal share, and what goes beyond it is left out."""
 
 COMPILE_SECONDS = 4.0
 """How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
@@ -123,6 +124,8 @@ def find_faults(
     trials: dict[str, _Trials] = {}
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
+    impls = list(impls)
+    share = SECONDS / max(1, len(impls))
     compiling = _Compiling(backend)
     with _Watch() as watch:
         for impl in impls:
@@ -131,7 +134,7 @@ def find_faults(
             if trial is None:
                 spec = contracts()[impl.op_name]
                 trial = trials[impl.op_name] = _Trials(spec, dtype, device, sizes, seed)
-            run = _Run(trial, impl, compares, layer_for, compiled.get(key), compiling, watch)
+            run = _Run(trial, impl, compares, layer_for, compiled.get(key), compiling, watch, share)
             whose = owners[key].name if key in owners else "this process"
             with running(f"the verification of {key[0]}={key[1]} of {whose}", named=False):
                 fault = run.fault()
@@ -317,7 +320,9 @@ class _Run:
         compiled: Callable[..., Any] | None,
         compiling: _Compiling,
         watch: _Watch,
+        seconds: float,
     ) -> None:
+        self.seconds = seconds
         self.compiling = compiling
         self.watch, self.was_slow = watch, False
         self.trials, self.impl, self.compares = trials, impl, compares
@@ -327,7 +332,6 @@ class _Run:
         self.refusals: list[str] = []
         self.served = 0
         self.thinned = False
-        self.deadline = 0.0
 
     def fault(self) -> Fault | None:
         """Why it must not serve, or None."""
@@ -380,18 +384,19 @@ class _Run:
         for form in self.trials.forms:
             form.switch(large=False)
             for count in always:
-                self._batch(form, count, large=False)
+                self._batch(form, count, large=False, calls=3 if count <= 64 else 2)
+            self._elsewhere(form)
             self._intact(form)
             form.switch(large=True)
             for count in LARGE_COUNTS:
                 if count <= self.trials.largest:
                     self._batch(form, count, large=True)
             self._intact(form)
-        self.deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + self.seconds
         for form in self.trials.forms:
             form.switch(large=False)
         for count in further:
-            if time.monotonic() > self.deadline:
+            if time.monotonic() > deadline:
                 self.thinned = True
                 break
             for form in self.trials.forms:
@@ -401,24 +406,46 @@ class _Run:
         if self.trials.forms and not self.served:
             raise _Stop(f"it refuses the served model's own sizes ({self.refusals[0]})")
 
-    def _batch(self, form: _Form, count: int, *, large: bool) -> None:
-        """One batch, and then another one in the same memory while the first result is kept."""
+    def _batch(self, form: _Form, count: int, *, large: bool, calls: int = 2) -> None:
+        """Batches one after the other in the same memory, their results kept to the end."""
         trials = self.trials
         where = f"{count} x {form.name}, {dtype_name(trials.dtype)}" + ", large values" * large
-        order, again = (trials.order(count, salt)[:count] for salt in (0, 1))
-        laid = rows_of(form.pool(large), _repeated(order, count))
-        first = self._once(form, laid, where)
-        if first is None:
-            return
-        kept = _kept(first, laid)
-        laid = rows_of(form.pool(large), _repeated(again, count), into=laid)
-        second = self._once(form, laid, where)
-        if second is None or not self.compares:
-            return
-        for got, which, said in ((kept, order, ""), (second, again, ", same buffers again")):
-            _, problem = worst(got, form.wanted(large, which, got))
+        laid: Guarded | None = None
+        results: list[tuple[torch.Tensor, Any]] = []
+        for salt in range(calls):
+            order = trials.order(count, salt)[:count]
+            laid = rows_of(form.pool(large), _repeated(order, count), into=laid)
+            got = self._once(form, laid, where)
+            if got is None:
+                return
+            results.append((order, _kept(got, laid)))
+        for number, (order, got) in enumerate(results if self.compares else ()):
+            _, problem = worst(got, form.wanted(large, order, got))
             if problem:
+                said = ", same buffers again" if number else ""
                 raise _Stop(f"it is wrong: {problem} ({where}{said})")
+
+    def _elsewhere(self, form: _Form) -> None:
+        """A batch in another thread than the one that builds the model, as micro-batches have."""
+        stopped: list[BaseException] = []
+
+        def run() -> None:
+            device = self.trials.device
+            if device.index is not None:
+                torch.get_device_module(device).set_device(device)
+            try:
+                with torch.inference_mode():
+                    self._batch(form, min(7, self.trials.largest), large=False)
+            except BaseException as error:
+                stopped.append(error)
+
+        thread = threading.Thread(target=run, name="vllm-fl verification")
+        thread.start()
+        thread.join()
+        if stopped and isinstance(stopped[0], _Stop):
+            raise _Stop(f"in another thread {stopped[0].why}", stopped[0].error)
+        if stopped:
+            raise stopped[0]
 
     def _once(self, form: _Form, laid: Guarded, where: str) -> Any:
         """One call; its result, or None when it was refused."""

@@ -139,6 +139,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         ("odd sizes beyond one block", (3, 2063)),
         ("wide", (2, 8192)),
         ("3-D", (2, 3, 64)),
+        ("4-D", (2, 3, 2, 64)),
     ):
         yield from _both(name, source, source.normal(*shape))
 
@@ -167,13 +168,14 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     padded[1] = 0.0
     yield from _both("a row of zeros", source, padded)
     broken = source.normal(4, 512)
-    broken[1, 7] = float("nan")
-    yield Sample("NaN in a row", (broken, None, source.normal(512), 1e-6, None))
+    broken[1, 7], broken[3, 300] = float("nan"), float("inf")
+    yield from _both("NaN and infinity", source, broken)
 
 
 def _both(name: str, source: Source, x: torch.Tensor, epsilon: float = 1e-6) -> Iterator[Sample]:
     weight = source.normal(x.shape[-1])
-    residual = source.normal(*x.shape) * (x.abs().amax() / 4 if x.numel() else 1.0)
+    largest = x[x.isfinite()].abs().amax() if x.numel() else x.new_ones(())
+    residual = source.normal(*x.shape) * (largest / 4)
     yield Sample(name, (x, None, weight, epsilon, None))
     yield Sample(f"{name}, residual", (x, residual.to(x.dtype), weight, epsilon, None))
 

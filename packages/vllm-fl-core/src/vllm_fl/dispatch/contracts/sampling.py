@@ -78,6 +78,7 @@ def gated_inputs(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
     yield "odd sizes beyond one block", source.normal(3, 2 * 1031)
     yield "wide", source.normal(2, 2 * 12288)
     yield "3-D", source.normal(2, 3, 2 * 64)
+    yield "4-D", source.normal(2, 3, 2, 2 * 64)
     far = source.normal(5, 2 * 256)
     far[:, :256] *= 300.0  # act(x) is x or 0 here; exp(x) overflows
     yield "gate far from zero", far
