@@ -94,6 +94,26 @@ def test_the_first_folder_on_the_path_counts(
     assert "acme" not in [p.name for p in entry_points(GROUP)]
 
 
+def test_names_with_dots_that_begin_alike_are_different_ones(site: Path) -> None:
+    install(site, "acme.core", points="[console_scripts]\nx = a:b\n")
+    install(site, "acme.ops", points="[vllm_fl.plugin]\nops = acme.ops.plugin\n")
+    assert "ops" in [p.name for p in entry_points(GROUP)]
+
+
+def test_several_eggs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fl-one", "fl-two"):
+        info = tmp_path / f"{name}.egg" / "EGG-INFO"
+        install(tmp_path, name).rename(tmp_path / "made")
+        info.parent.mkdir()
+        (tmp_path / "made").rename(info)
+        (info / "METADATA").rename(info / "PKG-INFO")
+        (info / "entry_points.txt").write_text(f"[vllm_fl.plugin]\n{name} = a.plugin\n")
+        monkeypatch.syspath_prepend(info.parent)
+    ours = facts(entry_points(GROUP))
+    assert {"fl-one", "fl-two"} <= {name for name, *_ in ours}
+    assert sorted(ours) == sorted(facts(importlib.metadata.entry_points(group=GROUP)))
+
+
 def test_broken_folders_cost_only_themselves(site: Path) -> None:
     install(site)
     install(site, "fl-gone", metadata=None, points="[vllm_fl.plugin]\ngone = fl_gone\n")

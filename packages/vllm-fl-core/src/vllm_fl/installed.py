@@ -92,7 +92,7 @@ def entry_points(group: str) -> list[Any]:
     seen: set[str] = set()
     for root in sys.path:
         for dist in _distributions(root or os.curdir):
-            name = canonical(os.path.basename(dist._path).partition("-")[0].partition(".")[0])
+            name = _folded(dist)
             if name not in seen:
                 seen.add(name)
                 found += _entries(dist, group)
@@ -117,6 +117,12 @@ def _distributions(root: str) -> Iterator[Distribution]:
         lower = name.lower()
         if lower.endswith((".dist-info", ".egg-info")) or (is_egg and lower == "egg-info"):
             yield Distribution(os.path.join(root, name), root)
+
+
+def _folded(dist: Distribution) -> str:
+    """The name that two folders of one distribution share, read from the folder where it can be."""
+    stem = os.path.basename(dist._path).rpartition(".")[0]  # the name may hold dots, too
+    return canonical(stem.partition("-")[0] or dist.name or dist._path)
 
 
 def _entries(dist: Distribution, group: str) -> Iterator[EntryPoint]:
