@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
-__all__ = ["HIDDEN", "INDENTED", "ONE_LINE", "clean", "is_secret", "quote", "scrub"]
+__all__ = ["HIDDEN", "INDENTED", "ONE_LINE", "clean", "is_secret", "quote", "scrub", "spelt"]
 
 HIDDEN = "<redacted>"
 
@@ -76,14 +76,19 @@ def _shown(character: str) -> str:
 
 def quote(error: BaseException) -> str:
     """An exception as `Type: message`, cleaned: also one that cannot be printed."""
+    return clean(spelt(error))
+
+
+def spelt(error: BaseException) -> str:
+    """As `quote`, not cleaned: for calls, which cleaning would slow down. Logs clean it."""
     name = type(error).__name__
     try:
         message = str(error)
     except KeyboardInterrupt:
         raise
     except BaseException as second:  # its author's mistake, which must not hide the first one
-        return clean(f"{name} (it cannot be printed: its __str__ raises {type(second).__name__})")
-    return clean(f"{name}: {message}" if message else name)
+        return f"{name} (it cannot be printed: its __str__ raises {type(second).__name__})"
+    return f"{name}: {message}" if message else name
 
 
 def is_secret(name: str) -> bool:

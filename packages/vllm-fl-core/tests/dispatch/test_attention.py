@@ -28,6 +28,10 @@ def raising(request: AttentionRequest) -> bool:
     raise KeyError("block_size")
 
 
+def exiting(request: AttentionRequest) -> bool:
+    raise SystemExit(3)
+
+
 @pytest.mark.parametrize(
     ("supports", "expected"),
     [
@@ -36,6 +40,7 @@ def raising(request: AttentionRequest) -> bool:
         (lambda request: "no MLA", "no MLA"),
         (lambda request: False, "its supports said no and gave no reason"),
         (raising, "its supports raised KeyError: 'block_size'"),
+        (exiting, "its supports raised SystemExit: 3"),
     ],
 )
 def test_what_a_backend_says_to_a_request(supports: Any, expected: str | None) -> None:

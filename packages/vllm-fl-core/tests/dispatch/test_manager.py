@@ -338,6 +338,25 @@ def test_device_errors_are_raised_and_nothing_is_demoted(error: Exception, stric
     assert manager.demotions == {}
 
 
+class Unprintable(RuntimeError):
+    """What cannot be printed."""
+
+    def __str__(self) -> str:
+        raise KeyError("no message")
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_error_that_cannot_be_printed_is_one_like_others(last: bool) -> None:
+    second = failing("reference.torch", Unprintable()) if last else silu("reference.torch")
+    manager = managing(failing("vendor.acme", Unprintable()), second)
+    if last:
+        with pytest.raises(AllFailedError, match="Unprintable"):
+            manager.call(OP, X)
+    else:
+        manager.call(OP, X)
+    assert "Unprintable" in manager.demotions[OP, "vendor.acme"]
+
+
 class TestCallersMistakes:
     @pytest.mark.parametrize(
         ("args", "kwargs", "argument"),

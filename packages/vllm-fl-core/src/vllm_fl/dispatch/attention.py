@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from ..text import quote
 from .types import AttentionImpl, AttentionRequest, OpImpl, parameters_of
 
 __all__ = ["ATTENTION", "class_path_for", "from_older_form", "refusal"]
@@ -19,8 +20,10 @@ def refusal(impl: AttentionImpl, request: AttentionRequest) -> str | None:
         return None
     try:
         verdict = impl.supports(request)
-    except Exception as error:  # a plugin's mistake costs the plugin, not the engine
-        return f"its supports raised {type(error).__name__}: {error}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin's mistake costs the plugin, not the engine
+        return f"its supports raised {quote(error)}"
     if verdict is True:
         return None
     return str(verdict) if verdict else "its supports said no and gave no reason"

@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any, Protocol, cast
 
 from ..errors import AllFailedError, CallError
+from ..text import spelt
 from .contracts import OpSpec
 from .types import OpImpl, parameters_of
 
@@ -217,7 +218,7 @@ class Chain:
         try:
             mistake = self.spec.check(*call.args)
         except Exception as error:  # arguments so odd that even the check trips over them
-            mistake = ("(call)", f"cannot be read: {type(error).__name__}: {error}")
+            mistake = ("(call)", f"cannot be read: {spelt(error)}")
         if mistake is not None:
             cause = outcome if isinstance(outcome, Exception) else None
             raise CallError(self.op, *mistake, cause=cause)
@@ -404,7 +405,7 @@ def _poisons_the_device(error: Exception) -> bool:
     if kinds & {"OutOfMemoryError", "AcceleratorError"}:  # torch's, without importing torch
         return True
     marks = ("CUDA error", "CUDNN_STATUS", "out of memory", "NPU error", "HIP error", "aclrt")
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+    return isinstance(error, RuntimeError) and any(mark in spelt(error) for mark in marks)
 
 
 def _reason(verdict: object) -> str:
@@ -412,4 +413,4 @@ def _reason(verdict: object) -> str:
 
 
 def _text(outcome: BaseException | str) -> str:
-    return outcome if isinstance(outcome, str) else f"{type(outcome).__name__}: {outcome}"
+    return outcome if isinstance(outcome, str) else spelt(outcome)

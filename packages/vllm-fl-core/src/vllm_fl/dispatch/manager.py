@@ -21,6 +21,7 @@ from ..errors import (
     PolicySealedError,
     UnknownOpError,
 )
+from ..text import quote
 from .config import Settings
 from .context import chosen, override
 from .contracts import contracts
@@ -561,7 +562,7 @@ class _Failures:
             return False  # an engine relies on the plan: nothing could take the demotion back
         with manager._lock:
             if impl.impl_id not in self.demoted:
-                self.demoted[impl.impl_id] = f"failed earlier: {type(error).__name__}: {error}"
+                self.demoted[impl.impl_id] = f"failed earlier: {quote(error)}"
                 manager._forget()
         if last:
             line = "Last implementation '%s' failed for op '%s': %s"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
+from ..text import quote
 from .items import ITEMS, ORDER_PREFIX, order_of, wrong
 from .policy import OpOrder, SelectionPolicy
 
@@ -221,7 +222,7 @@ class Settings(Mapping[str, Setting]):
                 if key.startswith(ORDER_PREFIX) and not isinstance(setting.value, OpOrder)
             ]
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            bad = [f"{type(error).__name__}: {error}"]
+            bad = [quote(error)]
         if bad:
             raise wrong(
                 "settings",

@@ -12,6 +12,7 @@ from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan
 from ..dispatch.types import AttentionImpl, AttentionRequest
 from ..errors import AllFailedError
+from ..text import quote
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -164,8 +165,10 @@ def _class_of(impl: AttentionImpl, request: AttentionRequest) -> tuple[str, str]
         if missing:
             return path, f"{path} is no AttentionBackend of vLLM: it has no {', '.join(missing)}"
         known = cls.get_name()
-    except Exception as error:  # whatever a plugin's module raises must not end the engine
-        return path, f"its class {path or 'path'} failed: {type(error).__name__}: {error}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a plugin's module raises must not end the engine
+        return path, f"its class {path or 'path'} failed: {quote(error)}"
     if known in AttentionBackendEnum.__members__:
         return path, ""
     return path, (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..dispatch.plan import active_plan
 from ..dispatch.types import DeviceProfile
 from ..errors import PluginError
+from ..text import quote
 from .device import IN_TREE, adopt_device, other_platforms, profile_named
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _device_class(profile: DeviceProfile) -> tuple[type, dict[str, Any]]:
     except Exception as error:
         raise PluginError(
             f"Device {profile.name!r}: its platform class {profile.platform_class} cannot be "
-            f"imported: {type(error).__name__}: {error}",
+            f"imported: {quote(error)}",
             plugin=profile.name,
             cause=error,
         ) from error

@@ -17,6 +17,7 @@ from ..dispatch.preflight import find_faults
 from ..dispatch.types import OpImpl, WorkerContext
 from ..errors import VllmFLError
 from ..plugins import start_in_worker
+from ..text import quote
 from . import attention
 from .ir import bind_provider, reset_priorities
 from .layers import foreign_layers, layer_for, layer_table, replace_layers
@@ -226,7 +227,7 @@ class _Preflight:
             reasons |= self._faults(plan)
         except Exception as error:
             log.exception("vllm-fl could not verify the plan")
-            return Verdict(self.rank, failure=f"{type(error).__name__}: {error}", facts=facts)
+            return Verdict(self.rank, failure=quote(error), facts=facts)
         failure = ""
         if plan.strict and reasons:
             failure = "strict mode, and " + "; ".join(

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from ..dispatch.types import OpImpl
+from ..text import quote
 from . import checks, compiling, engine, processes
 from .subject import Refused, Subject
 
@@ -111,5 +112,4 @@ def failures(
         except Refused:
             pass
         except (Exception, SystemExit) as error:
-            prefix = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-            yield Failure(case, f"{prefix}{error}")
+            yield Failure(case, str(error) if isinstance(error, AssertionError) else quote(error))

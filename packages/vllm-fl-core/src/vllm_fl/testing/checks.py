@@ -17,6 +17,7 @@ from ..dispatch.registry import OpRegistry
 from ..dispatch.types import OpImpl
 from ..dispatch.verification import Comparison, compare
 from ..errors import AllFailedError, CallError, PluginError
+from ..text import quote
 from .subject import Refused, Subject, digest, fresh
 
 __all__ = [
@@ -62,7 +63,7 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
     except CallError as error:
         assert error.argument == bad.argument, f"it blames {error.argument!r}: {error}"
     except (Exception, SystemExit) as error:
-        raise AssertionError(f"no CallError, but {type(error).__name__}: {error}") from error
+        raise AssertionError(f"no CallError, but {quote(error)}") from error
     else:
         kind = type(result).__name__
         raise AssertionError(f"returned a {kind} instead of raising: a wrong result in silence")

@@ -14,6 +14,7 @@ import torch
 
 from ..dispatch.contracts import ModelSizes, contracts
 from ..dispatch.types import OpImpl
+from ..text import quote
 from .subject import Refused, Subject, digest
 
 __all__ = ["apart", "fork", "installed", "installed_with", "spawn"]
@@ -150,7 +151,7 @@ def _child(out: Connection, target: Callable[..., Answers], args: tuple[Any, ...
     try:
         out.send(target(*args))
     except Exception as error:
-        out.send(f"raised {type(error).__name__}: {error}")
+        out.send(f"raised {quote(error)}")
 
 
 def _answer_installed(backend: str, device: str, sizes: ModelSizes, left_out: Any) -> Answers:
