@@ -57,6 +57,7 @@ GROUP = "vllm_fl.plugin"
 OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
 CORE = "vllm-fl-core"
 ENGINE_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
+LEAVE_OUT = "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
 LOAD_FAILED = "The other plugins work; reinstall it, or leave it out with VLLM_FL_PLUGINS."
 
 MOST = 10_000
@@ -211,10 +212,9 @@ class contained:
         owner = self.owner
         part = f": {self.what} failed" if self.what.startswith("its") else " failed"
         raise PluginError(
-            f"Plugin {clean(owner.plugin)!r} of {clean(str(owner))}{part}: {quote(error)}. "
-            f"{self.consequence}",
+            f"{owner.who}{part}: {quote(error)}. {self.consequence}",
             plugin=owner.plugin,
-            distribution=f"{owner.distribution} {owner.version}" if owner.distribution else None,
+            distribution=owner.release,
             op=_op_of(error),
             cause=error,
         ) from error
@@ -248,10 +248,9 @@ def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
     try:
         if (ended := BARRED.get(_whose(owner))) is not None:
             raise PluginError(
-                f"Plugin {clean(owner.plugin)!r} of {clean(str(owner))} failed: {ended}. "
-                f"{LOAD_FAILED}",
+                f"{owner.who} failed: {ended}. {LOAD_FAILED}",
                 plugin=owner.plugin,
-                distribution=owner.name if owner.distribution else None,
+                distribution=owner.release,
             )
         with contained(owner, "the import", LOAD_FAILED):
             plugin = found.load()
@@ -298,13 +297,13 @@ def _register(
     if lost:
         (op, impl_id), _ = next(iter(lost.items()))
         error = PluginError(
-            f"Plugin {clean(owner.plugin)!r} of {clean(str(owner))}: not loaded: "
+            f"{owner.who}: not loaded: "
             + "; ".join(f"{o} implementation {i!r}: {why}" for (o, i), why in lost.items())
             + ". What else it brings is loaded.",
             op=op,
             impl=impl_id,
             plugin=owner.plugin,
-            distribution=f"{owner.distribution} {owner.version}" if owner.distribution else None,
+            distribution=owner.release,
         )
     try:
         with contained(owner, "the registration", LOAD_FAILED):
@@ -538,10 +537,9 @@ def devices(
     failed to say."""
     found: list[tuple[Owner, DeviceProfile]] = []
     errors = []
-    todo = "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
     for plugin in plugins:
         try:
-            profiles = call_hook(plugin, "device", DeviceProfile, todo)
+            profiles = call_hook(plugin, "device", DeviceProfile, LEAVE_OUT)
         except PluginError as error:
             errors.append(error)
         else:
@@ -595,7 +593,7 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
             f"{len(found)} plugins claim this machine's device: {names}. Say which with "
             "VLLM_FL_PLATFORM=<name>, or leave one out with VLLM_FL_PLUGINS.",
             plugin=found[1][0].plugin,
-            distribution=str(found[1][0].distribution),
+            distribution=found[1][0].distribution,
         )
     if name is not None and verdicts and not found:
         owner, _, why = verdicts[0]
@@ -603,7 +601,7 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
             f"VLLM_FL_PLATFORM={name} asks for the device of {owner}, which says that it is not "
             f"here: {why}. Unset VLLM_FL_PLATFORM to run on what vLLM finds itself.",
             plugin=owner.plugin,
-            distribution=str(owner.distribution),
+            distribution=owner.distribution,
         )
     if not found and errors:
         raise errors[0]

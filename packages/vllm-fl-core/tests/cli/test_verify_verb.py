@@ -40,7 +40,7 @@ def register_ops():
         made("off", plus_one),
         made("infinite", infinite),
         made("broken", broken),
-        made("picky", silu_and_mul, supports=lambda x: x.dim() == 2 or "two dimensions only"),
+        made("picky", silu_and_mul, supports=lambda x: x.dim() != 3 or "two dimensions only"),
         made("absent", silu_and_mul, available=lambda: "no absent card"),
         made("careless", silu_and_mul, supports=lambda x: x.no_such_attribute),
     ]

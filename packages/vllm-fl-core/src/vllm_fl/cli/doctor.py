@@ -24,7 +24,7 @@ from ..dispatch.settings import Settings
 from ..dispatch.startup import Startup, detect_platform, read_settings
 from ..errors import PluginError, SettingsError, VllmFLError
 from ..integration.device import IN_TREE
-from ..plugins import Plugin
+from ..plugins import LEAVE_OUT, Plugin
 from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
@@ -34,8 +34,6 @@ from ._finding import Finding, contained
 from ._installed import CHECKS
 from ._quiet import quiet
 from ._show import print_json, print_table, say
-
-LEAVE_OUT = "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

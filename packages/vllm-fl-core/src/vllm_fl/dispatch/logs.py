@@ -7,7 +7,7 @@ import sys
 
 from ..text import INDENTED, clean, quote
 
-__all__ = ["SAID_AT_MOST", "get_logger", "set_log_level"]
+__all__ = ["SAID_AT_MOST", "get_logger", "set_log_level", "speaks_for_all"]
 
 ROOT = "vllm_fl"
 
@@ -71,3 +71,13 @@ def set_log_level(level: int | str, name: str | None = None) -> None:
         ValueError: no such level.
     """
     get_logger(name).setLevel(level.upper() if isinstance(level, str) else level)
+
+
+def speaks_for_all() -> bool:
+    """Whether this process is the one that the user started: an engine's others are its children.
+
+    What holds for all of them is said here, once.
+    """
+    from multiprocessing import parent_process  # 5 ms, and few processes have anything to say
+
+    return parent_process() is None

@@ -489,12 +489,7 @@ class OpManager:
                     why = why.removesuffix(".")
             todo = f"`vllm-fl explain {trace.op}` shows where each setting comes from."
         else:
-            brought = sorted(
-                {
-                    str(owner.distribution or owner.plugin)
-                    for owner in self._registry.snapshot().owners.values()
-                }
-            )
+            brought = sorted({o.label for o in self._registry.snapshot().owners.values()})
             why = f"no installed plugin has one (installed: {', '.join(brought) or 'none'})"
             todo = (
                 "Install a backend: pip install vllm-fl-reference (plain PyTorch), "
@@ -502,7 +497,7 @@ class OpManager:
             )
         failed = self._startup.failed if self._startup else ()
         if failed:
-            names = ", ".join(str(p.owner.distribution or p.owner.plugin) for p in failed)
+            names = ", ".join(p.owner.label for p in failed)
             todo += f" These plugins failed to load, or not whole: {names}; see `vllm-fl plugins`."
         return NoImplementationError(
             f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import DuplicateError, PluginError
 from ..installed import canonical
+from ..text import clean
 from .attention import ATTENTION, from_older_form
 from .contracts import contracts
 from .forms import fitted, shape
@@ -53,12 +54,22 @@ class Owner:
     @property
     def name(self) -> str:
         """`vllm-fl-cpu 0.1.0`, or the plugin's name where it has no distribution."""
-        return f"{self.distribution} {self.version}" if self.distribution else self.plugin
+        return self.release or self.plugin
+
+    @property
+    def release(self) -> str | None:
+        """`vllm-fl-cuda 0.1.0`; None where it has no distribution. Errors carry it."""
+        return f"{self.distribution} {self.version}" if self.distribution else None
 
     @property
     def label(self) -> str:
         """The distribution's name, or the plugin's where it has none."""
         return self.distribution or self.plugin
+
+    @property
+    def who(self) -> str:
+        """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, cleaned: what errors begin with."""
+        return f"Plugin {clean(self.plugin)!r} of {clean(str(self))}"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.path})" if self.path else self.name
@@ -267,11 +278,11 @@ def _refusal(
 ) -> PluginError:
     what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "what it registers"
     return kind(
-        f"Plugin {owner.plugin!r} of {owner}: {what} refused: {problem}.",
+        f"{owner.who}: {what} refused: {problem}.",
         op=impl.op_name if impl else None,
         impl=impl.impl_id if impl else None,
         plugin=owner.plugin,
-        distribution=f"{owner.distribution} {owner.version}" if owner.distribution else None,
+        distribution=owner.release,
     )
 
 

@@ -13,7 +13,7 @@ from .. import plugins as plugin_loader
 from ..errors import PluginError, SettingsError
 from .config import Settings, check_names, load_settings, load_startup
 from .contracts import contracts
-from .logs import get_logger, set_log_level
+from .logs import get_logger, set_log_level, speaks_for_all
 from .registry import OpRegistry
 
 if TYPE_CHECKING:  # `plugins` imports this package, whichever of the two comes first
@@ -117,12 +117,8 @@ def start(
 
 
 def _warn(warnings: Sequence[str]) -> None:
-    """Say it once for an engine: its other processes are children of the one that says it."""
-    if not warnings:
-        return
-    from multiprocessing import parent_process  # 5 ms, and few processes have anything to say
-
-    if parent_process() is None:
+    """Say it once for an engine."""
+    if warnings and speaks_for_all():
         for warning in warnings:
             log.warning("%s", warning)
 

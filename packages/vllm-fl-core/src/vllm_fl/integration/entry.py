@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from multiprocessing import parent_process
 
 from ..dispatch.config import load_startup
-from ..dispatch.logs import get_logger
+from ..dispatch.logs import get_logger, speaks_for_all
 from ..errors import PluginError, VllmFLError
 from ..plugins import rivals
 from ..text import quote
@@ -32,8 +31,7 @@ def platform_plugin() -> str | None:
 
         problem = obstacle()
         if problem:
-            # Once per engine: its other processes are children of the one that the user started.
-            level = logging.WARNING if parent_process() is None else logging.DEBUG
+            level = logging.WARNING if speaks_for_all() else logging.DEBUG
             log.log(level, "vllm-fl steps aside, vLLM runs as stock: %s", problem)
             return None
         return overlay_path(startup.platform)
@@ -78,4 +76,3 @@ def general_plugin() -> None:
             "or VLLM_TARGET_DEVICE leaves us out of one of the two plugin groups)",
             type(current_platform).__name__,
         )
-        return
