@@ -50,6 +50,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
     """`use(impl, …)`: they are what is installed, and vLLM's IR has them as providers."""
 
     def install(*impls: OpImpl, **policy: Any) -> OpManager:
+        # Where nobody orders an op, vLLM's own form stands before the references.
+        policy.setdefault("per_op_order", {"rms_norm": ["flagos", "vendor", "reference"]})
         manager = managing(*impls, **policy)
         monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
         norms.register_providers()
