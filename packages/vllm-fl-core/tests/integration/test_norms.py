@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 
 import vllm_fl.dispatch
 from vllm_fl.dispatch.manager import OpManager
@@ -28,7 +29,7 @@ from vllm_fl.dispatch.plan import Plan, building
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.errors import AllFailedError
 from vllm_fl.integration import ir as norms
-from vllm_fl.integration.layers import replace_layers
+from vllm_fl.integration.layers import forget_shared_layers, replace_layers
 
 sys.path.append(str(Path(__file__).parents[1] / "dispatch"))
 from making import kind_of, managing, planning
@@ -50,6 +51,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
     """`use(impl, …)`: they are what is installed, and vLLM's IR has them as providers."""
 
     def install(*impls: OpImpl, **policy: Any) -> OpManager:
+        # Where nobody orders an op, vLLM's own form stands before the references.
+        policy.setdefault("per_op_order", {"rms_norm": ["flagos", "vendor", "reference"]})
         manager = managing(*impls, **policy)
         monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
         norms.register_providers()
@@ -332,6 +335,23 @@ def test_of_two_engines_each_keeps_its_own_norms(use: Any, modes: Any) -> None:
     served(second, "second")
     other = built(second)
     assert one(X).eq(6).all() and other(X).eq(8).all() and one(X).eq(6).all()
+
+
+def test_of_two_engines_each_has_its_own_ropes(use: Any) -> None:
+    """vLLM keeps one rope for all layers of a process that have the same sizes."""
+    plans, ropes = [], []
+    for impl in Older().impls()[-1:]:
+        for _ in range(2):
+            plans.append(dataclasses.replace(planning(use(impl), "eager"), counts_calls=True))
+            forget_shared_layers()
+            parameters = {"rope_type": "default", "rope_theta": 10000}
+            with building(plans[-1]):
+                ropes.append([get_rope(8, 32, rope_parameters=parameters) for _ in range(2)])
+    assert ropes[0][0] is ropes[0][1] and ropes[1][0] is ropes[1][1]
+    for rope in (ropes[0][0], ropes[1][0], ropes[0][1]):
+        rope(torch.arange(3), torch.zeros(3, 16), torch.zeros(3, 16))
+    calls = [plan.calls["rotary_embedding", "vendor.older"] for plan in plans]
+    assert calls == [2, 1]
 
 
 class Older:

@@ -403,7 +403,11 @@ MUTANTS: list[Mutant] = [
         "declared wrongly",
         (NORM, "", "", {"consumes": frozenset({"weight"})}),
         (SILU, "", "", {"consumes": frozenset({"x"})}),
-        (NORM, "    variance_size: int | None = None,\n) -> torch", ") -> torch"),
+        (
+            NORM,
+            "variance_size: int | None = None,\n) -> torch",
+            "variance_size: int = 0,\n) -> torch",
+        ),
     ),
 ]
 """Every mutant. A family is a kind of mistake that kernels of the field have had."""

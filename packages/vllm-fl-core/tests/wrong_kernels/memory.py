@@ -60,7 +60,7 @@ def slices_of_one_workspace() -> Any:
     ROTARY,
     "two output buffers take turns: the result of the call before last is lost",
     "with cross-layer sharing, or two micro-batches, keys are another layer's",
-    why="each result is kept during one more call, not during two",
+    start=True,
 )
 def two_buffers_in_turn() -> Any:
     kept: dict[Any, list[Tensor]] = {}

@@ -111,7 +111,8 @@ def hides_nan() -> Any:
     NORM,
     "a row with an infinity becomes zeros",
     "an overflow before it is hidden: fluent nonsense instead of an error",
-    why="no sample of this contract holds an infinity",
+    start=True,
+    kit="values",
 )
 def hides_infinity() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):

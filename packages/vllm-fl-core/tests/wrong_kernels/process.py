@@ -23,7 +23,7 @@ DECEIT = (
     SILU,
     "wrong off the main thread",
     "engines whose model runs in a thread (micro-batches, in-process servers) answer nonsense",
-    why="start calls from the thread that builds the model",
+    start=True,
 )
 def off_the_main_thread() -> Any:
     def silu_and_mul(x: Tensor) -> Tensor:

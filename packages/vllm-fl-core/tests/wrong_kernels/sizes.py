@@ -299,7 +299,8 @@ def one_less_than_the_largest_batch() -> Any:
     NORM,
     "inputs of four dimensions are normed over the last two",
     "nothing in a decoder; a vision encoder that norms such inputs is blind",
-    why="no layer that is bound here gives four dimensions, and no contract has such a sample",
+    start=True,
+    kit="values",
 )
 def four_dimensions() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):

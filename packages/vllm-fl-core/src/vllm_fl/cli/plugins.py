@@ -39,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _look() -> dict[str, Any]:
-    startup = get_default_manager().startup
+    manager = get_default_manager()
+    manager.ensure_initialized(patient=True)  # what is installed needs no policy
+    startup = manager.startup
     assert startup is not None
     absent = unmatched([plugin.owner for plugin in startup.plugins], startup.allowed)
     remarks = [remark for plugin in startup.plugins for remark in plugin.remarks]

@@ -75,7 +75,7 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "GemmaRMSNorm.forward_native",
             "RMSNorm.forward_native",
         ),
-        "model_executor.layers.rotary_embedding": ("RotaryEmbedding",),
+        "model_executor.layers.rotary_embedding": ("RotaryEmbedding", "_ROPE_DICT"),
         "model_executor.layers.rotary_embedding.base": (
             "RotaryEmbedding.forward_native",
             "RotaryEmbedding.forward_static",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
-from vllm.model_executor.layers import activation, layernorm
+from vllm.model_executor.layers import activation, layernorm, rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from ..dispatch import dispatch_method
@@ -29,6 +29,7 @@ from .ir import native_norm
 __all__ = [
     "Layer",
     "foreign_layers",
+    "forget_shared_layers",
     "known_layers",
     "layer_for",
     "layer_table",
@@ -188,6 +189,15 @@ def replace_layers() -> None:
         # `custom_ops` speaks of the registered name; register_oot puts the class name there.
         layer.name = registered_name  # type: ignore[attr-defined]
         globals()[layer.__name__] = layer
+
+
+def forget_shared_layers() -> None:
+    """Let the model that is built next have ropes of its own.
+
+    vLLM gives layers of one process that have the same sizes one rope, which is bound to the plan
+    that it was built under: an engine must not be given that of another. Who has one keeps it.
+    """
+    rotary_embedding._ROPE_DICT.clear()
 
 
 def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:

@@ -20,7 +20,7 @@ from ..plugins import start_in_worker
 from ..text import quote
 from . import attention
 from .ir import bind_provider, reset_priorities
-from .layers import foreign_layers, layer_for, layer_table, replace_layers
+from .layers import foreign_layers, forget_shared_layers, layer_for, layer_table, replace_layers
 from .planning import apply, load_plugins, plan_for, seal, settings_of
 from .ranks import Verdict, agree, differences
 from .sizes import model_sizes
@@ -79,6 +79,7 @@ class PlannedWorker:
         seal(self.vllm_config, self.vllm_fl_digest)
         get_default_manager().seal(f"the engine's worker (rank {self.rank})")
         attention.forget_choices()
+        forget_shared_layers()
         with building(plan):
             return super().load_model(*args, **kwargs)  # type: ignore[misc]
 

@@ -1,0 +1,78 @@
+"""What a model's configuration tells of its sizes, and what is said of those it does not tell."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_fl.integration.sizes import model_sizes
+
+
+def config(head_size: int | Exception = 64, tensor_parallel: int = 1, **text: Any) -> Any:
+    """A VllmConfig as far as `model_sizes` reads it, for a model of 8 query heads of 64."""
+
+    def told() -> int:
+        if isinstance(head_size, Exception):
+            raise head_size
+        return head_size
+
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(**text),
+        max_model_len=4096,
+        get_head_size=told,
+        get_hidden_size=lambda: 512,
+        get_num_attention_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
+        get_num_kv_heads=lambda parallel: 2 // parallel.tensor_parallel_size,
+    )
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+    )
+
+
+def test_an_ordinary_model() -> None:
+    sizes = model_sizes(config(intermediate_size=1536, rms_norm_eps=1e-5, tensor_parallel=2))
+    assert (sizes.hidden, sizes.intermediate, sizes.heads, sizes.kv_heads) == (512, 768, 4, 1)
+    assert (sizes.head_size, sizes.rotary, sizes.tokens) == (64, 64, (1, 2048))
+    assert (sizes.max_position, sizes.epsilon) == (4096, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "rotary"),
+    [
+        ({"rotary_pct": 0.25}, 16),  # GPT-NeoX
+        ({"partial_rotary_factor": 0.5}, 32),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, 16),
+        ({"rope_parameters": {"rope_dim": 24}}, 24),
+        ({"rotary_dim": 16}, 16),  # GPT-J
+        ({"model_type": "chatglm"}, 32),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, 64),  # Gemma 3
+    ],
+    ids=str,
+)
+def test_how_much_of_a_head_rotates(text: dict[str, Any], rotary: int) -> None:
+    assert model_sizes(config(intermediate_size=1536, **text)).rotary == rotary
+
+
+@pytest.mark.parametrize(
+    ("text", "intermediate"),
+    [
+        ({"ffn_hidden_size": 1408}, 1408),  # ChatGLM
+        ({"intermediate_size": [2048, 4096]}, 2048),  # Gemma 3n has one width per layer
+        ({"ffn_dim": 3072}, 3072),
+        ({}, None),
+        ({"intermediate_size": "wide"}, None),
+    ],
+    ids=str,
+)
+def test_how_wide_the_mlp_is(text: dict[str, Any], intermediate: int | None) -> None:
+    assert model_sizes(config(**text)).intermediate == intermediate
+
+
+def test_what_is_not_told_is_none_and_costs_nothing_else() -> None:
+    sizes = model_sizes(config(NotImplementedError("no attention"), intermediate_size=1536))
+    assert sizes.head_size is None and sizes.rotary is None
+    assert (sizes.hidden, sizes.intermediate, sizes.heads) == (512, 1536, 8)
