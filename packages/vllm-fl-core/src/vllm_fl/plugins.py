@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import getattr_static
 from itertools import islice
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 import pluggy
@@ -481,7 +481,8 @@ class _Collector:
         return sorted({*self.registered.list_operators(), *(i.op_name for i in self.impls)})
 
     def snapshot(self) -> RegistrySnapshot:
-        return self.registered.snapshot()
+        impls = {op: tuple(self.get_implementations(op)) for op in self.list_operators()}
+        return RegistrySnapshot(MappingProxyType(impls), self.registered.snapshot().owners)
 
     def register_impl(self, impl: OpImpl) -> None:
         self.impls.append(impl)

@@ -223,3 +223,18 @@ class TestCode:
         module = importlib.import_module("digest_kernel")
         facts = fingerprint(*plan_of(module))
         assert facts["versions"]["torch"] and facts["versions"]["vllm-fl-core"]
+
+
+def test_what_computes_beneath_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(digest_module, "_walked", lambda top: read.append(top) or iter(()))
+    _code_of.cache_clear()
+    assert code_of(None, "torch.nn.functional") == UNKNOWN
+    assert read == []
+
+
+def test_a_function_of_torchs_is_known_by_the_module_that_brings_it(kernel: Path) -> None:
+    torch = pytest.importorskip("torch")
+    impl = OpImpl("silu_and_mul", "vendor.x", BackendImplKind.VENDOR, torch.nn.functional.silu, "x")
+    facts = digest_module._candidate(impl, Owner(plugin=kernel.stem))
+    assert facts["source"] == code_of(None, kernel.stem) != UNKNOWN

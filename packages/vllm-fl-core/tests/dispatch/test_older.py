@@ -253,6 +253,7 @@ class Plugin:
         ))
         assert registry.list_operators() == ["silu_and_mul"]
         assert [i.vendor for i in registry.get_implementations("silu_and_mul")] == ["acme_{name}"]
+        assert registry.snapshot().find("silu_and_mul", "vendor.acme_{name}") is not None
 
 def vllm_fl_register(registry):
     Plugin.register(registry)

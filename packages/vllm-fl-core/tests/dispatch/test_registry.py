@@ -137,6 +137,20 @@ def test_attention_backends_stand_under_their_op() -> None:
     assert registry.snapshot().impls_by_op["attention_backend"] == (impl,)
 
 
+def test_a_listener_that_is_named_again_is_called_once() -> None:
+    class Counting:
+        calls = 0
+
+        def changed(self) -> None:
+            self.calls += 1
+
+    registry, counting = OpRegistry(), Counting()
+    for _ in range(3):
+        registry.on_change(counting.changed)
+    registry.register_impl(silu("vendor.acme"), ACME)
+    assert counting.calls == 1
+
+
 def test_remove_and_clear() -> None:
     registry = OpRegistry()
     registry.register_impl(silu("vendor.acme"), ACME)

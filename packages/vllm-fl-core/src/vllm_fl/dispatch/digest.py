@@ -56,7 +56,10 @@ def fingerprint(plan: Plan, owners: Mapping[tuple[str, str], Owner]) -> dict[str
 
 
 def _candidate(impl: OpImpl | AttentionImpl, owner: Owner) -> dict[str, Any]:
-    facts = code_facts(owner, _module_of(impl))
+    module = _module_of(impl)
+    if owner.distribution is None and _top(module) in BENEATH:
+        module = owner.plugin  # a function of torch's own is known by the module that brings it
+    facts = code_facts(owner, module)
     if facts["source"] == UNKNOWN:
         facts["source"] = f"{UNKNOWN}: {_name_of(impl)}"
     return {
@@ -94,7 +97,7 @@ def code_of(distribution: str | None, module: str = "") -> str:
     Returns:
         16 hexadecimal digits; `UNKNOWN` where no file can be found.
     """
-    loaded = sys.modules.get(module.partition(".")[0])
+    loaded = sys.modules.get(_top(module))
     return _code_of(distribution, module, str(getattr(loaded, "__file__", None)))
 
 
@@ -118,9 +121,9 @@ def _contents(distribution: str | None, module: str) -> Iterator[tuple[str, byte
         for name, path, known in recorded:
             yield name, _content(path, known)
         return
-    tops = {module.partition(".")[0]} - {""}
+    tops = {_top(module)} - {"", *BENEATH}
     if dist is not None:
-        tops |= {entry.module.partition(".")[0] for entry in dist.entry_points}
+        tops |= {_top(entry.module) for entry in dist.entry_points}
         tops |= set((dist.read_text("top_level.txt") or "").split())
         tops |= set() if tops else {str(distribution).replace("-", "_")}
     for top in sorted(tops):
@@ -153,6 +156,10 @@ def _recorded(dist: Any) -> list[tuple[str, str, str]]:
         # What lies outside (a script of the environment) holds paths, and differs by host.
         if not name.startswith(("..", "/")) and _is_code(name)
     )
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _is_code(name: str) -> bool:

@@ -139,8 +139,9 @@ class OpRegistry:
         return [*self._snapshot.impls_by_op]
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call this bound method after every change, for as long as its object lives."""
-        self._listeners.append(weakref.WeakMethod(listener))
+        """Call this bound method after every change, once, for as long as its object lives."""
+        others = [each for each in self._listeners if each() not in (None, listener)]
+        self._listeners = [*others, weakref.WeakMethod(listener)]
 
     def _change(self, snapshot: RegistrySnapshot) -> None:
         self._snapshot = snapshot

@@ -77,10 +77,11 @@ def differences(verdicts: list[Verdict]) -> list[str]:
     return lines
 
 
-def _short(impls: list[dict[str, str]]) -> str:
-    return (
-        ", ".join(
-            f"{i['impl']} ({i['distribution']} {i['version']}, source {i['source']})" for i in impls
-        )
-        or "none"
-    )
+def _short(impls: list[dict[str, Any]]) -> str:
+    return ", ".join(map(_one, impls)) or "none"
+
+
+def _one(impl: dict[str, Any]) -> str:
+    kernels = "".join(f", {name} {told}" for name, told in impl.get("kernels", {}).items())
+    of = f"{impl['distribution']} {impl['version']}"
+    return f"{impl['impl']} ({of}, source {impl['source']}{kernels})"
