@@ -17,6 +17,10 @@ from test_layer_lists import SCRIPT, VENDOR
 
 Plugin = Callable[..., dict[str, str]]
 
+VENDOR_SHARE = 0.05
+"""As in test_plans: what is right differs from PyTorch in the last of bf16's 8 bits, and a tiny
+model with random weights has near ties that this decides."""
+
 DEBUG = {"VLLM_FL_DISPATCH_DEBUG": "1"}
 
 
@@ -43,9 +47,8 @@ def test_layers_of_the_older_form_serve_in_an_eager_engine(
         VLLM_FL_PREFLIGHT="off",
     )
     stock = engine("qwen3", "stock-native")
-    assert ours["tokens"] == stock["tokens"]
     worst, magnitude = largest_difference(stock, ours)
-    assert worst <= 0.05 * magnitude
+    assert worst <= VENDOR_SHARE * magnitude
     report = ours["report"][0]
     for op in ("rms_norm", "rotary_embedding", "silu_and_mul"):
         assert report["ops"][op]["impl"] == "vendor.older"
@@ -73,7 +76,8 @@ def test_names_that_look_alike_are_not_mixed_up(
     )
     ran = set(notes.read_text().splitlines())
     assert ran == {"rms_norm vendor.华为", "silu_and_mul vendor.a-b"}
-    assert ours["tokens"] == engine("qwen3", "stock-native", eager)["tokens"]
+    worst, magnitude = largest_difference(engine("qwen3", "stock-native", eager), ours)
+    assert worst <= VENDOR_SHARE * magnitude
     report = ours["report"][0]
     assert report["ops"]["rms_norm"]["impl"] == "vendor.华为"
     assert set(report["calls"]["rms_norm"]) == {"vendor.华为"}

@@ -58,8 +58,8 @@ POOL = 256
 """Rows for which the oracle is computed; a batch consists of them, repeated and permuted."""
 
 SECONDS = 3.0
-"""What all implementations together may cost beyond the counts that are always tried; each has an
-equal share, and what goes beyond it is left out."""
+"""What all implementations of a start together may cost beyond the counts that are always tried;
+each has an equal share, and what goes beyond it is left out."""
 
 COMPILE_SECONDS = 4.0
 """How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
@@ -100,6 +100,7 @@ def find_faults(
     layer_for: LayerFactory | None = None,
     seed: int | None = None,
     owners: Mapping[tuple[str, str], Owner] = MappingProxyType({}),
+    seconds: float = SECONDS,
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
@@ -118,6 +119,7 @@ def find_faults(
         seed: for the token counts that are drawn anew at each start; None draws one. It is logged.
         owners: (op, impl id) -> who brought it, for the note that is left by a process which a
             kernel ends.
+        seconds: how long further token counts are tried, for all implementations together.
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
@@ -125,7 +127,7 @@ def find_faults(
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
     impls = list(impls)
-    share = SECONDS / max(1, len(impls))
+    share = seconds / max(1, len(impls))
     compiling = _Compiling(backend)
     with _Watch() as watch:
         for impl in impls:

@@ -135,7 +135,9 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
     from ..dispatch.preflight import find_faults
 
     serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
-    found = find_faults([subject.impl], _torch(dtype), subject.device, subject.sizes, seed=0)
+    found = find_faults(
+        [subject.impl], _torch(dtype), subject.device, subject.sizes, seed=0, seconds=0.5
+    )
     faults = {key: why for key, (why, _) in found.faults.items()}
     assert not faults, f"an engine would demote it at start: {faults}"
 
