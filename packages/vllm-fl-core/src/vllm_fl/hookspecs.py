@@ -102,7 +102,7 @@ def policy(platform: str) -> PolicyDefaults | None:
     Called once per process when settings are read, with the platform's lower-case name (`cuda`,
     `ascend`, `cpu`). Items of several plugins unite, and never end a start: blacklists add up,
     orders of one op merge, another item that two set differently goes back to the default.
-    `allow_vendors` is refused here: it would shut out third parties.
+    `allow_vendors` is an error here: it would shut out third parties.
 
     Example::
 

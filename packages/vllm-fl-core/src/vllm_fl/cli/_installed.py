@@ -48,7 +48,7 @@ def halves() -> Iterator[Finding]:
             yield Finding(
                 "half-installed",
                 f"{problem}.",
-                "Nothing can tell what it was, and its plugins are refused.",
+                "Nothing can tell what it was, and its plugins are not loaded.",
                 f"Remove that folder; pip install {name} again if it is wanted.",
             )
             continue
@@ -140,7 +140,7 @@ def platforms() -> Iterator[Finding]:
             yield Finding(
                 "platforms",
                 f"{dist} brings a platform plugin {entry.name!r} for vLLM too.",
-                "vLLM refuses to start when two platform plugins answer on one machine.",
+                "vLLM does not start when two platform plugins answer on one machine.",
                 f"pip uninstall -y {dist}, or name the plugins to load in VLLM_PLUGINS",
             )
 

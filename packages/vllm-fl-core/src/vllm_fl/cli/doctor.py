@@ -181,7 +181,7 @@ class _Patient:
             yield Finding(
                 "settings",
                 str(error),
-                "vllm-fl refuses to start with a setting that is wrong.",
+                "vllm-fl does not start with a setting that is wrong.",
                 f"Correct {error.key} ({error.origin}).",
             )
             return

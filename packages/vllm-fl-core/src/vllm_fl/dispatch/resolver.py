@@ -115,16 +115,16 @@ def resolve(
     rejected: list[Candidate] = []
     for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
         place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
-        refusal = policy.refuses(impl) or barred.get(impl.impl_id)
-        if refusal is None and (mode, impl.impl_id) in left_out:
-            refusal = "not listed by its own distribution, whose policy file orders this op"
-        if refusal is None and place is None:
-            refusal = f"not listed: {'|'.join(map(str, order))}"
-        if refusal is None:
+        rejection = policy.refuses(impl) or barred.get(impl.impl_id)
+        if rejection is None and (mode, impl.impl_id) in left_out:
+            rejection = "not listed by its own distribution, whose policy file orders this op"
+        if rejection is None and place is None:
+            rejection = f"not listed: {'|'.join(map(str, order))}"
+        if rejection is None:
             verdict = availability(impl)
-            refusal = None if verdict is True else f"not available: {verdict}"
-        if refusal is not None or place is None:
-            rejected.append(Candidate(impl, "rejected", refusal or ""))
+            rejection = None if verdict is True else f"not available: {verdict}"
+        if rejection is not None or place is None:
+            rejected.append(Candidate(impl, "rejected", rejection or ""))
         else:
             rank = (place, -(impl.priority or 0), impl.impl_id)
             admitted.append((rank, impl, f"token {order[place]}"))
