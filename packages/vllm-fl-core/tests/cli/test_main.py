@@ -110,3 +110,12 @@ def test_a_full_disk_is_one_line() -> None:
     assert done.stderr.splitlines() == [
         "vllm-fl: the answer cannot be written: No space left on device"
     ]
+
+
+@pytest.mark.parametrize("verb", ["ops", "policy"])
+@pytest.mark.parametrize("variable", ["VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"])
+def test_a_settings_file_that_is_not_there(fl: Command, verb: str, variable: str) -> None:
+    done = fl(verb, **{variable: "/not/there.yaml"})
+    assert done.status == 2
+    assert "'/not/there.yaml' does not exist" in done.err
+    assert "Traceback" not in done.err

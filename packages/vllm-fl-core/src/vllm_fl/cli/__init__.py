@@ -62,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `vllm-fl ops | head`
         sys.stderr.close()
         return GOOD
+    except (
+        SettingsError,
+        UnknownOpError,
+        UsageError,
+    ) as error:  # a missing file is an OSError, too
+        say(f"vllm-fl: {clean(str(error))}", error=True)
+        return USAGE
     except OSError as error:  # a full disk, where the answer goes
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
             raise
@@ -69,9 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is left in the buffer would be tried again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINDING
-    except (SettingsError, UnknownOpError, UsageError) as error:
-        say(f"vllm-fl: {clean(str(error))}", error=True)
-        return USAGE
     except KeyboardInterrupt:
         say("vllm-fl: interrupted", error=True)
         return INTERRUPTED

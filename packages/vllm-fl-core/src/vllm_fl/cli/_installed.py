@@ -112,11 +112,12 @@ def owners() -> Iterator[Finding]:
     """Two distributions that own one name: which files of them lie there is luck."""
     from importlib.metadata import packages_distributions
 
-    for text in rivals():
+    ours = rivals()
+    for text in ours:
         what, _, todo = text.partition(": ")
         yield Finding("owners", f"{what}.", "vLLM would load either of the two.", todo)
     packages = packages_distributions()
-    told = " ".join(rivals())
+    told = " ".join(ours)
     for name in IMPORTS:
         found = sorted({canonical(dist) for dist in packages.get(name, ())})
         if len(found) > 1 and not any(dist in told for dist in found):

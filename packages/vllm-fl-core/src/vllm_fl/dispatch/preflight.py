@@ -137,8 +137,8 @@ def find_faults(
                 spec = contracts()[impl.op_name]
                 trial = trials[impl.op_name] = _Trials(spec, dtype, device, sizes, seed)
             run = _Run(trial, impl, compares, layer_for, compiled.get(key), compiling, watch, share)
-            whose = owners[key].name if key in owners else "this process"
-            with running(f"the verification of {key[0]}={key[1]} of {whose}", named=False):
+            whose = f" of {owners[key].name}" if key in owners else ""
+            with running(f"the verification of {key[0]}={key[1]}{whose}", named=False):
                 fault = run.fault()
             if fault is not None:
                 findings.faults[key] = fault

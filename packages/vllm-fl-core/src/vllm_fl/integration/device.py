@@ -10,7 +10,7 @@ from ..dispatch import get_default_manager
 from ..dispatch.startup import try_settings
 from ..dispatch.types import DeviceProfile
 from ..errors import PluginError
-from ..plugins import ENGINE_GROUPS, devices, find_device
+from ..plugins import ENGINE_GROUPS, devices, find_device, identity
 
 __all__ = ["IN_TREE", "adopt_device", "other_platforms", "profile_named"]
 
@@ -81,7 +81,7 @@ def other_platforms() -> tuple[str, ...]:
         except BaseException:
             continue
         if answer is not None:
-            name = entry.dist.name if entry.dist else entry.value
+            name = identity(entry.dist)[0] if entry.dist else entry.value
             found.append(
                 f"{name} brings a platform of vLLM's too ({entry.name!r}: {answer}), and vLLM "
                 f"takes one only. pip uninstall -y {name}, or choose: VLLM_PLUGINS=fl for vllm-fl, "
