@@ -12,7 +12,7 @@ import torch
 from making import X, failing, half, managing, norm, refusing, silu
 
 from vllm_fl.dispatch.config import load_settings
-from vllm_fl.dispatch.context import policy_context
+from vllm_fl.dispatch.context import chosen, policy_context
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.registry import OpRegistry
@@ -690,3 +690,13 @@ class TestBounds:
             manager.reset()
         with pytest.raises(PolicySealedError):
             manager.set_policy(SelectionPolicy())
+
+
+def test_a_policy_that_was_set_stands_where_a_platform_is_found_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine = SelectionPolicy(prefer="vendor")
+    monkeypatch.setattr(chosen, "policy", mine)
+    manager = OpManager()
+    manager.adopt(Startup((), load_settings({})), OpRegistry())  # as for a plugin's device
+    assert manager.policy == mine

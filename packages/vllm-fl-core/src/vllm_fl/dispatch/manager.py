@@ -172,10 +172,10 @@ class OpManager:
             self._ready = True
 
     def adopt(self, startup: Startup, registry: OpRegistry) -> None:
-        """Take over what somebody else started."""
+        """Take over what somebody else started. A policy that was set stands."""
         with self._lock:
             self._registry, self._startup = registry, startup
-            self._policy = startup.settings.policy
+            self._policy = self._given[1] or chosen.policy or startup.settings.policy
             registry.on_change(self._forget)
             self._forget()
             self._ready = True
