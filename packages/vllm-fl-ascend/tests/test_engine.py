@@ -63,7 +63,9 @@ def test_a_model_is_served_as_stock_serves_it(family: str, tmp_path: Path) -> No
 
     (report,) = ours["report"]
     assert {op["impl"] for op in report["ops"].values()} == {"vendor.ascend"}
-    assert report["fallbacks"] == report["demotions"] == {}
+    assert report["demotions"] == {}
+    # Gemma's norms have a float32 weight, which the kernel refuses: each such call is counted.
+    assert set(report["fallbacks"]) == ({"rms_norm"} if family == "gemma3" else set())
     for op in called:
         assert report["calls"][op]["vendor.ascend"] > 0
     assert calls["npu_fused_infer_attention_score"] == calls["npu_scatter_pa_kv_cache"] > 0

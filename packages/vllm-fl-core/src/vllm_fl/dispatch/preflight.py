@@ -61,7 +61,7 @@ SECONDS = 3.0
 """What all implementations of a start together may cost beyond the counts that are always tried;
 each has an equal share, and what goes beyond it is left out."""
 
-COMPILE_SECONDS = 4.0
+COMPILE_SECONDS = 2.0
 """How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
 seconds for each when its cache is cold."""
 
