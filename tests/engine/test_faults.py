@@ -115,7 +115,7 @@ def test_a_file_that_was_never_there_ends_the_start(
 ) -> None:
     with pytest.raises(EngineFailed) as failure:
         run(Job(str(model("qwen3")), batches()), VLLM_FL_CONFIG=str(tmp_path / "absent.yaml"))
-    said = [line for line in failure.value.log.splitlines() if "SettingsError: " in line]
+    said = [line for line in failure.value.log.splitlines() if "MissingFileError: " in line]
     assert len(said) == 1 and "absent.yaml' does not exist" in said[0]
 
 

@@ -11,6 +11,7 @@ __all__ = [
     "AllFailedError",
     "CallError",
     "DuplicateError",
+    "InvalidSettingError",
     "MissingFileError",
     "NoImplementationError",
     "PluginError",
@@ -60,10 +61,8 @@ class DuplicateError(PluginError, ValueError):
     """The op already has an implementation of this id. A ValueError as well, as it used to be."""
 
 
-class SettingsError(VllmFLError, ValueError):
+class SettingsError(VllmFLError):
     """A setting is wrong; nothing of the source that holds it was applied.
-
-    A ValueError as well: vllm-plugin-FL let YAML's and Python's own errors through.
 
     Attributes:
         key: the setting (`prefer`, `VLLM_FL_PREFER`, `op_backends.rms_norm`).
@@ -74,6 +73,13 @@ class SettingsError(VllmFLError, ValueError):
         super().__init__(message, op=op)
         self.key = key
         self.origin = origin
+
+
+class InvalidSettingError(SettingsError, ValueError):
+    """A setting's text or value is wrong.
+
+    A ValueError as well: vllm-plugin-FL let YAML's and Python's own errors through.
+    """
 
 
 class MissingFileError(SettingsError, FileNotFoundError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import SettingsError
+from ..errors import InvalidSettingError, SettingsError
 from .policy import KINDS, OpOrder, Token, closest
 
 __all__ = [
@@ -58,7 +58,7 @@ def normalise_platform(name: str) -> str:
 
 
 def wrong(
-    key: str, origin: str, problem: str, *, kind: type[SettingsError] = SettingsError
+    key: str, origin: str, problem: str, *, kind: type[SettingsError] = InvalidSettingError
 ) -> SettingsError:
     """The error of one setting: where it stands, which one it is, what is wrong with it."""
     op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None

@@ -14,7 +14,7 @@ from ..dispatch.logs import get_logger
 from ..dispatch.plan import Plan, make_plan
 from ..dispatch.policy import Mode
 from ..dispatch.startup import read_settings
-from ..errors import PluginError, SettingsError
+from ..errors import InvalidSettingError, PluginError, SettingsError
 from . import attention
 from .layers import Layer, foreign_layers, known_layers, layer_table
 
@@ -68,6 +68,14 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
     Raises:
         SettingsError: a setting is wrong; the engine must not start with another meaning.
     """
+    try:
+        return _settings_of(vllm_config)
+    except InvalidSettingError as error:
+        # vLLM's configuration is pydantic's, which dresses a ValueError up as an error of its own.
+        raise SettingsError(str(error), key=error.key, origin=error.origin, op=error.op) from error
+
+
+def _settings_of(vllm_config: VllmConfig) -> Settings:
     from vllm.platforms import current_platform
 
     load_plugins(vllm_config)
