@@ -45,9 +45,9 @@ def test_a_device_plugin_runs_a_whole_engine(tmp_path: Path) -> None:
     assert "oot_cpu: worker vllm_fl.integration.worker.Planned__oot_cpu__worker__OotCpuW" in log
     assert "oot_cpu: communicator OotCpuCommunicator" in log
     assert "oot_cpu: all_reduce" in log
-    for layer in ("SiluAndMulFL", "RotaryEmbeddingFL"):
-        assert f"oot_cpu: {layer} binds forward_oot" in log
-        assert f"oot_cpu: {layer} binds forward_cpu" not in log
+    for layer in ("RMSNormFL", "SiluAndMulFL", "RotaryEmbeddingFL"):
+        assert f"oot_cpu: {layer} runs forward_oot" in log
+        assert f"oot_cpu: {layer} runs forward_cpu" not in log
     assert "Cannot access accelerator" not in log  # at shutdown, where the device did not answer
     for rank in ours["report"]:
         assert rank["calls"]["silu_and_mul"]["reference.torch"] > 0

@@ -27,7 +27,8 @@ def test_two_of_them_serve_side_by_side_from_their_entry_points(
     wheels = [str(envs.wheel(PLUGINS / f"fl-form-{name}")) for name in ("iluvatar", "musa")]
     options = ("-q", "--no-deps", "--no-index", "--target", str(tmp_path))
     subprocess.run([sys.executable, "-m", "pip", "install", *options, *wheels], check=True)
-    job = Job(str(model("qwen3")), batches())
+    # In float32, where another order of operations leaves every token what it is.
+    job = Job(str(model("qwen3")), batches(), options={"dtype": "float32"})
     result = run(
         job,
         PYTHONPATH=str(tmp_path),
@@ -42,4 +43,4 @@ def test_two_of_them_serve_side_by_side_from_their_entry_points(
     stock = run(job, **STOCK)
     assert result["tokens"] == stock["tokens"]
     off, magnitude = largest_difference(stock, result)
-    assert off <= 0.02 * magnitude  # bfloat16, other orders of operations
+    assert off <= 1e-4 * magnitude

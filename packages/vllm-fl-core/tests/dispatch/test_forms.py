@@ -254,6 +254,7 @@ def test_a_layers_form_may_overwrite_what_the_layer_owns_and_nothing_else() -> N
 
     class Layer:
         weight = torch.ones(4)
+        variance_epsilon = 1e-6
 
     manager = managing(of("rms_norm", rms_norm))
     x, residual = torch.ones(2, 4), torch.ones(2, 4)
@@ -267,7 +268,7 @@ def test_a_layers_form_may_overwrite_what_the_layer_owns_and_nothing_else() -> N
 
     later = managing(of("rms_norm", first, "aaa"), of("rms_norm", rms_norm))
     x, residual = torch.ones(2, 4), torch.ones(2, 4)
-    Layer.variance_epsilon, Layer.variance_size_override = 1e-6, None  # type: ignore[attr-defined]
+    Layer.variance_size_override = None  # type: ignore[attr-defined]
     Layer.has_weight, Layer.hidden_size = True, 4  # type: ignore[attr-defined]
     out, _ = later.call_as_method("rms_norm", Layer(), x, residual)
     assert out.eq(2).all() and x.eq(1).all() and residual.eq(1).all()

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_fl.dispatch import preflight, process_state
-from vllm_fl.dispatch.contracts import ModelSizes
+from vllm_fl.dispatch.contracts import ModelSizes, contracts
 from vllm_fl.dispatch.preflight import find_faults
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.dispatch.verification import compare
 
 SIZES = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 2048))
 CPU = torch.device("cpu")
@@ -441,6 +442,28 @@ def test_one_that_takes_the_layer_is_given_one() -> None:
     assert fault("rms_norm", fn) is None
     wrong = fault("rms_norm", lambda obj, x, residual=None: norm(x, residual, obj.weight, 0.1))
     assert "elements are off" in str(wrong)
+
+
+def test_one_that_takes_the_layer_is_given_plain_layers_only() -> None:
+    """The older form reads a weight of the layer's, and knows no other kind of layer."""
+
+    def fn(obj: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        normed = norm(x, residual, None, obj.variance_epsilon)
+        if residual is None:
+            return normed * obj.weight
+        return normed[0] * obj.weight, normed[1]
+
+    assert fault("rms_norm", fn) is None
+    impl = OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    spec = contracts()["rms_norm"]
+    said = {
+        sample.name: compare(impl, spec, sample, torch.bfloat16).reason
+        for sample in spec.samples(torch.bfloat16, CPU)
+    }
+    assert "has no weight" in said["weight=None"]
+    assert "has a weight of torch.float32" in said["fp32 weight"]
+    assert "over a part of its features" in said["variance_size, residual"]
+    assert not said["3-D"]
 
 
 def test_the_counts_hold_the_edges_and_are_drawn_anew() -> None:

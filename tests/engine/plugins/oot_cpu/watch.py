@@ -1,10 +1,13 @@
-"""Which forward of our layers vLLM binds, printed as `oot_cpu: <class> binds <forward>`."""
+"""Which forward of our layers vLLM runs, printed as `oot_cpu: <class> runs <forward>`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
+
+
+_said: set[str] = set()
 
 
 class Watched:
@@ -15,9 +18,18 @@ class Watched:
         self.name = name
 
     def __get__(self, layer: object, owner: type) -> Any:
-        if layer is not None:
-            print(f"oot_cpu: {owner.__name__} binds {self.name}", flush=True)
-        return self.inner.__get__(layer, owner)
+        bound = self.inner.__get__(layer, owner)
+        if layer is None:
+            return bound
+        said = f"oot_cpu: {owner.__name__} runs {self.name}"
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if said not in _said:
+                _said.add(said)
+                print(said, flush=True)
+            return bound(*args, **kwargs)
+
+        return run
 
 
 def watch_layers() -> None:

@@ -333,10 +333,10 @@ def _timed(impl: OpImpl, dtype_name: str, device: torch.device) -> dict[str, Any
 
     wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
     spec = contracts()[impl.op_name]
-    call, supports = as_call(impl, spec), None if impl.needs_layer else impl.supports
+    call, asked = as_call(impl, spec), spec.asked(impl)
     samples = spec.served(SIZES, getattr(torch, dtype_name), device)
     for sample in samples:
-        if supports is not None and supports(*sample.args) is not True:
+        if asked is not None and asked(*sample.args) is not True:
             continue
         times: list[float] = []
         begin = time.perf_counter()

@@ -60,7 +60,7 @@ class Demotions(dict[str, str]):
         first: OpImpl = scope["_chain"].impls[0]
         out = first.impl_id in self
         scope["_fn"] = _skipped if out else first.fn
-        scope["_supports"] = _skipped if out else first.supports
+        scope["_supports"] = _skipped if out else scope["_chain"].asked(first)
 
 
 class _Skipped(Exception):
@@ -164,15 +164,22 @@ class Chain:
     def _attempt(self, impl: OpImpl, call: Call) -> tuple[str | None, Any]:
         """A later candidate: (refusal, None) or (None, result). Overwrites only what is granted."""
         keywords = call.keywords or {}
-        if impl.needs_layer:
-            if call.layer is None:
-                return NEEDS_LAYER, None
-            return None, impl.fn(call.layer, *self._for_layer(self._safe(impl, call)), **keywords)
-        if impl.supports is not None:
-            verdict = impl.supports(*call.args, **keywords)
+        if impl.needs_layer and call.layer is None:
+            return NEEDS_LAYER, None
+        asked = self.asked(impl)
+        if asked is not None:
+            verdict = asked(*call.args, **keywords)
             if verdict is not True:
                 return _reason(verdict), None
+        if impl.needs_layer:
+            return None, impl.fn(call.layer, *self._for_layer(self._safe(impl, call)), **keywords)
         return None, impl.fn(*self._safe(impl, call), **keywords)
+
+    def asked(self, impl: OpImpl) -> Callable[..., object] | None:
+        """Who says whether `impl` takes a call; None where it takes any."""
+        if self.spec is not None:
+            return self.spec.asked(impl)
+        return None if impl.needs_layer else impl.supports
 
     def _safe(self, impl: OpImpl, call: Call) -> Sequence[Any]:
         """The arguments, with copies of what `impl` may overwrite and nobody granted."""
@@ -285,7 +292,7 @@ def _compile(
     scope: dict[str, Any] = {
         "_fn": first.fn,
         "_Call": Call,
-        "_supports": first.supports,
+        "_supports": chain.asked(first),
         "_chain": chain,
     }
     heads: list[str] = []
@@ -321,7 +328,7 @@ def _compile(
         lines += [f"    return {invoke}"]
     else:
         call = f"_Call(({everything},), {'_layer' if is_method else None})"
-        asks = first.supports is not None and not first.needs_layer
+        asks = chain.asked(first) is not None
         lines += _guarded(invoke, call, asks=everything if asks else None)
     exec("\n".join(lines), scope)
     guard = cast("FunctionType", scope["_guard"])

@@ -456,8 +456,9 @@ class _Run:
         who = "its supports"
         laid.remember()
         try:
-            if impl.supports is not None and not impl.needs_layer:
-                verdict: object = impl.supports(*call.args)
+            asked = spec.asked(impl)
+            if asked is not None:
+                verdict = asked(*call.args)
                 if verdict is not True:
                     self.refusals.append(f"{where}: {verdict}")
                     return None

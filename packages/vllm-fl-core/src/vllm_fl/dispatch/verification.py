@@ -127,8 +127,9 @@ def compare(
     call.remember()
     who = "its supports"
     try:
-        if impl.supports is not None and not impl.needs_layer:
-            verdict: object = impl.supports(*call.args)
+        asked = spec.asked(impl)
+        if asked is not None:
+            verdict = asked(*call.args)
             if verdict is not True:
                 return Comparison(*fixed, "refused", reason=str(verdict))
         who = "it"

@@ -96,8 +96,8 @@ class Subject:
     def accepts(self, sample: Sample) -> bool:
         """Whether the implementation does not refuse `sample`."""
         each = fresh(sample)
-        supports = None if self.impl.needs_layer else self.impl.supports  # as the dispatch asks it
-        if supports is not None and supports(*each.args) is not True:
+        asked = self.spec.asked(self.impl)
+        if asked is not None and asked(*each.args) is not True:
             return False
         try:
             self.call(each)

@@ -249,6 +249,23 @@ def _layer(weight: torch.Tensor | None, epsilon: float, variance_size: int | Non
     )
 
 
+def _plain(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> object:
+    who = "it takes the layer first, and this layer"
+    if weight is None:
+        return f"{who} has no weight"
+    if weight.dtype != x.dtype:
+        return f"{who} has a weight of {weight.dtype} for inputs of {x.dtype}"
+    if variance_size is not None:
+        return f"{who} takes the mean over a part of its features"
+    return True
+
+
 SPEC = OpSpec(
     oracle=rms_norm,
     variants=(
@@ -296,4 +313,5 @@ SPEC = OpSpec(
         }
     ),
     layer=_layer,
+    plain=_plain,
 )

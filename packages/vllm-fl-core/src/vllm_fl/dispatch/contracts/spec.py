@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from ..types import OpImpl
+
 __all__ = ["BadInput", "ModelSizes", "OpSpec", "Sample", "Tolerance", "Variant"]
 
 
@@ -166,6 +168,9 @@ class OpSpec:
             contract without these parameters.
         layer: the parameters of `from_layer`, by name -> an object that provides them, as a layer
             of vLLM's would: for implementations that take the layer, where there is no model.
+        plain: the parameters -> True, or why an implementation that takes the layer is not given
+            this call. Such an implementation reads the layer itself, and the older form's know a
+            plain one; None: any layer is plain.
     """
 
     oracle: Callable[..., Any]
@@ -182,6 +187,11 @@ class OpSpec:
         default_factory=lambda: MappingProxyType({})
     )
     layer: Callable[..., object] = SimpleNamespace
+    plain: Callable[..., object] | None = None
+
+    def asked(self, impl: OpImpl) -> Callable[..., object] | None:
+        """Who says whether `impl` takes a call, of the contract's parameters; None takes any."""
+        return self.plain if impl.needs_layer else impl.supports
 
     @property
     def name(self) -> str:
