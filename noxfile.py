@@ -81,6 +81,12 @@ def pytest(session: nox.Session, env: envs.Env, *args: str, **variables: str) ->
     python(session, env, "-m", "pytest", *args, *session.posargs, **variables)
 
 
+def tests_in_parallel(session: nox.Session, env: envs.Env, *args: str, **variables: str) -> None:
+    """The same on up to four processes of one thread each: many small tests, and no engine."""
+    parallel = ("-n", "auto", "--maxprocesses=4", "--dist=worksteal")
+    pytest(session, env, *parallel, *args, OMP_NUM_THREADS="1", **variables)
+
+
 def deletions(session: nox.Session, env: envs.Env, name: str, **variables: str) -> None:
     """Delete each statement of a backend's operators: its conformance tests must notice."""
     folder = envs.distributions()[name].relative_to(ROOT)
@@ -119,14 +125,16 @@ def typing(session: nox.Session) -> None:
 @timed("tests-core")
 def tests_core(session: nox.Session) -> None:
     """Test core, with no backend installed."""
-    pytest(session, over(session, with_torch(session), CORE), "packages/vllm-fl-core/tests")
+    tests_in_parallel(
+        session, over(session, with_torch(session), CORE), "packages/vllm-fl-core/tests"
+    )
 
 
 @timed("tests-reference")
 def tests_reference(session: nox.Session) -> None:
     """Test the reference backend (plain PyTorch)."""
     env = over(session, with_torch(session), CORE, REFERENCE)
-    pytest(session, env, "packages/vllm-fl-reference/tests")
+    tests_in_parallel(session, env, "packages/vllm-fl-reference/tests")
     deletions(session, env, REFERENCE)
 
 
@@ -134,7 +142,7 @@ def tests_reference(session: nox.Session) -> None:
 def tests_cpu(session: nox.Session) -> None:
     """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
     env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
-    pytest(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
+    tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
     deletions(session, env, CPU)
 
 
@@ -146,9 +154,11 @@ def tests_flaggems(session: nox.Session) -> None:
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests = "packages/vllm-fl-flaggems/tests"
     interpreter = "packages/vllm-fl-core/tests/testing/test_triton.py"
-    pytest(session, env, tests, interpreter, f"--ignore={tests}/test_conformance.py", **cache)
+    tests_in_parallel(
+        session, env, tests, interpreter, f"--ignore={tests}/test_conformance.py", **cache
+    )
     computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching")]
-    pytest(session, env, *computing, **ON_INTERPRETER, **cache)
+    tests_in_parallel(session, env, *computing, **ON_INTERPRETER, **cache)
 
 
 @timed("tests-cuda")
@@ -156,8 +166,8 @@ def tests_cuda(session: nox.Session) -> None:
     """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
     env = over(session, with_torch(session), CORE, CUDA)
     tests = "packages/vllm-fl-cuda/tests"
-    pytest(session, env, tests, f"--ignore={tests}/test_conformance.py")
-    pytest(session, env, f"{tests}/test_conformance.py", **ON_CPU_KERNELS)
+    tests_in_parallel(session, env, tests, f"--ignore={tests}/test_conformance.py")
+    tests_in_parallel(session, env, f"{tests}/test_conformance.py", **ON_CPU_KERNELS)
 
 
 @timed("tests-ascend")
@@ -165,7 +175,7 @@ def tests_ascend(session: nox.Session) -> None:
     """Test the Huawei Ascend backend on torch_npu's schemas and meta functions, read as data."""
     env = over(session, with_vllm(session), CORE, REFERENCE, ASCEND)
     wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
-    pytest(session, env, "packages/vllm-fl-ascend/tests", **ENGINE, **wheel)
+    tests_in_parallel(session, env, "packages/vllm-fl-ascend/tests", **ENGINE, **wheel)
 
 
 @timed("isolation")

@@ -49,7 +49,7 @@ TORCH_NPU = "2.13.0"
 
 BUILD = ("build==1.6.1", "hatchling==1.33.0", "setuptools==78.1.1")
 LINT = ("ruff==0.17.5",)
-TEST = ("pytest==9.2.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15")
+TEST = ("pytest==9.2.0", "pytest-timeout==2.4.0", "pytest-xdist==3.8.0", "hypothesis==6.170.15")
 TYPING = ("mypy==2.4.1", "types-PyYAML==6.0.12.20261113")
 
 CUDA_BESIDE_CPU = ("torchvision", "torchaudio", "torchcodec")

@@ -376,7 +376,9 @@ def test_what_a_server_relies_on_is_named_and_put_back(
     assert process_state.changed(before, CPU) is None
 
 
-@pytest.mark.parametrize("consumes", [frozenset(), frozenset({"x", "residual"})], ids=str)
+@pytest.mark.parametrize(
+    "consumes", [frozenset(), frozenset({"x", "residual"})], ids=["nothing", "x and residual"]
+)
 def test_one_that_refuses_after_it_has_written(consumes: frozenset[str]) -> None:
     def fn(
         x: Tensor,
