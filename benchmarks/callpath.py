@@ -27,9 +27,9 @@ from vllm_fl.dispatch import (
     with_preference,
     with_strict_mode,
 )
-from vllm_fl.dispatch.config import load_settings
-from vllm_fl.dispatch.plan import building, make_plan
-from vllm_fl.dispatch.registry import Owner
+from vllm_fl.engine.plan import building, make_plan
+from vllm_fl.plugins.registry import Owner
+from vllm_fl.settings.layers import load_settings
 
 __all__ = ["measure"]
 

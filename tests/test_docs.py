@@ -24,10 +24,13 @@ SOURCES = ROOT / "packages" / "vllm-fl-core" / "src"
 sys.path.insert(0, str(SOURCES))  # core imports no torch, so that it can be read as it lies there
 
 import vllm_fl  # noqa: E402
-from vllm_fl import dispatch, errors, hookspecs  # noqa: E402
-from vllm_fl.dispatch.config import load_settings  # noqa: E402
-from vllm_fl.dispatch.contracts import contracts  # noqa: E402
-from vllm_fl.dispatch.items import (  # noqa: E402
+from vllm_fl import dispatch, errors  # noqa: E402
+from vllm_fl.contracts import contracts  # noqa: E402
+from vllm_fl.plugins import hookspecs  # noqa: E402
+from vllm_fl.plugins.loading import GROUP  # noqa: E402
+from vllm_fl.settings.layers import load_settings  # noqa: E402
+from vllm_fl.settings.policy import DEFAULT_ORDERS  # noqa: E402
+from vllm_fl.settings.schema import (  # noqa: E402
     APPEND,
     CONFIG,
     FILE_KEYS,
@@ -36,8 +39,6 @@ from vllm_fl.dispatch.items import (  # noqa: E402
     PER_OP,
     VARIABLES,
 )
-from vllm_fl.dispatch.policy import DEFAULT_ORDERS  # noqa: E402
-from vllm_fl.plugins import GROUP  # noqa: E402
 
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 EVERY_PAGE = [

@@ -85,10 +85,10 @@ def implementations(op: str) -> dict[str, Callable[..., Any]]:
     That is: with the guard of a plan around each implementation, `supports` included, and leave to
     overwrite its arguments.
     """
+    from vllm_fl.contracts import contracts
     from vllm_fl.dispatch import SelectionPolicy, get_default_manager
-    from vllm_fl.dispatch.contracts import contracts
     from vllm_fl.dispatch.guard import call_guard
-    from vllm_fl.dispatch.plan import Plan, PlanEntry
+    from vllm_fl.engine.plan import Plan, PlanEntry
 
     found: dict[str, Callable[..., Any]] = {}
     for name in ("reference.torch", "vendor.cuda", "default.flagos"):
@@ -133,7 +133,7 @@ def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
 
 def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
     """vLLM's C++ kernel called straight."""
-    from vllm_fl.dispatch.contracts.rotary_embedding import joint_cos_sin
+    from vllm_fl.contracts.rotary_embedding import joint_cos_sin
     from vllm_fl_cuda.impl import kernel
 
     if op == "silu_and_mul":
@@ -241,7 +241,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from host import facts
 
-    from vllm_fl.dispatch.contracts import contracts
+    from vllm_fl.contracts import contracts
 
     out = Path(os.environ.get("OUT", ".")) / "ops.json"
     found: list[Row] = []

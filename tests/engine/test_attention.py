@@ -35,7 +35,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 def ask(model: Path, cases: list[dict[str, Any]], **variables: str) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, HERE / "choosing.py", json.dumps({"model": str(model), "cases": cases})],
+        [
+            sys.executable,
+            HERE / "attention_choices.py",
+            json.dumps({"model": str(model), "cases": cases}),
+        ],
         env={**os.environ, "HF_HUB_OFFLINE": "1", **PLUGIN, **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

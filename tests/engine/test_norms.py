@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Runner, batches
 from engine_run import EngineFailed, Job, largest_difference, run
+from engines import Runner, batches
 from test_layer_lists import SCRIPT, VENDOR
 
 Plugin = Callable[..., dict[str, str]]

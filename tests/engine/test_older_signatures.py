@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import batches
 from engine_run import STOCK, Job, largest_difference, run
+from engines import batches
 
 OPS = ("rms_norm", "rotary_embedding", "silu_and_mul")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import tiny_model
-from conftest import IN_ONE_PROCESS
 from engine_run import STOCK, EngineFailed, Job, largest_difference, run
+from engines import IN_ONE_PROCESS
 
 PLUGINS = str(Path(__file__).parent / "plugins")
 DEVICE = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conftest import OPS, Pair, Runner, assert_same_bits
 from engine_run import largest_difference
+from engines import OPS, Pair, Runner, assert_same_bits
 
 MODES = [
     pytest.param(True, id="eager"),

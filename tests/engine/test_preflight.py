@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import IN_ONE_PROCESS, OPS, Runner, assert_same_bits, batches
 from engine_run import EngineFailed, Job, run
+from engines import IN_ONE_PROCESS, OPS, Runner, assert_same_bits, batches
 
 ROOT = Path(__file__).resolve().parents[2]
 

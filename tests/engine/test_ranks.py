@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import batches
 from engine_run import EngineFailed, Job, run
+from engines import batches
 
 TWO_RANKS = {
     "VLLM_CPU_OMP_THREADS_BIND": "0|1",

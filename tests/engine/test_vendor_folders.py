@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import batches
 from engine_run import STOCK, Job, largest_difference, run
+from engines import batches
 
 import envs
 

@@ -16,9 +16,9 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_cuda.plugin
     import vllm_fl_flaggems.plugin
     import vllm_fl_reference.plugin
-    from vllm_fl.dispatch.contracts import ModelSizes, contracts
-    from vllm_fl.dispatch.preflight import find_faults
-    from vllm_fl.dispatch.verification import Comparison, compare, dtype_name
+    from vllm_fl.contracts import ModelSizes, contracts
+    from vllm_fl.engine.preflight import find_faults
+    from vllm_fl.engine.verification import Comparison, compare, dtype_name
 
     device = torch.device("cuda")
     torch.zeros(1, device=device)  # the device exists, as it does in a worker

@@ -23,9 +23,9 @@ broken = pytest.mark.parametrize(
 
 ERRORS = """
 import json
-from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.errors import PluginError
-from vllm_fl.plugins import discover, load
+from vllm_fl.plugins.loading import discover, load
 errors = [plugin.error for plugin in load(OpRegistry(), discover()) if plugin.error]
 assert all(isinstance(error, PluginError) for error in errors)
 print(json.dumps([

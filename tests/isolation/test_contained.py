@@ -42,7 +42,7 @@ def test_what_is_left_out_is_imported_by_no_verb(
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     done = installed.command(verb, "--json", VLLM_FL_PLUGINS="fl-sound", **cache)
     assert "ended the process" not in done.stdout and done.stdout
-    done = installed.run("-c", "import vllm_fl.breadcrumb as b; print(b.lost())", **cache)
+    done = installed.run("-c", "import vllm_fl.plugins.breadcrumb as b; print(b.lost())", **cache)
     assert done.stdout == "()\n"
 
 

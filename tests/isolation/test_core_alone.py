@@ -21,19 +21,17 @@ def test_what_a_script_and_the_command_line_need_imports(install: Install) -> No
     imported = install().script(
         """
 import importlib, json, pkgutil
-import vllm_fl.plugins
+import vllm_fl.plugins.loading
 names = []
-for package in ("vllm_fl", "vllm_fl.cli", "vllm_fl.dispatch", "vllm_fl.dispatch.contracts"):
+for package in ("vllm_fl", "vllm_fl.cli", "vllm_fl.dispatch", "vllm_fl.contracts"):
     names.append(importlib.import_module(package).__name__)
-for package in (vllm_fl.cli, vllm_fl.dispatch.contracts):
+for package in (vllm_fl.cli, vllm_fl.contracts):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         names.append(importlib.import_module(module.name).__name__)
 print(json.dumps(names))
 """
     )
-    assert {f"vllm_fl.dispatch.contracts.{op}" for op in ("rms_norm", "rotary_embedding")} <= set(
-        imported
-    )
+    assert {f"vllm_fl.contracts.{op}" for op in ("rms_norm", "rotary_embedding")} <= set(imported)
 
 
 def test_plugins_lists_none(install: Install) -> None:

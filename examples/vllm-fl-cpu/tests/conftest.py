@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_fl.dispatch.types import OpImpl
+from vllm_fl import OpImpl
 from vllm_fl_cpu.plugin import register_ops
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

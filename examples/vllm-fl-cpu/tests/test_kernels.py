@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.dispatch.contracts import ModelSizes, Sample, contracts
-from vllm_fl.dispatch.types import OpImpl
-from vllm_fl.dispatch.verification import compare
+from vllm_fl import OpImpl
+from vllm_fl.contracts import ModelSizes, Sample, contracts
+from vllm_fl.engine.verification import compare
 from vllm_fl_cpu.plugin import register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}

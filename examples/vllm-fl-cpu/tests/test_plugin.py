@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import vllm_fl_cpu.impl as shared
-from vllm_fl.dispatch.contracts import contracts
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl import BackendImplKind, OpImpl
+from vllm_fl.contracts import contracts
 from vllm_fl_cpu.plugin import policy, register_ops
 
 HIDE_VLLM = """

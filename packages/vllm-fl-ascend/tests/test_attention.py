@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_fl.dispatch.types import AttentionRequest
+from vllm_fl import AttentionRequest
 from vllm_fl_ascend.attention_request import supports_attention
 from vllm_fl_ascend.impl import attention, masks
 

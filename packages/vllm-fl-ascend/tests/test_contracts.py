@@ -8,9 +8,9 @@ import emulated
 import pytest
 import torch
 
-from vllm_fl.dispatch.contracts import contracts
-from vllm_fl.dispatch.types import OpImpl
-from vllm_fl.dispatch.verification import compare
+from vllm_fl import OpImpl
+from vllm_fl.contracts import contracts
+from vllm_fl.engine.verification import compare
 from vllm_fl_ascend.impl import activation, normalization, rotary
 from vllm_fl_ascend.plugin import register_ops
 

@@ -10,7 +10,7 @@ import torch
 from mutating import Mutant, made_anew
 from test_contracts import DTYPES, IMPLS, mistakes, one_row, unseen
 
-from vllm_fl.dispatch.types import OpImpl
+from vllm_fl import OpImpl
 from vllm_fl.testing import failures
 from vllm_fl_ascend import impl as shared
 from vllm_fl_ascend.impl import activation, normalization, rotary

@@ -14,9 +14,9 @@ import pytest
 import torch
 import yaml
 
-from vllm_fl.dispatch.config import load_settings
-from vllm_fl.dispatch.contracts import contracts
-from vllm_fl.dispatch.types import BackendImplKind
+from vllm_fl import BackendImplKind
+from vllm_fl.contracts import contracts
+from vllm_fl.settings.layers import load_settings
 from vllm_fl_ascend import npu, plugin
 from vllm_fl_ascend.plugin import POLICY, policy, register_ops
 

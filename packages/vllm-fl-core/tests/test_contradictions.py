@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.dispatch.config import load_settings, load_startup
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.policy import SelectionPolicy
-from vllm_fl.dispatch.registry import OpRegistry
-from vllm_fl.dispatch.settings import Settings
 from vllm_fl.dispatch.startup import Startup, read_settings
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.errors import CallError, SettingsError
-from vllm_fl.plugins import discover, load
+from vllm_fl.plugins.loading import discover, load
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.layers import load_settings, load_startup
+from vllm_fl.settings.policy import SelectionPolicy
+from vllm_fl.settings.values import Settings
 
 OP = "silu_and_mul"
 X = torch.ones(2, 8)
@@ -118,7 +118,7 @@ def test_07_a_module_with_the_documented_function_is_a_plugin(
     module = f"older_{name}"
     (tmp_path / f"{module}.py").write_text(
         dedent(f"""
-        from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
+        from vllm_fl.plugins.types import BackendImplKind, BackendPriority, OpImpl
 
         def silu_and_mul(x):
             return x[..., : x.shape[-1] // 2]

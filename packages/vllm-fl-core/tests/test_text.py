@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from vllm_fl.dispatch.logs import get_logger
+from vllm_fl.logs import get_logger
 from vllm_fl.text import INDENTED, clean, quote, scrub
 
 FORGED = "no device\nERROR 11-22 10:00:00 [vllm_fl.engine] \x1b[31mall is lost\x1b[0m\r\u2028x"

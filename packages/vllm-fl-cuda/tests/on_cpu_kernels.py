@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_fl.dispatch.types import OpImpl
-from vllm_fl.hookspecs import hookimpl
+from vllm_fl import OpImpl, hookimpl
 
 LANES = 8
 """Elements of one vector of the CPU kernels, which have no remainder."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vllm_fl_cuda.impl as shared
-from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.contracts import contracts
 from vllm_fl_cuda.impl import activation, normalization, rotary
 from vllm_fl_cuda.plugin import register_ops
 

@@ -16,8 +16,7 @@ os.environ |= {"TRITON_INTERPRET": "1", "GEMS_VENDOR": "nvidia", "ARCH": "sm_80"
 
 import triton_interpreter
 
-from vllm_fl.dispatch.types import OpImpl
-from vllm_fl.hookspecs import hookimpl
+from vllm_fl import OpImpl, hookimpl
 
 
 @hookimpl

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.dispatch.config import load_settings
-from vllm_fl.dispatch.types import WorkerContext
-from vllm_fl.errors import SettingsError
+from vllm_fl import SettingsError, WorkerContext
+from vllm_fl.settings.layers import load_settings
 from vllm_fl_flaggems import aten, loading
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.dispatch.types import AttentionRequest
+from vllm_fl import AttentionRequest
 from vllm_fl_flaggems import attention_request
 from vllm_fl_flaggems.attention_request import supports_attention
 

@@ -10,10 +10,10 @@ import os
 import pytest
 import torch
 
+from vllm_fl import OpImpl
+from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch.contracts import contracts
-from vllm_fl.dispatch.types import OpImpl
-from vllm_fl.dispatch.verification import compare
+from vllm_fl.engine.verification import compare
 from vllm_fl_flaggems import kernels
 from vllm_fl_flaggems.impl import activation, normalization, rotary
 from vllm_fl_flaggems.loading import flag_gems, problem

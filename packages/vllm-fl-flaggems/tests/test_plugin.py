@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from importlib.metadata import distribution
 
-from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.contracts import contracts
 from vllm_fl_flaggems import plugin
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.contracts import contracts
 from vllm_fl_flaggems import loading
 from vllm_fl_flaggems.plugin import register_ops
 

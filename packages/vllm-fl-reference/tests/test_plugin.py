@@ -5,9 +5,9 @@ from __future__ import annotations
 import pluggy
 import pytest
 
-from vllm_fl import hookspecs
-from vllm_fl.dispatch.contracts import contracts
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl import BackendImplKind, OpImpl
+from vllm_fl.contracts import contracts
+from vllm_fl.plugins import hookspecs
 from vllm_fl_reference import plugin
 
 IMPLS = {impl.op_name: impl for impl in plugin.register_ops()}

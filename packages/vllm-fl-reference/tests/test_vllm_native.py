@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_fl.contracts import Sample, contracts
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch.config import load_settings
-from vllm_fl.dispatch.contracts import Sample, contracts
-from vllm_fl.dispatch.plan import Plan, building, make_plan
+from vllm_fl.engine.plan import Plan, building, make_plan
+from vllm_fl.settings.layers import load_settings
 from vllm_fl_reference import plugin
 
 pytest.importorskip("vllm", reason="vllm is not installed: there is no native form to compare with")
@@ -97,7 +97,7 @@ def test_bit_equal(name: str, function: Callable[..., Any], sample: Sample) -> N
 @pytest.fixture(scope="module")
 def plan() -> Iterator[Plan]:
     """The plan of an eager engine that runs this package alone, with the layers replaced."""
-    from vllm_fl.integration.layers import replace_layers
+    from vllm_fl.integration.seams.layers import replace_layers
 
     with set_current_vllm_config(VllmConfig()), torch.no_grad():
         replace_layers()
@@ -143,7 +143,7 @@ def lowered(plan: Plan) -> str:
     from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass
     from vllm.config.kernel import IrOpPriorityConfig
 
-    from vllm_fl.integration.ir import IR_OPS, bind_provider, prioritise, register_providers
+    from vllm_fl.integration.seams.ir import IR_OPS, bind_provider, prioritise, register_providers
 
     def norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
         normed, total = ir.ops.fused_add_rms_norm(x, residual, weight, 1e-6)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
+from vllm_fl.plugins.types import BackendImplKind, BackendPriority, OpImpl
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import AttentionRequest, Availability
+    from vllm_fl import AttentionRequest, Availability
 
 __all__ = ["BLOCK_SIZE", "DTYPES", "HEAD_SIZES", "supports_attention"]
 

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import Availability
+    from vllm_fl import Availability
 
 __all__ = ["available"]
 

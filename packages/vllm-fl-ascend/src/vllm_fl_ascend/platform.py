@@ -9,7 +9,7 @@ import torch
 import torch_npu
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_fl.dispatch.logs import get_logger
+from vllm_fl import get_logger
 
 from .attention_request import BLOCK_SIZE
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_fl.dispatch.types import (
-    AttentionImpl,
-    BackendImplKind,
-    DeviceProfile,
-    OpImpl,
-    PolicyDefaults,
-)
-from vllm_fl.hookspecs import hookimpl
+from vllm_fl import AttentionImpl, BackendImplKind, DeviceProfile, OpImpl, PolicyDefaults, hookimpl
 
 from .attention_request import supports_attention
 from .impl import activation, normalization, rotary

@@ -37,6 +37,8 @@ and `vllm_fl_acme/plugin.py` is, complete::
 Parameters are those of the op's contract (`vllm-fl ops`); `vllm-fl plugins` shows whether it was
 found, `vllm-fl explain silu_and_mul` whether it is chosen, and why not.
 
+Everything that a backend needs is imported from here; the modules below are core's own.
+
 **Call an op.** `from vllm_fl.dispatch import call_op`.
 '''
 
@@ -46,9 +48,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .dispatch.types import (
+    from .contracts import OpSpec
+    from .contracts.rotary_embedding import joint_cos_sin
+    from .errors import PluginError, SettingsError, VllmFLError
+    from .logs import get_logger
+    from .plugins.hookspecs import HOOK_API, hookimpl
+    from .plugins.types import (
         AttentionImpl,
         AttentionRequest,
+        Availability,
         BackendImplKind,
         BackendPriority,
         DeviceProfile,
@@ -57,20 +65,47 @@ if TYPE_CHECKING:
         WorkerContext,
         WorkerReport,
     )
-    from .hookspecs import HOOK_API, hookimpl
+
+_HOMES = {
+    "AttentionImpl": ".plugins.types",
+    "AttentionRequest": ".plugins.types",
+    "Availability": ".plugins.types",
+    "BackendImplKind": ".plugins.types",
+    "BackendPriority": ".plugins.types",
+    "DeviceProfile": ".plugins.types",
+    "HOOK_API": ".plugins.hookspecs",
+    "OpImpl": ".plugins.types",
+    "OpSpec": ".contracts",
+    "PluginError": ".errors",
+    "PolicyDefaults": ".plugins.types",
+    "SettingsError": ".errors",
+    "VllmFLError": ".errors",
+    "WorkerContext": ".plugins.types",
+    "WorkerReport": ".plugins.types",
+    "get_logger": ".logs",
+    "hookimpl": ".plugins.hookspecs",
+    "joint_cos_sin": ".contracts.rotary_embedding",
+}
 
 __all__ = [
     "HOOK_API",
     "AttentionImpl",
     "AttentionRequest",
+    "Availability",
     "BackendImplKind",
     "BackendPriority",
     "DeviceProfile",
     "OpImpl",
+    "OpSpec",
+    "PluginError",
     "PolicyDefaults",
+    "SettingsError",
+    "VllmFLError",
     "WorkerContext",
     "WorkerReport",
+    "get_logger",
     "hookimpl",
+    "joint_cos_sin",
 ]
 
 
@@ -80,9 +115,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("vllm-fl-core")
-    if name in __all__:
-        home = ".hookspecs" if name in ("HOOK_API", "hookimpl") else ".dispatch.types"
-        value = globals()[name] = getattr(import_module(home, __name__), name)
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

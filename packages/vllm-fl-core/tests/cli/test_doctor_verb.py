@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Command, Distribution, Done, Plugin
+from commands import Command, Distribution, Done, Plugin
 
 from vllm_fl.cli import _environment, _installed
 from vllm_fl.cli._environment import torch_build
@@ -470,7 +470,7 @@ class TestContainment:
     def test_a_process_that_was_ended_earlier(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR)
         code = (
-            "import os\nfrom vllm_fl.breadcrumb import running\n"
+            "import os\nfrom vllm_fl.plugins.breadcrumb import running\n"
             "with running(\"the first run of 'vendor.acme' of vllm-fl-acme 1.0\"): os.abort()"
         )
         subprocess.run([sys.executable, "-c", code], check=False)

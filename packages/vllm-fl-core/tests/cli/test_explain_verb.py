@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Command, Distribution, Plugin
+from commands import Command, Distribution, Plugin
 
 from vllm_fl.cli import _replaced
-from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.contracts import contracts
 from vllm_fl.integration.bypasses import BYPASSES
 
 TWO = """

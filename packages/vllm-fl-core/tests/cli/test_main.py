@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import Command, Plugin
+from commands import Command, Plugin
 
 VERBS = ("doctor", "explain", "ops", "plugins", "policy", "verify")
 

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from vllm_fl.cli import main
-from vllm_fl.dispatch.config import load_settings
-from vllm_fl.dispatch.contracts import contracts
-from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.settings.layers import load_settings
 
 
 def files(folder: Path) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import Command, Plugin
+from commands import Command, Plugin
 
 
 def test_every_op_with_its_candidates(fl: Command, plugin: Plugin) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from conftest import SOUND, Command, Distribution, Plugin
+from commands import SOUND, Command, Distribution, Plugin
 
-from vllm_fl import breadcrumb
 from vllm_fl.cli import _child
+from vllm_fl.plugins import breadcrumb
 
 
 def test_a_sound_plugin(fl: Command, plugin: Plugin) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import SOUND, Command, Plugin
+from commands import SOUND, Command, Plugin
 
-from vllm_fl.dispatch.items import ITEMS
+from vllm_fl.settings.schema import ITEMS
 
 WITH_FILE = """
 @hookimpl

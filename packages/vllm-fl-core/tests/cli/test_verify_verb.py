@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Command, Plugin
+from commands import Command, Plugin
 
 from vllm_fl.cli import verify
 from vllm_fl.cli._show import UsageError
-from vllm_fl.dispatch.verification import Comparison
+from vllm_fl.engine.verification import Comparison
 
 MANY = """
 def plus_one(x):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from making import X, managing, silu
+from builders import X, managing, silu
 
 import vllm_fl.dispatch
 from vllm_fl.dispatch import (
@@ -22,7 +22,7 @@ from vllm_fl.dispatch import (
 )
 from vllm_fl.dispatch.context import policy_context
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.policy import OpOrder, SelectionPolicy
+from vllm_fl.settings.policy import OpOrder, SelectionPolicy
 
 VENDORS = [f"v{number}" for number in range(10)]
 

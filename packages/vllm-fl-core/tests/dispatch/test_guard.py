@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from making import X, failing, norm, refusing, silu
+from builders import X, failing, norm, refusing, silu
 
-from vllm_fl.dispatch.contracts import contracts
+from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.guard import Call, Chain, Demotions, call_guard, method_guard
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.registry import OpRegistry
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.errors import AllFailedError
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 
 class Notes:

@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from making import X, failing, half, managing, norm, refusing, silu
+from builders import X, failing, half, managing, norm, refusing, silu
 
-from vllm_fl.dispatch.config import load_settings
 from vllm_fl.dispatch.context import chosen, policy_context
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.policy import SelectionPolicy
-from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.startup import Startup
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.errors import (
     AllFailedError,
     CallError,
@@ -27,6 +23,10 @@ from vllm_fl.errors import (
     UnknownOpError,
     VllmFLError,
 )
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.policy import SelectionPolicy
 
 OP = "silu_and_mul"
 

@@ -10,14 +10,14 @@ import copy
 from typing import Any
 
 import torch
+from builders import managing, norm
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from making import managing, norm
 
 from vllm_fl.dispatch.context import policy_context
-from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.errors import AllFailedError, CallError, NoImplementationError
+from vllm_fl.settings.policy import SelectionPolicy
 
 # impl id -> (what it multiplies with, whether it overwrites its inputs)
 IMPLS = {

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from making import X, failing, managing, norm, planning, refusing, silu
+from builders import X, failing, managing, norm, planning, refusing, silu
 
 import vllm_fl.dispatch
 from vllm_fl.dispatch import call_method_op, dispatch_method
+from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.plan import building
-from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.settings.policy import SelectionPolicy
 
 
 class Stock:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import failing, managing, silu
+from builders import failing, managing, silu
 
 from vllm_fl import dispatch
 from vllm_fl.dispatch import (
@@ -34,9 +34,9 @@ from vllm_fl.dispatch import (
     with_preference,
     with_strict_mode,
 )
-from vllm_fl.dispatch.config import check_names, load_settings
-from vllm_fl.dispatch.older import MODULES, NAMES
 from vllm_fl.errors import PluginError, PolicySealedError, SettingsError
+from vllm_fl.older import MODULES, NAMES
+from vllm_fl.settings.layers import check_names, load_settings
 
 X = torch.ones(2, 8)
 
@@ -237,7 +237,7 @@ def test_the_list_of_plugins_can_be_emptied(anew: None) -> None:
 
 
 ACME = """
-from vllm_fl.dispatch.types import OpImpl, BackendImplKind, BackendPriority
+from vllm_fl.plugins.types import OpImpl, BackendImplKind, BackendPriority
 
 def silu_and_mul(x):
     return x
@@ -275,7 +275,7 @@ def test_discovering_by_hand_looks_where_a_start_looks(
 
 
 def test_a_class_with_a_classmethod_register_is_a_plugin() -> None:
-    from vllm_fl.plugins import Found, Owner, load
+    from vllm_fl.plugins.loading import Found, Owner, load
 
     class Classy:
         @classmethod
@@ -414,12 +414,12 @@ from vllm_fl.dispatch.logger_manager import get_logger, set_log_level
 from vllm_fl.dispatch.manager import OpManager, get_default_manager
 from vllm_fl.dispatch.method_dispatch import dispatch_method
 from vllm_fl.dispatch.ops import VLLMFLBackendBase
-from vllm_fl.dispatch.policy import (
+from vllm_fl.settings.policy import (
     PREFER_DEFAULT, PREFER_REFERENCE, PREFER_VENDOR, PolicyManager, SelectionPolicy, get_policy,
     policy_context, policy_from_config, set_global_policy, with_strict_mode,
 )
-from vllm_fl.dispatch.registry import OpRegistry, OpRegistrySnapshot
-from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl, match_token
+from vllm_fl.plugins.registry import OpRegistry, OpRegistrySnapshot
+from vllm_fl.plugins.types import BackendImplKind, BackendPriority, OpImpl, match_token
 
 print(PLUGIN_GROUP, PLUGIN_MODULES_ENV, PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE)
 class Acme(VLLMFLBackendBase):

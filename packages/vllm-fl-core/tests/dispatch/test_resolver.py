@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from builders import kind_of
 from hypothesis import given
 from hypothesis import strategies as st
-from making import kind_of
 
-from vllm_fl.dispatch.policy import OpOrder, SelectionPolicy
 from vllm_fl.dispatch.resolver import STOCK, Trace, describe, resolve
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.policy import OpOrder, SelectionPolicy
 
 VENDORS = ["acme", "beta", "cuda"]
 IDS = [

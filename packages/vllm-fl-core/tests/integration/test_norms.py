@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+from builders import kind_of, managing, planning
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.kernel import IrOpPriorityConfig
@@ -24,15 +23,13 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 
 import vllm_fl.dispatch
+from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.plan import Plan, building
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
-from vllm_fl.integration import ir as norms
-from vllm_fl.integration.layers import forget_shared_layers, replace_layers
-
-sys.path.append(str(Path(__file__).parents[1] / "dispatch"))
-from making import kind_of, managing, planning
+from vllm_fl.integration.seams import ir as norms
+from vllm_fl.integration.seams.layers import forget_shared_layers, replace_layers
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 HIDDEN = 64
 FOLDED = ("vendor.a-b", "vendor.a_b", "vendor.A_B", "vendor.é", "vendor.华为")

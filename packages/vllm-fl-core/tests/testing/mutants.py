@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 __all__ = ["CAUGHT_BY", "MUTANTS", "OPS", "Mutant", "sound"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mutants import sound
 
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.testing import CHECKS, Failure, failures
 from vllm_fl.testing.subject import Refused, Subject
 

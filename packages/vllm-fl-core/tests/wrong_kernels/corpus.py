@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from vllm_fl.dispatch.contracts import ModelSizes
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 __all__ = [
     "GELU",

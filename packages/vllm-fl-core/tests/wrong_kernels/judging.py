@@ -14,7 +14,7 @@ from functools import cache
 from multiprocessing import forkserver
 from typing import Any
 
-from vllm_fl import breadcrumb
+from vllm_fl.plugins import breadcrumb
 
 from .corpus import Wrong, corpus
 from .verdict import Verdict, kit_verdict, start_verdicts

@@ -218,7 +218,7 @@ def replaces_torchs_function() -> Any:
     "trusted not to",
 )
 def replaces_the_comparison() -> Any:
-    import vllm_fl.dispatch.contracts as contracts
+    from vllm_fl import contracts
 
     class Content(float):
         """Larger than every error."""

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 import torch
 import torch._dynamo  # for all children at once
 
-from vllm_fl.dispatch import preflight
-from vllm_fl.dispatch.contracts import contracts
-from vllm_fl.dispatch.types import OpImpl
+from vllm_fl.contracts import contracts
+from vllm_fl.engine import preflight
+from vllm_fl.plugins.types import OpImpl
 from vllm_fl.testing import CHECKS, failures
 
 from . import exceptions, right

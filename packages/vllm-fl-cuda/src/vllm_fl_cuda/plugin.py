@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_fl.dispatch.types import BackendImplKind, OpImpl, PolicyDefaults
-from vllm_fl.hookspecs import hookimpl
+from vllm_fl import BackendImplKind, OpImpl, PolicyDefaults, hookimpl
 
 from .impl import activation, normalization, provides, rotary
 

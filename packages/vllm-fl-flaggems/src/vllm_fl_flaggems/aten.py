@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.dispatch.config import check_names
-from vllm_fl.dispatch.contracts import contracts
-from vllm_fl.dispatch.settings import Settings
-from vllm_fl.dispatch.types import WorkerContext, WorkerReport
+from vllm_fl import WorkerContext, WorkerReport
+from vllm_fl.contracts import contracts
+from vllm_fl.settings.layers import check_names
+from vllm_fl.settings.values import Settings
 
 from .loading import flag_gems, problem
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .loading import available, block_pointers_work, problem
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import AttentionRequest, Availability
+    from vllm_fl import AttentionRequest, Availability
 
 __all__ = ["supports_attention"]
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_fl.dispatch.logs import get_logger
+from vllm_fl import get_logger
 
 from .loading import flag_gems
 

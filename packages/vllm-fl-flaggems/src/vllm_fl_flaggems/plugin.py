@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_fl.dispatch.types import (
-    AttentionImpl,
-    BackendImplKind,
-    OpImpl,
-    WorkerContext,
-    WorkerReport,
-)
-from vllm_fl.hookspecs import hookimpl
+from vllm_fl import AttentionImpl, BackendImplKind, OpImpl, WorkerContext, WorkerReport, hookimpl
 
 from .attention_request import supports_attention
 from .impl import activation, normalization, rotary

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import Availability
+    from vllm_fl import Availability
 
 __all__ = ["LANES", "kernel", "provides", "unsuitable", "writable"]
 

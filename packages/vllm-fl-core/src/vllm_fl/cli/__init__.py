@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ..errors import SettingsError, UnknownOpError, VllmFLError
-from ..plugins import CORE
+from ..plugins.installed import CORE
 from ..text import clean
 from ._show import UsageError, answering, say
 

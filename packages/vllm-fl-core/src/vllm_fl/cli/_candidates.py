@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..dispatch.manager import OpManager
-from ..dispatch.registry import Owner
 from ..dispatch.resolver import Stock, Trace
+from ..plugins.registry import Owner
 
 __all__ = ["as_rows"]
 

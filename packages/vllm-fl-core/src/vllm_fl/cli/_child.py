@@ -13,9 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .. import breadcrumb
-from .. import plugins as plugin_loader
 from ..errors import SettingsError, VllmFLError
+from ..plugins import breadcrumb, calling
 from ._show import UsageError, say
 
 __all__ = ["surviving"]
@@ -74,7 +73,7 @@ def _once(
         if pid == 0:
             os.close(reader)
             breadcrumb.keep_in(notes.fileno())
-            plugin_loader.BARRED.update(barred)
+            calling.BARRED.update(barred)
             _answer(work, writer)
         os.close(writer)
         try:

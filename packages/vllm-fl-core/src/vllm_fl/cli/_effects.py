@@ -6,8 +6,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
 
-from ..dispatch.contracts import contracts
-from ..dispatch.items import (
+from ..contracts import contracts
+from ..plugins.loading import unmatched
+from ..plugins.plugin import Plugin
+from ..settings.policy import OpOrder
+from ..settings.schema import (
     APPEND,
     CONFIG,
     ITEMS,
@@ -17,9 +20,7 @@ from ..dispatch.items import (
     PER_OP,
     PLATFORMS,
 )
-from ..dispatch.policy import OpOrder
-from ..dispatch.settings import Setting, Settings
-from ..plugins import Plugin, unmatched
+from ..settings.values import Setting, Settings
 from ._finding import Finding
 
 __all__ = ["find_disagreements", "find_idle", "find_unknown", "warned"]

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..plugins import canonical, identity
+from ..plugins.installed import canonical, identity
 
 __all__ = [
     "ProbeFailed",

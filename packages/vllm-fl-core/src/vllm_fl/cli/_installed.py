@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..plugins import CORE, ENGINE_GROUPS, GROUP, canonical, identity, rivals
+from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
+from ..plugins.loading import GROUP
 from ._environment import SHOWN, torch_build, torch_facts, version_of
 from ._finding import Finding
 

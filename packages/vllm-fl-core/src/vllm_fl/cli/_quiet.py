@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..dispatch.logs import get_logger
+from ..logs import get_logger
 
 __all__ = ["quiet"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from ..plugins import CORE, ENGINE_GROUPS, canonical, identity
+from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity
 from ._environment import ProbeFailed, ask
 from ._installed import allowed_plugins
 
@@ -17,7 +17,7 @@ PROBE = """
 import json
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-from vllm_fl.integration.layers import foreign_layers, layer_table
+from vllm_fl.integration.seams.layers import foreign_layers, layer_table
 known, rows = foreign_layers(), []
 for layer in layer_table():
     if layer.cls in known:

@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from .. import breadcrumb
-from .. import plugins as plugin_loader
-from ..breadcrumb import Crumb
-from ..dispatch.config import load_startup
-from ..dispatch.contracts import contracts
-from ..dispatch.items import CONFIG, OP_CONFIG
+from ..contracts import contracts
 from ..dispatch.manager import OpManager
-from ..dispatch.registry import OpRegistry
-from ..dispatch.settings import Settings
 from ..dispatch.startup import Startup, detect_platform, read_settings
 from ..errors import PluginError, SettingsError, VllmFLError
 from ..integration.device import IN_TREE
-from ..plugins import LEAVE_OUT, Plugin
+from ..plugins import breadcrumb
+from ..plugins import loading as plugin_loader
+from ..plugins.breadcrumb import Crumb
+from ..plugins.calling import LEAVE_OUT, devices, find_device, policy_files
+from ..plugins.plugin import Plugin
+from ..plugins.registry import OpRegistry
+from ..settings.layers import load_startup
+from ..settings.schema import CONFIG, OP_CONFIG, VARIABLES
+from ..settings.values import Settings
 from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
@@ -120,7 +121,7 @@ class _Patient:
         except SettingsError:  # the next check says it; until it is mended nothing is imported
             modules, only = (), ()
         found = plugin_loader.discover(modules)
-        self.plugins = plugin_loader.load(self.registry, found, only=only)
+        self.plugins = plugin_loader.load(self.registry, found, only=only, variables=VARIABLES)
         for plugin in self.plugins:
             if plugin.error is not None:
                 yield _plugin_finding(plugin.owner.plugin, plugin.error)
@@ -148,7 +149,7 @@ class _Patient:
         if forced in IN_TREE:
             return
         try:
-            profile = plugin_loader.find_device(self.plugins, forced)
+            profile = find_device(self.plugins, forced)
         except PluginError as error:
             yield Finding(
                 "device",
@@ -159,7 +160,7 @@ class _Patient:
             return
         self.device = profile.name if profile is not None else None
         if profile is None:
-            known, _ = plugin_loader.devices(self.plugins)
+            known, _ = devices(self.plugins)
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
     def read_settings(self) -> Iterator[Finding]:
@@ -167,7 +168,7 @@ class _Patient:
         try:
             forced = load_startup(os.environ).platform
             where = forced or self.device or detect_platform()
-            files, errors = plugin_loader.policy_files(self.plugins, where)
+            files, errors = policy_files(self.plugins, where)
             paths = [os.environ.get(name) for name in (CONFIG, OP_CONFIG)]
             yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])
             for name, failure in errors.items():

@@ -6,16 +6,16 @@ import argparse
 import inspect
 from typing import Any
 
+from ..contracts import contracts
 from ..dispatch import get_default_manager
-from ..dispatch.attention import ATTENTION
-from ..dispatch.contracts import contracts
-from ..dispatch.items import ORDER_PREFIX
 from ..dispatch.manager import OpManager
-from ..dispatch.policy import Mode, OpOrder
 from ..dispatch.resolver import UNORDERED
-from ..dispatch.settings import Settings
-from ..dispatch.unmatched import unmatched
 from ..integration.bypasses import BYPASSES
+from ..plugins.attention import ATTENTION
+from ..settings.policy import Mode, OpOrder
+from ..settings.schema import ORDER_PREFIX
+from ..settings.unmatched import unmatched
+from ..settings.values import Settings
 from ._candidates import as_rows
 from ._replaced import replaced_layers
 from ._show import UsageError, print_json, print_table, say

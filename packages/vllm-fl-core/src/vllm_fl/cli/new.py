@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from ..dispatch.contracts import contracts
-from ..dispatch.items import PLATFORMS, normalise_platform
-from ..dispatch.policy import closest
+from ..contracts import contracts
+from ..settings.policy import closest
+from ..settings.schema import PLATFORMS, normalise_platform
 from ._show import print_json, say
 
 __all__ = ["add_arguments", "run"]

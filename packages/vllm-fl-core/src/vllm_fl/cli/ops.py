@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..contracts import contracts
 from ..dispatch import get_default_manager
-from ..dispatch.attention import ATTENTION
-from ..dispatch.contracts import contracts
+from ..plugins.attention import ATTENTION
 from ._candidates import as_rows
 from ._show import print_json, print_table, say
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..dispatch import get_default_manager
-from ..plugins import Plugin, rivals, unmatched
+from ..plugins.installed import rivals
+from ..plugins.loading import unmatched
+from ..plugins.plugin import Plugin
 from ..text import clean
 from ._child import surviving
 from ._show import print_json, print_table, say

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..dispatch import get_default_manager
-from ..dispatch.policy import OpOrder
-from ..dispatch.settings import Setting, Settings
+from ..settings.policy import OpOrder
+from ..settings.values import Setting, Settings
 from ..text import HIDDEN, is_secret
 from ._quiet import quiet
 from ._show import print_json, print_table, say

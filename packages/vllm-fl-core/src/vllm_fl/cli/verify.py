@@ -20,11 +20,11 @@ from contextlib import ExitStack, redirect_stdout
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from ..contracts import ModelSizes, contracts
 from ..dispatch import get_default_manager
-from ..dispatch.contracts import ModelSizes, contracts
 from ..dispatch.manager import OpManager
-from ..dispatch.policy import closest
-from ..dispatch.types import AttentionImpl, OpImpl
+from ..plugins.types import AttentionImpl, OpImpl
+from ..settings.policy import closest
 from ..text import quote, scrub
 from ._environment import device_facts, distributions
 from ._report import ReportFile
@@ -34,7 +34,7 @@ from ._watch import TookTooLong, Watch
 if TYPE_CHECKING:
     import torch
 
-    from ..dispatch.verification import Comparison
+    from ..engine.verification import Comparison
 
 SIZES = ModelSizes(1024, 3072, 16, 8, 128, 128, tokens=(256,))
 """What is timed: a call of Qwen3-0.6B with 256 tokens."""
@@ -287,7 +287,7 @@ class _Work:
         """Every sample; what breaks around one is that sample's result, and the rest goes on."""
         import torch
 
-        from ..dispatch.verification import Comparison, compare
+        from ..engine.verification import Comparison, compare
 
         spec = contracts()[impl.op_name]
         dtype = getattr(torch, dtype_name)
@@ -329,7 +329,7 @@ def _timed(impl: OpImpl, dtype_name: str, device: torch.device) -> dict[str, Any
     """
     import torch
 
-    from ..dispatch.verification import as_call
+    from ..engine.verification import as_call
 
     wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
     spec = contracts()[impl.op_name]

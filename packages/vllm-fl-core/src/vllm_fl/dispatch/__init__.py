@@ -13,16 +13,12 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .. import plugins as _plugins
-from . import manager as _manager
-from .config import load_startup, policy_from_config
-from .context import chosen, override, policy_context
-from .logs import get_logger, set_log_level
-from .manager import OpManager
-from .older import lookup, serve_modules
-from .policy import SelectionPolicy
-from .registry import OpRegistry
-from .types import (
+from ..logs import get_logger, set_log_level
+from ..older import lookup, serve_modules
+from ..plugins import loading as _plugins
+from ..plugins.plugin import Plugin
+from ..plugins.registry import OpRegistry
+from ..plugins.types import (
     AttentionImpl,
     AttentionRequest,
     BackendImplKind,
@@ -30,9 +26,14 @@ from .types import (
     OpImpl,
     PolicyDefaults,
 )
+from ..settings.layers import load_startup, policy_from_config
+from ..settings.policy import SelectionPolicy
+from ..settings.schema import VARIABLES as _VARIABLES
+from . import manager as _manager
+from .context import chosen, override, policy_context
+from .manager import OpManager
 
-if TYPE_CHECKING:  # `plugins` imports this package, whichever of the two comes first
-    from ..plugins import Plugin
+if TYPE_CHECKING:
     from .method import dispatch_method
 
 __all__ = [
@@ -170,7 +171,8 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
         SettingsError: one of the two is wrong.
     """
     early = load_startup()
-    plugins = _plugins.load(registry, _plugins.discover(early.plugin_modules), only=early.plugins)
+    found = _plugins.discover(early.plugin_modules)
+    plugins = _plugins.load(registry, found, only=early.plugins, variables=_VARIABLES)
     _found.by_hand = plugins
     return plugins
 

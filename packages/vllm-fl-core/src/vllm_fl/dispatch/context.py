@@ -1,15 +1,19 @@
-"""The policy of a block, per task and thread, over the global policy."""
+"""What holds for a while: the policy of a block, and the plan of the model that is being built."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-from .policy import SelectionPolicy
+from ..settings.policy import SelectionPolicy
 
-__all__ = ["chosen", "override", "policy_context"]
+if TYPE_CHECKING:
+    from ..plugins.types import OpImpl
+
+__all__ = ["Binder", "building", "chosen", "current_binder", "override", "policy_context"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,3 +66,50 @@ class policy_context:
                 return function(*args, **kwargs)
 
         return inside
+
+
+class Binder(Protocol):
+    """What layers bind to while an engine's model is built: the engine's plan."""
+
+    @property
+    def mode(self) -> str:
+        """`eager` or `compiled`."""
+
+    @property
+    def kept_layers(self) -> frozenset[str]:
+        """Classes of vLLM's that the user leaves alone."""
+
+    def is_stock(self, op: str) -> bool:
+        """Whether the op is left to vLLM."""
+
+    def bind(
+        self,
+        op: str,
+        layer: object,
+        grants: frozenset[str],
+        *,
+        last: OpImpl | None = None,
+        traced: bool = True,
+    ) -> Callable[..., Any]:
+        """`op` as a method of `layer`."""
+
+
+class _Building:
+    """Whose model is being built. Not per thread: vLLM may build layers in threads of its own."""
+
+    binder: Binder | None = None
+
+
+def current_binder() -> Binder | None:
+    """What the layers that are built now bind to; None outside an engine."""
+    return _Building.binder
+
+
+@contextmanager
+def building(binder: Binder) -> Iterator[None]:
+    """Layers that are built inside the block bind to `binder`."""
+    before, _Building.binder = _Building.binder, binder
+    try:
+        yield
+    finally:
+        _Building.binder = before

@@ -16,10 +16,10 @@ from functools import cached_property
 from types import FunctionType
 from typing import Any, Protocol, cast
 
+from ..contracts import OpSpec
 from ..errors import AllFailedError, CallError
+from ..plugins.types import OpImpl, parameters_of
 from ..text import spelt
-from .contracts import OpSpec
-from .types import OpImpl, parameters_of
 
 __all__ = ["NEEDS_LAYER", "Chain", "Demotions", "Failures", "call_guard", "method_guard"]
 

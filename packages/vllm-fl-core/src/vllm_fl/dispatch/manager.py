@@ -14,6 +14,7 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from ..contracts import contracts
 from ..errors import (
     CallError,
     NoImplementationError,
@@ -21,19 +22,18 @@ from ..errors import (
     PolicySealedError,
     UnknownOpError,
 )
+from ..logs import SAID_AT_MOST, get_logger
+from ..older import lookup, outdated
+from ..plugins.registry import OpRegistry
+from ..plugins.types import AttentionImpl, BackendImplKind, OpImpl
+from ..settings.layers import Settings
+from ..settings.policy import Mode, SelectionPolicy, closest
+from ..settings.unmatched import meant
 from ..text import quote
-from .config import Settings
 from .context import chosen, override
-from .contracts import contracts
 from .guard import NEEDS_LAYER, Chain, Demotions, call_guard, method_guard
-from .logs import SAID_AT_MOST, get_logger
-from .older import lookup, outdated
-from .policy import Mode, SelectionPolicy, closest
-from .registry import OpRegistry
 from .resolver import Trace, describe, resolve
 from .startup import Startup, read_settings, start
-from .types import AttentionImpl, BackendImplKind, OpImpl
-from .unmatched import meant
 
 __all__ = ["OpManager", "set_global_policy"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from .plan import Plan, active_plan
-from .types import OpImpl
+from ..plugins.types import OpImpl
+from .context import Binder, current_binder
 
 __all__ = ["dispatch_method"]
 
@@ -62,7 +62,7 @@ class dispatch_method:
     def __get__(self, instance: Any, owner: type | None = None) -> Bound:
         if instance is None:
             return self  # type: ignore[return-value]  # read on the class: the descriptor
-        plan: Plan | None = instance.__dict__.setdefault(PLAN, active_plan())
+        plan: Binder | None = instance.__dict__.setdefault(PLAN, current_binder())
         provider = self.stand_in(instance) if self.stand_in else instance
         if plan is None:
             from . import get_default_manager
@@ -87,7 +87,7 @@ class dispatch_method:
         method: Bound = getattr(super(self.owner, instance), self.name)
         return method
 
-    def _is_kept(self, plan: Plan) -> bool:
+    def _is_kept(self, plan: Binder) -> bool:
         """Whether the user leaves this one layer class to vLLM."""
         base = self.owner.__base__ if self.owner else None
         return base is not None and base.__name__ in plan.kept_layers

@@ -1,85 +1,20 @@
-"""Names of vllm-plugin-FL that have become others: each works, and warns of what to write instead.
+"""What vllm-plugin-FL had under another name and we have no object of our own for.
 
-Its modules `builtin_ops`, `discovery`, `logger_manager`, `method_dispatch` and `ops` are served
-from here, too: each has what `vllm_fl.dispatch` has, and the names below.
+`vllm_fl.older` says which names these are, and warns where one is used.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
-from functools import partial
-from importlib import import_module
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .policy import SelectionPolicy
-    from .registry import OpRegistry
-    from .types import AttentionImpl, OpImpl
-
-__all__ = ["lookup", "outdated", "serve_modules"]
-
-PACKAGE = "vllm_fl.dispatch"
-
-MODULES = ("builtin_ops", "discovery", "logger_manager", "method_dispatch", "ops")
-
-NAMES = {
-    "CachedOp": (f"{__name__}:CachedOp", "call_op, or resolve_op once"),
-    "OpRegistrySnapshot": (f"{PACKAGE}.registry:RegistrySnapshot", "RegistrySnapshot"),
-    "PLUGIN_GROUP": ("vllm_fl.plugins:GROUP", "'vllm_fl.plugin'"),
-    "PLUGIN_MODULES_ENV": (f"{__name__}:PLUGIN_MODULES_ENV", "'VLLM_FL_PLUGIN_MODULES'"),
-    "PREFER_DEFAULT": (f"{__name__}:PREFER_DEFAULT", "'flagos'"),
-    "PREFER_REFERENCE": (f"{__name__}:PREFER_REFERENCE", "'reference'"),
-    "PREFER_VENDOR": (f"{__name__}:PREFER_VENDOR", "'vendor'"),
-    "PolicyManager": (f"{__name__}:PolicyManager", "the functions of vllm_fl.dispatch"),
-    "VALID_PREFER_VALUES": (f"{__name__}:VALID_PREFER_VALUES", "policy.KINDS"),
-    "VLLMFLBackendBase": (f"{PACKAGE}.backends.base:Backend", "backends.base.Backend"),
-    "get_policy_epoch": (f"{__name__}:get_policy_epoch", "get_policy(): equal policies are equal"),
-    "match_token": (f"{__name__}:match_token", "policy.Token.parse(token).matches(impl)"),
-    "register_builtins": (f"{__name__}:register_builtins", "discover_plugins(registry)"),
-}
-"""Older name -> (where its object is, what to write instead)."""
+    from ..plugins.registry import OpRegistry
+    from ..plugins.types import AttentionImpl, OpImpl
+    from ..settings.policy import SelectionPolicy
 
 PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = "flagos", "vendor", "reference"
 VALID_PREFER_VALUES = frozenset((PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE))
 PLUGIN_MODULES_ENV = "VLLM_FL_PLUGIN_MODULES"
-
-
-def outdated(what: str, instead: str, *, stacklevel: int = 3) -> None:
-    """Warn that `what` is an older name, and of what to write `instead`."""
-    warnings.warn(
-        f"{what} is vllm-plugin-FL's: use {instead}", DeprecationWarning, stacklevel=stacklevel
-    )
-
-
-def lookup(name: str, *, module: str = PACKAGE, stacklevel: int = 3) -> Any:
-    """The object of an older name, for the `__getattr__` of a module that had it.
-
-    Raises:
-        AttributeError: nobody had a name like it.
-    """
-    if name in MODULES and module == PACKAGE:
-        return sys.modules[f"{PACKAGE}.{name}"]
-    if name in NAMES:
-        home, instead = NAMES[name]
-    elif module != PACKAGE and name in getattr(sys.modules.get(PACKAGE), "__all__", ()):
-        home = instead = f"{PACKAGE}:{name}"
-    else:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-    outdated(f"{module}.{name}", instead.replace(":", "."), stacklevel=stacklevel)
-    where, _, attribute = home.partition(":")
-    return getattr(import_module(where), attribute)
-
-
-def serve_modules() -> None:
-    """Make the older module names importable. What they hold is looked up when it is read."""
-    for name in MODULES:
-        module = ModuleType(f"{PACKAGE}.{name}", "An older module name; see vllm_fl.dispatch.")
-        module.__spec__ = ModuleSpec(module.__name__, None)
-        module.__getattr__ = partial(lookup, module=module.__name__)  # type: ignore[method-assign]
-        sys.modules.setdefault(module.__name__, module)
 
 
 class CachedOp:
@@ -153,7 +88,7 @@ def get_policy_epoch() -> int:
 
 def match_token(impl: OpImpl | AttentionImpl, token: str) -> bool:
     """Whether `impl` stands under `token`; a token that is none matches nothing."""
-    from .policy import Token
+    from ..settings.policy import Token
 
     try:
         return Token.parse(token).matches(impl)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .policy import Mode, SelectionPolicy, Token
-from .types import AttentionImpl, Availability, OpImpl, availability_of
+from ..plugins.types import AttentionImpl, Availability, OpImpl, availability_of
+from ..settings.policy import Mode, SelectionPolicy, Token
 
 __all__ = ["STOCK", "UNORDERED", "Candidate", "Stock", "Trace", "describe", "resolve"]
 

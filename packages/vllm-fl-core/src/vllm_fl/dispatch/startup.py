@@ -6,18 +6,18 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from .. import breadcrumb
-from .. import plugins as plugin_loader
+from ..contracts import contracts
 from ..errors import PluginError, SettingsError
-from .config import Settings, check_names, load_settings, load_startup
-from .contracts import contracts
-from .logs import get_logger, set_log_level, speaks_for_all
-from .registry import OpRegistry
-
-if TYPE_CHECKING:  # `plugins` imports this package, whichever of the two comes first
-    from ..plugins import Plugin
+from ..logs import get_logger, set_log_level, speaks_for_all
+from ..plugins import breadcrumb
+from ..plugins import loading as plugin_loader
+from ..plugins.calling import policy_files
+from ..plugins.installed import canonical
+from ..plugins.plugin import Plugin
+from ..plugins.registry import OpRegistry
+from ..settings.layers import Settings, check_names, load_settings, load_startup
+from ..settings.schema import VARIABLES
 
 __all__ = ["Startup", "detect_platform", "read_settings", "start", "try_settings"]
 
@@ -56,7 +56,7 @@ class Startup:
 
 
 def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
-    return None if allowed is None else frozenset(map(plugin_loader.canonical, allowed))
+    return None if allowed is None else frozenset(map(canonical, allowed))
 
 
 def detect_platform() -> str:
@@ -104,7 +104,7 @@ def start(
     warnings = plugin_loader.unmatched([each.owner for each in found], asked.plugins)
     crumbs = [f"An earlier {crumb}. `vllm-fl doctor` tells more." for crumb in breadcrumb.lost()]
     _warn([*warnings, *crumbs])
-    plugins = plugin_loader.load(registry, found, only=asked.plugins)
+    plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=VARIABLES)
     for plugin in plugins:
         for remark in plugin.remarks:
             log.warning("%s", remark)
@@ -150,7 +150,7 @@ def read_settings(
     env = os.environ if env is None else env
     early = load_startup(env)
     platform = platform or detect_platform()
-    files, errors = plugin_loader.policy_files(plugins, early.platform or platform)
+    files, errors = policy_files(plugins, early.platform or platform)
     for error in errors.values():
         _report(error, strict=early.strict_plugins)
     snapshot = registry.snapshot()

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
-from ..dispatch.items import VARIABLES
+from ..settings.schema import VARIABLES
 
 __all__ = [
     "FORMER_LAYERS",

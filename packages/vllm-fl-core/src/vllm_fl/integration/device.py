@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from ..breadcrumb import running
 from ..dispatch import get_default_manager
 from ..dispatch.startup import try_settings
-from ..dispatch.types import DeviceProfile
 from ..errors import PluginError
-from ..plugins import ENGINE_GROUPS, devices, find_device, identity
+from ..plugins.breadcrumb import running
+from ..plugins.calling import devices, find_device
+from ..plugins.installed import ENGINE_GROUPS, identity
+from ..plugins.types import DeviceProfile
 
 __all__ = ["IN_TREE", "adopt_device", "other_platforms", "profile_named"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import os
 
-from ..dispatch.config import load_startup
-from ..dispatch.logs import get_logger, speaks_for_all
 from ..errors import PluginError, VllmFLError
-from ..plugins import rivals
+from ..logs import get_logger, speaks_for_all
+from ..plugins.installed import rivals
+from ..settings.layers import load_startup
 from ..text import quote
 
 __all__ = ["general_plugin", "platform_plugin"]

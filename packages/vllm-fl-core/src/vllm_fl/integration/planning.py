@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..contracts import contracts
 from ..dispatch import get_default_manager
-from ..dispatch.attention import ATTENTION
-from ..dispatch.config import Settings, check_names
-from ..dispatch.contracts import contracts
-from ..dispatch.logs import get_logger
-from ..dispatch.plan import Plan, make_plan
-from ..dispatch.policy import Mode
 from ..dispatch.startup import read_settings
+from ..engine.plan import Plan, make_plan
 from ..errors import InvalidSettingError, PluginError, SettingsError
-from . import attention
-from .layers import Layer, foreign_layers, known_layers, layer_table
+from ..logs import get_logger
+from ..plugins.attention import ATTENTION
+from ..settings.layers import Settings, check_names
+from ..settings.policy import Mode
+from .seams import attention
+from .seams.layers import Layer, foreign_layers, known_layers, layer_table
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -300,7 +300,7 @@ def _kept_by_user(vllm_config: VllmConfig, mode: Mode) -> dict[str, str]:
 
 def note_user_priority(vllm_config: VllmConfig) -> None:
     """Keep what the user wrote in `ir_op_priority`, before vLLM appends its defaults to it."""
-    from .ir import IR_OPS
+    from .seams.ir import IR_OPS
 
     mine = _ours(vllm_config)
     if mine is not None and "user_priority" not in mine:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..dispatch.plan import active_plan
-from ..dispatch.types import DeviceProfile
+from ..engine.plan import active_plan
 from ..errors import PluginError
+from ..plugins.types import DeviceProfile
 from ..text import quote
 from .device import IN_TREE, adopt_device, other_platforms, profile_named
 
@@ -44,7 +44,7 @@ class PlatformOverlay:
         """Register the installed norms as providers of vLLM's IR ops."""
         super().import_ir_kernels()  # type: ignore[misc]
         from ..dispatch import get_default_manager
-        from .ir import register_providers
+        from .seams.ir import register_providers
 
         get_default_manager().ensure_initialized(cls.vllm_fl_platform, patient=True)
         register_providers()
@@ -52,8 +52,8 @@ class PlatformOverlay:
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
         """The order of IR providers that the plan gives."""
-        from .ir import prioritise
         from .planning import is_sealed, load_plugins, note_user_priority, plan_for
+        from .seams.ir import prioritise
 
         # A configuration that was made from a sealed engine's, as vLLM's drafters do.
         if is_sealed(vllm_config):
@@ -96,8 +96,8 @@ class PlatformOverlay:
         """The attention backend that the plan gives; vLLM's own answer where it gives none."""
         from vllm.config import get_current_vllm_config
 
-        from .attention import choose
         from .planning import plan_for
+        from .seams.attention import choose
 
         plan = active_plan() or plan_for(get_current_vllm_config())
         path = choose(plan, selected_backend, attn_selector_config, num_heads)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..dispatch.contracts import ModelSizes
-from ..dispatch.logs import get_logger
+from ..contracts import ModelSizes
+from ..logs import get_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,19 +10,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
-from ..dispatch.digest import code_facts, digest, fingerprint
-from ..dispatch.logs import get_logger
-from ..dispatch.plan import Plan, building, leave_place, take_place
-from ..dispatch.preflight import find_faults
-from ..dispatch.types import OpImpl, WorkerContext
+from ..dispatch.context import building
+from ..engine.digest import code_facts, digest, fingerprint
+from ..engine.plan import Plan, leave_place, take_place
+from ..engine.preflight import find_faults
 from ..errors import VllmFLError
-from ..plugins import start_in_worker
+from ..logs import get_logger
+from ..plugins.calling import start_in_worker
+from ..plugins.types import OpImpl, WorkerContext
 from ..text import quote
-from . import attention
-from .ir import bind_provider, reset_priorities
-from .layers import foreign_layers, forget_shared_layers, layer_for, layer_table, replace_layers
 from .planning import apply, load_plugins, plan_for, seal, settings_of
 from .ranks import Verdict, agree, differences
+from .seams import attention
+from .seams.ir import bind_provider, reset_priorities
+from .seams.layers import (
+    foreign_layers,
+    forget_shared_layers,
+    layer_for,
+    layer_table,
+    replace_layers,
+)
 from .sizes import model_sizes
 
 if TYPE_CHECKING:

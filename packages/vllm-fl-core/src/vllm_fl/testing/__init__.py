@@ -50,14 +50,14 @@ pytest.
 
 **Triton without a GPU.** `vllm_fl.testing.triton` has Triton's interpreter run your kernels.
 
-Tolerances, samples and bad inputs are the contracts' own: see `vllm_fl.dispatch.contracts`.
+Tolerances, samples and bad inputs are the contracts' own: see `vllm_fl.contracts`.
 '''
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..dispatch.contracts import ModelSizes
+from ..contracts import ModelSizes
 from .cases import CHECKS, Case, Failure, failures
 from .exceptions import Xfail
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..dispatch.types import OpImpl
+from ..plugins.types import OpImpl
 from ..text import quote
 from . import checks, compiling, engine, processes
 from .subject import Refused, Subject

@@ -11,12 +11,12 @@ import dataclasses
 
 import torch
 
-from ..dispatch.contracts import Sample
-from ..dispatch.forms import states_support
-from ..dispatch.registry import OpRegistry
-from ..dispatch.types import OpImpl
-from ..dispatch.verification import Comparison, compare
+from ..contracts import Sample
+from ..engine.verification import Comparison, compare
 from ..errors import AllFailedError, CallError, PluginError
+from ..plugins.forms import states_support
+from ..plugins.registry import OpRegistry
+from ..plugins.types import OpImpl
 from ..text import quote
 from .subject import Refused, Subject, digest, fresh
 
@@ -132,7 +132,7 @@ def serving(subject: Subject, dtype: str, sample: str) -> None:
 
 def preflight(subject: Subject, dtype: str, sample: str) -> None:
     """What an engine runs before it serves finds no fault."""
-    from ..dispatch.preflight import find_faults
+    from ..engine.preflight import find_faults
 
     serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
     found = find_faults(

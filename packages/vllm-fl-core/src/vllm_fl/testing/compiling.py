@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..dispatch.contracts import Sample
-from ..dispatch.opaque import is_opaque, opaque_op
-from ..dispatch.plan import Plan, PlanEntry
-from ..dispatch.types import BackendImplKind, OpImpl
-from ..dispatch.verification import compare
+from ..contracts import Sample
+from ..engine.opaque import is_opaque, opaque_op
+from ..engine.plan import Plan, PlanEntry
+from ..engine.verification import compare
+from ..plugins.types import BackendImplKind, OpImpl
 from .checks import judge
 from .subject import Refused, Subject, fresh, pattern
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..dispatch.contracts import ModelSizes, contracts
-from ..dispatch.types import OpImpl
+from ..contracts import ModelSizes, contracts
+from ..plugins.types import OpImpl
 from ..text import quote
 from .subject import Refused, Subject, digest
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ..dispatch.contracts import BadInput, ModelSizes, OpSpec, Sample, contracts
+from ..contracts import BadInput, ModelSizes, OpSpec, Sample, contracts
 from ..dispatch.manager import OpManager
-from ..dispatch.policy import SelectionPolicy
-from ..dispatch.registry import OpRegistry
-from ..dispatch.types import OpImpl
-from ..dispatch.verification import as_call
+from ..engine.verification import as_call
+from ..plugins.registry import OpRegistry
+from ..plugins.types import OpImpl
+from ..settings.policy import SelectionPolicy
 
 __all__ = ["SIZES", "Refused", "Subject", "digest", "fresh", "pattern", "tensors"]
 

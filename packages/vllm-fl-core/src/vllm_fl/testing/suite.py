@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from ..dispatch.contracts import ModelSizes
+from ..contracts import ModelSizes
 from ..dispatch.startup import detect_platform
 from .cases import CHECKS, Case, cases_of
 from .exceptions import read_xfails

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import Availability
+    from vllm_fl import Availability
 
 __all__ = ["ALIGNMENT", "kernel", "packed", "provides", "unsuitable"]
 

@@ -9,7 +9,7 @@ import torch
 from . import ALIGNMENT, kernel, packed, unsuitable
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import Availability
+    from vllm_fl import Availability
 
 __all__ = ["rms_norm", "supports_rms_norm"]
 

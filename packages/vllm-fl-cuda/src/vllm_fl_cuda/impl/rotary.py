@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_fl.dispatch.contracts.rotary_embedding import joint_cos_sin
+from vllm_fl import joint_cos_sin
 
 from . import DTYPES, kernel, unsuitable
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import Availability
+    from vllm_fl import Availability
 
 __all__ = ["rotary_embedding", "supports_rotary_embedding"]
 

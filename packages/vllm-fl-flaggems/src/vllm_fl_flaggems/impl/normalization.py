@@ -10,7 +10,7 @@ from ..kernels import contiguous, launchable, warps
 from ..loading import flag_gems, unsuitable
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import Availability
+    from vllm_fl import Availability
 
 __all__ = ["rms_norm", "supports_rms_norm"]
 

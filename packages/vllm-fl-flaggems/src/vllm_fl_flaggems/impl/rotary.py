@@ -11,7 +11,7 @@ from ..kernels import launchable, warps
 from ..loading import flag_gems, unsuitable
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import Availability
+    from vllm_fl import Availability
 
 __all__ = ["rotary_embedding", "supports_rotary_embedding"]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from . import unsuitable
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import Availability
+    from vllm_fl import Availability
 
 __all__ = [
     "gelu_and_mul",

@@ -1,0 +1,246 @@
+"""What a contract is: the single source from which an op's checks, tests and wrappers follow."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..plugins.types import OpImpl
+
+__all__ = ["BadInput", "ModelSizes", "OpSpec", "Sample", "Tolerance", "Variant"]
+
+
+_PARAMETER = re.compile(
+    r"""(?P<type>\w[^\s,="']*)\s+(?P<name>\w+)(?:=(?:"[^"]*"|'[^']*'|\[[^\]]*\]|[^,]*))?(?:,|$)"""
+)
+"""One parameter of a torch schema with its default, which may be quoted and hold a comma."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call that every implementation must get right.
+
+    Args:
+        name: what is special about it (`1 token`, `strided qkv view`).
+        args: one value per parameter of the contract, in order.
+        scale: the magnitude of the values, without unit: the contract's `atol`, which is meant for
+            values of magnitude 1, counts that many times.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """One call that breaks the contract.
+
+    Args:
+        name: what is wrong with it.
+        args: the arguments, in order.
+        argument: the parameter that the CallError must name.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    argument: str
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far from the oracle a result may lie: |got - want| <= atol + rtol * |want|.
+
+    Args:
+        rtol: relative share, without unit.
+        atol: absolute share, in the units of the result.
+        reason: why these numbers, with their source.
+    """
+
+    rtol: float
+    atol: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a served model, for samples of its own shapes (per rank).
+
+    A size that the model's configuration does not tell is None, and has no samples.
+
+    Args:
+        hidden: features of the residual stream.
+        intermediate: features of one half of the gated MLP.
+        heads, kv_heads: query and key heads.
+        head_size: features of one head.
+        rotary: how many of them rotate.
+        tokens: the batch sizes to try, in tokens; the last one is the largest batch.
+        max_position: the model's length: positions run from 0 to max_position - 1.
+        epsilon: what the model's norms add to the mean of squares.
+    """
+
+    hidden: int | None
+    intermediate: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_size: int | None
+    rotary: int | None
+    tokens: tuple[int, ...] = (1,)
+    max_position: int = 2048
+    epsilon: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One torch.library signature of an op, where the contract's own has no torch schema.
+
+    A torch schema cannot say "Tensor or a pair of Tensors": each shape of result is a variant.
+
+    Args:
+        name: suffix of the operator's name, empty for the plain one.
+        schema: `(Tensor x, float epsilon) -> Tensor`, the parameters a subset of the contract's,
+            in its order and under its names; those left out are None.
+        pads: the contract returns (Tensor, None) where this schema returns the Tensor alone.
+        overwrites: the arguments over which a consuming implementation writes the results, in the
+            results' order; empty where a result has no such place.
+    """
+
+    name: str
+    schema: str
+    pads: bool = False
+    overwrites: tuple[str, ...] = ()
+
+    @cached_property
+    def types(self) -> Mapping[str, str]:
+        """Parameter -> its type as the schema writes it (`Tensor`, `Tensor?`, `SymInt?`)."""
+        inside = self.schema.rpartition("->")[0].strip()[1:-1]
+        return MappingProxyType({m["name"]: m["type"] for m in _PARAMETER.finditer(inside)})
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the schema's parameters, in order."""
+        return tuple(self.types)
+
+    @cached_property
+    def mutating_schema(self) -> str:
+        """The schema of the operator that leaves its results in `overwrites`."""
+        schema = self.schema.rpartition("->")[0]
+        for mark, name in zip("abcdefgh", self.overwrites, strict=False):
+            schema = re.sub(rf"\bTensor {name}\b", f"Tensor({mark}!) {name}", schema)
+        return f"{schema}-> ()"
+
+    @cached_property
+    def returns(self) -> int:
+        """How many tensors come back."""
+        return self.schema.rpartition("->")[2].count("Tensor")
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """The contract of one op.
+
+    Args:
+        oracle: the op itself, computed in fp64 with plain torch and returned in fp64. Its
+            signature is the contract's and its docstring the documentation.
+        variants: its torch.library signatures; all together they cover every legal call.
+        fake: the parameters -> empty tensors of the result's shape and dtype. Computes nothing.
+        check: the parameters -> None, or (parameter, what is wrong with it). Called only after an
+            exception, and by the conformance kit: never on a call path.
+        samples: (dtype, device) -> the calls that every implementation must get right.
+        served: (ModelSizes, dtype, device, large) -> the same for one model's own sizes; with
+            `large` the values are as large as activations get. Both give the same calls, in the
+            same order and layout, with other values.
+        by_token: the parameters that have one row per token, in the first dimension. Each row of
+            every result depends on the same row of these alone.
+        bad_inputs: (dtype, device) -> calls that `check` must refuse.
+        tolerances: per dtype name (`float32`, `float16`, `bfloat16`).
+        consumable: the parameters that an implementation may declare in `consumes`. It may then
+            overwrite them in the calls whose variant has results to put there (`overwrites`).
+        from_layer: parameter -> how a vLLM layer provides it. The method form of the op is the
+            contract without these parameters.
+        layer: the parameters of `from_layer`, by name -> an object that provides them, as a layer
+            of vLLM's would: for implementations that take the layer, where there is no model.
+        plain: the parameters -> True, or why an implementation that takes the layer is not given
+            this call. Such an implementation reads the layer itself, and the older form's know a
+            plain one; None: any layer is plain.
+    """
+
+    oracle: Callable[..., Any]
+    variants: tuple[Variant, ...]
+    fake: Callable[..., Any]
+    check: Callable[..., tuple[str, str] | None]
+    samples: Callable[[torch.dtype, torch.device], Iterable[Sample]]
+    served: Callable[..., Iterable[Sample]]
+    by_token: frozenset[str]
+    bad_inputs: Callable[[torch.dtype, torch.device], Iterable[BadInput]]
+    tolerances: Mapping[str, Tolerance]
+    consumable: frozenset[str] = frozenset()
+    from_layer: Mapping[str, Callable[[Any], Any]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    layer: Callable[..., object] = SimpleNamespace
+    plain: Callable[..., object] | None = None
+
+    def asked(self, impl: OpImpl) -> Callable[..., object] | None:
+        """Who says whether `impl` takes a call, of the contract's parameters; None takes any."""
+        return self.plain if impl.needs_layer else impl.supports
+
+    @property
+    def name(self) -> str:
+        """The op's name."""
+        return self.oracle.__name__
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """The contract's parameters; annotations are left as text, so that torch stays out."""
+        return inspect.signature(self.oracle)
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the contract's parameters, in order."""
+        return tuple(self.signature.parameters)
+
+    def tolerance(self, dtype: torch.dtype) -> Tolerance:
+        """The tolerance for results of `dtype`; KeyError for a dtype that has none."""
+        return self.tolerances[str(dtype).removeprefix("torch.")]
+
+    @cached_property
+    def consumed_with(self) -> Mapping[str, frozenset[str]]:
+        """Parameter -> the arguments without which it is not consumed; empty: it always may be.
+
+        No variant without these has a result to put there.
+        """
+
+        def needed(parameter: str) -> frozenset[str]:
+            places = [v for v in self.variants if parameter in v.overwrites]
+            others = [p for v in self.variants if v not in places for p in v.parameters]
+            if not places or not others:
+                return frozenset()
+            common = frozenset.intersection(*(frozenset(v.parameters) for v in places))
+            return common.difference(others)
+
+        return MappingProxyType({p: needed(p) for p in self.parameters})
+
+    def consumed(self, declared: Iterable[str], arguments: Iterable[Any]) -> frozenset[str]:
+        """Those of the parameters `declared` as consumed that one call's `arguments` give up."""
+        present = {p for p, arg in zip(self.parameters, arguments, strict=False) if arg is not None}
+        return frozenset(p for p in declared if p in present and self.consumed_with[p] <= present)
+
+    def variant_for(self, arguments: Mapping[str, Any]) -> Variant:
+        """The variant whose left-out parameters are all None in `arguments`."""
+        for variant in self.variants:
+            left_out = set(self.parameters) - set(variant.parameters)
+            required = [p for p, kind in variant.types.items() if kind == "Tensor"]
+            if all(arguments.get(p) is None for p in left_out) and all(
+                arguments.get(p) is not None for p in required
+            ):
+                return variant
+        raise ValueError(f"{self.name}: no variant fits {sorted(arguments)}")

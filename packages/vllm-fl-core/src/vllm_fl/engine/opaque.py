@@ -1,0 +1,214 @@
+"""Opaque ops: an implementation that a compiler must take whole, as a torch.library operator.
+
+Dynamo, Inductor and CUDA graphs see one operator with the contract's schema and fake; the chain of
+candidates, their refusals included, runs inside it. An implementation that writes its results over
+arguments which the caller grants becomes an operator that mutates them: no copies are made for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..contracts import OpSpec, Variant
+from ..dispatch.guard import Chain, call_guard
+from ..plugins.types import OpImpl
+
+__all__ = ["is_opaque", "opaque_op", "unique_name"]
+
+LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
+
+Counting = Callable[[Callable[..., Any], str, str], Callable[..., Any]]
+
+_bodies: dict[str, Callable[..., Any]] = {}
+"""Operator -> what it runs. An operator cannot be defined twice in a process, but its body can
+change: a plan that takes the place of one that is gone finds its operators and gives them its own.
+"""
+
+
+def unique_name(readable: str, *identity: object) -> str:
+    """A name for vLLM or torch: ASCII, legible, and never the same for two identities.
+
+    Args:
+        readable: what the name shows, in lower-case letters, digits and underscores.
+        identity: JSON-able; what must differ where the names differ, exactly as it is spelled.
+    """
+    word = re.sub(r"[^a-z0-9_]+", "_", readable.lower())[:80]
+    text = json.dumps([readable, *identity])
+    return f"{word}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def is_opaque(impl: OpImpl) -> bool:
+    """Whether a compiler must not look inside.
+
+    A traceable implementation with `supports` counts as opaque: traced, its refusal would be
+    decided once, by the shapes of the first compilation.
+    """
+    return not impl.traceable or impl.supports is not None
+
+
+def opaque_op(chain: Chain, counting: Counting, place: int = 1) -> OpImpl:
+    """The first implementation of `chain` as one whose function is a torch.library operator.
+
+    The operator is named after the chain and the plan's place, so that a graph compiled by one
+    process is found again by the next, and two plans that serve at the same time have each their
+    own. Registering the same chain in the same place again gives the operator a new body.
+
+    Args:
+        chain: the candidates, and the arguments that the caller grants.
+        counting: (what is called, op, impl id) -> the same, counted if the plan counts calls.
+        place: the plan's place among those that serve in this process (`Plan.place`).
+    """
+    spec = chain.spec
+    assert spec is not None  # only contracts have torch schemas
+    first = chain.impls[0]
+    ids = [impl.impl_id for impl in chain.impls]
+    branches = []
+    for variant in sorted(spec.variants, key=lambda variant: len(variant.parameters)):
+        written = variant.overwrites
+        if not written or not chain.grants & first.consumes >= set(written):
+            written = ()
+        # Inputs of an operator stay intact unless its schema says otherwise.
+        guarded = call_guard(dataclasses.replace(chain, grants=frozenset(written)))
+        guard = counting(guarded, chain.op, first.impl_id)
+        name = unique_name(
+            "_".join(filter(None, (spec.name, variant.name, first.impl_id))),
+            ids,
+            [spec.name, variant.name, *written],
+            {"strict": chain.strict, "place": place},
+        )
+        operator = (_mutating if written else _functional)(spec, variant, name, guard)
+        branches.append((variant, written, operator))
+    consumes = frozenset(name for _, written, _ in branches for name in written)
+    return dataclasses.replace(
+        first, fn=_router(spec, branches), supports=None, consumes=consumes, traceable=True
+    )
+
+
+def _functional(
+    spec: OpSpec, variant: Variant, name: str, guard: Callable[..., Any]
+) -> Callable[..., Any]:
+    """An operator that leaves its arguments as they are and returns tensors of its own."""
+    single = variant.returns == 1
+
+    def body(*args: Any) -> Any:
+        result = guard(*args)
+        return _fresh(result[0] if single and isinstance(result, tuple) else result, args)
+
+    def fake(*args: Any) -> Any:
+        result = spec.fake(*args)
+        return result[0] if single and isinstance(result, tuple) else result
+
+    return _operator(spec, variant, variant.schema, name, body, fake)
+
+
+def _mutating(
+    spec: OpSpec, variant: Variant, name: str, guard: Callable[..., Any]
+) -> Callable[..., Any]:
+    """An operator that leaves its results in the arguments that they overwrite."""
+    targets = [spec.parameters.index(parameter) for parameter in variant.overwrites]
+
+    def body(*args: Any) -> None:
+        result = guard(*args)
+        parts = result if isinstance(result, tuple) else (result,)
+        pairs = [(args[at], part) for at, part in zip(targets, parts, strict=False)]
+        # An implementation may find an argument unfit to write to, and a later candidate may write
+        # to none. What must be copied is apart from all arguments before the first one is written.
+        elsewhere = [(to, part) for to, part in pairs if not _is_same(to, part)]
+        for to, part in [(to, _fresh(part, args)) for to, part in elsewhere]:
+            to.copy_(part)
+
+    return _operator(spec, variant, variant.mutating_schema, name, body, lambda *args: None)
+
+
+def _operator(
+    spec: OpSpec,
+    variant: Variant,
+    schema: str,
+    name: str,
+    body: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> Callable[..., Any]:
+    """One torch.library operator; `body` and `fake` are given the contract's arguments."""
+    absent = {
+        p.name: None if p.default is p.empty else p.default
+        for p in spec.signature.parameters.values()
+    }
+    fresh = name not in _bodies
+
+    def contract_args(args: tuple[Any, ...]) -> list[Any]:
+        # torch leaves out trailing arguments that equal the schema's defaults.
+        given = dict(zip(variant.parameters, args, strict=False))
+        return [given.get(p, absent[p]) for p in spec.parameters]
+
+    _bodies[name] = body
+    if fresh:
+        LIBRARY.define(name + schema)
+
+        def newest(*args: Any) -> Any:
+            return _bodies[name](*contract_args(args))
+
+        def shapes(*args: Any) -> Any:
+            return fake(*contract_args(args))
+
+        LIBRARY.impl(name, newest, dispatch_key="CompositeExplicitAutograd")
+        torch.library.register_fake(f"vllm_fl::{name}", shapes, lib=LIBRARY)
+    overload: Callable[..., Any] = getattr(torch.ops.vllm_fl, name).default
+    return overload
+
+
+def _router(
+    spec: OpSpec, branches: Sequence[tuple[Variant, tuple[str, ...], Callable[..., Any]]]
+) -> Callable[..., Any]:
+    """Choose the operator by which arguments are None, written out so that Dynamo can trace it.
+
+    Args:
+        spec: the contract.
+        branches: (variant, the arguments that hold its results afterwards, its operator), those
+            with the fewest parameters first.
+    """
+    scope: dict[str, Any] = {}
+    lines = [f"def {spec.name}({', '.join(spec.parameters)}):"]
+    for number, (variant, written, operator) in enumerate(branches):
+        scope[f"_op{number}"] = operator
+        call = f"_op{number}({', '.join(variant.parameters)})"
+        left_out = [p for p in spec.parameters if p not in variant.parameters]
+        lines.append(f"    if {' and '.join(f'{p} is None' for p in left_out) or 'True'}:")
+        if written:
+            lines.append(f"        {call}")
+            call = ", ".join(written)
+        lines.append(f"        return {f'({call}, None)' if variant.pads else call}")
+    exec("\n".join(lines), scope)
+    router: Callable[..., Any] = scope[spec.name]
+    return router
+
+
+def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
+    """An operator may return neither an input, nor a view of one, nor one tensor twice: copy.
+
+    What is not contiguous is copied, too: the fake promised the compiler that it is.
+    """
+    taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    parts = []
+    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    for part in result if isinstance(result, tuple) else (result,):
+        whole = part.contiguous()
+        fresh = whole.clone() if any(aliases(whole, other) for other in taken) else whole
+        taken.append(fresh)
+        parts.append(fresh)
+    return tuple(parts) if isinstance(result, tuple) else parts[0]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the two are one tensor, or two views of the same elements in the same order."""
+    return one is other or (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )

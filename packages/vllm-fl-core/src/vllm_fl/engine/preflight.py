@@ -1,0 +1,611 @@
+"""Running a plan's implementations as they will serve: a wrong kernel is caught by name, at start.
+
+Every candidate is called on the contract's samples and on the served model's sizes, in inference
+mode, with many token counts, on guarded memory, twice on the same buffers, with values as large
+as activations get; in compiled mode the first choice also as the compiler will have it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..contracts import ModelSizes, OpSpec, Sample, contracts
+from ..logs import get_logger
+from ..plugins.breadcrumb import running
+from ..text import quote
+from . import process_state
+from .guarded import Guarded, guarded, poisoned, rows_of
+from .verification import (
+    Comparison,
+    LayerFactory,
+    Wanted,
+    as_call,
+    compare,
+    dtype_name,
+    expected,
+    misplaced,
+    misuse,
+    parts,
+    wanted_of,
+    worst,
+)
+
+if TYPE_CHECKING:
+    from ..plugins.registry import Owner
+    from ..plugins.types import OpImpl
+
+__all__ = ["Findings", "find_faults", "token_counts"]
+
+log = get_logger("engine")
+
+SLOW = 10.0
+"""Seconds after which the log names the implementation that is running. One that takes as long a
+second time, when nothing is left to compile, is taken out: it would stall the engine."""
+
+POOL = 256
+"""Rows for which the oracle is computed; a batch consists of them, repeated and permuted."""
+
+SECONDS = 3.0
+"""What all implementations of a start together may cost beyond the counts that are always tried;
+each has an equal share, and what goes beyond it is left out."""
+
+COMPILE_SECONDS = 2.0
+"""How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
+seconds for each when its cache is cold."""
+
+LARGE_COUNTS = (1, 7, 64, 256)
+"""Token counts of the large values: what they show lies in the numbers, not in the sizes."""
+
+COMPILED_COUNTS = (5, 7, 33, 300)
+"""Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
+which 0 and 1 would have, is not what serves."""
+
+Fault = tuple[str, BaseException | None]
+
+
+@dataclass
+class Findings:
+    """What was found.
+
+    Args:
+        faults: (op, impl id) -> (why it must not serve, its exception or None).
+        remarks: what was not looked at, one phrase each, for the start line.
+    """
+
+    faults: dict[tuple[str, str], Fault] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+def find_faults(
+    impls: Iterable[OpImpl],
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: ModelSizes | None,
+    *,
+    compares: bool = True,
+    compiled: Mapping[tuple[str, str], Callable[..., Any]] | None = None,
+    backend: str = "inductor",
+    layer_for: LayerFactory | None = None,
+    seed: int | None = None,
+    owners: Mapping[tuple[str, str], Owner] = MappingProxyType({}),
+    seconds: float = SECONDS,
+) -> Findings:
+    """Run each implementation on its contract's samples and on the model's own sizes.
+
+    Args:
+        impls: the implementations: every one that may take over a call.
+        dtype: the model's dtype.
+        device: the worker's device.
+        sizes: the model's sizes; None where its configuration does not tell them.
+        compares: whether results are compared with the oracle; otherwise they must only run.
+        compiled: (op, impl id) -> the implementation as it is handed to the compiler, a function of
+            the contract's parameters: for those that the model will be compiled with. All are
+            traced; they are lowered, too, while time is left for it.
+        backend: what lowers them: `inductor`, or `aot_eager`, which traces only.
+        layer_for: who makes the layer for an implementation that needs one; None takes the
+            contract's stand-in.
+        seed: for the token counts that are drawn anew at each start; None draws one. It is logged.
+        owners: (op, impl id) -> who brought it, for the note that is left by a process which a
+            kernel ends.
+        seconds: how long further token counts are tried, for all implementations together.
+    """
+    seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
+    findings, thinned = Findings(), set()
+    trials: dict[str, _Trials] = {}
+    compiled = compiled or {}
+    log.debug("verifying with seed %d", seed)
+    impls = list(impls)
+    share = seconds / max(1, len(impls))
+    compiling = _Compiling(backend)
+    with _Watch() as watch:
+        for impl in impls:
+            key = impl.op_name, impl.impl_id
+            trial = trials.get(impl.op_name)
+            if trial is None:
+                spec = contracts()[impl.op_name]
+                trial = trials[impl.op_name] = _Trials(spec, dtype, device, sizes, seed)
+            run = _Run(trial, impl, compares, layer_for, compiled.get(key), compiling, watch, share)
+            whose = f" of {owners[key].name}" if key in owners else ""
+            with running(f"the verification of {key[0]}={key[1]}{whose}", named=False):
+                fault = run.fault()
+            if fault is not None:
+                findings.faults[key] = fault
+            if run.thinned:
+                thinned.add(f"{impl.op_name} of {impl.impl_id}")
+    if compiled:
+        torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
+    trials.clear()
+    _release(device)
+    if compiling.skipped:
+        findings.remarks.append(f"traced, not lowered: {', '.join(sorted(compiling.skipped))}")
+    if thinned:
+        whose = (
+            ", ".join(sorted(thinned)) if len(thinned) < 3 else f"{len(thinned)} implementations"
+        )
+        findings.remarks.append(f"fewer token counts than usual for {whose}")
+    return findings
+
+
+def token_counts(largest: int, seed: int) -> tuple[list[int], list[int]]:
+    """(counts that are always tried, further ones that are tried while time is left).
+
+    Args:
+        largest: the largest batch, in tokens.
+        seed: for those that are drawn anew.
+    """
+    rng = random.Random(seed)
+    always = {1, 2, 3, 4, 7, 8, 11, 16, 17, 31, 32, 33, 64, 100, 256, largest}
+    always.add(rng.randint(1, largest))
+    powers = [1 << n for n in range(largest.bit_length() + 1)]
+    further = {*range(1, 65), *(p + d for p in powers for d in (-1, 0, 1)), largest - 1}
+    further |= {p + p // 2 + 1 for p in powers} | {rng.randint(1, largest) for _ in range(8)}
+    first = sorted(n for n in always if 1 <= n <= largest)
+    rest = sorted(n for n in further - always if 1 <= n <= largest)
+    # Small batches cost little and are what decoding has; large ones are drawn from.
+    small, large = [n for n in rest if n <= 512], [n for n in rest if n > 512]
+    rng.shuffle(large)
+    return first, small + large
+
+
+class _Form:
+    """One kind of call of the served model: a pool of rows with ordinary values, and one with large
+    ones, in one layout."""
+
+    def __init__(self, spec: OpSpec, ordinary: Sample, large: Sample) -> None:
+        self.spec = spec
+        self.samples = (ordinary, large)
+        self.name = ordinary.name.partition(" x ")[2]
+        self.static = guarded(self._others(ordinary))
+        self._pools: dict[bool, dict[str, torch.Tensor]] = {}
+        self._wanted: dict[bool, list[Wanted | None]] = {}
+
+    def _others(self, sample: Sample) -> dict[str, Any]:
+        given = zip(self.spec.parameters, sample.args, strict=True)
+        return {n: a for n, a in given if n not in self.spec.by_token or a is None}
+
+    def switch(self, large: bool) -> None:
+        """Write the weights and tables of the ordinary or the large values, in place."""
+        for name, value in self._others(self.samples[large]).items():
+            if isinstance(value, torch.Tensor):
+                self.static.arguments[name].copy_(value)
+        self.static.remember()
+
+    def pool(self, large: bool) -> dict[str, torch.Tensor]:
+        """The rows of the activations."""
+        if large not in self._pools:
+            given = zip(self.spec.parameters, self.samples[large].args, strict=True)
+            rows = {n: a for n, a in given if n in self.spec.by_token and a is not None}
+            self._pools[large] = poisoned(rows)
+        return self._pools[large]
+
+    def wanted(self, large: bool, order: torch.Tensor, got: Any) -> list[Wanted | None]:
+        """The oracle's results for the rows of the pool in this order."""
+        if large not in self._wanted:
+            self._wanted[large] = [
+                None if exact is None else self._on_device(exact, mine, large, order.device)
+                for exact, mine in zip(
+                    parts(expected(self.spec, self.samples[large])), parts(got), strict=True
+                )
+            ]
+        return [
+            None if want is None else Wanted(want.exact[order], want.allowed[order])
+            for want in self._wanted[large]
+        ]
+
+    def _on_device(
+        self, exact: torch.Tensor, like: torch.Tensor, large: bool, device: torch.device
+    ) -> Wanted:
+        want = wanted_of(exact, like, self.spec, self.samples[large].scale)
+        wide = _wide(like.dtype, device)
+        return Wanted(want.exact.to(wide).to(device), want.allowed.to(wide).to(device))
+
+    def call(self, activations: Guarded) -> Guarded:
+        """The whole call: activations, weights and tables, in the contract's order."""
+        both = {**self.static.arguments, **activations.arguments}
+        ordered = {name: both[name] for name in self.spec.parameters}
+        return Guarded(ordered, (*activations.storages, *self.static.storages))
+
+
+class _Trials:
+    """What every implementation of one op is tried with. The oracle is asked once."""
+
+    def __init__(
+        self,
+        spec: OpSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        sizes: ModelSizes | None,
+        seed: int,
+    ) -> None:
+        self.spec, self.dtype, self.device, self.sizes = spec, dtype, device, sizes
+        self.seed = seed
+        self._exact: dict[int, Any] = {}
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """The contract's own samples."""
+        return list(self.spec.samples(self.dtype, self.device))
+
+    def exact(self, index: int) -> Any:
+        """The oracle's result for a sample of the contract."""
+        if index not in self._exact:
+            self._exact[index] = expected(self.spec, self.samples[index])
+        return self._exact[index]
+
+    @cached_property
+    def forms(self) -> list[_Form]:
+        """The calls of the served model."""
+        if self.sizes is None:
+            return []
+        pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
+        kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
+        return [_Form(self.spec, *pair) for pair in zip(*kinds, strict=True)]
+
+    @property
+    def largest(self) -> int:
+        """The largest batch, in tokens."""
+        return self.sizes.tokens[-1] if self.sizes else 1
+
+    def order(self, count: int, salt: int) -> torch.Tensor:
+        """The order in which a batch repeats the rows of the pool, drawn for it."""
+        generator = torch.Generator("cpu").manual_seed(self.seed + 2 * count + salt)
+        size = min(POOL, self.largest)
+        return torch.randperm(size, generator=generator).to(self.device)
+
+
+def _repeated(order: torch.Tensor, count: int) -> torch.Tensor:
+    """The rows of a batch of `count` tokens."""
+    return order.repeat(-(-count // len(order)))[:count]
+
+
+class _Compiling:
+    """What lowers the compiled forms, and how much time is left for it."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.skipped: set[str] = set()
+        self._until: float | None = None
+
+    def has_time(self) -> bool:
+        """Whether another form may be lowered; the first one always may."""
+        if self._until is None:
+            self._until = time.monotonic() + COMPILE_SECONDS
+        return time.monotonic() < self._until
+
+
+class _Stop(Exception):
+    """A fault was found: why the implementation must not serve."""
+
+    def __init__(self, why: str, error: BaseException | None = None) -> None:
+        super().__init__(why)
+        self.why, self.error = why, error
+
+
+class _Run:
+    """One implementation on all trials of its op."""
+
+    def __init__(
+        self,
+        trials: _Trials,
+        impl: OpImpl,
+        compares: bool,
+        layer_for: LayerFactory | None,
+        compiled: Callable[..., Any] | None,
+        compiling: _Compiling,
+        watch: _Watch,
+        seconds: float,
+    ) -> None:
+        self.seconds = seconds
+        self.compiling = compiling
+        self.watch, self.was_slow = watch, False
+        self.trials, self.impl, self.compares = trials, impl, compares
+        self.spec, self.layer_for = trials.spec, layer_for
+        self.call = as_call(impl, trials.spec, layer_for)
+        self.compiled = compiled
+        self.refusals: list[str] = []
+        self.served = 0
+        self.thinned = False
+
+    def fault(self) -> Fault | None:
+        """Why it must not serve, or None."""
+        before = process_state.state_of(self.trials.device)
+        try:
+            with torch.inference_mode():
+                self._contract()
+                self._state(before)
+                self._served()
+                self._compiled()
+                self._state(before)
+        except _Stop as stop:
+            return stop.why, stop.error
+        except Exception as error:  # of ours, where the implementation has spoiled what we rely on
+            problem = self._changed(before)
+            if problem is None:
+                raise
+            return problem, error
+        finally:
+            process_state.restore(before, self.trials.device)
+        return None
+
+    def _state(self, before: dict[str, Any]) -> None:
+        problem = self._changed(before)
+        if problem is not None:
+            raise _Stop(problem)
+
+    def _changed(self, before: dict[str, Any]) -> str | None:
+        """What it has changed of the process, in words."""
+        with torch.inference_mode(False), torch.set_grad_enabled(before["the grad mode"]):
+            problem = process_state.changed(before, self.trials.device)
+        return None if problem is None else f"it changed {problem} of the whole process"
+
+    def _contract(self) -> None:
+        """The contract's own samples: edges that every caller may bring."""
+        for index, sample in enumerate(self.trials.samples):
+            exact = self.trials.exact(index)
+
+            run = partial(compare, self.impl, self.spec, sample, self.trials.dtype)
+            result: Comparison = self._timed(
+                sample.name, partial(run, exact=exact, layer_for=self.layer_for)
+            )
+            if result.status == "raised" or (result.status == "wrong" and self.compares):
+                what = "it is wrong: " if result.status == "wrong" else ""
+                raise _Stop(f"{what}{result.reason} ({sample.name}, {result.dtype})", result.error)
+
+    def _served(self) -> None:
+        """The served model's calls, with many token counts."""
+        always, further = token_counts(self.trials.largest, self.trials.seed)
+        for form in self.trials.forms:
+            form.switch(large=False)
+            for count in always:
+                self._batch(form, count, large=False, calls=3 if count <= 64 else 2)
+            self._elsewhere(form)
+            self._intact(form)
+            form.switch(large=True)
+            for count in LARGE_COUNTS:
+                if count <= self.trials.largest:
+                    self._batch(form, count, large=True)
+            self._intact(form)
+        deadline = time.monotonic() + self.seconds
+        for form in self.trials.forms:
+            form.switch(large=False)
+        for count in further:
+            if time.monotonic() > deadline:
+                self.thinned = True
+                break
+            for form in self.trials.forms:
+                self._batch(form, count, large=False)
+        for form in self.trials.forms:
+            self._intact(form)
+        if self.trials.forms and not self.served:
+            raise _Stop(f"it refuses the served model's own sizes ({self.refusals[0]})")
+
+    def _batch(self, form: _Form, count: int, *, large: bool, calls: int = 2) -> None:
+        """Batches one after the other in the same memory, their results kept to the end."""
+        trials = self.trials
+        where = f"{count} x {form.name}, {dtype_name(trials.dtype)}" + ", large values" * large
+        laid: Guarded | None = None
+        results: list[tuple[torch.Tensor, Any]] = []
+        for salt in range(calls):
+            order = trials.order(count, salt)[:count]
+            laid = rows_of(form.pool(large), _repeated(order, count), into=laid)
+            got = self._once(form, laid, where)
+            if got is None:
+                return
+            results.append((order, _kept(got, laid)))
+        for number, (order, got) in enumerate(results if self.compares else ()):
+            _, problem = worst(got, form.wanted(large, order, got))
+            if problem:
+                said = ", same buffers again" if number else ""
+                raise _Stop(f"it is wrong: {problem} ({where}{said})")
+
+    def _elsewhere(self, form: _Form) -> None:
+        """A batch in another thread than the one that builds the model, as micro-batches have."""
+        stopped: list[BaseException] = []
+
+        def run() -> None:
+            device = self.trials.device
+            if device.index is not None:
+                torch.get_device_module(device).set_device(device)
+            try:
+                with torch.inference_mode():
+                    self._batch(form, min(7, self.trials.largest), large=False)
+            except BaseException as error:
+                stopped.append(error)
+
+        thread = threading.Thread(target=run, name="vllm-fl verification")
+        thread.start()
+        thread.join()
+        if stopped and isinstance(stopped[0], _Stop):
+            raise _Stop(f"in another thread {stopped[0].why}", stopped[0].error)
+        if stopped:
+            raise stopped[0]
+
+    def _once(self, form: _Form, laid: Guarded, where: str) -> Any:
+        """One call; its result, or None when it was refused."""
+        impl, spec = self.impl, self.spec
+        call = form.call(laid)
+        who = "its supports"
+        laid.remember()
+        try:
+            asked = spec.asked(impl)
+            if asked is not None:
+                verdict = asked(*call.args)
+                if verdict is not True:
+                    self.refusals.append(f"{where}: {verdict}")
+                    return None
+            who = "it"
+            got = self._timed(where, partial(self._synchronised, call.args))
+            self.served += 1
+            if not self.compares:
+                return got
+            consumed = spec.consumed(impl.consumes, call.args)
+            problem = misplaced(got, spec.fake(*call.args), call, consumed)
+            problem = problem or misuse(laid, consumed, impl, spec)
+        except NotImplementedError as error:
+            if laid.disturbance(frozenset()) is not None and self.compares:
+                why = "it refuses a call after it has written into its arguments"
+                raise _Stop(f"{why}, which the next candidate is given ({where})", error) from error
+            self.refusals.append(f"{where}: {error}")
+            return None
+        except (_Stop, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a plugin may raise anything, SystemExit included
+            raise _Stop(f"{who} raised {quote(error)} ({where})", error) from error
+        if problem:
+            raise _Stop(f"it is wrong: {problem} ({where})")
+        return got
+
+    def _synchronised(self, args: tuple[Any, ...]) -> Any:
+        got = self.call(*args)
+        if self.trials.device.type != "cpu":
+            torch.get_device_module(self.trials.device).synchronize()
+        return got
+
+    def _intact(self, form: _Form) -> None:
+        """Weights and tables are as they were before all these calls."""
+        problem = misuse(form.static, (), self.impl, self.spec)
+        if problem and self.compares:
+            raise _Stop(f"it is wrong: {problem} ({form.name})")
+
+    def _compiled(self) -> None:
+        """The form that the compiler will get, in one graph for all batches."""
+        if self.compiled is None:
+            return
+        for form in self.trials.forms:
+            form.switch(large=False)
+            self._lowered(form, "aot_eager")
+            if self.compiling.backend == "inductor":
+                if self.compiling.has_time():
+                    self._lowered(form, "inductor")
+                else:
+                    self.compiling.skipped.add(f"{self.spec.name} of {self.impl.impl_id}")
+
+    def _lowered(self, form: _Form, backend: str) -> None:
+        torch._dynamo.reset()
+        call = torch.compile(self.compiled, fullgraph=True, dynamic=True, backend=backend)
+        for count in COMPILED_COUNTS:
+            if count > self.trials.largest:
+                continue
+            how = f"compiled by {backend}, {count} x {form.name}"
+            where = f"{how}, {dtype_name(self.trials.dtype)}"
+            order = self.trials.order(count, 0)[:count]
+            args = form.call(rows_of(form.pool(False), _repeated(order, count))).args
+            try:
+                with torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0]):
+                    got = self._timed(where, partial(call, *args), compiles=True)
+            except NotImplementedError as error:
+                self.refusals.append(f"{where}: {error}")
+                return
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                raise _Stop(f"it cannot be compiled: {quote(error)} ({where})", error) from error
+            if self.compares:
+                _, problem = worst(got, form.wanted(False, order, got))
+                if problem:
+                    raise _Stop(f"it is wrong: {problem} ({where})")
+
+    def _timed(self, where: str, run: Callable[[], Any], *, compiles: bool = False) -> Any:
+        """Run it, named in the log while it takes long; two slow calls in a row end its candidacy.
+
+        One that `compiles` may take as long as it likes.
+        """
+        with self.watch.over(self.impl, where):
+            result = run()
+        slow = self.watch.seconds > SLOW and not compiles
+        if slow and self.was_slow:
+            raise _Stop(f"takes {self.watch.seconds:.0f} s for one call ({where})")
+        self.was_slow = slow
+        return result
+
+
+class _Watch:
+    """Names in the log what has been running for longer than SLOW seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """What the last call took."""
+        self._what: tuple[OpImpl, str, float] | None = None
+        self._ended = threading.Event()
+
+    def __enter__(self) -> _Watch:
+        threading.Thread(target=self._look, name="vllm-fl watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    @contextmanager
+    def over(self, impl: OpImpl, where: str) -> Iterator[None]:
+        """The block is one call of `impl`."""
+        start = time.monotonic()
+        self._what = impl, where, start
+        try:
+            yield
+        finally:
+            self._what = None
+            self.seconds = time.monotonic() - start
+
+    def _look(self) -> None:
+        said = None
+        while not self._ended.wait(min(0.5, SLOW / 4)):
+            what = self._what
+            if what is None or what is said or time.monotonic() - what[2] < SLOW:
+                continue
+            said = what
+            line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
+            log.warning(line, what[0].impl_id, what[0].op_name, SLOW, what[1])
+
+
+def _kept(result: Any, laid: Guarded) -> Any:
+    """A result that stays what it is when the arguments' memory is written anew."""
+    if isinstance(result, tuple):
+        return tuple(_kept(part, laid) for part in result)
+    alias: Callable[..., bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    if result is not None and any(alias(result, storage.memory) for storage in laid.storages):
+        return result.clone()
+    return result
+
+
+def _wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which results of `dtype` are compared: exact enough, and fast."""
+    return torch.float64 if dtype == torch.float32 and device.type == "cpu" else torch.float32
+
+
+def _release(device: torch.device) -> None:
+    """Leave nothing allocated: vLLM sizes its KV cache by what is free afterwards."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()

@@ -1,0 +1,300 @@
+"""Comparing an implementation with the oracle: shared by start-up, `vllm-fl verify` and the kit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..contracts import OpSpec, Sample
+from ..plugins.types import OpImpl
+from ..text import quote
+from .guarded import Guarded, guarded
+
+__all__ = [
+    "Comparison",
+    "LayerFactory",
+    "Wanted",
+    "as_call",
+    "compare",
+    "compare_all",
+    "dtype_name",
+    "expected",
+    "misplaced",
+    "misuse",
+    "worst",
+]
+
+LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
+"""(contract, the arguments that its layer provides) -> a layer that provides them."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One sample run through one implementation.
+
+    Args:
+        op, impl_id, sample, dtype: what was run.
+        status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or
+            memory that was written without right); `raised`.
+        share: the worst error as a share of the tolerance; 1 is the limit. NaN unless compared.
+        reason: why it is not `ok`, or empty.
+        error: the exception, when it raised.
+    """
+
+    op: str
+    impl_id: str
+    sample: str
+    dtype: str
+    status: Literal["ok", "refused", "wrong", "raised"]
+    share: float = math.nan
+    reason: str = ""
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One result of the oracle, and how far from it each element may lie.
+
+    Args:
+        exact: the result, on the device where results are compared.
+        allowed: atol + rtol * |exact|, of its shape.
+    """
+
+    exact: torch.Tensor
+    allowed: torch.Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_call(
+    impl: OpImpl, spec: OpSpec, layer_for: LayerFactory | None = None
+) -> Callable[..., Any]:
+    """The implementation as a function of the contract's parameters.
+
+    Args:
+        impl: the implementation; one that needs a layer is given one.
+        spec: its op's contract.
+        layer_for: who makes the layer; None takes the contract's own stand-in.
+    """
+    if not impl.needs_layer:
+        return impl.fn
+    provided = [name for name in spec.parameters if name in spec.from_layer]
+
+    def call(*args: Any) -> Any:
+        given = dict(zip(spec.parameters, args, strict=True))
+        values = {name: given.pop(name) for name in provided}
+        layer = layer_for(spec, values) if layer_for else spec.layer(**values)
+        return impl.fn(layer, *given.values())
+
+    return call
+
+
+def compare(
+    impl: OpImpl,
+    spec: OpSpec,
+    sample: Sample,
+    dtype: torch.dtype,
+    *,
+    exact: Any = None,
+    layer_for: LayerFactory | None = None,
+) -> Comparison:
+    """Run one sample on guarded memory and compare the result with the oracle, in fp64 on the CPU.
+
+    Whatever the implementation raises, or its `supports`, is the comparison's result; only an
+    interrupt is passed on.
+
+    Args:
+        impl: the implementation.
+        spec: its op's contract.
+        sample: the arguments, on the implementation's device. They are left as they are.
+        dtype: the dtype that the sample was made for.
+        exact: the oracle's result, where it is known.
+        layer_for: as for `as_call`.
+    """
+    fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
+    if exact is None:
+        exact = expected(spec, sample)
+    call = guarded(dict(zip(spec.parameters, sample.args, strict=True)), spec.by_token)
+    shapes = spec.fake(*call.args)
+    consumed = spec.consumed(impl.consumes, call.args)
+    call.remember()
+    who = "its supports"
+    try:
+        asked = spec.asked(impl)
+        if asked is not None:
+            verdict = asked(*call.args)
+            if verdict is not True:
+                return Comparison(*fixed, "refused", reason=str(verdict))
+        who = "it"
+        got = as_call(impl, spec, layer_for)(*call.args)
+        if sample.args and getattr(sample.args[0], "is_cuda", False):
+            torch.cuda.synchronize(sample.args[0].device)  # a kernel's fault is this sample's
+        problem = misplaced(got, shapes, call, consumed)
+    except NotImplementedError as error:
+        return Comparison(*fixed, "refused", reason=str(error) or "NotImplementedError")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin may raise anything, SystemExit and panics included
+        return Comparison(*fixed, "raised", reason=f"{who} raised {quote(error)}", error=error)
+    share = math.nan
+    if not problem:
+        wanted = [
+            None if want is None else wanted_of(want, mine, spec, sample.scale)
+            for want, mine in zip(parts(exact), parts(got), strict=True)
+        ]
+        share, problem = worst(got, wanted)
+    problem = problem or misuse(call, consumed, impl, spec)
+    if problem:
+        return Comparison(*fixed, "wrong", share, problem)
+    return Comparison(*fixed, "ok", share)
+
+
+def compare_all(
+    impl: OpImpl, spec: OpSpec, dtypes: Iterable[torch.dtype], device: torch.device
+) -> Iterator[Comparison]:
+    """Run every sample of the contract in every dtype, one after the other."""
+    for dtype in dtypes:
+        for sample in spec.samples(dtype, device):
+            yield compare(impl, spec, sample, dtype)
+
+
+def expected(spec: OpSpec, sample: Sample) -> Any:
+    """The oracle's result for a sample, in fp64 on the CPU."""
+    on_host = [a.detach().cpu() if isinstance(a, torch.Tensor) else a for a in sample.args]
+    return spec.oracle(*on_host)
+
+
+def wanted_of(exact: torch.Tensor, like: torch.Tensor, spec: OpSpec, scale: float = 1.0) -> Wanted:
+    """What a result `like` this one must be; `scale` is the sample's."""
+    tolerance = spec.tolerance(like.dtype)
+    return Wanted(exact, tolerance.atol * scale + tolerance.rtol * exact.abs())
+
+
+def misplaced(got: Any, shapes: Any, call: Guarded, consumed: Iterable[str]) -> str:
+    """What is wrong with a result before its numbers are looked at, or nothing.
+
+    Args:
+        got: what the implementation returned.
+        shapes: what the contract's fake returns for the same call.
+        call: the arguments.
+        consumed: those that may be overwritten, and so returned.
+    """
+    if isinstance(shapes, tuple) != isinstance(got, tuple) or len(parts(got)) != len(parts(shapes)):
+        return f"returned {_kind(got)}, expected {_kind(shapes)}"
+    own: list[torch.Tensor] = []
+    for index, (mine, shape) in enumerate(zip(parts(got), parts(shapes), strict=True)):
+        where = f"result {index}" if isinstance(got, tuple) else "the result"
+        if shape is None or mine is None:
+            if shape is not mine:
+                return f"{where} is {_kind(mine)}, expected {_kind(shape)}"
+            continue
+        if not isinstance(mine, torch.Tensor):
+            return f"{where} is {_kind(mine)}, expected a tensor"
+        if mine.layout != torch.strided:
+            return f"{where} is sparse ({mine.layout})"
+        if mine.shape != shape.shape:
+            return f"{where} has shape {tuple(mine.shape)}, not {tuple(shape.shape)}"
+        if mine.dtype != shape.dtype:
+            return f"{where} has dtype {mine.dtype}, not {shape.dtype}"
+        if mine.device != shape.device:
+            return f"{where} lies on {mine.device}, not {shape.device}"
+        shared = [n for n, arg in call.arguments.items() if _shares(mine, arg)]
+        if set(consumed).intersection(shared):
+            continue  # written in place: its memory and layout are the argument's
+        if shared:
+            return f"{where} shares memory with {shared[0]!r}"
+        if any(_shares(mine, other) for other in own):
+            return "two results share memory"
+        if not mine.is_contiguous():
+            return f"{where} has strides {mine.stride()}: the contract promises a contiguous result"
+        own.append(mine)
+    return ""
+
+
+def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -> str:
+    """What a call has written without right, or nothing."""
+    found = call.disturbance(frozenset(consumed))
+    if found is None:
+        return ""
+    name, neighbours, count = found
+    if not name:
+        return (
+            f"wrote {count} elements beside its arguments, in the memory around {neighbours}: they "
+            "belong to somebody else"
+        )
+    if name in impl.consumes:
+        without = ", ".join(sorted(spec.consumed_with[name]))
+        return f"overwrote {name!r}, which stays intact without {without}"
+    return f"overwrote {name!r}, which it does not declare in consumes"
+
+
+def worst(got: Any, wanted: Iterable[Wanted | None]) -> tuple[float, str]:
+    """(worst error as a share of the tolerance, what is wrong or nothing).
+
+    NaN is right where the oracle gives NaN, and infinity where it does or where the exact number
+    is beyond the dtype.
+
+    Args:
+        got: one result or several.
+        wanted: what each must be. One with fewer rows stands for a result that repeats them.
+    """
+    largest = 0.0
+    for index, (mine, want) in enumerate(zip(parts(got), wanted, strict=True)):
+        if want is None or not mine.numel():
+            continue
+        share, count = _share(mine.detach(), want)
+        if not share <= 1.0:
+            where = f"result {index}" if isinstance(got, tuple) else "the result"
+            return share, (
+                f"{where}: {count} of {mine.numel()} elements are off, the worst by "
+                f"{share:.3g} times the tolerance"
+            )
+        largest = max(largest, share)
+    return largest, ""
+
+
+def _share(mine: torch.Tensor, want: Wanted) -> tuple[float, int]:
+    """(worst share, elements beyond the tolerance).
+
+    A result is compared some rows at a time, so that little is allocated beside it.
+    """
+    exact, allowed = want.exact, want.allowed
+    if exact.ndim == 0:
+        mine, exact, allowed = mine.unsqueeze(0), exact.unsqueeze(0), allowed.unsqueeze(0)
+    largest, count = 0.0, 0
+    for start in range(0, len(mine), len(exact)):
+        wide = mine[start : start + len(exact)].to(exact.device)
+        part, room = exact[: len(wide)], allowed[: len(wide)]
+        shares = (wide.to(part.dtype) - part).abs_().div_(room)
+        top = float(shares.max())
+        if not top <= 1.0:  # only then is it worth a second look at NaN and infinity
+            same = (wide == part.to(wide.dtype)) | (wide.isnan() & part.isnan())
+            shares = shares.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(same, 0.0)
+            top = float(shares.max())
+            count += int((shares > 1.0).sum())
+        largest = max(largest, top)
+    return largest, count
+
+
+def parts(result: Any) -> tuple[Any, ...]:
+    """The results of a call, one or several."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _shares(a: torch.Tensor, b: Any) -> bool:
+    if not isinstance(b, torch.Tensor) or not a.numel() or not b.numel():
+        return False
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+
+
+def _kind(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {len(result)}"
+    return "None" if result is None else f"a {type(result).__name__}"

@@ -1,0 +1,177 @@
+"""The attention backend: planned for the model, and asked again for each layer that vLLM builds."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...dispatch import get_default_manager
+from ...engine.plan import Plan
+from ...errors import AllFailedError
+from ...logs import get_logger
+from ...plugins.attention import ATTENTION, class_path_for, refusal
+from ...plugins.types import AttentionImpl, AttentionRequest
+from ...text import quote
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["choose", "faults", "forget_choices", "kept_by_user", "refusals"]
+
+FIELDS = ("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse")
+"""The fields that vLLM's selector has in every release; what else it has are extras."""
+
+METHODS = ("get_name", "get_impl_cls", "get_builder_cls")
+
+log = get_logger("engine")
+
+
+def model_request(vllm_config: VllmConfig) -> AttentionRequest | None:
+    """What the served model's layers will ask for, as far as its configuration tells; else None.
+
+    Sinks and what single layers differ in are known only when the layers are built.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    try:
+        return AttentionRequest(
+            head_size=int(model.get_head_size()),
+            dtype=model.dtype,
+            kv_cache_dtype=cache.cache_dtype,
+            block_size=(
+                cache.block_size if getattr(cache, "user_specified_block_size", False) else None
+            ),
+            use_mla=bool(model.use_mla),
+            use_sparse=hasattr(model.hf_text_config, "index_topk"),  # as DeepSeek V3.2's layers ask
+            num_heads=int(model.get_num_attention_heads(vllm_config.parallel_config)),
+        )
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        log.debug("what the model asks of attention is not told: %s", error)
+        return None
+
+
+def refusals(vllm_config: VllmConfig) -> dict[tuple[str, str], str]:
+    """(op, impl id) -> why an installed attention backend does not take this model."""
+    request = model_request(vllm_config)
+    if request is None:
+        return {}
+    impls = get_default_manager().registry.snapshot().impls_by_op.get(ATTENTION, ())
+    return {
+        (ATTENTION, impl.impl_id): f"refuses this model: {reason}"
+        for impl in impls
+        if isinstance(impl, AttentionImpl)
+        and impl.is_available()  # one that is not has a better reason, and may not be asked
+        and (reason := refusal(impl, request)) is not None
+    }
+
+
+def kept_by_user(vllm_config: VllmConfig) -> dict[str, str]:
+    """The note of a backend that vLLM was told to take, by op; empty where it was told none."""
+    backend = vllm_config.attention_config.backend
+    return {} if backend is None else {ATTENTION: f"attention_config.backend is {backend.name}"}
+
+
+def faults(plan: Plan, vllm_config: VllmConfig) -> dict[tuple[str, str], str]:
+    """(op, impl id) -> why the plan's attention backend cannot be used in this process.
+
+    The class is imported here, before a layer is built on it.
+    """
+    request = model_request(vllm_config)
+    chosen = plan.entries[ATTENTION].attention[:1] if request is not None else ()
+    return {
+        (ATTENTION, impl.impl_id): problem
+        for impl in chosen
+        if request is not None and (problem := _class_of(impl, request)[1])
+    }
+
+
+def choose(
+    plan: Plan, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+) -> str | None:
+    """The class path for one layer; None leaves the choice to vLLM.
+
+    Args:
+        plan: the engine's.
+        selected_backend: what vLLM was told to take; it stands.
+        attn_selector_config: vLLM's request; releases differ in its fields.
+        num_heads: query heads of one rank, where vLLM tells them.
+
+    Raises:
+        AllFailedError: strict mode, and the planned backend refuses this layer.
+    """
+    entry = plan.entries[ATTENTION]
+    if selected_backend is not None:
+        if entry.attention:
+            log.info(
+                "Op '%s': vLLM was told to take %s for a layer, which stands against '%s'",
+                ATTENTION,
+                getattr(selected_backend, "name", selected_backend),
+                entry.label,
+            )
+        return None
+    request = _layer_request(attn_selector_config, num_heads)
+    causes: list[tuple[str, BaseException | str]] = []
+    for impl in entry.attention:
+        reason = refusal(impl, request)
+        if reason is None:
+            path, reason = _class_of(impl, request)
+            if not reason:
+                _note_fallback(plan, impl.impl_id, causes)
+                return path
+        log.warning("Implementation '%s' refused op '%s': %s", impl.impl_id, ATTENTION, reason)
+        causes.append((impl.impl_id, reason))
+        if plan.strict:
+            raise AllFailedError(
+                f"Implementation '{impl.impl_id}' refused op '{ATTENTION}': {reason}. Strict mode "
+                "tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
+                op=ATTENTION,
+                causes=causes,
+            )
+    _note_fallback(plan, "stock.vllm", causes)
+    return None
+
+
+def forget_choices() -> None:
+    """Let vLLM ask again: it keeps answers by request alone, whichever engine they were for."""
+    from vllm.v1.attention import selector
+
+    cached = getattr(selector, "_cached_get_attn_backend", None)
+    if cached is not None:
+        cached.cache_clear()
+
+
+def _note_fallback(plan: Plan, impl_id: str, causes: list[Any]) -> None:
+    if causes:  # one per distinct request: vLLM keeps the answer
+        plan.fallbacks[ATTENTION, impl_id] += 1
+        log.info("Op '%s' fallback to '%s'", ATTENTION, impl_id)
+
+
+def _layer_request(config: Any, num_heads: int | None) -> AttentionRequest:
+    fields = config._asdict()
+    known = {name: fields.pop(name) for name in FIELDS if name in fields}
+    return AttentionRequest(**known, num_heads=num_heads, extras=MappingProxyType(fields))
+
+
+def _class_of(impl: AttentionImpl, request: AttentionRequest) -> tuple[str, str]:
+    """(class path, empty), or (what there is of a path, why its class cannot be used)."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    path = ""
+    try:
+        path = class_path_for(impl, request)
+        module, _, name = path.rpartition(".")
+        cls = getattr(import_module(module), name)
+        missing = [method for method in METHODS if not callable(getattr(cls, method, None))]
+        if missing:
+            return path, f"{path} is no AttentionBackend of vLLM: it has no {', '.join(missing)}"
+        known = cls.get_name()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a plugin's module raises must not end the engine
+        return path, f"its class {path or 'path'} failed: {quote(error)}"
+    if known in AttentionBackendEnum.__members__:
+        return path, ""
+    return path, (
+        f"{path}.get_name() is {known!r}, which is no key of vLLM's AttentionBackendEnum: keep the "
+        "parent's name, or return 'CUSTOM'"
+    )

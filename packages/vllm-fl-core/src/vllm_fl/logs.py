@@ -1,0 +1,83 @@
+"""Logging. vLLM configures only its own logger; ours must reach a server's stderr all the same."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from .text import INDENTED, clean, quote
+
+__all__ = ["SAID_AT_MOST", "get_logger", "set_log_level", "speaks_for_all"]
+
+ROOT = "vllm_fl"
+
+SAID_AT_MOST = 1000
+"""Different refusals that are logged: reasons may carry sizes, and a server runs for months."""
+
+
+class _Cleaned(logging.Filter):
+    """What a record says, without secrets, escape sequences and lines that look like others.
+
+    It sits on the loggers, so that whoever handles our records gets them cleaned.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            text = record.getMessage()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # an argument that cannot be printed
+            kinds = ", ".join(type(arg).__name__ for arg in record.args or ())
+            text = f"{record.msg} ({kinds}: {quote(error)})"
+        record.msg, record.args = clean(text, INDENTED), ()
+        return True
+
+
+_cleaned = _Cleaned()
+
+
+class _Stderr(logging.Handler):
+    """Writes to stderr where nobody else would: a program that set up logging gets it there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:
+            return
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+def get_logger(name: str | None = None) -> logging.Logger:
+    """The logger `vllm_fl`, or a child of it: `get_logger("dispatch")` is `vllm_fl.dispatch`."""
+    root = logging.getLogger(ROOT)
+    if not root.handlers:
+        handler = _Stderr()
+        handler.setFormatter(
+            logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s", "%m-%d %H:%M:%S")
+        )
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+    is_root = not name or name == ROOT
+    logger = root if is_root else root.getChild(str(name).removeprefix(f"{ROOT}."))
+    logger.addFilter(_cleaned)  # adding it again changes nothing
+    return logger
+
+
+def set_log_level(level: int | str, name: str | None = None) -> None:
+    """Set the level of `get_logger(name)`: a number, or DEBUG, INFO, WARNING, ERROR.
+
+    Raises:
+        ValueError: no such level.
+    """
+    get_logger(name).setLevel(level.upper() if isinstance(level, str) else level)
+
+
+def speaks_for_all() -> bool:
+    """Whether this process is the one that the user started: an engine's others are its children.
+
+    What holds for all of them is said here, once.
+    """
+    from multiprocessing import parent_process  # 5 ms, and few processes have anything to say
+
+    return parent_process() is None

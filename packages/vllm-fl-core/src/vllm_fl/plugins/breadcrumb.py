@@ -1,0 +1,248 @@
+"""What runs foreign code says so while it does: in a file for what no process survives, and in the
+log for what takes long.
+
+An import that calls `os._exit`, or a kernel that aborts, leaves nobody to say who it was. So what
+runs is noted before in a small file of the user's cache, which the next process and `vllm-fl
+doctor` read. A process holds a lock on its file for as long as it lives: a file that somebody can
+lock is a dead one's. Where no file can be written (no home, a full disk) there is just none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ..text import clean
+
+__all__ = ["SLOW", "Crumb", "folder", "keep_in", "lost", "read", "running"]
+
+log = logging.getLogger("vllm_fl.plugins.loading")
+
+SLOW = 10.0
+"""Seconds after which what runs is named in the log."""
+
+LARGEST = 4096
+"""Bytes of a file that is read; nobody but us should write there."""
+
+FORGOTTEN = 30 * 24 * 3600
+"""Seconds after which a file is removed unread."""
+
+
+@dataclass(frozen=True)
+class Crumb:
+    """What a process was running when it ended without a word.
+
+    Args:
+        what: what ran, with the distribution at fault.
+        pid: the process's number.
+        when: seconds since the epoch at which it began.
+        file: where it was noted.
+    """
+
+    what: str
+    pid: int
+    when: float
+    file: Path | None = None
+
+    def __str__(self) -> str:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.when))
+        return f"process {self.pid} ended on {at} while it ran {self.what}"
+
+
+class _Notes:
+    """This process's file, open and locked while something runs."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.stack: list[tuple[str, float]] = []
+        self.fd: int | None = None
+        self.path: Path | None = None
+        self.kept = False
+        """Whether the file is a caller's, which is not removed."""
+        self.dead: dict[str, Crumb] | None = None
+
+    def push(self, what: str) -> tuple[str, float]:
+        entry = (what, time.time())
+        with self.lock:
+            self.stack.append(entry)
+            if self.fd is None:
+                self._open()
+            self._write()
+        return entry
+
+    def pop(self, entry: tuple[str, float]) -> None:
+        with self.lock:
+            if entry in self.stack:
+                self.stack.remove(entry)
+            if self.stack or self.kept:
+                self._write()
+            else:
+                self._close()
+
+    def heal(self, what: str) -> None:
+        """It ran to its end here: what another process left about it is past."""
+        if self.kept:  # `doctor` looks, and leaves what it finds
+            return
+        if self.dead is None:
+            self.dead = {crumb.what: crumb for crumb in lost()}
+        crumb = self.dead.pop(what, None)
+        if crumb is not None and crumb.file is not None:
+            with contextlib.suppress(OSError):
+                crumb.file.unlink()
+
+    def _open(self) -> None:
+        where = folder()
+        if where is None:
+            return
+        path = where / f"{os.uname().nodename}-{os.getpid()}-{time.time_ns()}.json"
+        fd = -1
+        try:
+            where.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(path, flags, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if fd >= 0:
+                os.close(fd)
+            return
+        self.fd, self.path = fd, path
+
+    def _write(self) -> None:
+        if self.fd is None:
+            return
+        entries = [{"what": what, "pid": os.getpid(), "when": when} for what, when in self.stack]
+        data = json.dumps(entries[-4:]).encode()
+        with contextlib.suppress(OSError):  # a full disk
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, data, 0)
+
+    def _close(self) -> None:
+        fd, path, self.fd, self.path = self.fd, self.path, None, None
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if fd is not None:
+            os.close(fd)
+
+    def start_clean_in_child(self) -> None:
+        """The file is the parent's: a child that held it would keep its lock alive."""
+        if self.fd is not None:
+            os.close(self.fd)
+        self.__init__()  # type: ignore[misc]
+
+
+_notes = _Notes()
+os.register_at_fork(after_in_child=_notes.start_clean_in_child)
+
+
+def folder() -> Path | None:
+    """Where the notes lie, `~/.cache/vllm-fl/running`; None without a home."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if not cache:
+        home = os.path.expanduser("~")
+        if not os.path.isabs(home):
+            return None
+        cache = os.path.join(home, ".cache")
+    return Path(cache, "vllm-fl", "running")
+
+
+@contextlib.contextmanager
+def running(what: str, *, named: bool = True) -> Iterator[None]:
+    """While the block runs, `what` is noted for the next process, and named after 10 seconds.
+
+    Args:
+        what: what runs and whose it is: `the import of plugin 'acme' of vllm-fl-acme 1.0`.
+        named: False where the caller itself names what takes long.
+    """
+    what = clean(what)[:1000]
+    entry = _notes.push(what)
+    watch = None
+    if named:
+        watch = threading.Timer(SLOW, _name, (what,))
+        watch.daemon = True
+        try:
+            watch.start()
+        except RuntimeError:  # no thread can be started, as while the interpreter ends
+            watch = None
+    try:
+        yield
+        _notes.heal(what)
+    finally:
+        if watch is not None:
+            watch.cancel()
+        _notes.pop(entry)
+
+
+def _name(what: str) -> None:
+    if _notes.kept:
+        return  # the parent says it
+    log.warning("%s has been running for %.0f s and has not come back yet", what, SLOW)
+
+
+def keep_in(fd: int) -> None:
+    """Note in this open file from now on: for a child whose parent looks there when it is gone."""
+    _notes.fd, _notes.path, _notes.kept = fd, None, True
+
+
+def read(data: bytes) -> Crumb | None:
+    """The innermost of what a file says was running; None where it says nothing that we wrote."""
+    try:
+        entry: Any = json.loads(data)[-1]
+        return Crumb(clean(str(entry["what"])), int(entry["pid"]), float(entry["when"]))
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+
+
+def lost() -> tuple[Crumb, ...]:
+    """What processes of this user were running when they ended, one for each `what`, by time.
+
+    A process that lives is none of them. What has run to its end since is forgotten.
+    """
+    where = folder()
+    found: dict[str, Crumb] = {}
+    try:
+        paths = sorted(where.iterdir()) if where is not None else []
+    except OSError:
+        return ()
+    for path in paths:
+        crumb = _dead(path) if path.suffix == ".json" and path != _notes.path else None
+        if crumb is None:
+            continue
+        twin = found.get(crumb.what)
+        found[crumb.what] = max(crumb, twin, key=lambda c: c.when) if twin else crumb
+        if twin is not None:  # a server that is started again and again leaves one, not a thousand
+            older = min(crumb, twin, key=lambda c: c.when)
+            with contextlib.suppress(OSError):
+                cast("Path", older.file).unlink()
+    return tuple(sorted(found.values(), key=lambda crumb: crumb.when))
+
+
+def _dead(path: Path) -> Crumb | None:
+    """What the file of a process that is gone says; None where it lives, or left nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        crumb = read(os.read(fd, LARGEST))
+        age = time.time() - os.fstat(fd).st_mtime
+        # An empty one may be that of a process which is about to lock it.
+        if age > (FORGOTTEN if crumb is not None else 60):
+            path.unlink()
+            return None
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return None if crumb is None else dataclasses.replace(crumb, file=path)

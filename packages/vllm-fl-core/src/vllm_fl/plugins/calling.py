@@ -1,0 +1,198 @@
+"""Calling plugins' code: behind a wall, and with whose it is in every error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ..errors import PluginError, VllmFLError
+from ..logs import get_logger
+from ..text import clean, quote
+from .breadcrumb import running
+from .plugin import Plugin
+from .registry import Owner
+from .types import DeviceProfile, PolicyDefaults, WorkerContext, WorkerReport
+
+__all__ = [
+    "BARRED",
+    "LEAVE_OUT",
+    "call_hook",
+    "contained",
+    "devices",
+    "find_device",
+    "policy_files",
+    "start_in_worker",
+    "whose",
+]
+
+log = get_logger("plugins")
+
+LEAVE_OUT = "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
+
+BARRED: dict[str, str] = {}
+"""Whose code ended a process of this command before -> how; it is not run again."""
+
+
+def whose(owner: Owner) -> str:
+    """A plugin by name and release, as breadcrumbs and reports spell it."""
+    return clean(f"plugin {owner.plugin!r} of {owner.label}")
+
+
+class contained:
+    """Run a plugin's code: whatever it raises becomes one `PluginError` that says whose it is.
+
+    Only an interrupt is the user's. While the code runs it is noted (`breadcrumb.running`).
+
+    Args:
+        owner: whose code runs.
+        what: which part of it, for the error and the log: `the import`, `its policy hook`.
+        consequence: what follows from a failure and what to do; one or two sentences.
+    """
+
+    # No generator: contextlib lets a StopIteration pass that a generator turns into a RuntimeError.
+    def __init__(self, owner: Owner, what: str, consequence: str) -> None:
+        self.owner, self.what, self.consequence = owner, what, consequence
+        self.running = running(f"{what.replace('its', 'the')} of {whose(owner)}")
+
+    def __enter__(self) -> None:
+        self.running.__enter__()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> Literal[False]:
+        self.running.__exit__(None, None, None)
+        if error is None or isinstance(error, KeyboardInterrupt):
+            return False
+        owner = self.owner
+        part = f": {self.what} failed" if self.what.startswith("its") else " failed"
+        raise PluginError(
+            f"{owner.who}{part}: {quote(error)}. {self.consequence}",
+            plugin=owner.plugin,
+            distribution=owner.release,
+            op=_op_of(error),
+            cause=error,
+        ) from error
+
+
+def call_hook(
+    plugin: Plugin, hook: str, kind: type, consequence: str, **arguments: object
+) -> list[Any]:
+    """What a plugin's hook returns, without None: at most one value of type `kind`.
+
+    Raises:
+        PluginError: it raised anything at all, or returned something else.
+    """
+    if plugin.manager is None or hook not in plugin.hooks:
+        return []
+    with contained(plugin.owner, f"its {hook} hook", consequence):
+        results = getattr(plugin.manager.hook, hook)(**arguments)
+        for result in results:
+            if not isinstance(result, kind):
+                raise TypeError(f"{hook} returned {result!r}; expected {kind.__name__} or None")
+    return list(results)
+
+
+def _op_of(error: BaseException) -> str | None:
+    op = getattr(error, "op", None)
+    return op if isinstance(op, str) else None
+
+
+def policy_files(
+    plugins: Sequence[Plugin], platform: str
+) -> tuple[list[tuple[str, Any]], dict[str, PluginError]]:
+    """The settings files that plugins ship for `platform`, and the errors of those that failed.
+
+    Returns:
+        [(distribution, path)] and {plugin name: its error}.
+    """
+    files: list[tuple[str, Any]] = []
+    errors: dict[str, PluginError] = {}
+    kept = "Its implementations are kept, its settings not."
+    for plugin in plugins:
+        try:
+            found = call_hook(plugin, "policy", PolicyDefaults, kept, platform=platform)
+        except PluginError as error:
+            errors[plugin.owner.plugin] = error
+        else:
+            files += [(plugin.owner.name, defaults.path) for defaults in found]
+    return files, errors
+
+
+def devices(
+    plugins: Sequence[Plugin],
+) -> tuple[list[tuple[Owner, DeviceProfile]], list[PluginError]]:
+    """The hardware that plugins bring, each with who brings it; and the errors of those that
+    failed to say."""
+    found: list[tuple[Owner, DeviceProfile]] = []
+    errors = []
+    for plugin in plugins:
+        try:
+            profiles = call_hook(plugin, "device", DeviceProfile, LEAVE_OUT)
+        except PluginError as error:
+            errors.append(error)
+        else:
+            found += [(plugin.owner, profile) for profile in profiles]
+    return found, errors
+
+
+def start_in_worker(
+    plugins: Sequence[Plugin], context: WorkerContext
+) -> dict[str, tuple[Plugin, WorkerReport]]:
+    """Run the plugins' `worker_start` hooks; distribution -> its plugin and what it reports.
+
+    Raises:
+        PluginError: one failed: a half-made set-up must not serve.
+        VllmFLError: what a plugin raised of ours, as for a setting that only it can check.
+    """
+    reports = {}
+    todo = "Leave it out with VLLM_FL_PLUGINS, or set what it asks for."
+    for plugin in plugins:
+        try:
+            for report in call_hook(plugin, "worker_start", WorkerReport, todo, context=context):
+                with contained(plugin.owner, "its worker_start report", todo):
+                    plain = WorkerReport(tuple(map(str, report.lines)), dict(report.facts))
+                reports[plugin.owner.label] = (plugin, plain)
+        except PluginError as error:
+            if isinstance(error.cause, VllmFLError):
+                raise error.cause from None
+            raise
+    return reports
+
+
+def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DeviceProfile | None:
+    """The device that this machine has, or None where no plugin brings one that it has.
+
+    Args:
+        plugins: what is loaded.
+        name: the platform that the user forced: the device of that name and no other.
+
+    Raises:
+        PluginError: several claim the machine; the forced one says that it is not there; or none
+            was found and a plugin's device hook failed: the engine would run elsewhere unnoticed.
+    """
+    known, errors = devices(plugins)
+    if name is not None:
+        known = [(owner, profile) for owner, profile in known if profile.name == name]
+    verdicts = [(owner, profile, profile.detection()) for owner, profile in known]
+    found = [(owner, profile) for owner, profile, verdict in verdicts if verdict is True]
+    if len(found) > 1:
+        names = ", ".join(f"{profile.name!r} of {owner.name}" for owner, profile in found)
+        raise PluginError(
+            f"{len(found)} plugins claim this machine's device: {names}. Say which with "
+            "VLLM_FL_PLATFORM=<name>, or leave one out with VLLM_FL_PLUGINS.",
+            plugin=found[1][0].plugin,
+            distribution=found[1][0].distribution,
+        )
+    if name is not None and verdicts and not found:
+        owner, _, why = verdicts[0]
+        raise PluginError(
+            f"VLLM_FL_PLATFORM={name} asks for the device of {owner}, which says that it is not "
+            f"here: {why}. Unset VLLM_FL_PLATFORM to run on what vLLM finds itself.",
+            plugin=owner.plugin,
+            distribution=owner.distribution,
+        )
+    if not found and errors:
+        raise errors[0]
+    for error in errors:  # another one's device is here, so that this costs itself only
+        log.error("%s", error)
+    return found[0][1] if found else None

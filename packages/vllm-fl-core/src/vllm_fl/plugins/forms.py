@@ -1,0 +1,175 @@
+"""Bringing an implementation of a shorter or longer form to its op's contract, at registration.
+
+Contracts only ever gain trailing parameters with defaults, and implementations outlive that: one
+that lacks such parameters refuses the calls that give them another value, by name; one that has
+further ones with defaults is called without them. Everything after the registry sees the contract.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..contracts import OpSpec
+from .types import OpImpl, older_probe, parameters_of
+
+__all__ = ["fitted", "shape", "states_support"]
+
+Parameters = Sequence[inspect.Parameter]
+
+INPLACE = "inplace"
+"""The parameter by which the older form says that it may overwrite its arguments."""
+
+
+def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
+    """`impl` with the contract's parameters, where it differs only in trailing optional ones.
+
+    What differs otherwise comes back as it is. An implementation that declares nothing in
+    `consumes` is called with `inplace=False` if it has that parameter: its arguments stay intact.
+    One that takes the layer overwrites what layers own, as vLLM's kernels do, and its form has no
+    way to say so: it counts as consuming whatever the contract lets it.
+    """
+    fn, supports, available = impl.fn, impl.supports, impl.available
+    consumes = impl.consumes or (spec.consumable if impl.needs_layer else frozenset())
+    told = parameters_of(fn)
+    if told is not None:
+        wanted = tuple(spec.signature.parameters.values())
+        if impl.needs_layer:  # what the layer provides is no parameter of this form
+            wanted = tuple(p for p in wanted if p.name not in spec.from_layer)
+            fn = _fitted(fn, wanted, told[1:], layer=told[0].name, intact=not consumes)
+        else:
+            fn = _fitted(fn, wanted, told, intact=not consumes)
+            missing = _missing(wanted, _without_inplace(told))
+            asked = parameters_of(supports) if supports is not None else None
+            if missing or (asked is not None and shape(asked) != shape(wanted)):
+                supports = _asking(supports, wanted, asked, missing)
+        if fn is not impl.fn:  # the older form's probe hangs on the function that is wrapped here
+            available = available or older_probe(impl.fn)
+    if fn is impl.fn and supports is impl.supports and consumes == impl.consumes:
+        return impl
+    return dataclasses.replace(
+        impl, fn=fn, supports=supports, available=available, consumes=consumes
+    )
+
+
+def states_support(impl: OpImpl) -> bool:
+    """Whether `impl` brought a `supports`, beside what `fitted` gave it."""
+    return impl.supports is not None and inspect.unwrap(impl.supports) is not _nothing
+
+
+def shape(parameters: Parameters) -> list[tuple[object, ...]]:
+    """What two lists of parameters are compared by."""
+    return [(p.name, p.default) for p in parameters]
+
+
+def _without_inplace(told: Parameters) -> Parameters:
+    ends = bool(told) and told[-1].name == INPLACE and told[-1].default is not told[-1].empty
+    return told[:-1] if ends else told
+
+
+def _missing(wanted: Parameters, told: Parameters) -> Parameters:
+    """The trailing optional parameters that `told` lacks, if nothing else differs."""
+    missing = wanted[len(told) :]
+    return missing if _agree(wanted, told, missing) else ()
+
+
+def _further(wanted: Parameters, told: Parameters) -> Parameters:
+    """The trailing optional parameters that `told` has beyond `wanted`, if nothing else differs."""
+    further = told[len(wanted) :]
+    return further if _agree(wanted, told, further) else ()
+
+
+def _agree(wanted: Parameters, told: Parameters, rest: Parameters) -> bool:
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    optional = all(p.default is not p.empty and p.kind in named for p in rest)
+    common = min(len(wanted), len(told))
+    return optional and shape(wanted[:common]) == shape(told[:common])
+
+
+def _fitted(
+    fn: Callable[..., Any],
+    wanted: Parameters,
+    told: Parameters,
+    *,
+    layer: str | None = None,
+    intact: bool,
+) -> Callable[..., Any]:
+    """`fn` as a function of `wanted`, or `fn` itself where there is nothing to bridge.
+
+    Args:
+        fn: the implementation.
+        wanted: the parameters that it shall have.
+        told: those that it has, without the layer.
+        layer: the name of its first parameter, if that is the layer.
+        intact: whether it must leave its arguments as they are.
+    """
+    if layer is not None:  # the layer's form may give defaults where the contract has none
+        told = [_as_wanted(p, wanted) for p in told]
+    own = _without_inplace(told)
+    missing, further = _missing(wanted, own), _further(wanted, own)
+    if not missing and not further and (own is told or shape(own) != shape(wanted)):
+        return fn
+    passed = [p.name for p in wanted[: len(own)]]
+    if intact and own is not told:
+        passed.append(f"{INPLACE}=False")
+    given = ", ".join(passed if layer is None else [layer, *passed])
+    body = _refusing(missing, "raise NotImplementedError({!r})")
+    return _written(fn, wanted, [*body, f"return _fn({given})"], layer=layer)
+
+
+def _as_wanted(parameter: inspect.Parameter, wanted: Parameters) -> inspect.Parameter:
+    return next((p for p in wanted if p.name == parameter.name), parameter)
+
+
+def _asking(
+    supports: Callable[..., Any] | None,
+    wanted: Parameters,
+    asked: Parameters | None,
+    missing: Parameters,
+) -> Callable[..., Any]:
+    """`supports` as a function of `wanted` that first refuses what the implementation lacks."""
+    if supports is None:
+        return _written(_nothing, wanted, [*_refusing(missing, "return {!r}"), "return True"])
+    if asked is None:
+        asked = wanted[: len(wanted) - len(missing)]
+    if not (_missing(wanted, asked) or _further(wanted, asked) or shape(asked) == shape(wanted)):
+        return supports  # the registry says what is wrong with it
+    lacking = {p.name: p for p in (*missing, *_missing(wanted, asked))}
+    passed = ", ".join(p.name for p in wanted[: len(asked)])
+    body = _refusing(list(lacking.values()), "return {!r}")
+    return _written(supports, wanted, [*body, f"return _fn({passed})"])
+
+
+def _refusing(missing: Parameters, how: str) -> list[str]:
+    lines = []
+    for p in missing:
+        differs = f"{p.name} is not _default_{p.name}"
+        if p.default is not None:
+            differs += f" and {p.name} != _default_{p.name}"
+        lines += [f"if {differs}:", f"    {how.format(f'takes no {p.name}')}"]
+    return lines
+
+
+def _written(
+    fn: Callable[..., Any], wanted: Parameters, body: list[str], *, layer: str | None = None
+) -> Callable[..., Any]:
+    """A function of `wanted`, written out, so that it costs a call and a compiler can trace it."""
+    scope: dict[str, Any] = {"_fn": fn}
+    heads = [layer] if layer is not None else []
+    for p in wanted:
+        scope[f"_default_{p.name}"] = p.default
+        heads.append(p.name if p.default is p.empty else f"{p.name}=_default_{p.name}")
+    lines = [f"def bridge({', '.join(heads)}):", *(f"    {line}" for line in body)]
+    exec("\n".join(lines), scope)
+    bridge: Callable[..., Any] = scope["bridge"]
+    own = inspect.signature(bridge)
+    bridge = functools.wraps(fn)(bridge)  # the digest and the log look at what is wrapped
+    bridge.__signature__ = own  # type: ignore[attr-defined]
+    return bridge
+
+
+def _nothing() -> None:
+    """Stands for a `supports` that nobody gave."""

@@ -1,0 +1,131 @@
+"""The hooks that a backend may implement, and the marker that it implements them with.
+
+Hooks are called while a process starts, never on a call path. Each returns values; none changes
+what it is handed. Results of several plugins unite, in the order of their distributions' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from .types import (
+        AttentionImpl,
+        DeviceProfile,
+        OpImpl,
+        PolicyDefaults,
+        WorkerContext,
+        WorkerReport,
+    )
+
+__all__ = [
+    "HOOK_API",
+    "PROJECT",
+    "attention_backend",
+    "device",
+    "hookimpl",
+    "policy",
+    "register_ops",
+    "worker_start",
+]
+
+PROJECT = "vllm_fl"
+
+HOOK_API = 1
+"""The version of this page. A plugin that was written for another one says so in a module-level
+`HOOK_API = <number>`; one that says nothing is taken to be written for this version."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a plugin's function as the implementation of the hook of the same name."""
+
+
+@hookspec
+def register_ops() -> Iterable[OpImpl]:  # type: ignore[empty-body]
+    """Return the implementations that this backend brings.
+
+    Called once per process, before the first call or before the engine's layers are built; a
+    device may not exist yet, so look for it in `OpImpl.available`. All plugins' implementations
+    are candidates side by side; an (op, impl id) that two bring is loaded from neither.
+
+    Example::
+
+        @hookimpl
+        def register_ops():
+            return [OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu, "acme")]
+    """
+
+
+@hookspec
+def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
+    """Return the attention backends that this backend brings, by class path.
+
+    Called once per process, with `register_ops`. The policy orders all plugins' candidates; vLLM's
+    own choice is one of them (`stock`), and a backend that vLLM was told to take beats them all.
+
+    Example::
+
+        @hookimpl
+        def attention_backend():
+            return [AttentionImpl("vendor.acme", "acme.attention.AcmeBackend",
+                                  BackendImplKind.VENDOR, "acme")]
+    """
+
+
+@hookspec
+def device() -> DeviceProfile | None:
+    """Return the hardware that this backend brings to vLLM, or None.
+
+    For hardware that vLLM has no platform for. Called in every process, perhaps more than once,
+    while vLLM looks for its platform and before the device exists; only where vLLM has none of its
+    own, or VLLM_FL_PLATFORM names another. A plugin that has this hook must import nothing of vLLM
+    at its own import. Two devices that both detect themselves are an error that names both, unless
+    VLLM_FL_PLATFORM names one.
+
+    Example::
+
+        @hookimpl
+        def device():
+            return DeviceProfile("acme", "acme.platform.AcmePlatform", "acme.worker.AcmeWorker",
+                                 detect=lambda: os.path.exists("/dev/acme0") or "no /dev/acme0")
+    """
+    return None
+
+
+@hookspec
+def policy(platform: str) -> PolicyDefaults | None:
+    """Return this backend's default settings for `platform`, or None.
+
+    Called once per process when settings are read, with the platform's lower-case name (`cuda`,
+    `ascend`, `cpu`). Items of several plugins unite, and never end a start: blacklists add up,
+    orders of one op merge, another item that two set differently goes back to the default.
+    `allow_vendors` is an error here: it would shut out third parties.
+
+    Example::
+
+        @hookimpl
+        def policy(platform):
+            return PolicyDefaults(HERE / "acme.yaml") if platform == "acme" else None
+    """
+    return None
+
+
+@hookspec
+def worker_start(context: WorkerContext) -> WorkerReport | None:
+    """Set up this backend in a worker, and say what was done; or return None.
+
+    Called once per worker process and engine, after the device exists and before the plan is
+    verified and the weights load. All plugins' reports enter the plan's digest and the start line.
+    An exception ends the start: a half-made set-up must not serve.
+
+    Example::
+
+        @hookimpl
+        def worker_start(context):
+            acme.warm_up(context.device)
+            return WorkerReport(("acme: streams warmed up",), {"acme": acme.__version__})
+    """
+    return None

@@ -1,0 +1,284 @@
+"""What is installed: implementations by op, each with the distribution that brought it."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..contracts import contracts
+from ..errors import DuplicateError, PluginError
+from ..text import clean
+from .attention import ATTENTION, from_older_form
+from .forms import fitted, shape
+from .installed import canonical
+from .types import AttentionImpl, OpImpl, parameters_of
+
+__all__ = ["OpRegistry", "Owner", "RegistrySnapshot", "reservation"]
+
+Impl = OpImpl | AttentionImpl
+
+RESERVED = {
+    "reference.": "vllm-fl-reference",
+    "default.flagos": "vllm-fl-flaggems",
+    "stock.": None,
+}
+"""Ids, or what they begin with, and the one distribution that may use them; None: nobody. They are
+what settings and documentation promise by name."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who brought an implementation.
+
+    Args:
+        plugin: the entry point's name, or the module's.
+        distribution: the installed distribution, or None for a module that is none.
+        version: its version, or None.
+        path: where its module lies.
+        kernels: the distributions whose code its implementations run beside its own.
+    """
+
+    plugin: str
+    distribution: str | None = None
+    version: str | None = None
+    path: str | None = None
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """`vllm-fl-cpu 0.1.0`, or the plugin's name where it has no distribution."""
+        return self.release or self.plugin
+
+    @property
+    def release(self) -> str | None:
+        """`vllm-fl-cuda 0.1.0`; None where it has no distribution. Errors carry it."""
+        return f"{self.distribution} {self.version}" if self.distribution else None
+
+    @property
+    def label(self) -> str:
+        """The distribution's name, or the plugin's where it has none."""
+        return self.distribution or self.plugin
+
+    @property
+    def who(self) -> str:
+        """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, cleaned: what errors begin with."""
+        return f"Plugin {clean(self.plugin)!r} of {clean(str(self))}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.path})" if self.path else self.name
+
+
+SCRIPT = Owner(plugin="(registered by a script)")
+
+
+def reservation(impl_id: str, owner: Owner) -> str:
+    """Why `owner` may not use this id; empty when it may.
+
+    What has no distribution (a script, a module that the user named) is held to `stock.` alone.
+    """
+    for reserved, holder in RESERVED.items():
+        is_prefix = reserved.endswith(".")
+        given = impl_id.lower()
+        if not (given.startswith(reserved) if is_prefix else given == reserved):
+            continue
+        ids = f"ids that begin with {reserved!r}" if is_prefix else f"the id {reserved!r}"
+        if holder is None:
+            return f"{ids} mean vLLM's own path and are nobody's to use"
+        if owner.distribution is not None and canonical(owner.distribution) != holder:
+            return f"{ids} {'are' if is_prefix else 'is'} {holder}'s to use"
+    return ""
+
+
+@dataclass(frozen=True)
+class RegistrySnapshot:
+    """The registry at one moment, read-only.
+
+    Args:
+        impls_by_op: op -> its implementations, ordered by impl id. Attention backends stand under
+            `attention_backend`.
+        owners: (op, impl id) -> who brought it.
+    """
+
+    impls_by_op: Mapping[str, tuple[Impl, ...]]
+    owners: Mapping[tuple[str, str], Owner]
+
+    def find(self, op: str, impl_id: str) -> Impl | None:
+        """The implementation of `op` with this id."""
+        return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)
+
+
+class OpRegistry:
+    """The implementations that plugins brought. Writes are all or nothing; reads take no lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._snapshot = RegistrySnapshot(MappingProxyType({}), MappingProxyType({}))
+
+    def snapshot(self) -> RegistrySnapshot:
+        """What is registered now."""
+        return self._snapshot
+
+    def get_implementations(self, op: str) -> list[Impl]:
+        """The implementations of `op`, ordered by impl id."""
+        return [*self._snapshot.impls_by_op.get(op, ())]
+
+    def get_implementation(self, op: str, impl_id: str) -> Impl | None:
+        """The implementation of `op` with this id."""
+        return self._snapshot.find(op, impl_id)
+
+    def list_operators(self) -> list[str]:
+        """The ops that have an implementation."""
+        return [*self._snapshot.impls_by_op]
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call this bound method after every change, once, for as long as its object lives."""
+        others = [each for each in self._listeners if each() not in (None, listener)]
+        self._listeners = [*others, weakref.WeakMethod(listener)]
+
+    def _change(self, snapshot: RegistrySnapshot) -> None:
+        self._snapshot = snapshot
+        for reference in self._listeners:
+            listener = reference()
+            if listener is not None:
+                listener()
+
+    def register_impl(self, impl: Impl, owner: Owner = SCRIPT) -> None:
+        """Add one implementation.
+
+        Raises:
+            PluginError: its (op, id) is taken or reserved, or its parameters are not the
+                contract's.
+        """
+        self.register_many([impl], owner)
+
+    def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
+        """Add several implementations: all of them, or none when one is refused.
+
+        Raises:
+            PluginError: one's (op, id) is taken or reserved, or its parameters are not the
+                contract's.
+        """
+        with self._lock:
+            by_op = {op: list(found) for op, found in self._snapshot.impls_by_op.items()}
+            owners = dict(self._snapshot.owners)
+            for each in impls:
+                impl = _as_it_is_now(each)  # not by `map`, which a StopIteration of a plugin's ends
+                if not isinstance(impl, OpImpl | AttentionImpl):
+                    raise _refusal(
+                        owner, None, f"returned {impl!r}; expected OpImpl or AttentionImpl"
+                    )
+                key = (impl.op_name, impl.impl_id)
+                # Whose the other reserved ids are is decided where distributions are loaded.
+                barred = reservation(impl.impl_id, SCRIPT)
+                if barred:
+                    raise _refusal(owner, impl, barred)
+                if key in owners:
+                    raise _refusal(
+                        owner,
+                        impl,
+                        kind=DuplicateError,
+                        problem=f"{impl.op_name} already has an implementation "
+                        f"{impl.impl_id!r}, from {owners[key]}. Uninstall one of the two, or name "
+                        "the ones to load in VLLM_FL_PLUGINS",
+                    )
+                if isinstance(impl, OpImpl):
+                    _check_parameters(impl, by_op.get(impl.op_name, []), owner)
+                by_op.setdefault(impl.op_name, []).append(impl)
+                owners[key] = owner
+            self._change(
+                RegistrySnapshot(
+                    MappingProxyType(
+                        {
+                            op: tuple(sorted(found, key=lambda i: i.impl_id))
+                            for op, found in sorted(by_op.items())
+                        }
+                    ),
+                    MappingProxyType(owners),
+                )
+            )
+
+    def remove(self, owner: Owner) -> None:
+        """Take out everything that `owner` brought."""
+        with self._lock:
+            gone = {key for key, brought_by in self._snapshot.owners.items() if brought_by == owner}
+            kept = {
+                op: tuple(i for i in found if (op, i.impl_id) not in gone)
+                for op, found in self._snapshot.impls_by_op.items()
+            }
+            self._change(
+                RegistrySnapshot(
+                    MappingProxyType({op: found for op, found in kept.items() if found}),
+                    MappingProxyType(
+                        {k: o for k, o in self._snapshot.owners.items() if k not in gone}
+                    ),
+                )
+            )
+
+    def clear(self) -> None:
+        """Take out everything."""
+        with self._lock:
+            self._change(RegistrySnapshot(MappingProxyType({}), MappingProxyType({})))
+
+
+def _as_it_is_now(impl: Impl) -> Impl:
+    """An implementation of an older form in today's: everything downstream sees one form."""
+    if not isinstance(impl, OpImpl):
+        return impl
+    if impl.op_name == ATTENTION:
+        return from_older_form(impl)
+    spec = contracts().get(impl.op_name)
+    return impl if spec is None else fitted(impl, spec)
+
+
+def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:
+    """An implementation is called by position and by name: both must be the contract's."""
+    if impl.needs_layer:
+        return  # the older form: its parameters are the layer's, which the contract does not state
+    spec = contracts().get(impl.op_name)
+    if spec is not None:
+        wanted, source = tuple(spec.signature.parameters.values()), "the contract"
+    else:
+        twin = next((i for i in siblings if isinstance(i, OpImpl) and not i.needs_layer), None)
+        if twin is None:
+            return
+        told = parameters_of(twin.fn)
+        if told is None:
+            return
+        wanted, source = told, f"{twin.impl_id}, which was registered first,"
+    for what, function in (("fn", impl.fn), ("supports", impl.supports)):
+        got = parameters_of(function) if function is not None else None
+        if got is not None and shape(got) != shape(wanted):
+            raise _refusal(
+                owner,
+                impl,
+                f"its {what} takes ({_words(got)}), but {source} has ({_words(wanted)}): "
+                "use the same names, order and defaults. Only trailing parameters with defaults "
+                "may be missing or be added",
+            )
+    stray = impl.consumes - (spec.consumable if spec else {p.name for p in wanted})
+    if stray:
+        raise _refusal(
+            owner, impl, f"consumes names {', '.join(sorted(stray))}, which may not be overwritten"
+        )
+
+
+def _words(parameters: Iterable[inspect.Parameter]) -> str:
+    return ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+
+
+def _refusal(
+    owner: Owner, impl: Impl | None, problem: str, *, kind: type[PluginError] = PluginError
+) -> PluginError:
+    what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "what it registers"
+    return kind(
+        f"{owner.who}: {what} refused: {problem}.",
+        op=impl.op_name if impl else None,
+        impl=impl.impl_id if impl else None,
+        plugin=owner.plugin,
+        distribution=owner.release,
+    )

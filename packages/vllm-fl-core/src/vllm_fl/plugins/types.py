@@ -1,0 +1,355 @@
+"""What a plugin hands to core: values that describe implementations. No torch, no vllm.
+
+A plugin returns these from its hooks; core never hands it anything to change.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import keyword
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from ..text import clean, quote
+from .breadcrumb import running
+
+__all__ = [
+    "AttentionImpl",
+    "AttentionRequest",
+    "Availability",
+    "BackendImplKind",
+    "BackendPriority",
+    "DeviceProfile",
+    "OpImpl",
+    "PolicyDefaults",
+    "WorkerContext",
+    "WorkerReport",
+    "availability_of",
+]
+
+Availability = Literal[True] | str
+"""True, or the reason why not."""
+
+
+class BackendImplKind(enum.StrEnum):
+    """Who an implementation comes from: text, namely the token that settings use."""
+
+    DEFAULT = "flagos"
+    VENDOR = "vendor"
+    REFERENCE = "reference"
+
+
+class BackendPriority(enum.IntEnum):
+    """Priority inside one kind, higher first. Spaced by 50 so that others fit between."""
+
+    DEFAULT = 150
+    VENDOR = 100
+    REFERENCE = 50
+
+
+@dataclass(frozen=True, eq=False)
+class OpImpl:
+    """One backend's implementation of one op.
+
+    Args:
+        op_name: the op, as its contract names it (`rms_norm`).
+        impl_id: unique within the op: `default.flagos`, `reference.torch`, `vendor.<vendor>`.
+        kind: who it comes from.
+        fn: the implementation; its parameters are the contract's, by name, order and default.
+            A first parameter `self` or `obj` marks an implementation that needs a layer.
+        vendor: the vendor's name; required for kind VENDOR and refused for the others.
+        priority: order inside a kind, higher first; None takes the kind's.
+        available: () -> True, or the reason why it cannot run on this machine. Called once per
+            process, so that it may look for a device; it should not import a whole stack.
+        supports: the contract's parameters -> True, or the reason for refusing these arguments.
+            It may look at dtype, rank, layout, None-ness; not at values, nor at the batch size.
+        consumes: parameters that `fn` may overwrite, in calls whose variant has results to put
+            there (`OpSpec.consumed`). Results are what it returns all the same.
+        traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
+        supported_dtypes, min_arch: deprecated and without effect: say it in `supports` and
+            `available`.
+
+    Raises:
+        ValueError: a VENDOR without vendor, an id that is not `vendor.<vendor>`, a name that is
+            no identifier.
+        TypeError: `fn`, `available` or `supports` is not callable, or a field has another type.
+    """
+
+    op_name: str
+    impl_id: str
+    kind: BackendImplKind
+    fn: Callable[..., Any]
+    vendor: str | None = None
+    priority: int | None = None
+    available: Callable[[], Availability] | None = field(default=None, kw_only=True)
+    supports: Callable[..., Availability] | None = field(default=None, kw_only=True)
+    consumes: frozenset[str] = field(default=frozenset(), kw_only=True)
+    traceable: bool = field(default=False, kw_only=True)
+    supported_dtypes: object = field(default=None, kw_only=True)
+    min_arch: object = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        who = f"OpImpl({self.op_name!r}, {self.impl_id!r})"
+        for name, instead in (("supported_dtypes", "supports"), ("min_arch", "available")):
+            if getattr(self, name) is not None:
+                text = f"{who}: {name} has no effect; say it in {instead}"
+                warnings.warn(text, DeprecationWarning, stacklevel=3)
+        if not isinstance(self.op_name, str) or not _is_name(self.op_name):
+            raise ValueError(f"{who}: op_name must be an identifier such as 'rms_norm'")
+        for name in ("fn", "available", "supports"):
+            value = getattr(self, name)
+            if (value is not None and not callable(value)) or (name == "fn" and value is None):
+                raise TypeError(f"{who}: {name} must be callable, got {value!r}")
+        _check_identity(who, self)
+        if isinstance(self.consumes, str):
+            raise TypeError(f"{who}: consumes must be a set of parameter names, got a string")
+        object.__setattr__(self, "consumes", frozenset(self.consumes))
+
+    @property
+    def needs_layer(self) -> bool:
+        """Whether `fn` takes the calling layer first (its parameter is `self` or `obj`)."""
+        parameters = parameters_of(self.fn)
+        return bool(parameters and parameters[0].name in ("self", "obj"))
+
+    def availability(self) -> Availability:
+        """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
+        return availability_of(self)
+
+    def is_available(self) -> bool:
+        """Whether it can run on this machine."""
+        return self.availability() is True
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """What vLLM asks of an attention backend, for `AttentionImpl.supports`.
+
+    Args:
+        head_size: features of one head.
+        dtype: the model's dtype, as torch names it (`torch.bfloat16`).
+        kv_cache_dtype: `auto`, `fp8`, …
+        block_size: tokens in one KV-cache block, or None when it is still open.
+        use_mla, has_sink, use_sparse: as in vLLM's selector; False where a vLLM lacks the field.
+        num_heads: query heads of one rank, or None.
+        extras: the fields that a newer vLLM adds to its selector, by name; read them with `.get`,
+            since an older vLLM has none.
+    """
+
+    head_size: int
+    dtype: Any
+    kv_cache_dtype: str | None = None
+    block_size: int | None = None
+    use_mla: bool = False
+    has_sink: bool = False
+    use_sparse: bool = False
+    num_heads: int | None = None
+    extras: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionImpl:
+    """An attention backend, by the path of its class; nothing is imported until it is chosen.
+
+    Args:
+        impl_id: as for `OpImpl`.
+        class_path: `module.Class`, a subclass of vLLM's `AttentionBackend`; or AttentionRequest ->
+            such a path, where one backend has several classes (MLA, sparse). The class's
+            `get_name()` must be one that vLLM knows: its parent's, or `CUSTOM`.
+        kind, vendor, priority, available: as for `OpImpl`.
+        supports: AttentionRequest -> True, or the reason for refusing it.
+    """
+
+    impl_id: str
+    class_path: str | Callable[[AttentionRequest], str]
+    kind: BackendImplKind
+    vendor: str | None = None
+    priority: int | None = None
+    available: Callable[[], Availability] | None = field(default=None, kw_only=True)
+    supports: Callable[[AttentionRequest], Availability] | None = field(default=None, kw_only=True)
+
+    op_name = "attention_backend"
+
+    def __post_init__(self) -> None:
+        who = f"AttentionImpl({self.impl_id!r})"
+        path = self.class_path
+        if not callable(path) and (not isinstance(path, str) or "." not in path):
+            raise ValueError(f"{who}: class_path must be 'module.Class', got {path!r}")
+        _check_identity(who, self)
+
+    def availability(self) -> Availability:
+        """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
+        return availability_of(self)
+
+    def is_available(self) -> bool:
+        """Whether it can run on this machine."""
+        return self.availability() is True
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """Hardware that vLLM has no platform for: what an engine needs to run on it, by path.
+
+    Nothing of it is imported until the device is chosen.
+
+    Args:
+        name: what settings call the platform (`ascend`): a lower-case identifier.
+        platform_class: a subclass of vLLM's `Platform` with `_enum = PlatformEnum.OOT`, its
+            `device_name`, `device_type` and `dispatch_key`.
+        worker_class: the worker, which brings the model runner. A user's own `worker_cls` stands.
+        communicator_class: a subclass of vLLM's `DeviceCommunicatorBase`; None keeps that of the
+            platform class.
+        dist_backend: torch.distributed's backend between the ranks (`hccl`); None keeps that of
+            the platform class.
+        detect: () -> True, or the reason why this machine has none. It runs in every process
+            while vLLM looks for its platform: it must neither start the device nor import vllm.
+
+    Raises:
+        ValueError: a name that is no lower-case identifier, a path that is not `module.Class`.
+    """
+
+    name: str
+    platform_class: str
+    worker_class: str
+    communicator_class: str | None = None
+    dist_backend: str | None = None
+    detect: Callable[[], Availability] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        name = self.name
+        if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
+            raise ValueError(f"DeviceProfile({name!r}): the name must be a lower-case identifier")
+        for which in ("platform_class", "worker_class", "communicator_class"):
+            path = getattr(self, which)
+            if path is None and which == "communicator_class":
+                continue
+            if not isinstance(path, str) or "." not in path:
+                raise ValueError(
+                    f"DeviceProfile({name!r}): {which} must be 'module.Class', got {path!r}"
+                )
+
+    def detection(self) -> Availability:
+        """True, or why this machine has none of it."""
+        return _verdict("its detection", f"the device {self.name}", self.detect)
+
+
+@dataclass(frozen=True)
+class PolicyDefaults:
+    """A plugin's settings for one platform, read from the YAML file that it ships.
+
+    Args:
+        path: the YAML file; its keys are those of a user's file, `allow_vendors` excepted.
+    """
+
+    path: str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a plugin's `worker_start` may look at.
+
+    Args:
+        settings: the engine's effective settings (`vllm_fl.settings.layers.Settings`).
+        device: the worker's `torch.device`.
+        dtype: the model's `torch.dtype`.
+        rank: this worker's rank, 0 for the first.
+        vllm_config: vLLM's configuration, for what the other fields do not say.
+    """
+
+    settings: Any
+    device: Any
+    dtype: Any
+    rank: int
+    vllm_config: Any
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What a plugin's `worker_start` did.
+
+    Args:
+        lines: for the log, one sentence each.
+        facts: JSON-able; they enter the plan's digest, so that compiled code is not reused
+            under other facts.
+    """
+
+    lines: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not keyword.iskeyword(text)
+
+
+def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | None:
+    """The parameters of `fn`; None for a builtin that does not tell them."""
+    try:
+        return tuple(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def availability_of(impl: OpImpl | AttentionImpl) -> Availability:
+    """Probe once per process and remember, the reason included. A child process probes anew."""
+    cached: tuple[int, Availability] | None = impl.__dict__.get("_availability")
+    if cached is not None and cached[0] == os.getpid():
+        return cached[1]
+    verdict = _probe(impl)
+    object.__setattr__(impl, "_availability", (os.getpid(), verdict))
+    return verdict
+
+
+def _probe(impl: OpImpl | AttentionImpl) -> Availability:
+    fn = getattr(impl, "fn", None)
+    if impl.available is None and inspect.isfunction(fn) and not hasattr(fn, "_is_available"):
+        return True
+
+    def ask() -> Availability:
+        available = impl.available or older_probe(fn)
+        return True if available is None else available()
+
+    return _verdict("its availability check", f"{impl.op_name}={impl.impl_id}", ask)
+
+
+def _verdict(who: str, whose: str, probe: Callable[[], Availability]) -> Availability:
+    try:
+        with running(f"{who.replace('its', 'the')} of {whose}"):
+            verdict = probe()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a probe that breaks is a negative with a reason, never a crash
+        return f"{who} raised {quote(error)}"
+    if verdict is True:
+        return True
+    if isinstance(verdict, str) and verdict:
+        return clean(verdict)
+    return f"{who} said no and gave no reason"
+
+
+def older_probe(fn: object) -> Callable[[], Availability] | None:
+    """How the older form says it: on the function, or on the backend that it is a method of."""
+    probe = getattr(fn, "_is_available", None)
+    probe = probe or getattr(getattr(fn, "__self__", None), "is_available", None)
+    return probe if callable(probe) else None
+
+
+def _check_identity(who: str, impl: OpImpl | AttentionImpl) -> None:
+    if not isinstance(impl.kind, BackendImplKind):
+        raise TypeError(f"{who}: kind must be a BackendImplKind, got {impl.kind!r}")
+    if not isinstance(impl.impl_id, str) or not impl.impl_id:
+        raise ValueError(f"{who}: impl_id must be a non-empty string such as 'default.flagos'")
+    if impl.kind is BackendImplKind.VENDOR:
+        if not impl.vendor:
+            raise ValueError(f"{who}: kind VENDOR needs vendor='<name>'")
+        if impl.impl_id != f"vendor.{impl.vendor}":
+            raise ValueError(f"{who}: a vendor's impl_id is 'vendor.{impl.vendor}'")
+    elif impl.vendor is not None:
+        raise ValueError(f"{who}: vendor={impl.vendor!r} is for kind VENDOR only")
+    if impl.priority is None:
+        object.__setattr__(impl, "priority", int(BackendPriority[impl.kind.name]))
+    elif not isinstance(impl.priority, int):
+        raise TypeError(f"{who}: priority must be an int, got {impl.priority!r}")

@@ -1,0 +1,303 @@
+"""Settings files: YAML and JSON, read into settings that know their line."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import MissingFileError, SettingsError
+from .policy import OpOrder, Token, closest
+from .schema import (
+    BOOLEAN,
+    BOOLEANS,
+    FILE_KEYS,
+    ITEMS,
+    MAX_TOKENS,
+    OP_CONFIG,
+    ORDER_PREFIX,
+    PER_OP,
+    PREFER,
+    Item,
+    name_of,
+    order_of,
+    wrong,
+)
+from .values import Setting
+
+if TYPE_CHECKING:
+    from yaml import Node
+
+__all__ = ["Layer", "read_orders", "read_settings_file"]
+
+Layer = dict[str, Setting]
+"""What one source sets, by key."""
+
+MAX_BYTES = 64 * 1024
+"""More is no settings file. Every line of a real one costs time at each start."""
+
+TAG = "tag:yaml.org,2002:"
+
+T = TypeVar("T")
+
+
+def read_settings_file(
+    path: object, *, key: str, distribution: str | None = None, asked_by: str | None = None
+) -> Layer:
+    """Read a YAML file of settings.
+
+    Args:
+        path: the file, as `os.fspath` takes it.
+        key: the setting that names the file, for the error of a file that cannot be read.
+        distribution: the one that ships it, or None for a user's own file. The orders of a
+            user's file are pinned; a shipped one may not set `allow_vendors`.
+        asked_by: the origin of `path`, where a variable names it.
+
+    Raises:
+        SettingsError: the file cannot be read, or something in it is wrong; its line is named.
+    """
+    name = _path_of(path, key, distribution)
+    suffix = f" ({distribution})" if distribution else ""
+    file = _File(name, key, suffix, distribution is None)
+    root = file.compose(read_text(name, key, asked_by or f"{name}{suffix}"))
+    return {} if root is None else {setting.key: setting for setting in file.settings(root)}
+
+
+def read_orders(path: str) -> Layer:
+    """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> token, list of tokens, or both modes.
+
+    Raises:
+        SettingsError: the file cannot be read, or something in it is wrong.
+    """
+    import json  # few processes read one
+
+    origin = f"{path} (environment {OP_CONFIG})"
+    text = read_text(path, "op_config", f"environment {OP_CONFIG}")
+    try:
+        data = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise wrong("op_config", f"{path}:{error.lineno}", f"no JSON: {error.msg}") from error
+    except (RecursionError, ValueError) as error:
+        raise wrong("op_config", origin, _reason(error)) from error
+    if not isinstance(data, dict):
+        raise wrong(
+            "op_config", origin, f"expected an object, op -> tokens, got {type(data).__name__}"
+        )
+    layer: Layer = {}
+    for op, value in data.items():
+        key = f"{ORDER_PREFIX}{op}"
+        if not op.isidentifier():
+            raise wrong("op_config", origin, f"{op!r} is no op's name")
+        try:
+            layer[key] = Setting(key, order_of(value), origin, variable=OP_CONFIG)
+        except ValueError as error:
+            raise wrong(key, origin, str(error)) from error
+    return layer
+
+
+def read_text(path: str, key: str, origin: str) -> str:
+    """The text of a file. Raises SettingsError whatever is wrong with it."""
+    where = "" if os.path.isabs(path) else " (relative to the working directory)"
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, a device never end
+            raise wrong(key, origin, f"{path!r} is no regular file")
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise wrong(key, origin, f"{path!r} has more than {MAX_BYTES} bytes; is it the file?")
+        return data.decode("utf-8-sig")
+    except SettingsError:  # which is a ValueError, too
+        raise
+    except FileNotFoundError as error:
+        problem = f"{path!r} does not exist{where}"
+        raise wrong(key, origin, problem, kind=MissingFileError) from error
+    except OSError as error:
+        raise wrong(key, origin, f"{path!r} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise wrong(key, origin, f"{path!r} is not UTF-8 text: byte {error.start}") from error
+    except ValueError as error:  # a path with a NUL
+        raise wrong(key, origin, f"{path!r} is no path: {error}") from error
+
+
+@dataclass(frozen=True)
+class _File:
+    """One YAML file. Nodes, not objects: they know their line, and an alias costs nothing."""
+
+    path: str
+    key: str
+    suffix: str
+    users: bool
+
+    def compose(self, text: str) -> Node | None:
+        import yaml  # 15 ms, and many processes read no file at all
+
+        try:
+            root: Node | None = yaml.SafeLoader(text).get_single_node()
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            problem = ", ".join(filter(None, (error.context, error.problem)))
+            raise self.broken(mark.line if mark else 0, problem) from error
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position)
+            raise self.broken(line, f"character {error.character!r}: {error.reason}") from error
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise self.broken(0, _reason(error)) from error
+        if root is not None and root.tag == f"{TAG}null" and not root.value:
+            return None  # nothing but comments
+        return root
+
+    def settings(self, root: Node) -> Iterator[Setting]:
+        for key, key_node, node in self.pairs(root, self.key, "settings"):
+            origin = self.at(key_node)
+            if key == ORDER_PREFIX.rstrip("."):
+                yield from () if node.tag == f"{TAG}null" else self.orders(node)
+                continue
+            item = ITEMS.get(key)
+            if item is None or not item.in_file:
+                raise wrong(key or self.key, origin, f"unknown key {key!r}.{_meant(key)}")
+            if key == "allow_vendors" and not self.users:
+                raise wrong(
+                    key,
+                    origin,
+                    "a plugin's file may not set it: it would shut out every other vendor's "
+                    "plugin. Use deny_vendors or op_backends",
+                )
+            if node.tag != f"{TAG}null":  # a key without a value sets nothing
+                yield Setting(key, self.value(item, node), origin, variable=item.variable)
+
+    def orders(self, node: Node) -> Iterator[Setting]:
+        for op, key_node, value in self.pairs(node, ORDER_PREFIX.rstrip("."), "ops"):
+            key = f"{ORDER_PREFIX}{op}"
+            if not op.isidentifier():
+                raise wrong(key, self.at(key_node), f"{op!r} is no op's name")
+            if value.tag == f"{TAG}null":
+                continue
+            yield Setting(key, self.order(key, value), self.at(key_node), variable=PER_OP)
+
+    def order(self, key: str, node: Node) -> OpOrder:
+        import yaml
+
+        plain: object
+        if isinstance(node, yaml.MappingNode):
+            plain = {mode: self.tokens(key, side) for mode, _, side in self.pairs(node, key, "")}
+        else:
+            plain = self.tokens(key, node)
+        return self.checked(key, node, lambda value: order_of(value, pinned=self.users), plain)
+
+    def tokens(self, key: str, node: Node) -> str | list[str]:
+        import yaml
+
+        expected = "a token, a list of tokens, or the lists eager and compiled"
+        if not isinstance(node, yaml.SequenceNode):
+            return [token.strip() for token in self.text(key, node, expected).split("|")]
+        if any(isinstance(child, yaml.MappingNode) for child in node.value):
+            expected = "a token (vendor:NAME has no space after its colon)"
+        return [
+            str(self.checked(key, child, Token.parse, self.text(key, child, expected)))
+            for child in node.value[: MAX_TOKENS + 1]
+        ]
+
+    def value(self, item: Item, node: Node) -> object:
+        import yaml
+
+        expected = item.values.expected
+        if item.values is BOOLEAN:
+            scalar = isinstance(node, yaml.ScalarNode) and node.tag == f"{TAG}bool"
+            if not scalar or node.value.lower() not in BOOLEANS:
+                raise self.mistyped(item.key, node, expected)
+            return BOOLEANS[node.value.lower()]
+        if item.values is PREFER:
+            text = self.text(item.key, node, expected)
+            return self.checked(item.key, node, item.values.of_text, text)
+        if isinstance(node, yaml.ScalarNode) and node.tag == f"{TAG}str":
+            return self.checked(item.key, node, item.values.of_text, node.value)
+        if not isinstance(node, yaml.SequenceNode):
+            raise self.mistyped(item.key, node, expected)
+        names = (
+            self.checked(item.key, child, name_of, self.text(item.key, child, "a name"))
+            for child in node.value
+        )
+        return tuple(dict.fromkeys(names))
+
+    def pairs(self, node: Node, key: str, what: str) -> Iterator[tuple[str, Node, Node]]:
+        """The entries of a mapping: its keys are text, and none stands twice."""
+        import yaml
+
+        if not isinstance(node, yaml.MappingNode):
+            raise self.mistyped(key, node, f"a mapping of {what}")
+        lines: dict[str, int] = {}
+        for key_node, value in node.value:
+            if key_node.tag == f"{TAG}merge":
+                raise wrong(key, self.at(key_node), "merge keys (<<) are not read; write it out")
+            name = self.text(key, key_node, "text as a key")
+            if name in lines:
+                raise wrong(
+                    name if key == self.key else f"{key}.{name}",
+                    self.at(key_node),
+                    f"stands twice, first in line {lines[name]}",
+                )
+            lines[name] = key_node.start_mark.line + 1
+            yield name, key_node, value
+
+    def text(self, key: str, node: Node, expected: str) -> str:
+        import yaml
+
+        if not isinstance(node, yaml.ScalarNode) or node.tag != f"{TAG}str":
+            raise self.mistyped(key, node, expected)
+        return str(node.value)
+
+    def checked(self, key: str, node: Node, read: Callable[[Any], T], value: object) -> T:
+        try:
+            return read(value)
+        except ValueError as error:
+            raise wrong(key, self.at(node), str(error)) from error
+
+    def mistyped(self, key: str, node: Node, expected: str) -> SettingsError:
+        kind = node.tag.removeprefix(TAG)
+        if not isinstance(node.value, str):  # never print nodes: aliases make them endless
+            found = {"seq": "a list", "map": "a mapping"}.get(kind, kind)
+        elif kind == "null":
+            found = "nothing (leave the key out, or write [] for an empty list)"
+        elif kind == "str":
+            found = f"the text {node.value!r}"
+        else:
+            found = f"{node.value} ({kind}; in quotes it is text)"
+        return wrong(key, self.at(node), f"expected {expected}, got {found}")
+
+    def broken(self, line: int, problem: str) -> SettingsError:
+        return wrong(self.key, f"{self.path}:{line + 1}{self.suffix}", f"no YAML: {problem}")
+
+    def at(self, node: Node) -> str:
+        return f"{self.path}:{node.start_mark.line + 1}{self.suffix}"
+
+
+def _path_of(path: object, key: str, distribution: str | None) -> str:
+    try:
+        return os.fsdecode(path)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        who = distribution or "policy_from_config"
+        raise wrong(key, who, f"expected a path, got {type(path).__name__}") from error
+
+
+def _meant(key: str) -> str:
+    for item in ITEMS.values():
+        if key in (item.key, item.variable):
+            if item.in_file:
+                return f" In a file it is {item.key}."
+            return f" It is set by the variable {item.variable}, not in a file."
+    return closest(key, FILE_KEYS) or f" Known are {', '.join(FILE_KEYS)}."
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in unique:
+            raise ValueError(f"{key!r} stands twice")
+        unique[key] = value
+    return unique
+
+
+def _reason(error: BaseException) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -1,0 +1,140 @@
+"""Checking the names in settings: each namespace by its owner, when the owner is there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import Literal, NamedTuple, cast
+
+from ..plugins.types import AttentionImpl, OpImpl
+from .policy import OpOrder, closest
+from .schema import ORDER_PREFIX, near, wrong
+from .unmatched import unmatched
+from .values import Setting, Settings
+
+__all__ = ["check_names", "labels"]
+
+
+OLDER_LAYERS = frozenset(
+    (
+        "deepseek_v4_multi_head_latent_attention",
+        "gated_layer",
+        "masked_fill",
+        "silu_and_mul_with_clamp",
+        "unquantized_fused_moe_method",
+    )
+)
+"""What vllm-plugin-FL's lists of layers and its platform files name; not every vLLM has them."""
+
+
+class _Use(NamedTuple):
+    """A name that stands in a setting; `label` is what `Settings.unchecked` calls it."""
+
+    space: Literal["op", "vendor", "layer", "FlagGems op"]
+    name: str
+    label: str
+    setting: Setting
+
+    @property
+    def in_users_order(self) -> bool:
+        """Whether it is a vendor in an order of the user's, of which `unmatched` speaks."""
+        order = self.setting.value
+        return self.space == "vendor" and isinstance(order, OpOrder) and order.pinned
+
+
+def check_names(
+    settings: Settings,
+    *,
+    ops: Collection[str],
+    vendors: Collection[str] | None = None,
+    layers: Collection[str] | None = None,
+    flagos: Collection[str] | None = None,
+    impls: Mapping[str, Collection[OpImpl | AttentionImpl]] | None = None,
+) -> Settings:
+    """Check the names whose owner is here; the others stay as they are, and stay unchecked.
+
+    An op or vendor that nobody knows is kept, since a plugin may bring it another day, and warned
+    of when it is close to a known one. May be called again when another owner is there.
+
+    Args:
+        settings: what `load_settings` gave.
+        ops: the ops of contracts and plugins.
+        vendors: the vendors of plugins, or None.
+        layers: the names of vLLM's layers, or None where vLLM is not loaded.
+        flagos: the names of FlagGems's ops, or None where it is not loaded.
+        impls: op -> what is installed for it, which the tokens of the user's orders should match;
+            or None.
+
+    Raises:
+        SettingsError: a layer or FlagGems op that its owner does not know. A layer's name that
+            vllm-plugin-FL has is kept and warned of.
+    """
+    known: dict[str, Collection[str] | None] = {
+        "op": ops,
+        "vendor": vendors,
+        "layer": layers,
+        # The lists name the ops of contracts that FlagGems implements, too.
+        "FlagGems op": None if flagos is None else {*flagos, *ops},
+    }
+    checked = set()
+    warnings = []
+    for use in _uses(settings):
+        names = known[use.space]
+        if names is not None and use.name in names:
+            checked.add(use.label)
+        elif names is not None and use.space == "layer" and use.name in OLDER_LAYERS:
+            warnings.append(
+                f"{use.setting.origin}: {use.setting.key}: the installed vLLM has no layer "
+                f"{use.name!r}, so that it has no effect."
+            )
+        elif names is not None and use.space in ("layer", "FlagGems op"):
+            raise wrong(
+                use.setting.key,
+                use.setting.origin,
+                f"there is no {use.space} {use.name!r}.{closest(use.name, names)}",
+            )
+        else:
+            near_to = ops if use.space == "FlagGems op" else names
+            slip = near(use.name, near_to) if near_to and use.name not in near_to else None
+            if slip and not (impls is not None and use.in_users_order):
+                warnings.append(
+                    f"{use.setting.origin}: {use.setting.key}: no {use.space} {use.name!r} is "
+                    f"installed, so that it has no effect. Did you mean {slip!r}?"
+                )
+    if impls is not None:
+        warnings += [said for _, said in unmatched(settings, impls)]
+    return dataclasses.replace(
+        settings,
+        warnings=tuple(dict.fromkeys((*settings.warnings, *warnings))),
+        unchecked=tuple(label for label in settings.unchecked if label not in checked),
+    )
+
+
+def labels(settings: Settings) -> Iterator[str]:
+    """Every name that somebody has to check, as `Settings.unchecked` writes it."""
+    yield from dict.fromkeys(use.label for use in _uses(settings))
+
+
+def _uses(settings: Settings) -> Iterator[_Use]:
+    for key, setting in settings.items():
+        if isinstance(setting.value, OpOrder):
+            yield _Use("op", key.removeprefix(ORDER_PREFIX), key, setting)
+            tokens = (*(setting.value.eager or ()), *(setting.value.compiled or ()))
+            for token in dict.fromkeys(tokens):
+                if token.kind == "vendor" and token.name:
+                    yield _Use("vendor", token.name, f"{key}.{token}", setting)
+            continue
+        space = SPACES.get(key)
+        if space is not None:
+            for name in cast("tuple[str, ...] | None", setting.value) or ():
+                yield _Use(space, name, f"{key}.{name}", setting)
+
+
+SPACES: dict[str, Literal["vendor", "layer", "FlagGems op"]] = {
+    "allow_vendors": "vendor",
+    "deny_vendors": "vendor",
+    "flagos_whitelist": "FlagGems op",
+    "flagos_blacklist": "FlagGems op",
+    "oot_whitelist": "layer",
+    "oot_blacklist": "layer",
+}

@@ -1,0 +1,318 @@
+"""What decides between implementations: tokens, orders and the policy that holds them.
+
+Values only. Where they come from is `config`; what they lead to is `resolver`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from ..older import outdated
+from ..plugins.types import AttentionImpl, BackendImplKind, OpImpl
+
+__all__ = [
+    "DEFAULT_ORDERS",
+    "ENGINE_ORDERS",
+    "KINDS",
+    "Mode",
+    "OpOrder",
+    "SelectionPolicy",
+    "Token",
+    "closest",
+]
+
+Mode = Literal["eager", "compiled"]
+"""How the engine runs a model. Calls from a script are eager."""
+
+KINDS = tuple(kind.value for kind in BackendImplKind)
+"""The kinds as settings spell them: flagos, vendor, reference."""
+
+DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
+    "flagos": ("flagos", "vendor", "reference"),
+    "vendor": ("vendor", "flagos", "reference"),
+    "reference": ("reference", "flagos", "vendor"),
+}
+"""The order of an op that no list names, by preference."""
+
+ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
+    "flagos": ("flagos", "vendor", "stock", "reference"),
+    "vendor": ("vendor", "flagos", "stock", "reference"),
+    "reference": ("reference", "flagos", "vendor"),
+}
+"""The same inside an engine: vLLM's own kernels are not given away to plain PyTorch."""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'rms_norm'?`, or nothing when no known word is near."""
+    import difflib  # only for a word that is wrong
+
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One entry of an order: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`, `stock`."""
+
+    kind: Literal["flagos", "vendor", "reference", "impl", "stock"]
+    name: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Token:
+        """Read one token. Raises ValueError that says what was likely meant."""
+        if not isinstance(text, str):
+            raise ValueError(f"a token is text such as 'vendor:cuda', got {text!r}")
+        head, colon, name = text.strip().partition(":")
+        if head in (*KINDS, "stock") and not colon:
+            return cls(head)  # type: ignore[arg-type]
+        if head in ("vendor", "impl") and name and not any(map(str.isspace, name)):
+            return cls(head, name)  # type: ignore[arg-type]
+        raise ValueError(
+            f"{text!r} is no token; use flagos, reference, vendor, vendor:NAME, impl:ID or stock."
+            + _meant(text)
+        )
+
+    def __str__(self) -> str:
+        return self.kind if self.name is None else f"{self.kind}:{self.name}"
+
+    def matches(self, impl: OpImpl | AttentionImpl) -> bool:
+        """Whether `impl` stands under this token."""
+        if self.kind == "impl":
+            return impl.impl_id == self.name
+        if self.kind != impl.kind.value:
+            return False
+        return self.name is None or impl.vendor == self.name
+
+    @property
+    def preference(self) -> str | None:
+        """The kind of what it selects, for re-sorting; an impl id tells it by its first part."""
+        if self.kind == "impl" and self.name is not None:
+            return {"default": "flagos"}.get(head := self.name.split(".")[0], head)
+        return self.kind
+
+
+def _meant(text: str) -> str:
+    """What was likely meant by text that is no token: `vendor.acme` is an id, not a vendor."""
+    head, separator, name = re.sub(r"\s+", "", text).partition(":")
+    if separator and head in ("vendor", "impl") and name:
+        return f" Did you mean '{head}:{name}'?"
+    first, dot, rest = head.partition(".")
+    if dot and rest and not separator and first in ("vendor", "reference", "default"):
+        return f" Did you mean '{f'vendor:{rest}' if first == 'vendor' else f'impl:{head}'}'?"
+    return closest(text.strip(), (*KINDS, "stock"))
+
+
+@dataclass(frozen=True)
+class OpOrder:
+    """The listed tokens of one op: only these are tried, in this order.
+
+    Args:
+        eager, compiled: the tokens of each mode; None where the list leaves the mode open.
+        pinned: written by the user, so that no `prefer` re-sorts it.
+        left_out: (mode, impl id) of what the list of its own distribution leaves out, in an order
+            that was merged from several: another's list does not bring it back.
+    """
+
+    eager: tuple[Token, ...] | None
+    compiled: tuple[Token, ...] | None
+    pinned: bool = True
+    left_out: frozenset[tuple[str, str]] = frozenset()
+
+    def tokens(self, mode: Mode) -> tuple[Token, ...] | None:
+        """The tokens of one mode, or None where the list leaves it open."""
+        return self.eager if mode == "eager" else self.compiled
+
+    @classmethod
+    def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
+        """From what settings hold: a token, a list of tokens, or `{eager: …, compiled: …}`.
+
+        Raises:
+            ValueError: an unknown token or mode, an empty list, or another type.
+        """
+        if isinstance(value, OpOrder):
+            return value
+        if isinstance(value, Mapping):
+            unknown = [str(mode) for mode in value if mode not in get_args(Mode)]
+            if unknown or not value:
+                raise ValueError(
+                    f"expected the keys eager and compiled, got {', '.join(unknown) or 'none'}."
+                    + (closest(unknown[0], get_args(Mode)) if unknown else "")
+                )
+            sides = {mode: _tokens(tokens) for mode, tokens in value.items()}
+            return cls(sides.get("eager"), sides.get("compiled"), pinned)
+        tokens = _tokens(value)
+        return cls(tokens, tokens, pinned)
+
+    def preferring(self, kind: str) -> OpOrder:
+        """This order with the preferred kind first, otherwise as it stands; nothing is added."""
+        if self.pinned:
+            return self
+
+        def front(tokens: tuple[Token, ...] | None) -> tuple[Token, ...] | None:
+            return tokens and tuple(sorted(tokens, key=lambda token: token.preference != kind))
+
+        return dataclasses.replace(self, eager=front(self.eager), compiled=front(self.compiled))
+
+    def __str__(self) -> str:
+        if self.eager == self.compiled:
+            return _text(self.eager)
+        return f"eager {_text(self.eager)}, compiled {_text(self.compiled)}"
+
+
+def _tokens(value: object) -> tuple[Token, ...]:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, Sequence) or not value:
+        raise ValueError(f"expected a token or a non-empty list of tokens, got {value!r}")
+    tokens = tuple(item if isinstance(item, Token) else Token.parse(item) for item in value)
+    if len(set(tokens)) != len(tokens):
+        raise ValueError(f"a token stands twice in [{', '.join(map(str, tokens))}]")
+    return tokens
+
+
+def _text(tokens: tuple[Token, ...] | None) -> str:
+    return "(default order)" if tokens is None else "|".join(map(str, tokens))
+
+
+@dataclass(frozen=True)
+class SelectionPolicy:
+    """What decides between implementations. Frozen, hashable, printable.
+
+    Args:
+        prefer: the kind tried first where no list names the op: a preference, not an exclusion.
+        strict: the first failure is raised and nothing else is tried.
+        per_op_order: op -> OpOrder, or what `OpOrder.of` reads; or pairs of the two.
+        deny_vendors: the vendors that may not be used; deny beats allow.
+        allow_vendors: the vendors that may; None allows all. Both look at kind VENDOR only.
+
+    Raises:
+        ValueError: an unknown kind or token.
+    """
+
+    prefer: str = "flagos"
+    strict: bool = False
+    per_op_order: Mapping[str, OpOrder] = field(default_factory=dict)
+    deny_vendors: frozenset[str] = frozenset()
+    allow_vendors: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefer not in KINDS:
+            raise ValueError(
+                f"prefer is one of {', '.join(KINDS)}, got {self.prefer!r}."
+                + closest(str(self.prefer), KINDS)
+            )
+        orders = {op: OpOrder.of(order) for op, order in sorted(dict(self.per_op_order).items())}
+        object.__setattr__(self, "per_op_order", _FrozenDict(orders))
+        object.__setattr__(self, "strict", bool(self.strict))
+        if self.allow_vendors is not None:
+            object.__setattr__(self, "allow_vendors", _names("allow_vendors", self.allow_vendors))
+        object.__setattr__(self, "deny_vendors", _names("deny_vendors", self.deny_vendors))
+        # A policy is a key of the call path's table: hash it once, not at every call.
+        fields = (self.prefer, self.strict, tuple(orders.items()))
+        object.__setattr__(self, "_hash", hash((fields, self.allow_vendors, self.deny_vendors)))
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        # Built anew where it arrives: another process hashes text differently.
+        lists = (dict(self.per_op_order), self.deny_vendors, self.allow_vendors)
+        return (SelectionPolicy, (self.prefer, self.strict, *lists))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def listed(self, op: str, mode: Mode = "eager") -> OpOrder | None:
+        """The list that orders `op` in this mode, or None where the default order holds."""
+        order = self.per_op_order.get(op)
+        return order if order is not None and order.tokens(mode) else None
+
+    def order(self, op: str, mode: Mode = "eager", *, engine: bool = False) -> tuple[Token, ...]:
+        """The tokens tried for `op`, in order; inside an engine the default names `stock`."""
+        listed = self.listed(op, mode)
+        defaults = ENGINE_ORDERS if engine else DEFAULT_ORDERS
+        tokens = listed and listed.tokens(mode)
+        return tokens or tuple(Token.parse(kind) for kind in defaults[self.prefer])
+
+    def preferring(self, kind: str) -> SelectionPolicy:
+        """This policy with another preference, as a higher layer than its lists sets it."""
+        policy = dataclasses.replace(self, prefer=kind)
+        orders = {op: order.preferring(kind) for op, order in self.per_op_order.items()}
+        return dataclasses.replace(policy, per_op_order=orders)
+
+    @classmethod
+    def from_dict(
+        cls,
+        prefer: str = "flagos",
+        strict: bool = False,
+        per_op_order: Mapping[str, Any] | None = None,
+        deny_vendors: Iterable[str] | None = None,
+        allow_vendors: Iterable[str] | None = None,
+    ) -> SelectionPolicy:
+        """Deprecated: the same as `SelectionPolicy(…)`, which takes the same."""
+        outdated("SelectionPolicy.from_dict", "SelectionPolicy(prefer=…, per_op_order=…)")
+        allowed = frozenset(allow_vendors) if allow_vendors else None
+        denied = frozenset(deny_vendors or ())
+        return cls(prefer.lower(), strict, per_op_order or {}, denied, allowed)
+
+    @property
+    def per_op_order_dict(self) -> dict[str, list[str]]:
+        """Deprecated: op -> the tokens of its list, in eager mode; see `per_op_order`."""
+        outdated("SelectionPolicy.per_op_order_dict", "per_op_order")
+        return {op: [*map(str, order.eager or ())] for op, order in self.per_op_order.items()}
+
+    def get_per_op_order(self, op: str) -> list[str] | None:
+        """Deprecated: the tokens of `op`'s list, or None without one; see `order`."""
+        outdated("SelectionPolicy.get_per_op_order", "order(op)")
+        return [*map(str, self.order(op))] if op in self.per_op_order else None
+
+    def get_default_order(self) -> list[str]:
+        """Deprecated: the tokens of an op without a list; see `DEFAULT_ORDERS`."""
+        outdated("SelectionPolicy.get_default_order", "policy.DEFAULT_ORDERS[prefer]")
+        return [*DEFAULT_ORDERS[self.prefer]]
+
+    def is_vendor_allowed(self, vendor: str) -> bool:
+        """Deprecated: whether the vendor filters let `vendor` through; see `refuses`."""
+        outdated("SelectionPolicy.is_vendor_allowed", "refuses(impl)")
+        allowed = self.allow_vendors is None or vendor in self.allow_vendors
+        return allowed and vendor not in self.deny_vendors
+
+    def fingerprint(self) -> str:
+        """Deprecated: a text that differs where policies do; they are hashable themselves."""
+        outdated("SelectionPolicy.fingerprint", "the policy itself: it is hashable")
+        orders = ";".join(f"{op}={order}" for op, order in self.per_op_order.items())
+        allowed = "*" if self.allow_vendors is None else ",".join(sorted(self.allow_vendors))
+        denied = ",".join(sorted(self.deny_vendors))
+        return (
+            f"prefer={self.prefer};st={int(self.strict)};allow={allowed};deny={denied};per={orders}"
+        )
+
+    def refuses(self, impl: OpImpl | AttentionImpl) -> str | None:
+        """The vendor filter that keeps `impl` out, or None."""
+        if impl.kind is not BackendImplKind.VENDOR:
+            return None
+        if impl.vendor in self.deny_vendors:
+            return f"deny_vendors names {impl.vendor}"
+        if self.allow_vendors is not None and impl.vendor not in self.allow_vendors:
+            allowed = ", ".join(sorted(self.allow_vendors)) or "none"
+            return f"allow_vendors lists {allowed}"
+        return None
+
+
+class _FrozenDict(dict[str, OpOrder]):
+    """A dict inside a frozen value: reading only."""
+
+    def _refuse(self, *_: object, **__: object) -> None:
+        raise TypeError("a SelectionPolicy is frozen; make another with dataclasses.replace")
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, OpOrder]]]:
+        return (_FrozenDict, (dict(self),))
+
+
+def _names(what: str, value: Iterable[str]) -> frozenset[str]:
+    if isinstance(value, str):
+        raise ValueError(f"{what} is a set of vendor names, got the text {value!r}")
+    return frozenset(value)

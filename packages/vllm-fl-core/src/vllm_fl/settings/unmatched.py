@@ -1,0 +1,89 @@
+"""Tokens of the user's lists that match nothing installed, with what was likely meant."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import cast, get_args
+
+from ..plugins.types import AttentionImpl, OpImpl
+from .policy import KINDS, Mode, OpOrder, Token
+from .schema import ORDER_PREFIX, PLATFORMS
+from .values import Setting, Settings
+
+__all__ = ["meant", "unmatched"]
+
+Impls = Collection[OpImpl | AttentionImpl]
+
+
+def unmatched(settings: Settings, impls_by_op: Mapping[str, Impls]) -> Iterator[tuple[str, str]]:
+    """(op, a sentence) for each of the user's lists that names something that is not installed.
+
+    What matches but is not available, or is denied, is no slip: its rejection has a reason. Nor is
+    another platform's vendor beside tokens that match, since one file may serve several machines.
+    Where no token of a list matches anything, the sentence says that the op has lost all it had.
+    """
+    for key, setting in settings.items():
+        op, order = key.removeprefix(ORDER_PREFIX), setting.value
+        if isinstance(order, OpOrder) and order.pinned:
+            said = _said(op, order, setting, impls_by_op.get(op, ()), settings.policy.strict)
+            if said:
+                yield op, said
+
+
+def meant(token: Token, impls: Impls) -> str:
+    """` Did you mean 'impl:vendor.acme'?`, or nothing when no installed one is near."""
+    known = {
+        *(f"impl:{impl.impl_id}" for impl in impls),
+        *(f"vendor:{impl.vendor}" for impl in impls if impl.vendor),
+        *(impl.kind.value for impl in impls),
+    }
+    if token.name is None:
+        return ""
+    # A vendor taken for an id, an id for a vendor, a kind for either.
+    bare = token.name.removeprefix("vendor.")
+    likely = [f"{token.kind}:{bare}", f"vendor:{bare}", f"impl:{bare}", bare]
+    by_fold = {text.casefold(): text for text in sorted(known)}
+    for text in likely:
+        if text.casefold() in by_fold:
+            return f" Did you mean {by_fold[text.casefold()]!r}?"
+    import difflib  # only for a word that is wrong
+
+    same = [fold for fold in by_fold if fold.startswith(f"{token.kind}:")]
+    for pool in (same, list(by_fold)):
+        near = difflib.get_close_matches(str(token).casefold(), pool, n=1, cutoff=0.7)
+        if near:
+            return f" Did you mean {by_fold[near[0]]!r}?"
+    return ""
+
+
+def _said(op: str, order: OpOrder, setting: Setting, impls: Impls, strict: bool) -> str:
+    sides = {mode: order.tokens(mode) or () for mode in cast("tuple[Mode, ...]", get_args(Mode))}
+    absent = {
+        token: None
+        for tokens in sides.values()
+        for token in tokens
+        if token.kind != "stock" and not any(token.matches(impl) for impl in impls)
+    }
+    lost = [
+        mode
+        for mode, tokens in sides.items()
+        if impls and tokens and all(token in absent for token in tokens)
+    ]
+    named = [token for token in absent if lost or not _may_be_elsewhere(token)]
+    if not named:
+        return ""
+    tokens = " ".join(f"{str(token)!r}.{meant(token, impls)}" for token in named)
+    told = f"{setting.origin}: {setting.key}: no installed implementation of {op} matches {tokens}"
+    if not lost:
+        return told
+    where = "" if len(lost) == sum(map(bool, sides.values())) else f" in {lost[0]} mode"
+    engine = "no engine starts (strict mode)" if strict else "an engine runs vLLM's own code"
+    return (
+        f"{told} Nothing that is listed matches, so that {op} has lost every implementation"
+        f"{where}: a call from a script fails, and {engine}."
+    )
+
+
+def _may_be_elsewhere(token: Token) -> bool:
+    """Whether its absence is no slip: a kind, or a platform's vendor, which others may have."""
+    return token.kind in KINDS and (token.name is None or token.name in PLATFORMS)

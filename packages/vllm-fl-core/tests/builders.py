@@ -1,0 +1,95 @@
+"""Implementations for tests: what they return says which one ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.engine.plan import Plan, make_plan
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
+from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.policy import Mode, SelectionPolicy
+
+X = torch.ones(2, 8)
+
+
+def half(x: torch.Tensor) -> torch.Tensor:
+    return x[..., : x.shape[-1] // 2].clone()
+
+
+def kind_of(impl_id: str) -> tuple[BackendImplKind, str | None]:
+    head, _, name = impl_id.partition(".")
+    return {
+        "default": (BackendImplKind.DEFAULT, None),
+        "reference": (BackendImplKind.REFERENCE, None),
+        "vendor": (BackendImplKind.VENDOR, name),
+    }[head]
+
+
+def silu(impl_id: str, mark: float = 0.0, **fields: Any) -> OpImpl:
+    """A `silu_and_mul` that returns half of x, plus its mark."""
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        return half(x) + mark
+
+    kind, vendor = kind_of(impl_id)
+    fn = fields.pop("fn", silu_and_mul)
+    return OpImpl("silu_and_mul", impl_id, kind, fn, vendor, fields.pop("priority", None), **fields)
+
+
+def failing(impl_id: str, error: BaseException, **fields: Any) -> OpImpl:
+    """A `silu_and_mul` that raises."""
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    return silu(impl_id, fn=silu_and_mul, **fields)
+
+
+def refusing(impl_id: str, reason: str, **fields: Any) -> OpImpl:
+    """A `silu_and_mul` whose `supports` says no."""
+    return silu(impl_id, supports=lambda x: reason, **fields)
+
+
+def norm(
+    impl_id: str,
+    fn: Callable[..., Any],
+    verdict: Callable[[], bool | str] = lambda: True,
+    **fields: Any,
+) -> OpImpl:
+    """A `rms_norm` made of fn(x, residual), whose `supports` gives `verdict()`."""
+
+    def rms_norm(
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Any:
+        return fn(x, residual)
+
+    def supports(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> bool | str:
+        return verdict()
+
+    kind, vendor = kind_of(impl_id)
+    return OpImpl("rms_norm", impl_id, kind, rms_norm, vendor, supports=supports, **fields)
+
+
+def planning(manager: OpManager, mode: Mode = "eager", **fields: Any) -> Plan:
+    """The plan of an engine whose settings give the manager's policy."""
+    settings = load_settings({})
+    vars(settings)["policy"] = manager.policy
+    return make_plan(manager, mode, settings, **fields)
+
+
+def managing(*impls: OpImpl | AttentionImpl, **policy: Any) -> OpManager:
+    """A manager that has these, under a policy with these fields."""
+    registry = OpRegistry()
+    registry.register_many(impls)
+    return OpManager(registry, SelectionPolicy(**policy))

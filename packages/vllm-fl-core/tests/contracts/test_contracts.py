@@ -1,0 +1,299 @@
+"""What holds for every contract."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.contracts import ModelSizes, OpSpec, Sample, contracts
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SPECS = list(contracts().values())
+
+per_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+per_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def tensors(results: Any) -> list[torch.Tensor]:
+    values = results if isinstance(results, tuple) else (results,)
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def addresses(tensor: torch.Tensor) -> set[int]:
+    """The bytes at which the elements of `tensor` start."""
+    size, offset = tensor.untyped_storage().nbytes(), tensor.storage_offset()
+    index = torch.arange(size // tensor.element_size())
+    at = index.as_strided(tensor.shape, tensor.stride(), offset).flatten().tolist()
+    start = tensor.untyped_storage().data_ptr()
+    return {start + i * tensor.element_size() for i in at}
+
+
+def within(spec: OpSpec, got: torch.Tensor, want: torch.Tensor) -> bool:
+    bound = spec.tolerance(got.dtype)
+    return torch.allclose(got.double(), want.double(), rtol=bound.rtol, atol=bound.atol)
+
+
+def test_the_contracts_by_name() -> None:
+    assert list(contracts()) == ["gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"]
+    assert isinstance(contracts(), Mapping)
+    with pytest.raises(TypeError):
+        contracts()["x"] = SPECS[0]  # type: ignore[index]
+
+
+def test_signatures() -> None:
+    shown = {
+        spec.name: str(spec.signature.replace(parameters=plain(spec), return_annotation="r"))
+        for spec in SPECS
+    }
+    assert shown == {
+        "gelu_and_mul": "(x, approximate='none') -> 'r'",
+        "rms_norm": "(x, residual, weight, epsilon, variance_size=None) -> 'r'",
+        "rotary_embedding": (
+            "(query, key, cos, sin, position_ids, rotary_interleaved=False) -> 'r'"
+        ),
+        "silu_and_mul": "(x) -> 'r'",
+    }
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def plain(spec: OpSpec) -> list[Any]:
+    return [p.replace(annotation=p.empty) for p in spec.signature.parameters.values()]
+
+
+def test_contracts_import_no_torch() -> None:
+    code = (
+        "import sys; from vllm_fl.contracts import contracts; "
+        "found = contracts(); [spec.variants[0].parameters for spec in found.values()]; "
+        "print(len(found), sorted({'torch', 'vllm', 'numpy', 'triton'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "4 []"
+
+
+@per_spec
+def test_every_callable_takes_the_contracts_parameters(spec: OpSpec) -> None:
+    for function in (spec.fake, spec.check):
+        found = replace(spec, oracle=function)
+        assert found.parameters == spec.parameters
+        defaults = [p.default for p in found.signature.parameters.values()]
+        assert defaults == [p.default for p in spec.signature.parameters.values()]
+
+
+@per_spec
+def test_documentation_names_every_parameter_and_its_errors(spec: OpSpec) -> None:
+    text = spec.oracle.__doc__ or ""
+    for heading in ("Args:", "Returns:", "Raises:", "Source:", "CallError:"):
+        assert heading in text
+    for parameter in spec.parameters:
+        assert parameter in text.partition("Args:")[2]
+
+
+@per_spec
+@per_dtype
+def test_samples_have_names_of_their_own_and_legal_arguments(
+    spec: OpSpec, dtype: torch.dtype
+) -> None:
+    samples = list(spec.samples(dtype, CPU))
+    assert len({sample.name for sample in samples}) == len(samples)
+    for sample in samples:
+        assert len(sample.args) == len(spec.parameters)
+        assert spec.check(*sample.args) is None, sample.name
+
+
+@per_spec
+@per_dtype
+def test_fake_agrees_with_the_oracle(spec: OpSpec, dtype: torch.dtype) -> None:
+    for sample in spec.samples(dtype, CPU):
+        want, shaped = spec.oracle(*sample.args), spec.fake(*sample.args)
+        assert isinstance(want, tuple) == isinstance(shaped, tuple)
+        if isinstance(want, tuple):
+            assert [w is None for w in want] == [s is None for s in shaped], sample.name
+        for result, empty in zip(tensors(want), tensors(shaped), strict=True):
+            assert result.dtype == torch.float64
+            assert torch.isfinite(result).all() or sample.name.startswith("NaN"), sample.name
+            assert empty.shape == result.shape, sample.name
+            assert empty.dtype == dtype
+            assert empty.is_contiguous()
+        variant = spec.variant_for(dict(zip(spec.parameters, sample.args, strict=True)))
+        assert variant.returns == len(tensors(want))
+
+
+@per_spec
+def test_fake_works_with_symbolic_sizes(spec: OpSpec) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    sample = next(s for s in spec.samples(torch.bfloat16, CPU) if s.name.startswith("16 tokens"))
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in sample.args]
+        results = tensors(spec.fake(*args))
+    assert isinstance(results[0].shape[0], torch.SymInt)
+    for result, want in zip(results, tensors(spec.oracle(*sample.args)), strict=True):
+        assert tuple(int(n) for n in result.shape) == tuple(want.shape)
+
+
+@per_spec
+def test_bad_inputs_are_refused_by_name(spec: OpSpec) -> None:
+    for dtype in DTYPES:
+        for bad in spec.bad_inputs(dtype, CPU):
+            verdict = spec.check(*bad.args)
+            assert verdict is not None, bad.name
+            argument, problem = verdict
+            assert argument == bad.argument, bad.name
+            assert problem.startswith("must "), problem
+    assert {bad.argument for bad in spec.bad_inputs(torch.float32, CPU)} | {
+        "rotary_interleaved"
+    } >= set(spec.parameters)
+
+
+@per_spec
+def test_a_tensor_on_another_device_is_refused(spec: OpSpec) -> None:
+    sample = next(
+        s for s in spec.samples(torch.float32, CPU) if None not in s.args[:3] or len(s.args) < 5
+    )
+    for parameter, value in list(zip(spec.parameters, sample.args, strict=True))[1:]:
+        if isinstance(value, torch.Tensor):
+            args = [value.to("meta") if arg is value else arg for arg in sample.args]
+            argument, problem = spec.check(*args)  # type: ignore[misc]
+            assert argument == parameter
+            assert "device cpu, got meta" in problem
+
+
+@per_spec
+@per_dtype
+def test_samples_are_the_same_each_time_and_leave_the_global_generator_alone(
+    spec: OpSpec, dtype: torch.dtype
+) -> None:
+    before = torch.get_rng_state()
+    first = list(spec.samples(dtype, CPU))
+    torch.manual_seed(7)
+    for one, two in zip(first, spec.samples(dtype, CPU), strict=True):
+        for a, b in zip(one.args, two.args, strict=True):
+            if isinstance(a, torch.Tensor):
+                assert same(a, b) and a.stride() == b.stride()
+            else:
+                assert a == b
+    torch.set_rng_state(before)
+    list(spec.samples(dtype, CPU))
+    list(spec.bad_inputs(dtype, CPU))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@per_spec
+def test_samples_ignore_default_dtype_and_device(spec: OpSpec) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            inside = list(spec.samples(torch.float32, CPU))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, two in zip(inside, spec.samples(torch.float32, CPU), strict=True):
+        for a, b in zip(tensors(one.args), tensors(two.args), strict=True):
+            assert a.device == CPU
+            assert same(a, b)
+
+
+@per_spec
+def test_no_element_belongs_to_two_arguments(spec: OpSpec) -> None:
+    for sample in spec.samples(torch.bfloat16, CPU):
+        seen: set[int] = set()
+        for tensor in tensors(sample.args):
+            own = addresses(tensor)
+            assert len(own) == tensor.numel(), sample.name
+            assert not own & seen, sample.name
+            seen |= own
+
+
+@per_spec
+def test_served_samples_have_the_models_sizes(spec: OpSpec) -> None:
+    sizes = ModelSizes(
+        hidden=96, intermediate=80, heads=6, kv_heads=2, head_size=16, rotary=8, tokens=(1, 600)
+    )
+    samples = list(spec.served(sizes, torch.bfloat16, CPU))
+    assert {sample.args[0].shape[0] for sample in samples} == {1, 600}
+    for sample in samples:
+        assert spec.check(*sample.args) is None, sample.name
+        x = sample.args[0]
+        if spec.name.endswith("_and_mul"):
+            assert x.shape[1:] == (160,)
+        elif spec.name == "rms_norm":
+            assert x.shape[1:] in ((96,), (6, 16))
+        else:
+            assert x.shape[1:] == (6, 16)
+            assert sample.args[1].shape[1:] == (2, 16)
+            assert sample.args[2].shape[1] == 4
+
+
+@per_spec
+def test_tolerances_have_reasons_and_grow_with_the_rounding(spec: OpSpec) -> None:
+    assert set(spec.tolerances) == {"float32", "float16", "bfloat16"}
+    fp32, fp16, bf16 = (spec.tolerance(dtype) for dtype in DTYPES)
+    assert fp32.rtol < fp16.rtol < bf16.rtol
+    for tolerance in (fp32, fp16, bf16):
+        assert len(tolerance.reason) > 20
+    with pytest.raises(KeyError):
+        spec.tolerance(torch.float64)
+
+
+Op = Callable[..., Any]
+
+
+def mutants() -> Iterator[tuple[str, str, Op]]:
+    """(op, what is wrong, a wrong form of it in fp64)."""
+    oracle = {name: spec.oracle for name, spec in contracts().items()}
+    silu, gelu, norm, rotary = (
+        oracle[n] for n in ("silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding")
+    )
+
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
+
+    yield "silu_and_mul", "swapped halves", lambda x: silu(halves(x))
+    yield "silu_and_mul", "gelu", gelu
+    yield "gelu_and_mul", "swapped halves", lambda x, a: gelu(halves(x), a)
+    yield "gelu_and_mul", "always erf", lambda x, a: gelu(x, "none")
+    yield "gelu_and_mul", "always tanh", lambda x, a: gelu(x, "tanh")
+    yield "rms_norm", "epsilon / 10", lambda x, r, w, e, v: norm(x, r, w, e / 10, v)
+    yield "rms_norm", "no weight", lambda x, r, w, e, v: norm(x, r, None, e, v)
+    yield "rms_norm", "no variance_size", lambda x, r, w, e, v: norm(x, r, w, e)
+
+    def stale(*args: Any) -> Any:
+        return norm(*args) if args[1] is None else (norm(*args)[0], args[1])
+
+    def unsummed(x: Any, r: Any, *rest: Any) -> Any:
+        return norm(x, r, *rest) if r is None else (norm(x, None, *rest), norm(x, r, *rest)[1])
+
+    yield "rms_norm", "residual not written", stale
+    yield "rms_norm", "norm of x alone", unsummed
+    yield "rotary_embedding", "never interleaved", lambda *a: rotary(*a[:5], False)
+    yield "rotary_embedding", "other direction", lambda q, k, c, s, *a: rotary(q, k, c, -s, *a)
+    yield (
+        "rotary_embedding",
+        "next position",
+        (lambda q, k, c, s, p, i: rotary(q, k, c, s, (p + 1) % c.shape[0], i)),
+    )
+    yield "rotary_embedding", "key untouched", lambda q, k, *a: (rotary(q, None, *a)[0], k)
+
+
+@per_dtype
+@pytest.mark.parametrize(("op", "wrong", "mutant"), list(mutants()))
+def test_samples_and_tolerances_tell_a_wrong_op(
+    op: str, wrong: str, mutant: Op, dtype: torch.dtype
+) -> None:
+    spec = contracts()[op]
+
+    def passes(sample: Sample) -> bool:
+        pairs = zip(tensors(mutant(*sample.args)), tensors(spec.oracle(*sample.args)), strict=True)
+        return all(within(spec, got.to(dtype), want) for got, want in pairs)
+
+    assert not all(passes(sample) for sample in spec.samples(dtype, CPU)), wrong

@@ -1,0 +1,241 @@
+"""The digest of a plan: the same plan has the same one, another plan or source another."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_fl.dispatch import OpManager, OpRegistry
+from vllm_fl.engine import digest as digest_module
+from vllm_fl.engine.digest import UNKNOWN, _code_of, code_of, digest, fingerprint
+from vllm_fl.engine.plan import Plan, make_plan
+from vllm_fl.plugins.registry import Owner
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.layers import load_settings
+
+SOURCE = "def silu_and_mul(x):\n    return x[..., : x.shape[-1] // 2] {operator} 2\n"
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a module `digest_kernel` that can be imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "digest_kernel", raising=False)
+    file = tmp_path / "digest_kernel.py"
+    file.write_text(SOURCE.format(operator="*"))
+    return file
+
+
+def digest_of(
+    module: ModuleType,
+    mode: str = "eager",
+    version: str = "1.0",
+    owner: Owner | None = None,
+    **env: str,
+) -> str:
+    return digest(fingerprint(*plan_of(module, mode, version, owner, **env)))
+
+
+def plan_of(
+    module: ModuleType,
+    mode: str = "eager",
+    version: str = "1.0",
+    owner: Owner | None = None,
+    **env: str,
+) -> tuple[Plan, Mapping[tuple[str, str], Owner]]:
+    registry = OpRegistry()
+    owner = owner or Owner("acme", "fl-acme", version)
+    impl = OpImpl(
+        "silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, module.silu_and_mul, "acme"
+    )
+    registry.register_many([impl], owner)
+    plan: Plan = make_plan(OpManager(registry), mode, load_settings(env))  # type: ignore[arg-type]
+    return plan, registry.snapshot().owners
+
+
+def test_the_same_plan_has_the_same_digest_in_another_process(kernel: Path) -> None:
+    module = importlib.import_module("digest_kernel")
+    here = digest_of(module)
+    assert digest_of(module) == here
+    paths = [str(kernel.parent), str(Path(__file__).parent), *sys.path]
+    code = (
+        f"import sys, json; sys.path[:0] = {paths!r}\n"
+        "import digest_kernel, test_digest\n"
+        "print(json.dumps(test_digest.digest_of(digest_kernel)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == here
+
+
+def test_what_changes_the_plan_changes_the_digest(kernel: Path) -> None:
+    module = importlib.import_module("digest_kernel")
+    digests = {
+        digest_of(module),
+        digest_of(module, "compiled"),
+        digest_of(module, version="1.1"),
+        digest_of(module, VLLM_FL_STRICT="1"),
+        digest_of(module, VLLM_FL_DENY_VENDORS="acme"),
+    }
+    assert len(digests) == 5
+
+
+def test_what_does_not_change_the_plan_does_not_change_the_digest(kernel: Path) -> None:
+    module = importlib.import_module("digest_kernel")
+    same = {digest_of(module), digest_of(module, VLLM_FL_LOG_LEVEL="DEBUG")}
+    same.add(digest_of(module, VLLM_FL_DISPATCH_DEBUG="1"))
+    same.add(digest_of(module, VLLM_FL_PREFER="vendor"))  # the same choice, for another reason
+    assert len(same) == 1
+
+
+def test_an_edited_implementation_has_another_digest(kernel: Path) -> None:
+    before = digest_of(importlib.import_module("digest_kernel"))
+    edited = kernel.with_name("edited").joinpath(kernel.name)
+    edited.parent.mkdir()
+    edited.write_text(SOURCE.format(operator="+"))
+    sys.modules.pop("digest_kernel")
+    sys.path.insert(0, str(edited.parent))
+    try:
+        assert digest_of(importlib.import_module("digest_kernel")) != before
+    finally:
+        sys.path.remove(str(edited.parent))
+
+
+class TestCode:
+    """A distribution that is installed by its RECORD, as pip writes it."""
+
+    @pytest.fixture
+    def site(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        site = tmp_path / "site"
+        package = site / "acme_kernels"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("from .helper import FACTOR\n")
+        (package / "helper.py").write_text("FACTOR = 1\n")
+        (package / "lib.so").write_bytes(b"\x7fELF one")
+        (package / "__init__.cpython-311.pyc").write_bytes(b"byte code")
+        info = site / "acme_kernels-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\n")
+        self.record(site)
+        monkeypatch.syspath_prepend(str(site))
+        _code_of.cache_clear()
+        return site
+
+    @staticmethod
+    def record(site: Path, **known: str) -> None:
+        files = [p.relative_to(site).as_posix() for p in site.rglob("*") if p.is_file()]
+        rows = [f"{name},{known.get(Path(name).stem, 'sha256=x')},1" for name in sorted(files)]
+        (site / "acme_kernels-1.0.dist-info" / "RECORD").write_text("\n".join(rows) + "\n")
+
+    @staticmethod
+    def code() -> str:
+        _code_of.cache_clear()
+        return code_of("acme-kernels", "acme_kernels")
+
+    @pytest.mark.parametrize(
+        ("file", "content"),
+        [("helper.py", b"FACTOR = 2\n"), ("lib.so", b"\x7fELF two"), ("__init__.py", b"")],
+    )
+    def test_every_file_counts(self, site: Path, file: str, content: bytes) -> None:
+        before = self.code()
+        assert len(before) == 16 and self.code() == before
+        (site / "acme_kernels" / file).write_bytes(content)
+        assert self.code() != before
+
+    def test_byte_code_and_metadata_do_not(self, site: Path) -> None:
+        before = self.code()
+        (site / "acme_kernels" / "__init__.cpython-311.pyc").write_bytes(b"other byte code")
+        (site / "acme_kernels-1.0.dist-info" / "INSTALLER").write_text("pip")
+        self.record(site)
+        assert self.code() == before
+
+    def test_the_same_code_elsewhere_is_the_same(self, site: Path, tmp_path: Path) -> None:
+        before = self.code()
+        other = tmp_path / "other"
+        shutil.copytree(site, other)
+        sys.path.remove(str(site))
+        sys.path.insert(0, str(other))
+        try:
+            assert self.code() == before
+        finally:
+            sys.path.remove(str(other))
+            sys.path.insert(0, str(site))
+
+    def test_a_large_file_is_known_by_its_record(
+        self, site: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(digest_module, "LARGE", 4)
+        self.record(site, lib="sha256=one")
+        before = self.code()
+        (site / "acme_kernels" / "lib.so").write_bytes(b"\x7fELF two")
+        assert self.code() == before
+        self.record(site, lib="sha256=two")
+        assert self.code() != before
+
+    def test_a_link_to_sources_is_walked(self, site: Path) -> None:
+        url = site / "acme_kernels-1.0.dist-info" / "direct_url.json"
+        url.write_text(json.dumps({"url": "file:///src", "dir_info": {"editable": True}}))
+        before = self.code()
+        (site / "acme_kernels" / "new.py").write_text("x = 1\n")  # not in RECORD
+        assert self.code() != before
+
+    def test_an_archive_counts_by_its_content(
+        self, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delitem(sys.modules, "acme_kernels", raising=False)
+        sys.path.remove(str(site))
+        archive = tmp_path / "acme.zip"
+        seen = set()
+        for factor in "12":
+            (site / "acme_kernels" / "helper.py").write_text(f"FACTOR = {factor}\n")
+            archive.unlink(missing_ok=True)
+            with zipfile.ZipFile(archive, "w") as made:
+                for path in sorted(site.rglob("*")):
+                    made.write(path, path.relative_to(site))
+            sys.path.insert(0, str(archive))
+            importlib.invalidate_caches()
+            try:
+                seen.add(self.code())
+            finally:
+                sys.path.remove(str(archive))
+        sys.path.insert(0, str(site))
+        assert len(seen) == 2 and UNKNOWN not in seen
+
+    def test_the_kernels_that_a_plugin_declares_are_in_the_plans_digest(
+        self, site: Path, kernel: Path
+    ) -> None:
+        module = importlib.import_module("digest_kernel")
+        owner = Owner("acme", "fl-acme", "1.0", kernels=("acme-kernels",))
+        before = digest_of(module, owner=owner)
+        assert before != digest_of(module)
+        (site / "acme_kernels" / "helper.py").write_text("FACTOR = 2\n")
+        _code_of.cache_clear()
+        assert digest_of(module, owner=owner) != before
+
+    def test_what_computes_beneath_is_in_it_by_version(self, kernel: Path) -> None:
+        module = importlib.import_module("digest_kernel")
+        facts = fingerprint(*plan_of(module))
+        assert facts["versions"]["torch"] and facts["versions"]["vllm-fl-core"]
+
+
+def test_what_computes_beneath_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(digest_module, "_walked", lambda top: read.append(top) or iter(()))
+    _code_of.cache_clear()
+    assert code_of(None, "torch.nn.functional") == UNKNOWN
+    assert read == []
+
+
+def test_a_function_of_torchs_is_known_by_the_module_that_brings_it(kernel: Path) -> None:
+    torch = pytest.importorskip("torch")
+    impl = OpImpl("silu_and_mul", "vendor.x", BackendImplKind.VENDOR, torch.nn.functional.silu, "x")
+    facts = digest_module._candidate(impl, Owner(plugin=kernel.stem))
+    assert facts["source"] == code_of(None, kernel.stem) != UNKNOWN

@@ -1,0 +1,462 @@
+"""Opaque operators: torch's own checks, whole-graph compilation, and the chain that runs inside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import X, failing, half, managing, planning, refusing, silu
+
+from vllm_fl.contracts import OpSpec, Sample, contracts
+from vllm_fl.engine.opaque import is_opaque, opaque_op, unique_name
+from vllm_fl.engine.plan import Plan, leave_place, take_place
+from vllm_fl.errors import CallError
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
+CPU = torch.device("cpu")
+
+
+def honest(spec: OpSpec) -> OpImpl:
+    """The contract's own oracle, rounded to x's dtype: right by definition."""
+    names = ", ".join(
+        str(p.replace(annotation=p.empty)) for p in spec.signature.parameters.values()
+    )
+    scope: dict[str, Any] = {"oracle": spec.oracle, "round_to": round_to}
+    arguments = ", ".join(spec.parameters)
+    first = spec.parameters[0]
+    exec(
+        f"def {spec.name}({names}):\n    return round_to(oracle({arguments}), {first}.dtype)", scope
+    )
+    return OpImpl(spec.name, "vendor.honest", BackendImplKind.VENDOR, scope[spec.name], "honest")
+
+
+def round_to(result: Any, dtype: torch.dtype) -> Any:
+    if isinstance(result, tuple):
+        return tuple(round_to(part, dtype) for part in result)
+    return None if result is None else result.to(dtype).contiguous()
+
+
+def planned(*impls: OpImpl, **policy: Any) -> Plan:
+    orders = {op: ["flagos", "vendor", "reference"] for op in contracts()}
+    return planning(managing(*impls, **{"per_op_order": orders, **policy}), "compiled")
+
+
+def opaque(*impls: OpImpl, **policy: Any) -> Any:
+    plan = planned(*impls, **policy)
+    return opaque_op(plan.chain(impls[0].op_name), plan.counting).fn
+
+
+def samples() -> Iterator[Any]:
+    for spec in contracts().values():
+        for sample in spec.samples(torch.float32, CPU):
+            yield pytest.param(spec, sample, id=f"{spec.name}: {sample.name}")
+
+
+SAMPLES = list(samples())
+
+
+def overload(spec: OpSpec, impl: Any, sample: Sample) -> tuple[Any, tuple[Any, ...]]:
+    """The torch.library operator that a call with this sample's arguments reaches."""
+    seen: list[tuple[Any, tuple[Any, ...]]] = []
+    scope = impl.__globals__
+    kept = {name: value for name, value in scope.items() if name.startswith("_op")}
+    try:
+        for name, operator in kept.items():
+            scope[name] = lambda *args, operator=operator: seen.append((operator, args)) or args[0]
+        impl(*sample.args)
+    finally:
+        scope.update(kept)
+    return seen[0]
+
+
+@pytest.mark.parametrize(("spec", "sample"), SAMPLES)
+def test_opcheck(spec: OpSpec, sample: Sample) -> None:
+    operator, args = overload(spec, opaque(honest(spec)), sample)
+    # torch's own copy of a tensor without elements trips over strides.
+    args = tuple(
+        a.new_empty(a.shape) if isinstance(a, torch.Tensor) and not a.numel() else a for a in args
+    )
+    torch.library.opcheck(
+        operator, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
+
+
+@pytest.mark.parametrize(("spec", "sample"), SAMPLES)
+def test_it_returns_what_the_implementation_returns(spec: OpSpec, sample: Sample) -> None:
+    impl = honest(spec)
+    got, want = opaque(impl)(*sample.args), impl.fn(*sample.args)
+    assert type(got) is type(want)
+    for one, other in zip(flat(got), flat(want), strict=True):
+        if one is not None or other is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def flat(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def representative(spec: OpSpec) -> list[Sample]:
+    """One sample for each variant and each way to leave something out."""
+    found: dict[Any, Sample] = {}
+    for sample in spec.samples(torch.float32, CPU):
+        arguments = dict(zip(spec.parameters, sample.args, strict=True))
+        shape = tuple(isinstance(a, torch.Tensor) for a in sample.args)
+        found.setdefault((spec.variant_for(arguments).name, shape), sample)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "sample"),
+    [
+        pytest.param(spec, sample, id=f"{spec.name}: {sample.name}")
+        for spec in contracts().values()
+        for sample in representative(spec)
+    ],
+)
+def test_a_compiler_takes_it_whole(spec: OpSpec, sample: Sample) -> None:
+    fn = opaque(honest(spec))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    got = torch.compile(fn, fullgraph=True, backend=backend)(*sample.args)
+    targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert [t for t in targets if t.startswith("vllm_fl.")] == targets[:1]
+    for one, other in zip(flat(got), flat(fn(*sample.args)), strict=True):
+        if one is not None or other is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_through_aot_autograd_and_as_a_layers_method() -> None:
+    bound = planned(silu("vendor.acme", 1)).bind("silu_and_mul", object(), frozenset())
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return bound(x * 2) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (2, 5, 1):
+        x = torch.ones(tokens, 8)
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_a_refusal_inside_falls_to_the_next() -> None:
+    def only_two_rows(x: torch.Tensor) -> bool | str:
+        return True if x.shape[0] == 2 else "two rows only"
+
+    plan = planned(silu("vendor.acme", 1, supports=only_two_rows), silu("reference.torch", 2))
+    fn = opaque_op(plan.chain("silu_and_mul"), plan.counting).fn
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, fullgraph=True, backend="eager", dynamic=True)
+    assert compiled(torch.ones(2, 8))[0, 0] == 2
+    assert compiled(torch.ones(3, 8))[0, 0] == 3
+    assert compiled(torch.ones(2, 8))[0, 0] == 2
+    assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 1}
+
+
+def test_a_failure_inside_is_raised_and_a_mistake_is_the_callers() -> None:
+    with pytest.raises(ValueError, match="boom"):
+        opaque(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))(X)
+    with pytest.raises(CallError) as caught:
+        opaque(failing("vendor.mine", ValueError("boom")))(torch.ones(2, 7))
+    assert caught.value.argument == "x"
+
+
+def test_what_consumes_gets_copies() -> None:
+    def rms_norm(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> Any:
+        x += residual
+        residual.copy_(x)
+        return x, residual
+
+    impl = OpImpl(
+        "rms_norm",
+        "vendor.acme",
+        BackendImplKind.VENDOR,
+        rms_norm,
+        "acme",
+        consumes={"x", "residual"},
+    )
+    x, residual = torch.ones(2, 4), torch.ones(2, 4)
+    got = opaque(impl)(x, residual, None, 1e-6, None)
+    assert all(part.eq(2).all() for part in got)
+    assert x.eq(1).all() and residual.eq(1).all()
+
+
+BOTH = frozenset({"x", "residual"})
+
+
+def adding(write: Any) -> OpImpl:
+    """An rms_norm that gives (x + residual, x - residual) back, as `write` says."""
+
+    def rms_norm(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> Any:
+        if residual is None:
+            return x * 2
+        return write(x, residual, x + residual, x - residual)
+
+    vendor = ("vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme")
+    return OpImpl("rms_norm", *vendor, consumes=BOTH)
+
+
+def written(plan: Plan, grants: frozenset[str] = BOTH) -> Any:
+    return opaque_op(plan.chain("rms_norm", grants), plan.counting).fn
+
+
+def in_both(x: Any, residual: Any, one: Any, other: Any) -> Any:
+    return x.copy_(one), residual.copy_(other)
+
+
+WRITES = {
+    "in place": in_both,
+    "views of both": lambda *a: tuple(part.view_as(part) for part in in_both(*a)),
+    "fresh": lambda x, residual, one, other: (one, other),
+    "fresh, over ruins": lambda x, residual, one, other: (
+        (x.fill_(9), residual.fill_(9)) and (one, other)
+    ),
+    "crosswise": lambda x, residual, one, other: in_both(x, residual, other, one)[::-1],
+    "both in one": lambda x, residual, one, other: (x.copy_(one), other),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_granted_arguments_hold_the_results(write: Any) -> None:
+    fn = written(planned(adding(write)))
+    x, residual = torch.randn(3, 4), torch.randn(3, 4)
+    one, other = x + residual, x - residual
+    got = fn(x, residual, None, 1e-6, None)
+    assert got[0] is x and got[1] is residual
+    assert torch.equal(x, one) and torch.equal(residual, other)
+    kept = x.clone()
+    assert torch.equal(fn(x, None, None, 1e-6, None), kept * 2) and torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("grants", [frozenset(), frozenset({"x"})])
+def test_what_is_not_granted_stays(grants: frozenset[str]) -> None:
+    x, residual = torch.ones(3, 4), torch.ones(3, 4)
+    got = written(planned(adding(in_both)), grants)(x, residual, None, 1e-6, None)
+    assert got[0].eq(2).all() and got[1].eq(0).all()
+    assert x.eq(1).all() and residual.eq(1).all()
+
+
+def test_a_later_candidate_fills_the_granted_arguments_too() -> None:
+    def nothing(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> bool | str:
+        return "not today"
+
+    first = dataclasses.replace(
+        adding(in_both), impl_id="vendor.first", vendor="first", supports=nothing
+    )
+    plan = planned(
+        first,
+        dataclasses.replace(adding(WRITES["fresh"]), impl_id="vendor.second", vendor="second"),
+    )
+    x, residual = torch.ones(3, 4), torch.ones(3, 4)
+    got = written(plan)(x, residual, None, 1e-6, None)
+    assert got[0] is x and x.eq(2).all() and residual.eq(0).all()
+    assert plan.fallbacks == {("rms_norm", "vendor.second"): 1}
+
+
+def test_opcheck_of_the_form_that_mutates() -> None:
+    scope = written(planned(adding(in_both))).__globals__
+    operators = [op for name, op in scope.items() if name.startswith("_op")]
+    (mutating,) = (op for op in operators if op._schema.is_mutable)
+    args = (torch.randn(3, 4), torch.randn(3, 4), None, 1e-6, None)
+    torch.library.opcheck(mutating, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiler_makes_the_copies_that_are_needed_and_no_more(backend: str) -> None:
+    fn = written(planned(adding(in_both)))
+
+    def kept(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        doubled = x * 2
+        first, second = fn(doubled, residual.clone(), None, 1e-6, None)
+        return first + second, residual
+
+    def strided(qkv: torch.Tensor) -> Any:
+        q, k = qkv.split(4, dim=-1)
+        first, second = fn(q, k, None, 1e-6, None)
+        return first * 1, second * 1
+
+    torch._dynamo.reset()
+    x, residual = torch.randn(3, 4), torch.randn(3, 4)
+    got, untouched = torch.compile(kept, fullgraph=True, backend=backend)(x, residual)
+    assert torch.allclose(got, 4 * x) and torch.equal(untouched, residual)
+    qkv = torch.randn(3, 8)
+    one, other = (qkv[:, :4] + qkv[:, 4:]).clone(), (qkv[:, :4] - qkv[:, 4:]).clone()
+    got = torch.compile(strided, fullgraph=True, backend=backend)(qkv)
+    assert torch.equal(got[0], one) and torch.equal(got[1], other)
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [
+        lambda x, r: (x, r),
+        lambda x, r: (x.view_as(x), r[:]),
+        lambda x, r: (r, r),
+        lambda x, r: 2 * ((x + r),),
+        lambda x, r: (base := torch.zeros(4, 4)) is None or (base[:2], base[2:]),
+    ],
+    ids=["itself", "a view", "the other", "one twice", "two views of one"],
+)
+def test_results_that_alias_are_copied(alias: Any) -> None:
+    def rms_norm(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> Any:
+        return alias(x, residual)
+
+    impl = OpImpl("rms_norm", "vendor.alias", BackendImplKind.VENDOR, rms_norm, "alias")
+    x, residual = torch.ones(2, 4), torch.ones(2, 4) * 2
+    want = alias(x, residual)
+    got = opaque(impl)(x, residual, None, 1e-6, None)
+    pointers = {t.untyped_storage().data_ptr() for t in (*got, x, residual)}
+    assert len(pointers) == 4
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_the_same_chain_is_the_same_operator_and_another_is_another() -> None:
+    def operator(fn: Any) -> Any:
+        return fn.__globals__["_op0"]
+
+    first = opaque(silu("vendor.acme", 1), silu("reference.torch"))
+    again = opaque(silu("vendor.acme", 1), silu("reference.torch"))
+    assert operator(first) is operator(again)
+    assert operator(opaque(silu("vendor.acme", 1))) is not operator(first)
+    strict = opaque(silu("vendor.acme", 1), silu("reference.torch"), strict=True)
+    assert operator(strict) is not operator(first)
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({}, True),
+        ({"traceable": True}, False),
+        ({"traceable": True, "supports": lambda x: True}, True),
+    ],
+)
+def test_what_counts_as_opaque(fields: dict[str, Any], want: bool) -> None:
+    assert is_opaque(silu("vendor.acme", **fields)) is want
+
+
+def test_a_traceable_one_stays_open_to_the_compiler() -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        return half(x).sin()
+
+    bound = planned(silu("reference.torch", fn=silu_and_mul, traceable=True)).bind(
+        "silu_and_mul", object(), frozenset()
+    )
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(bound, fullgraph=True, backend=backend)(X)
+    assert "sin" in graphs[0].code
+    assert "vllm_fl" not in graphs[0].code
+
+
+def test_the_wrapper_is_a_traceable_implementation_that_refuses_and_consumes_nothing() -> None:
+    plan = planned(refusing("vendor.acme", "no"), silu("reference.torch"))
+    wrapped = opaque_op(plan.chain("silu_and_mul"), plan.counting)
+    first = plan.entries["silu_and_mul"].impl
+    assert first is not None
+    assert dataclasses.replace(first, fn=wrapped.fn, supports=None, traceable=True).impl_id == (
+        wrapped.impl_id
+    )
+    assert (wrapped.supports, wrapped.consumes, wrapped.traceable) == (None, frozenset(), True)
+
+
+FOLDED = (
+    "vendor.a-b",
+    "vendor.a_b",
+    "vendor.a.b",
+    "vendor.A-B",
+    "vendor.é",
+    "vendor.华为",
+    "vendor._",
+)
+"""Ids that one spelling in ASCII would make one of."""
+
+
+def test_names_are_ascii_legible_and_never_folded() -> None:
+    names = [unique_name(f"fl_{impl_id}") for impl_id in (*FOLDED, "vendor." + 200 * "x")]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert name.isascii() and name.isidentifier() and name == name.lower()
+        assert name.startswith("fl_vendor_") and len(name) < 120
+    assert unique_name("a", ["b", "c"]) != unique_name("a", ["b|c"])
+    assert unique_name("a", "b") == unique_name("a", "b"), "another process finds it"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_implementations_whose_ids_look_alike_run_each_for_itself(backend: str) -> None:
+    functions = [opaque(silu(impl_id, mark)) for mark, impl_id in enumerate(FOLDED)]
+    for mark, fn in enumerate(functions):
+        torch._dynamo.reset()
+        assert fn(X)[0, 0] == 1 + mark
+        assert torch.compile(fn, fullgraph=True, backend=backend)(X)[0, 0] == 1 + mark
+
+
+def test_ids_that_would_join_to_one_are_two() -> None:
+    def last(*impls: OpImpl) -> Any:
+        return opaque(refusing("vendor.a", "no"), *impls)
+
+    one = last(refusing("vendor.b", "no"), silu("vendor.c", 1))
+    other = last(silu("vendor.b|vendor.c", 2))
+    assert one(X)[0, 0] == 2 and other(X)[0, 0] == 3
+    assert one(X)[0, 0] == 2
+
+
+def test_two_plans_that_serve_at_once_have_each_their_own_operators() -> None:
+    manager = managing(silu("vendor.acme", 1), silu("reference.torch"))
+
+    def engine() -> tuple[Plan, Any]:
+        plan = take_place(dataclasses.replace(planning(manager, "compiled"), counts_calls=True))
+        bound = plan.bind("silu_and_mul", object(), frozenset())
+        torch._dynamo.reset()
+        return plan, torch.compile(bound, fullgraph=True, backend="aot_eager")
+
+    (first, run_first), (second, run_second) = engine(), engine()
+    try:
+        run_first(X), run_second(X), run_first(X)
+        assert (first.place, second.place) == (1, 2)
+        assert first.calls == {("silu_and_mul", "vendor.acme"): 2}
+        assert second.calls == {("silu_and_mul", "vendor.acme"): 1}
+        leave_place(first)
+        third, run_third = engine()  # finds the operators of the first, and counts for itself
+        assert third.place == 1
+        run_third(X), run_second(X)
+        assert third.calls == {("silu_and_mul", "vendor.acme"): 1}
+        assert second.calls == {("silu_and_mul", "vendor.acme"): 2}
+        assert first.calls == {("silu_and_mul", "vendor.acme"): 2}
+    finally:
+        for plan in (first, second, third):
+            leave_place(plan)
+
+
+@pytest.mark.parametrize("consumes", [frozenset(), BOTH])
+def test_a_result_of_another_layout_is_what_the_compiler_was_promised(
+    consumes: frozenset[str],
+) -> None:
+    impl = dataclasses.replace(
+        adding(lambda x, residual, one, other: (one.T.contiguous().T, other.T.contiguous().T)),
+        consumes=consumes,
+    )
+    fn = written(planned(impl))
+    x, residual = torch.randn(3, 4), torch.randn(3, 4)
+    one, other = x + residual, x - residual
+    got = fn(x.clone(), residual.clone(), None, 1e-6, None)
+    assert all(part.is_contiguous() for part in got)
+    assert torch.equal(got[0], one) and torch.equal(got[1], other)

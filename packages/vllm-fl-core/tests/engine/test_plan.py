@@ -1,0 +1,221 @@
+"""The plan: what each op runs with, in one line and by reason; sealed against demotion."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from builders import X, failing, half, managing, norm, planning, refusing, silu
+
+from vllm_fl.contracts import contracts
+from vllm_fl.dispatch.context import building
+from vllm_fl.engine.plan import active_plan, leave_place, take_place
+from vllm_fl.settings.policy import SelectionPolicy
+
+MODES = ["eager", "compiled"]
+THEN_REFERENCE = {"silu_and_mul": ["vendor", "reference"]}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_contract_has_an_entry_and_what_nobody_brings_is_stock(mode: Any) -> None:
+    plan = planning(managing(silu("vendor.acme")), mode)
+    assert set(plan.entries) == {*contracts(), "attention_backend"}
+    assert {op: entry.label for op, entry in plan.entries.items()} == {
+        "attention_backend": "stock",
+        "gelu_and_mul": "stock",
+        "rms_norm": "stock",
+        "rotary_embedding": "stock",
+        "silu_and_mul": "vendor.acme",
+    }
+    assert plan.is_stock("rms_norm") and not plan.is_stock("silu_and_mul")
+    assert plan.is_stock("an_op_that_nobody_knows")
+    assert plan.entries["silu_and_mul"].reason == "token vendor"
+    assert plan.entries["rms_norm"].reason == "before reference, where nobody orders the op"
+
+
+def test_the_line() -> None:
+    plan = planning(
+        managing(silu("vendor.acme"), norm("vendor.acme", lambda x, residual: x)),
+        "eager",
+        notes={"rms_norm": "the user set the IR priority"},
+    )
+    assert plan.line() == (
+        "vllm-fl: 1 ops planned: gelu_and_mul=stock rms_norm=stock rotary_embedding=stock "
+        "silu_and_mul=vendor.acme attention_backend=stock "
+        "(eager; rms_norm: the user set the IR priority)"
+    )
+    assert plan.entries["rms_norm"].impl is None
+    assert plan.entries["rms_norm"].reason == "the user set the IR priority"
+
+
+def test_what_stands_after_stock_is_not_tried() -> None:
+    manager = managing(
+        silu("vendor.acme"),
+        silu("reference.torch"),
+        per_op_order={"silu_and_mul": ["vendor", "stock", "reference"]},
+    )
+    assert [i.impl_id for i in planning(manager, "eager").entries["silu_and_mul"].impls] == [
+        "vendor.acme"
+    ]
+
+
+def test_modes_have_their_own_lists() -> None:
+    order = {"silu_and_mul": {"eager": ["vendor"], "compiled": ["stock"]}}
+    manager = managing(silu("vendor.acme"), per_op_order=order)
+    labels = [planning(manager, mode).entries["silu_and_mul"].label for mode in MODES]
+    assert labels == ["vendor.acme", "stock"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_strict_and_a_backend_listed_alone_that_is_absent(mode: Any) -> None:
+    """docs/settings.md: vLLM's own code follows, unless VLLM_FL_STRICT=1."""
+    listed = {"silu_and_mul": ["impl:vendor.cup"]}
+    impls = silu("vendor.acme"), silu("vendor.cpu", available=lambda: "no AVX")
+    plan = planning(managing(*impls, per_op_order=listed), mode)
+    assert (plan.entries["silu_and_mul"].label, plan.entries["silu_and_mul"].unmet) == ("stock", "")
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
+    assert "silu_and_mul" in plan.entries["silu_and_mul"].unmet
+    assert "impl:vendor.cup" in plan.entries["silu_and_mul"].unmet
+    assert {op for op, entry in plan.entries.items() if entry.unmet} == {"silu_and_mul"}
+    listed["silu_and_mul"] = ["vendor:cpu"]  # there, but it cannot run here
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
+    assert "vendor.cpu: not available: no AVX" in plan.entries["silu_and_mul"].unmet
+    listed["silu_and_mul"].append("stock")
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
+    assert plan.entries["silu_and_mul"].unmet == ""
+    kept = {"silu_and_mul": "custom_ops has -silu_and_mul"}  # the user left it to vLLM
+    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode, notes=kept)
+    assert plan.entries["silu_and_mul"].unmet == ""
+
+
+def test_a_plan_stays_what_it_is() -> None:
+    manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))
+    plan = planning(manager, "eager")
+    manager.set_policy(SelectionPolicy(prefer="vendor"))
+    assert plan.bind("silu_and_mul", object(), frozenset())(X)[0, 0] == 3
+    assert planning(manager, "eager").entries["silu_and_mul"].label == "vendor.acme"
+
+
+class TestSealed:
+    def test_a_refusal_falls_back_and_is_counted_and_said_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO", logger="vllm_fl")
+        impls = refusing("vendor.acme", "no"), silu("reference.torch")
+        plan = planning(managing(*impls, per_op_order=THEN_REFERENCE), "eager")
+        bound = plan.bind("silu_and_mul", object(), frozenset())
+        for _ in range(3):
+            bound(X)
+        assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 3}
+        assert [r.getMessage() for r in caplog.records] == [
+            "Implementation 'vendor.acme' refused op 'silu_and_mul': no",
+            "Op 'silu_and_mul' fallback to 'reference.torch' (kind=reference, vendor=None)",
+        ]
+
+    def test_a_failure_is_raised_each_time_and_demotes_nothing(self) -> None:
+        boom = ValueError("boom")
+        impls = failing("vendor.acme", boom), silu("reference.torch")
+        manager = managing(*impls, per_op_order=THEN_REFERENCE)
+        plan = planning(manager, "eager")
+        bound = plan.bind("silu_and_mul", object(), frozenset())
+        for _ in range(2):
+            with pytest.raises(ValueError) as caught:
+                bound(X)
+            assert caught.value is boom
+        assert manager.demotions == {}
+        assert plan.fallbacks == {}
+
+
+def test_of_two_plans_each_has_its_own_counts() -> None:
+    impls = refusing("vendor.acme", "no"), silu("reference.torch")
+    manager = managing(*impls, per_op_order=THEN_REFERENCE)
+    first, second = planning(manager, "eager"), planning(manager, "eager")
+    first.bind("silu_and_mul", object(), frozenset())(X)
+    assert first.fallbacks and not second.fallbacks
+
+
+def test_building_nests_and_ends_with_an_exception() -> None:
+    outer, inner = planning(managing(), "eager"), planning(managing(), "compiled")
+    with building(outer):
+        with pytest.raises(ValueError, match="out"), building(inner):
+            assert active_plan() is inner
+            raise ValueError("out")
+        assert active_plan() is outer
+    assert active_plan() is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_implementation_that_takes_the_layer(mode: Any) -> None:
+    def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return half(x) + self.mark
+
+    class Layer:
+        mark = 4
+
+    plan = planning(managing(silu("vendor.acme", fn=silu_and_mul)), mode)
+    if plan.is_stock("silu_and_mul"):
+        assert mode == "compiled"
+        assert "layer" in dict(plan.entries["silu_and_mul"].trace.rejected)["vendor.acme"]
+    else:
+        assert plan.bind("silu_and_mul", Layer(), frozenset())(X)[0, 0] == 5
+
+
+@pytest.mark.parametrize("traceable", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_are_counted_only_where_asked(mode: Any, traceable: bool) -> None:
+    import dataclasses
+
+    plan = planning(managing(silu("vendor.acme", traceable=traceable)), mode)
+    plan.bind("silu_and_mul", object(), frozenset())(X)
+    assert plan.calls == {}
+    plan = dataclasses.replace(plan, counts_calls=True)
+    bound = plan.bind("silu_and_mul", object(), frozenset())
+    bound(X)
+    assert plan.calls == {("silu_and_mul", "vendor.acme"): 1}
+
+
+def test_a_place_is_for_compiled_plans_and_the_first_that_is_free() -> None:
+    manager = managing(silu("vendor.acme"))
+    eager = planning(manager, "eager")
+    assert take_place(eager) is eager and eager.place == 1
+    plans = [take_place(planning(manager, "compiled")) for _ in range(3)]
+    try:
+        assert [plan.place for plan in plans] == [1, 2, 3]
+        leave_place(plans[1])
+        leave_place(plans[1])
+        leave_place(planning(manager, "compiled"))  # never took one: the first keeps its own
+        plans.append(take_place(planning(manager, "compiled")))
+        assert plans[-1].place == 2
+        leave_place(plans[1])  # the place is another's by now
+        plans.append(take_place(planning(manager, "compiled")))
+        assert plans[-1].place == 4
+    finally:
+        for plan in plans:
+            leave_place(plan)
+
+
+def test_calls_that_no_compiler_sees_go_through_the_chain_in_a_compiled_plan_too() -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("not today")
+
+    first = silu("vendor.acme", fn=silu_and_mul, traceable=True)
+    plan = planning(managing(first, silu("vendor.beta", 3)), "compiled")
+    bound = plan.bind("silu_and_mul", object(), frozenset(), traced=False)
+    assert bound(X)[0, 0] == 4
+    assert plan.fallbacks == {("silu_and_mul", "vendor.beta"): 1}
+
+
+def test_a_sealed_plan_logs_so_many_refusals_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vllm_fl")
+    numbers = itertools.count()
+    odd = silu("vendor.acme", supports=lambda x: f"no room for {next(numbers)} tokens")
+    plan = planning(managing(odd, silu("vendor.beta"), prefer="vendor"))
+    bound = plan.bind("silu_and_mul", object(), frozenset())
+    for _ in range(1500):
+        bound(X)
+    told = [record for record in caplog.records if "no room for" in record.getMessage()]
+    assert 0 < len(told) <= 1000
+    assert plan.fallbacks["silu_and_mul", "vendor.beta"] == 1500

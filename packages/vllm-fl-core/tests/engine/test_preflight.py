@@ -1,0 +1,484 @@
+"""What start-up finds in a faulty implementation, and what it lets pass."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.engine import preflight, process_state
+from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.verification import compare
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
+SIZES = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 2048))
+CPU = torch.device("cpu")
+
+
+def sound(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return F.silu(x[..., :half]) * x[..., half:]
+
+
+def raises(x: Tensor) -> Tensor:
+    raise RuntimeError("no kernel image")
+
+
+def gives_nan(x: Tensor) -> Tensor:
+    return sound(x) * float("nan")
+
+
+def gives_another_shape(x: Tensor) -> Tensor:
+    return sound(x)[..., :-1]
+
+
+def gives_another_dtype(x: Tensor) -> Tensor:
+    return sound(x).double()
+
+
+def wrong_in_bf16(x: Tensor) -> Tensor:
+    return sound(x) * (1.1 if x.dtype is torch.bfloat16 else 1.0)
+
+
+def wrong_above_64_tokens(x: Tensor) -> Tensor:
+    result = sound(x)
+    result[64:] = 0
+    return result
+
+
+def wrong_in_the_last_row_of_a_large_batch(x: Tensor) -> Tensor:
+    result = sound(x)
+    if len(x) > 1000:
+        result[-1] = 0
+    return result
+
+
+def overwrites_its_input(x: Tensor) -> Tensor:
+    result = sound(x)
+    x.zero_()
+    return result
+
+
+def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> str | None:
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **options)
+    found = find_faults([impl], torch.bfloat16, CPU, SIZES, compares=compares).faults
+    assert set(found) <= {("silu_and_mul", "vendor.acme")}
+    return found["silu_and_mul", "vendor.acme"][0] if found else None
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (raises, "it raised RuntimeError: no kernel image"),
+        (gives_nan, "elements are off"),
+        (gives_another_shape, "has shape"),
+        (gives_another_dtype, "has dtype torch.float64"),
+        (wrong_in_bf16, "bfloat16"),
+        (wrong_above_64_tokens, "100 x 2*512"),
+        (wrong_in_the_last_row_of_a_large_batch, " x 2*512, bfloat16)"),
+        (overwrites_its_input, "overwrote 'x'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_faults_are_found_and_say_what_is_wrong(fn: Callable[..., Any], said: str) -> None:
+    fault = fault_of(fn)
+    assert fault is not None and said in fault
+
+
+def test_a_sound_implementation_passes() -> None:
+    assert fault_of(sound) is None
+
+
+def test_run_only_runs() -> None:
+    assert fault_of(gives_nan, compares=False) is None
+    assert "no kernel image" in str(fault_of(raises, compares=False))
+
+
+def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
+    fault = fault_of(sound, supports=lambda x: "needs a multiple of 4096" if x.ndim == 2 else True)
+    assert fault == (
+        "it refuses the served model's own sizes (1 x 2*512, bfloat16: needs a multiple of 4096)"
+    )
+
+
+def test_one_that_refuses_an_edge_only_passes() -> None:
+    assert fault_of(sound, supports=lambda x: "no 3-D" if x.ndim == 3 else True) is None
+
+
+def test_a_slow_one_is_named_while_it_runs_and_out_after(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(preflight, "SLOW", 1.0)
+
+    def slow(x: Tensor) -> Tensor:
+        time.sleep(1.5)
+        return sound(x)
+
+    with caplog.at_level(logging.WARNING, "vllm_fl"):
+        fault = fault_of(slow)
+    assert fault is not None and fault.startswith("takes ")
+    assert "'vendor.acme' of op 'silu_and_mul' has been running" in caplog.text
+
+
+def test_one_that_is_slow_once_while_it_compiles_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "SLOW", 1.0)
+    compiled = []
+
+    def compiles(x: Tensor) -> Tensor:
+        if not compiled:
+            compiled.append(True)
+            time.sleep(1.5)
+        return sound(x)
+
+    assert fault_of(compiles) is None
+
+
+def test_the_global_random_generator_is_left_alone() -> None:
+    torch.manual_seed(7)
+    want = torch.rand(3)
+    torch.manual_seed(7)
+    fault_of(sound)
+    assert torch.equal(torch.rand(3), want)
+
+
+# What only shows as it will serve.
+
+
+def norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> Any:
+    y = x.float() if residual is None else x.float() + residual.float()
+    normed = y * (y[..., :variance_size].square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    normed = normed.to(x.dtype) if weight is None else (normed * weight.float()).to(x.dtype)
+    normed = normed.contiguous()
+    return normed if residual is None else (normed, y.to(x.dtype).contiguous())
+
+
+def rope(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    rotary_interleaved: bool = False,
+) -> Any:
+    half = cos.shape[-1]
+    c, s = (t[position_ids.long()].float().unsqueeze(1) for t in (cos, sin))
+
+    def turn(x: Tensor) -> Tensor:
+        out = x.float().contiguous().clone()
+        first = slice(0, 2 * half, 2) if rotary_interleaved else slice(0, half)
+        second = slice(1, 2 * half, 2) if rotary_interleaved else slice(half, 2 * half)
+        a, b = x[..., first].float(), x[..., second].float()
+        out[..., first], out[..., second] = a * c - b * s, b * c + a * s
+        return out.to(x.dtype)
+
+    return turn(query), None if key is None else turn(key)
+
+
+def fault(op: str, fn: Callable[..., Any], **options: Any) -> str | None:
+    more = {
+        name: options.pop(name)
+        for name in ("compiled", "sizes", "layer_for", "seed")
+        if name in options
+    }
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **options)
+    sizes = more.pop("sizes", SIZES)
+    if "compiled" in more:
+        more["compiled"] = {(op, "vendor.acme"): more["compiled"]}
+    found = find_faults([impl], torch.bfloat16, CPU, sizes, **more).faults
+    return found[op, "vendor.acme"][0] if found else None
+
+
+@pytest.mark.parametrize(("op", "fn"), [("rms_norm", norm), ("rotary_embedding", rope)])
+def test_right_ones_pass(op: str, fn: Callable[..., Any]) -> None:
+    assert fault(op, fn) is None
+
+
+def test_what_is_wrong_in_inference_mode_only() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return sound(x) * (2.0 if torch.is_inference_mode_enabled() else 1.0)
+
+    assert "elements are off" in str(fault("silu_and_mul", fn))
+
+
+@pytest.mark.parametrize("wrong", [(11, 11), (17, 2047), (48, 48), (2048, 2048)])
+def test_what_is_wrong_at_some_token_counts_only(wrong: tuple[int, int]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        result = sound(x)
+        return result + 1.0 if wrong[0] <= len(x) <= wrong[1] else result
+
+    assert "elements are off" in str(fault("silu_and_mul", fn))
+
+
+def test_what_is_wrong_in_the_middle_of_a_large_batch() -> None:
+    def fn(x: Tensor) -> Tensor:
+        result = sound(x)
+        if len(x) > 1500:
+            result[len(x) // 2 + 3] = 0.0
+        return result
+
+    assert "elements are off" in str(fault("silu_and_mul", fn))
+
+
+def test_what_is_written_beside_a_strided_view() -> None:
+    """A rope that also turns V, which lies behind K in the packed projection."""
+
+    def fn(query: Tensor, key: Any, *rest: Any) -> Any:
+        result = rope(query, key, *rest)
+        if key is not None and not key.is_contiguous() and key.stride(0) > key.shape[1] * 64:
+            behind = key.storage_offset() + key.shape[1] * key.shape[2]
+            key.as_strided((len(key), 8), (key.stride(0), 1), behind).fill_(3.0)
+        return result
+
+    said = fault("rotary_embedding", fn)
+    assert said is not None and "beside its arguments" in said and "'query' and 'key'" in said
+
+
+def test_what_is_read_beside_a_view_spoils_the_result() -> None:
+    def fn(query: Tensor, key: Any, *rest: Any) -> Any:
+        result = rope(query, key, *rest)
+        if key is not None and len(key) > 1:
+            before = key.as_strided((1,), (1,), query.storage_offset() - 1)
+            result[0][0, 0, 0] += 0.0 * before[0]
+        return result
+
+    assert "elements are off" in str(fault("rotary_embedding", fn))
+
+
+def test_what_is_wrong_at_far_positions_only() -> None:
+    def fn(query: Tensor, key: Any, cos: Any, sin: Any, position_ids: Tensor, way: bool) -> Any:
+        return rope(query, key, cos, sin, position_ids.clamp(max=2047), way)
+
+    long = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 64), max_position=8192)
+    assert "elements are off" in str(fault("rotary_embedding", fn, sizes=long))
+    assert fault("rotary_embedding", fn) is None  # right for a model that is no longer
+
+
+def test_what_is_kept_by_address() -> None:
+    kept: dict[int, Tensor] = {}
+
+    def fn(x: Tensor) -> Tensor:
+        return kept.setdefault(x.data_ptr(), sound(x)).clone() if len(x) == 64 else sound(x)
+
+    assert "same buffers again" in str(fault("silu_and_mul", fn))
+
+
+def test_weights_that_are_kept_for_ever() -> None:
+    kept: dict[int, Tensor] = {}
+
+    def fn(x: Tensor, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
+        if weight is not None:
+            weight = kept.setdefault(id(weight), weight.clone()) if len(weight) == 256 else weight
+        return norm(x, residual, weight, epsilon, variance_size)
+
+    assert "large values" in str(fault("rms_norm", fn))
+
+
+def test_a_result_that_the_next_call_overwrites() -> None:
+    buffers: dict[Any, Tensor] = {}
+
+    def fn(x: Tensor) -> Tensor:
+        result = sound(x)
+        return buffers.setdefault(result.shape, torch.empty_like(result)).copy_(result)
+
+    assert "elements are off" in str(fault("silu_and_mul", fn))
+
+
+def test_what_overflows_in_fp16_on_the_way() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return sound(x.to(torch.float16)).to(x.dtype)
+
+    assert "elements are off" in str(fault("silu_and_mul", fn))
+
+
+def test_a_clamp_and_a_hidden_nan() -> None:
+    assert "elements are off" in str(fault("silu_and_mul", lambda x: sound(x).clamp(-1e4, 1e4)))
+    assert "(NaN and infinity" in str(fault("silu_and_mul", lambda x: sound(x).nan_to_num()))
+
+
+def test_a_result_that_is_not_contiguous_or_not_dense() -> None:
+    def strided(x: Tensor) -> Tensor:
+        return sound(x).mT.contiguous().mT if x.ndim > 1 else sound(x)
+
+    assert "the contract promises a contiguous result" in str(fault("silu_and_mul", strided))
+    sparse = fault("silu_and_mul", lambda x: sound(x).to_sparse())
+    assert sparse is not None and "is sparse" in sparse
+
+
+class Panic(BaseException):
+    def __str__(self) -> str:
+        raise ValueError("cannot be printed")
+
+
+@pytest.mark.parametrize("error", [KeyError("sm_90"), SystemExit(0), Panic()])
+@pytest.mark.parametrize("where", ["fn", "supports"])
+def test_whatever_is_raised_costs_its_implementation_only(error: BaseException, where: str) -> None:
+    def raising(x: Tensor) -> Any:
+        raise error
+
+    said = fault("silu_and_mul", raising if where == "fn" else sound,
+                 **({"supports": raising} if where == "supports" else {}))  # fmt: skip
+    who = "it" if where == "fn" else "its supports"
+    assert said is not None and f"{who} raised {type(error).__name__}" in said
+
+
+def test_what_it_changes_of_the_process_is_named_and_undone() -> None:
+    def fn(x: Tensor) -> Tensor:
+        result = sound(x)
+        torch.set_default_dtype(torch.float64)
+        return result
+
+    assert "changed the default dtype" in str(fault("silu_and_mul", fn))
+    assert torch.get_default_dtype() is torch.float32
+
+    def draws(x: Tensor) -> Tensor:
+        torch.rand(1)
+        return sound(x)
+
+    assert "changed the random numbers" in str(fault("silu_and_mul", draws))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda: torch.set_default_device("meta"), "the default device from cpu to meta"),
+        (lambda: torch.set_autocast_enabled("cpu", True), "autocast from False to True"),
+        (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the signal handlers"),
+        (lambda: os.chdir("/"), "the working directory"),
+    ],
+    ids=["device", "autocast", "signals", "folder"],
+)
+def test_what_a_server_relies_on_is_named_and_put_back(
+    change: Callable[[], object], said: str
+) -> None:
+    def fn(x: Tensor) -> Tensor:
+        result = sound(x)
+        change()
+        return result
+
+    before = process_state.state_of(CPU)
+    found = fault("silu_and_mul", fn)
+    assert found is not None and f"it changed {said}" in found
+    assert process_state.changed(before, CPU) is None
+
+
+@pytest.mark.parametrize(
+    "consumes", [frozenset(), frozenset({"x", "residual"})], ids=["nothing", "x and residual"]
+)
+def test_one_that_refuses_after_it_has_written(consumes: frozenset[str]) -> None:
+    def fn(
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Any:
+        if residual is not None and len(x) > 16:
+            residual.add_(x)
+            raise NotImplementedError("only for decoding")
+        return norm(x, residual, weight, epsilon, variance_size)
+
+    found = fault("rms_norm", fn, consumes=consumes)
+    assert found is not None and "refuses a call after it has written" in found
+
+
+def test_one_that_turns_consecutive_positions_from_0() -> None:
+    def fn(
+        query: Tensor,
+        key: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        position_ids: Tensor,
+        rotary_interleaved: bool = False,
+    ) -> Any:
+        if len(position_ids) > 3 and bool((position_ids.diff() == 1).all()):
+            position_ids = torch.arange(len(position_ids))
+        return rope(query, key, cos, sin, position_ids, rotary_interleaved)
+
+    assert "(consecutive positions, " in str(fault("rotary_embedding", fn))
+
+
+def test_one_that_would_be_compiled_again_for_a_token_count() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return sound(x) if x.shape[0] == 5 else sound(x) + 0
+
+    said = fault("silu_and_mul", fn, compiled=fn, traceable=True)
+    assert said is not None and said.startswith("it cannot be compiled: RecompileError")
+
+
+def test_what_cannot_be_traced_is_named() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return sound(x) * (1.0 if x.float().sum().item() != 7.25 else 0.0)
+
+    said = fault("silu_and_mul", fn, compiled=fn, traceable=True)
+    assert said is not None and said.startswith("it cannot be compiled: ")
+
+
+def test_what_is_wrong_when_compiled_only() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return sound(x) * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+    assert fault("silu_and_mul", fn, traceable=True) is None
+    said = fault("silu_and_mul", fn, compiled=fn, traceable=True)
+    assert said is not None and "(compiled by aot_eager, 5 x" in said
+
+
+def test_one_that_takes_the_layer_is_given_one() -> None:
+    def fn(obj: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        return norm(x, residual, obj.weight, obj.variance_epsilon, obj.variance_size_override)
+
+    assert fault("rms_norm", fn) is None
+    wrong = fault("rms_norm", lambda obj, x, residual=None: norm(x, residual, obj.weight, 0.1))
+    assert "elements are off" in str(wrong)
+
+
+def test_one_that_takes_the_layer_is_given_plain_layers_only() -> None:
+    """The older form reads a weight of the layer's, and knows no other kind of layer."""
+
+    def fn(obj: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        normed = norm(x, residual, None, obj.variance_epsilon)
+        if residual is None:
+            return normed * obj.weight
+        return normed[0] * obj.weight, normed[1]
+
+    assert fault("rms_norm", fn) is None
+    impl = OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    spec = contracts()["rms_norm"]
+    said = {
+        sample.name: compare(impl, spec, sample, torch.bfloat16).reason
+        for sample in spec.samples(torch.bfloat16, CPU)
+    }
+    assert "has no weight" in said["weight=None"]
+    assert "has a weight of torch.float32" in said["fp32 weight"]
+    assert "over a part of its features" in said["variance_size, residual"]
+    assert not said["3-D"]
+
+
+def test_the_counts_hold_the_edges_and_are_drawn_anew() -> None:
+    always, further = preflight.token_counts(2048, seed=1)
+    every = {*always, *further}
+    assert {*range(1, 65), 127, 128, 129, 2047, 2048} <= every <= set(range(1, 2049))
+    assert 2048 in always
+    assert preflight.token_counts(2048, seed=1) == (always, further)
+    assert {*preflight.token_counts(2048, seed=2)[1]} != {*further}
+    assert preflight.token_counts(1, seed=1) == ([1], [])
+
+
+def test_sizes_that_are_not_told_have_no_calls() -> None:
+    sizes = ModelSizes(256, None, 4, 2, None, None, tokens=(1, 64))
+    assert fault("silu_and_mul", lambda x: sound(x) * (2.0 if x.shape[-1] == 1024 else 1.0),
+                 sizes=sizes) is None  # fmt: skip

@@ -1,0 +1,117 @@
+"""Attention backends: candidates that name a class, in the plan beside the ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders import managing, planning
+
+from vllm_fl.engine.digest import fingerprint
+from vllm_fl.plugins.attention import class_path_for, from_older_form, refusal
+from vllm_fl.plugins.types import AttentionImpl, AttentionRequest, BackendImplKind, OpImpl
+
+VENDOR = BackendImplKind.VENDOR
+PLAIN = AttentionRequest(head_size=64, dtype="bfloat16")
+MLA = AttentionRequest(head_size=576, dtype="bfloat16", use_mla=True)
+
+
+def acme(class_path: Any = "json.JSONDecoder", **fields: Any) -> AttentionImpl:
+    return AttentionImpl("vendor.acme", class_path, VENDOR, "acme", **fields)
+
+
+def older(fn: Any, **fields: Any) -> AttentionImpl:
+    return from_older_form(OpImpl("attention_backend", "vendor.acme", VENDOR, fn, "acme", **fields))
+
+
+def raising(request: AttentionRequest) -> bool:
+    raise KeyError("block_size")
+
+
+def exiting(request: AttentionRequest) -> bool:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("supports", "expected"),
+    [
+        (None, None),
+        (lambda request: True, None),
+        (lambda request: "no MLA", "no MLA"),
+        (lambda request: False, "its supports said no and gave no reason"),
+        (raising, "its supports raised KeyError: 'block_size'"),
+        (exiting, "its supports raised SystemExit: 3"),
+    ],
+)
+def test_what_a_backend_says_to_a_request(supports: Any, expected: str | None) -> None:
+    assert refusal(acme(supports=supports), PLAIN) == expected
+
+
+def test_the_class_may_depend_on_the_request() -> None:
+    impl = acme(lambda request: "acme.Mla" if request.use_mla else "acme.Plain")
+    assert class_path_for(impl, PLAIN) == "acme.Plain"
+    assert class_path_for(impl, MLA) == "acme.Mla"
+    assert class_path_for(acme("acme.Plain"), MLA) == "acme.Plain"
+
+
+@pytest.mark.parametrize("path", ["Backend", "", None, 3])
+def test_a_class_path_has_a_module(path: Any) -> None:
+    with pytest.raises(ValueError, match=r"class_path must be 'module\.Class'"):
+        acme(path)
+
+
+def both(use_mla: bool = False, use_sparse: bool = False) -> str:
+    return f"acme.{'Mla' if use_mla else 'Plain'}{'Sparse' if use_sparse else ''}"
+
+
+def one(use_mla: bool) -> str:
+    return both(use_mla)
+
+
+def every(**asked: bool) -> str:
+    return both(**asked)
+
+
+@pytest.mark.parametrize("fn", [both, one, every])
+def test_the_older_form_is_asked_what_it_takes(fn: Any) -> None:
+    impl = older(fn, priority=7, available=lambda: "no such chip")
+    assert class_path_for(impl, MLA) == "acme.Mla"
+    assert class_path_for(impl, PLAIN) == "acme.Plain"
+    assert (impl.impl_id, impl.vendor, impl.priority) == ("vendor.acme", "acme", 7)
+    assert impl.availability() == "no such chip"
+
+
+def test_the_older_form_that_takes_a_layer_is_not_available_and_says_why() -> None:
+    impl = older(lambda self, use_mla=False: "acme.Plain")
+    assert "takes a layer first" in str(impl.availability())
+
+
+def test_the_older_form_is_adapted_where_it_is_registered() -> None:
+    manager = managing(OpImpl("attention_backend", "vendor.acme", VENDOR, both, "acme"))
+    (impl,) = manager.registry.snapshot().impls_by_op["attention_backend"]
+    assert isinstance(impl, AttentionImpl)
+
+
+def test_the_plan_names_the_backend_and_counts_it() -> None:
+    plan = planning(managing(acme()))
+    entry = plan.entries["attention_backend"]
+    assert (entry.label, entry.reason) == ("vendor.acme", "token vendor")
+    assert [i.impl_id for i in entry.attention] == ["vendor.acme"]
+    assert entry.impls == ()  # nothing to call, nothing to run before the start
+    assert plan.line().startswith("vllm-fl: 1 ops planned:")
+    assert "attention_backend=vendor.acme" in plan.line()
+
+
+def test_a_backend_that_is_out_leaves_stock_with_the_reason() -> None:
+    out = {("attention_backend", "vendor.acme"): "refuses this model: no MLA"}
+    entry = planning(managing(acme()), demoted=out).entries["attention_backend"]
+    assert entry.label == "stock"
+    why = "before reference, where nobody orders the op"
+    assert entry.reason == f"{why} (vendor.acme: refuses this model: no MLA)"
+
+
+def test_the_digest_tells_backends_apart() -> None:
+    paths = ["json.JSONDecoder", "wave.Wave_read", "no_such_module.Backend", both, "no.such.Class"]
+    facts = [fingerprint(planning(managing(acme(path))), {}) for path in paths]
+    sources = [f["ops"]["attention_backend"][0]["source"] for f in facts]
+    assert len(set(sources)) == len(paths)

@@ -1,0 +1,170 @@
+"""What runs is noted where the next process finds it, and only what no process survived is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_fl.plugins import breadcrumb
+
+RUN = (
+    "from vllm_fl.plugins.breadcrumb import running\n"
+    "import os, sys, time\n"
+    "with running({what!r}):\n    "
+)
+
+
+@pytest.fixture(autouse=True)
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this test's notes; nothing of another's is remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(breadcrumb._notes, "dead", None)
+    return tmp_path / "vllm-fl" / "running"
+
+
+def run(code: str, what: str = "the import of acme", **variables: str) -> int:
+    env = {**os.environ, **variables}
+    script = RUN.format(what=what) + code
+    return subprocess.run([sys.executable, "-c", script], env=env, check=False).returncode
+
+
+def whats() -> list[str]:
+    return [crumb.what for crumb in breadcrumb.lost()]
+
+
+def test_what_ends_the_process_is_left() -> None:
+    assert run("os._exit(0)") == 0
+    assert run("os.abort()", "the first run of 'vendor.acme'") == -signal.SIGABRT
+    first, second = breadcrumb.lost()
+    assert (first.what, second.what) == ("the import of acme", "the first run of 'vendor.acme'")
+    assert first.when <= second.when <= time.time()
+    assert first.file is not None and str(first.pid) in str(first)
+
+
+@pytest.mark.parametrize(
+    "code", ["pass", "sys.exit(3)", "raise OSError", "raise KeyboardInterrupt"]
+)
+def test_what_ends_by_itself_leaves_nothing(notes: Path, code: str) -> None:
+    run(code)
+    assert list(notes.iterdir()) == []
+
+
+def test_the_innermost_is_named() -> None:
+    run("with running('the inner one'): os._exit(0)", "the outer one")
+    run("\n    with running('an inner one that ended'): pass\n    os._exit(0)", "another outer one")
+    assert whats() == ["the inner one", "another outer one"]
+
+
+def test_a_process_that_lives_is_no_finding(notes: Path) -> None:
+    script = RUN.format(what="the import of acme") + "print(1, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as living:
+        assert living.stdout is not None
+        living.stdout.readline()
+        assert len(list(notes.iterdir())) == 1
+        assert breadcrumb.lost() == ()
+        living.kill()
+        living.wait()
+        assert whats() == ["the import of acme"]
+
+
+def test_a_forked_child_that_lives_does_not_hide_that_its_parent_is_gone() -> None:
+    code = """
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.close(1), os.close(2)
+        os.write(writer, b"1")
+        time.sleep(20)
+        os._exit(0)
+    os.read(reader, 1)
+    os._exit(0)
+"""
+    run(code.lstrip())
+    assert whats() == ["the import of acme"]
+
+
+def test_two_at_once_do_not_mix() -> None:
+    for what in ("one", "two"):
+        with breadcrumb.running(f"here {what}"):
+            run("os._exit(0)", what)
+    assert whats() == ["one", "two"]
+
+
+def test_what_has_run_to_its_end_since_is_forgotten() -> None:
+    for _ in range(3):
+        run("os._exit(0)")
+    assert whats() == ["the import of acme"]
+    with breadcrumb.running("the import of another"):
+        pass
+    assert whats() == ["the import of acme"]
+    with breadcrumb.running("the import of acme"):
+        pass
+    assert whats() == []
+
+
+def test_one_that_is_ended_again_and_again_leaves_one_file(notes: Path) -> None:
+    for _ in range(4):
+        run("os._exit(0)")
+    breadcrumb.lost()
+    assert len(list(notes.iterdir())) == 1
+
+
+@pytest.mark.parametrize("cache", ["/proc/nowhere", "/dev/null", "/dev/full"])
+def test_without_a_place_for_notes_everything_runs(cache: str) -> None:
+    assert run("sys.exit(7)", XDG_CACHE_HOME=cache) == 7
+
+
+def test_without_a_home() -> None:
+    assert run("sys.exit(7)", XDG_CACHE_HOME="", HOME="") == 7
+    assert run("sys.exit(7)", XDG_CACHE_HOME="", HOME="relative") == 7
+
+
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with breadcrumb.running("the import of acme"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'[{"what": 1}]', b"\xff\xfe", b"[" * 100_000, b'{"a": 1}']
+)
+def test_a_file_that_others_wrote_is_no_finding(notes: Path, content: bytes) -> None:
+    notes.mkdir(parents=True)
+    (notes / "x.json").write_bytes(content)
+    assert breadcrumb.lost() == ()
+
+
+def test_a_note_is_cleaned(notes: Path) -> None:
+    run("os._exit(0)", "the import of \x1b[31mred\nERROR forged")
+    (crumb,) = breadcrumb.lost()
+    assert str(crumb).isprintable()
+
+
+def test_what_takes_long_is_named_while_it_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(breadcrumb, "SLOW", 0.01)
+    named = threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "the import of acme has been running" in record.getMessage():
+                named.set()
+
+    handler = Told()
+    logging.getLogger("vllm_fl.plugins.loading").addHandler(handler)
+    try:
+        with breadcrumb.running("the import of acme"):
+            assert named.wait(60)
+    finally:
+        logging.getLogger("vllm_fl.plugins.loading").removeHandler(handler)

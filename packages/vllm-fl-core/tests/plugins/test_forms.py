@@ -1,0 +1,303 @@
+"""Contracts outlive plugins: trailing optional parameters may be missing, or be more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import managing
+
+from vllm_fl.contracts import contracts
+from vllm_fl.dispatch import BackendImplKind, OpImpl, OpRegistry
+from vllm_fl.dispatch.guard import Chain, call_guard
+from vllm_fl.engine.opaque import opaque_op
+from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.verification import compare_all
+from vllm_fl.errors import AllFailedError, PluginError
+from vllm_fl.plugins.forms import states_support
+from vllm_fl.testing.checks import call_op, declaration, determinism, refusals
+from vllm_fl.testing.subject import Subject
+
+CPU = torch.device("cpu")
+
+
+def of(op: str, fn: Callable[..., Any], name: str = "acme", **fields: Any) -> OpImpl:
+    return OpImpl(op, f"vendor.{name}", BackendImplKind.VENDOR, fn, name, **fields)
+
+
+def held(impl: OpImpl) -> OpImpl:
+    """What the registry makes of it."""
+    registry = OpRegistry()
+    registry.register_impl(impl)
+    found = registry.get_implementation(impl.op_name, impl.impl_id)
+    assert isinstance(found, OpImpl)
+    return found
+
+
+# As somebody writes them who has the documentation of the older plugin.
+
+
+def rms_norm(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+    y = x if residual is None else x + residual
+    scale = torch.rsqrt(y.float().square().mean(-1, keepdim=True) + epsilon)
+    out = (y.float() * scale).to(x.dtype)
+    out = out if weight is None else (out * weight).to(x.dtype)
+    return out if residual is None else (out, y)
+
+
+def rotary_embedding(query: Any, key: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
+    c, s = (table[position_ids].unsqueeze(-2).float() for table in (cos, sin))
+    half = c.shape[-1]
+
+    def rotate(x: Any) -> Any:
+        if x is None:
+            return None
+        one, two, rest = x.float().split([half, half, x.shape[-1] - 2 * half], -1)
+        return torch.cat((one * c - two * s, two * c + one * s, rest), -1).to(x.dtype)
+
+    return rotate(query), rotate(key)
+
+
+def test_the_seeds_signatures_serve_a_script() -> None:
+    manager = managing(of("rms_norm", rms_norm), of("rotary_embedding", rotary_embedding))
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    normed = manager.resolve("rms_norm")(x, None, weight, 1e-6)
+    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
+    _, y = manager.call("rms_norm", x, x, weight, 1e-6, variance_size=None)
+    torch.testing.assert_close(y, x + x)
+    query, cos = torch.randn(3, 2, 8), torch.ones(4, 4)
+    rotated, none = manager.resolve("rotary_embedding")(
+        query, None, cos, torch.zeros(4, 4), torch.tensor([0, 1, 2])
+    )
+    torch.testing.assert_close(rotated, query)
+    assert none is None
+
+
+def test_a_call_with_what_it_lacks_is_refused_by_name_and_goes_on() -> None:
+    def whole(
+        x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
+    ) -> Any:
+        return ("whole", variance_size)
+
+    x = torch.ones(2, 8)
+    alone = managing(of("rms_norm", rms_norm))
+    with pytest.raises(AllFailedError) as caught:
+        alone.call("rms_norm", x, None, None, 1e-6, 4)
+    assert caught.value.causes == (("vendor.acme", "takes no variance_size"),)
+    assert alone.demotions == {}
+
+    both = managing(of("rms_norm", rms_norm), of("rms_norm", whole, "beta"))
+    assert both.call("rms_norm", x, None, None, 1e-6, variance_size=4) == ("whole", 4)
+    assert both.demotions == {}
+    assert isinstance(both.call("rms_norm", x, None, None, 1e-6), torch.Tensor)
+
+
+def test_without_fallback_a_refusal_names_the_parameter() -> None:
+    manager = managing(of("rotary_embedding", rotary_embedding), strict=True)
+    args = (torch.ones(1, 1, 4), None, torch.ones(2, 2), torch.ones(2, 2), torch.tensor([0]))
+    manager.call("rotary_embedding", *args, False)
+    with pytest.raises(AllFailedError, match="takes no rotary_interleaved"):
+        manager.call("rotary_embedding", *args, True)
+
+
+@pytest.mark.parametrize("op_fn", [("rms_norm", rms_norm), ("rotary_embedding", rotary_embedding)])
+def test_they_pass_preflight_and_refuse_only_what_they_lack(op_fn: Any) -> None:
+    op, fn = op_fn
+    impl = held(of(op, fn))
+    assert find_faults([impl], torch.float32, CPU, None).faults == {}
+    results = list(compare_all(impl, contracts()[op], [torch.float32], CPU))
+    reasons = {r.reason for r in results if r.status == "refused"}
+    assert {r.status for r in results} == {"ok", "refused"}
+    assert len(reasons) == 1 and reasons.pop().startswith("takes no ")
+
+
+@pytest.mark.parametrize("op_fn", [("rms_norm", rms_norm), ("rotary_embedding", rotary_embedding)])
+def test_the_kit_asks_for_no_more_than_it_said(op_fn: Any) -> None:
+    op, fn = op_fn
+    subject = Subject(held(of(op, fn)), CPU)
+    for check in (refusals, call_op, determinism, declaration):
+        check(subject, "float32", "")
+    own = held(of(op, fn, supports=fn))  # of the same parameters
+    assert states_support(own) and not states_support(subject.impl)
+
+
+def test_as_an_opaque_operator() -> None:
+    spec = contracts()["rms_norm"]
+    manager = managing(of("rms_norm", rms_norm))
+    failures = manager._chain("rms_norm", bars_layers=True).failures
+    chain = Chain("rms_norm", (held(of("rms_norm", rms_norm)),), spec, False, failures)
+    operator = opaque_op(chain, lambda bound, op, impl_id: bound).fn
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(operator(x, None, None, 1e-6, None), rms_norm(x, None, None, 1e-6))
+    with pytest.raises(AllFailedError, match="takes no variance_size"):
+        operator(x, None, None, 1e-6, 4)
+
+
+# As somebody who wants it to break.
+
+
+def test_a_whole_implementation_stays_the_object_that_it_is() -> None:
+    def silu_and_mul(x: Any) -> Any:
+        return x
+
+    impl = of("silu_and_mul", silu_and_mul, supports=lambda x: True)
+    assert held(impl) is impl
+
+
+def test_supports_may_lack_it_too_and_either_of_the_two() -> None:
+    def whole(
+        x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
+    ) -> Any:
+        return x
+
+    def small(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+        return True if x.shape[-1] < 100 else "too wide"
+
+    x, wide = torch.ones(2, 8), torch.ones(2, 200)
+    for fn in (rms_norm, whole):
+        impl = held(of("rms_norm", fn, supports=small))
+        assert impl.supports is not None
+        assert impl.supports(x, None, None, 1e-6, None) is True
+        assert impl.supports(wide, None, None, 1e-6) == "too wide"
+        assert impl.supports(x, None, None, 1e-6, 4) == "takes no variance_size"
+    asked: list[Any] = []
+
+    def knowing(
+        x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
+    ) -> Any:
+        asked.append(variance_size)
+        return True
+
+    supports = held(of("rms_norm", rms_norm, supports=knowing)).supports
+    assert supports is not None
+    assert supports(x, None, None, 1e-6, 4) == "takes no variance_size"
+    assert supports(x, None, None, 1e-6) is True
+    assert asked == [None]
+
+
+def test_the_probe_of_the_older_form_is_kept() -> None:
+    class Backend:
+        available = True
+
+        def is_available(self) -> bool:
+            return self.available
+
+        def rms_norm(self, x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+            return x
+
+    for available in (True, False):
+        Backend.available = available
+        assert held(of("rms_norm", Backend().rms_norm)).is_available() is available
+
+    def bound(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+        return x
+
+    bound._is_available = lambda: False  # type: ignore[attr-defined]
+    assert held(of("rms_norm", bound)).is_available() is False
+
+
+def test_inplace_is_off_unless_consumption_is_declared() -> None:
+    def rotary_embedding(
+        query: Any,
+        key: Any,
+        cos: Any,
+        sin: Any,
+        position_ids: Any,
+        rotary_interleaved: bool = False,
+        inplace: bool = True,
+    ) -> Any:
+        out = query if inplace else query.clone()
+        return out.add_(1), key
+
+    query = torch.zeros(1, 1, 2)
+    args = (query, None, torch.ones(2, 1), torch.ones(2, 1), torch.tensor([0]))
+    got, _ = managing(of("rotary_embedding", rotary_embedding)).call("rotary_embedding", *args)
+    assert got.eq(1).all() and query.eq(0).all()
+
+    def shorter(query: Any, key: Any, cos: Any, sin: Any, position_ids: Any, inplace: Any = 1):  # type: ignore[no-untyped-def]
+        assert inplace is False
+        return query, key
+
+    held(of("rotary_embedding", shorter)).fn(*args)
+    declared = held(of("rotary_embedding", rotary_embedding, consumes={"query", "key"}))
+    declared.fn(*args)
+    assert query.eq(1).all()  # it may, and whoever calls it makes the copies
+    got, _ = managing(of("rotary_embedding", rotary_embedding, consumes={"query", "key"})).call(
+        "rotary_embedding", *args
+    )
+    assert query.eq(1).all() and got.eq(2).all()
+
+
+def test_layer_forms_that_lack_a_parameter_refuse_it_too() -> None:
+    def rotary_embedding(
+        self: Any, query: Any, key: Any, cos: Any, sin: Any, position_ids: Any, inplace: Any = True
+    ) -> Any:
+        return (query, inplace)
+
+    manager = managing(of("rotary_embedding", rotary_embedding))
+    args = (torch.ones(1, 1, 4), None, torch.ones(2, 2), torch.ones(2, 2), torch.tensor([0]))
+    layer = object()
+    got, inplace = manager.call_as_method("rotary_embedding", layer, *args)
+    assert inplace is True and got is not args[0] and got.equal(args[0])
+    with pytest.raises(AllFailedError, match="takes no rotary_interleaved"):
+        manager.call_as_method("rotary_embedding", layer, *args, True)
+
+
+def test_a_layers_form_may_overwrite_what_the_layer_owns_and_nothing_else() -> None:
+    def rms_norm(obj: Any, x: Any, residual: Any = None) -> Any:
+        if residual is None:
+            return x * obj.weight
+        residual.add_(x)
+        return x.copy_(residual), residual
+
+    class Layer:
+        weight = torch.ones(4)
+        variance_epsilon = 1e-6
+
+    manager = managing(of("rms_norm", rms_norm))
+    x, residual = torch.ones(2, 4), torch.ones(2, 4)
+    out, y = manager.call_as_method("rms_norm", Layer(), x, residual)
+    assert out.eq(2).all() and y.eq(2).all() and x.eq(1).all() and residual.eq(1).all()
+    bound = manager.bind("rms_norm", Layer(), frozenset({"x", "residual"}))
+    assert bound(x, residual) == (x, residual) and x.eq(2).all()
+
+    def first(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+        raise NotImplementedError("not today")
+
+    later = managing(of("rms_norm", first, "aaa"), of("rms_norm", rms_norm))
+    x, residual = torch.ones(2, 4), torch.ones(2, 4)
+    Layer.variance_size_override = None  # type: ignore[attr-defined]
+    Layer.has_weight, Layer.hidden_size = True, 4  # type: ignore[attr-defined]
+    out, _ = later.call_as_method("rms_norm", Layer(), x, residual)
+    assert out.eq(2).all() and x.eq(1).all() and residual.eq(1).all()
+
+
+def a(x: Any, residual: Any, weight: Any) -> Any: ...
+def b(x: Any, residual: Any, weight: Any, epsilon: Any, variance_sise: Any = None) -> Any: ...
+def c(x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = 4) -> Any: ...
+def d(x: Any, weight: Any, residual: Any, epsilon: Any) -> Any: ...
+def e(x: Any, residual: Any, weight: Any, epsilon: Any = 1e-6) -> Any: ...
+def f(x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None, *a: Any) -> Any: ...  # noqa: E501 # fmt: skip
+
+
+@pytest.mark.parametrize("fn", [a, b, c, d, e, f])
+def test_anything_else_that_differs_is_refused_and_leaves_nothing(fn: Callable[..., Any]) -> None:
+    registry = OpRegistry()
+    with pytest.raises(PluginError, match="but the contract has") as caught:
+        registry.register_many([of("rotary_embedding", rotary_embedding), of("rms_norm", fn)])
+    assert (caught.value.op, caught.value.impl) == ("rms_norm", "vendor.acme")
+    assert registry.list_operators() == []
+
+
+def test_the_guard_of_a_whole_implementation_has_nothing_more() -> None:
+    def rms_norm_whole(
+        x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
+    ) -> Any:
+        return x
+
+    manager = managing(of("rms_norm", rms_norm_whole))
+    chain = manager._chain("rms_norm", bars_layers=True)
+    assert chain.impls[0].fn is rms_norm_whole and chain.impls[0].supports is None
+    assert call_guard(chain)(1, None, None, 1e-6) == 1

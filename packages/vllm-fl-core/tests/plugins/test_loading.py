@@ -1,0 +1,659 @@
+"""Loading plugins, each behind its own wall: temporary modules stand in for distributions."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.startup import Startup
+from vllm_fl.errors import PluginError, VllmFLError
+from vllm_fl.plugins.calling import find_device, policy_files, start_in_worker
+from vllm_fl.plugins.loading import Found, discover, load, unmatched
+from vllm_fl.plugins.plugin import Plugin
+from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, DeviceProfile, OpImpl
+from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.policy import OpOrder, SelectionPolicy
+
+HEAD = "from vllm_fl import AttentionImpl, BackendImplKind, OpImpl, PolicyDefaults, hookimpl\n"
+SOUND = """
+def silu_and_mul(x):
+    return x[..., : x.shape[-1] // 2] + 1
+
+@hookimpl
+def register_ops():
+    return [OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")]
+"""
+numbers = itertools.count()
+
+Write = Callable[..., Found]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """`write(source, name)`: a module on the path, found as if the distribution fl-NAME had it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def make(source: str, name: str = "acme", attribute: str | None = None) -> Found:
+        module = f"plugin_{name}_{next(numbers)}"
+        (tmp_path / f"{module}.py").write_text(HEAD + dedent(source))
+        made.append(module)
+        (found,) = discover([module])[-1:]
+        owner = Owner(name, f"fl-{name}", "1.0", f"/site/{name}")
+
+        def target() -> object:
+            return getattr(found.load(), attribute) if attribute else found.load()
+
+        return Found(owner, f"{module}:{attribute}" if attribute else module, target)
+
+    yield make
+    for module in made:
+        sys.modules.pop(module, None)
+
+
+def one(found: Found) -> tuple[Plugin, OpRegistry]:
+    registry = OpRegistry()
+    (plugin,) = load(registry, [found])
+    return plugin, registry
+
+
+def failure(found: Found) -> PluginError:
+    plugin, registry = one(found)
+    assert plugin.status == "failed"
+    assert type(plugin.error) is PluginError
+    assert dict(registry.snapshot().owners) == {}, "what it had half registered is left"
+    return plugin.error
+
+
+def test_a_sound_one(write: Write) -> None:
+    plugin, registry = one(write(SOUND))
+    assert (plugin.status, plugin.hooks, plugin.claims, plugin.error) == (
+        "ok",
+        ("register_ops",),
+        ("vendor.acme",),
+        None,
+    )
+    assert registry.snapshot().owners["silu_and_mul", "vendor.acme"] is plugin.owner
+
+
+def test_both_hooks_of_an_object_with_generators(write: Write) -> None:
+    found = write(
+        """
+        class Plugin:
+            @hookimpl
+            def register_ops(self):
+                yield OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, norm, "acme")
+
+            @hookimpl
+            def attention_backend(self):
+                yield AttentionImpl("vendor.acme", "acme.Backend", BackendImplKind.VENDOR, "acme")
+
+        def norm(x, residual, weight, epsilon, variance_size=None):
+            return x
+
+        plugin = Plugin()
+        """,
+        attribute="plugin",
+    )
+    plugin, registry = one(found)
+    assert plugin.error is None
+    assert plugin.hooks == ("attention_backend", "register_ops")
+    (attention,) = registry.snapshot().impls_by_op["attention_backend"]
+    assert isinstance(attention, AttentionImpl)
+    assert set(registry.snapshot().impls_by_op) == {"attention_backend", "rms_norm"}
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise OSError('libacme.so.3')", "OSError: libacme.so.3"),
+        ("import sys; sys.exit('no device')", "SystemExit: no device"),
+        ("def (", "SyntaxError"),
+        ("x = 1", "implements no hook"),
+        ("@hookimpl\ndef register_ops():\n    return {'silu_and_mul': 1}", "returned dict"),
+        ("@hookimpl\ndef register_ops():\n    return 7", "returned int"),
+        ("@hookimpl\ndef register_ops():\n    return ['silu']", "expected OpImpl"),
+        ("@hookimpl\ndef register_ops(device):\n    return []", "device"),
+        ("@hookimpl\ndef register_opps():\n    return []", "register_opps"),
+        (
+            "@hookimpl\ndef register_ops():\n"
+            "    yield OpImpl('silu_and_mul', 'vendor.x', BackendImplKind.VENDOR, print, 'acme')",
+            "'vendor.acme'",
+        ),
+    ],
+)
+def test_a_broken_one_costs_itself_only(write: Write, source: str, words: str) -> None:
+    broken, sound = write(source, "broken"), write(SOUND, "sound")
+    registry = OpRegistry()
+    first, second = load(registry, [broken, sound])
+    assert (first.status, second.status) == ("failed", "ok")
+    assert first.error is not None
+    assert words in str(first.error)
+    assert (first.error.plugin, first.error.distribution) == ("broken", "fl-broken 1.0")
+    assert set(registry.snapshot().owners) == {("silu_and_mul", "vendor.acme")}
+
+
+def test_the_cause_is_kept_as_it_was(write: Write) -> None:
+    error = failure(write("raise OSError('libacme.so.3')"))
+    assert isinstance(error.cause, OSError)
+    assert error.__cause__ is error.cause
+
+
+def test_an_interrupt_is_not_the_plugins(write: Write) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        load(OpRegistry(), [write("raise KeyboardInterrupt")])
+
+
+def test_half_registered_is_rolled_back(write: Write) -> None:
+    hooks = SOUND + "\n    yield from ()\n    raise OSError('no table')\n"
+    hooks = hooks.replace("return [OpImpl", "yield from [OpImpl")
+    assert "no table" in str(failure(write(hooks)))
+    older = """
+    def silu_and_mul(x):
+        return x
+
+    def register_builtins(registry):
+        registry.register_impl(
+            OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")
+        )
+        raise OSError("no table")
+    """
+    assert "no table" in str(failure(write(older)))
+
+
+@pytest.mark.parametrize(
+    ("api", "words"), [("99", "older release"), ("0", "newer release"), ("'1'", "integer")]
+)
+def test_another_hook_api_is_named(write: Write, api: str, words: str) -> None:
+    error = failure(write(f"HOOK_API = {api}\n" + SOUND))
+    assert api in str(error)
+    assert "HOOK_API" in str(error) and words in str(error)
+
+
+def test_this_hook_api_is_taken(write: Write) -> None:
+    assert one(write("HOOK_API = 1\n" + SOUND))[0].status == "ok"
+
+
+class TestOlderForm:
+    SOURCE = """
+    class Backend:
+        available = True
+
+        def is_available(self):
+            return self.available
+
+        def silu_and_mul(self, x):
+            return x[..., : x.shape[-1] // 2] + 1
+
+        def gelu_and_mul(self, obj, x):
+            return obj.approximate
+
+    def rms_norm(self, x, residual=None):
+        return x * self.weight
+
+    backend = Backend()
+
+    def {name}(registry):
+        registry.register_many([
+            OpImpl(op_name="silu_and_mul", impl_id="vendor.acme", kind=BackendImplKind.VENDOR,
+                   fn=backend.silu_and_mul, vendor="acme", priority=100),
+            OpImpl("gelu_and_mul", "vendor.acme", BackendImplKind.VENDOR,
+                   backend.gelu_and_mul, "acme"),
+        ])
+        registry.register_impl(
+            OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme"))
+    """
+
+    @pytest.mark.parametrize("name", ["register_builtins", "vllm_fl_register", "register"])
+    @pytest.mark.parametrize("as_module", [True, False])
+    def test_all_three_kinds_of_function_work(
+        self, write: Write, name: str, as_module: bool
+    ) -> None:
+        source = self.SOURCE.replace("{name}", name)
+        plugin, registry = one(write(source, attribute=None if as_module else name))
+        assert plugin.error is None
+        assert plugin.hooks == ("register_builtins",)
+        manager = OpManager(registry)
+
+        class Layer:
+            weight = torch.full((4,), 3.0)
+            approximate = "tanh"
+            variance_epsilon = 1e-6
+
+        assert manager.call("silu_and_mul", torch.ones(1, 2))[0, 0] == 2
+        assert manager.call_as_method("silu_and_mul", Layer(), torch.ones(1, 2))[0, 0] == 2
+        assert manager.call_as_method("gelu_and_mul", Layer(), torch.ones(1, 2)) == "tanh"
+        assert manager.call_as_method("rms_norm", Layer(), torch.ones(1, 4))[0, 0] == 3
+
+    def test_the_backends_availability_counts(self, write: Write) -> None:
+        source = self.SOURCE.replace("{name}", "register").replace(
+            "available = True", "available = False"
+        )
+        _, registry = one(write(source))
+        impl = registry.snapshot().find("silu_and_mul", "vendor.acme")
+        assert impl is not None
+        assert not impl.is_available()
+
+    def test_the_functions_own_availability_counts(self, write: Write) -> None:
+        source = self.SOURCE.replace("{name}", "register") + (
+            "\n    rms_norm._is_available = lambda: False\n"
+        )
+        _, registry = one(write(source))
+        impl = registry.snapshot().find("rms_norm", "vendor.acme")
+        assert impl is not None
+        assert not impl.is_available()
+
+    def test_a_callable_that_cannot_take_the_registry_is_no_silent_nothing(
+        self, write: Write
+    ) -> None:
+        assert "TypeError" in str(failure(write("def plugin(): return []", attribute="plugin")))
+
+    def test_a_class_is_not_run(self, write: Write) -> None:
+        found = write("class Plugin:\n    def register(self, registry): ...", attribute="Plugin")
+        assert "implements no hook" in str(failure(found))
+
+
+OTHER = SOUND.replace("return [", "return [OpImpl('rms_norm', 'vendor.{name}', ").replace(
+    "OpImpl('rms_norm', 'vendor.{name}', ",
+    "OpImpl('rms_norm', 'vendor.{name}', BackendImplKind.VENDOR, rms_norm, '{name}'), ",
+)
+NORM = "def rms_norm(x, residual, weight, epsilon, variance_size=None):\n    return x\n"
+
+
+def test_two_that_bring_one_id_load_it_from_neither_and_keep_the_rest(write: Write) -> None:
+    registry = OpRegistry()
+    founds = [write(NORM + OTHER.replace("{name}", n), n) for n in ("aaa", "bbb")]
+    plugins = load(registry, founds)
+    for plugin, op, impl in zip(plugins, ["silu_and_mul"] * 2, ["vendor.acme"] * 2, strict=True):
+        assert plugin.status == "partial"
+        assert plugin.error is not None and (plugin.error.op, plugin.error.impl) == (op, impl)
+    for fact in ("fl-aaa 1.0", "/site/aaa", "fl-bbb 1.0", "/site/bbb"):
+        assert all(fact in str(plugin.error) for plugin in plugins)
+    assert set(registry.snapshot().owners) == {
+        ("rms_norm", "vendor.aaa"),
+        ("rms_norm", "vendor.bbb"),
+    }
+
+
+def test_asking_for_what_two_claimed_is_an_error_that_names_both(write: Write) -> None:
+    registry = OpRegistry()
+    founds = [write(NORM + OTHER.replace("{name}", n), n) for n in ("aaa", "bbb")]
+    plugins = load(registry, founds)
+    manager = OpManager()
+    manager.adopt(Startup(plugins, load_settings({})), registry)
+    for token in ("impl:vendor.acme", "vendor:acme"):
+        policy = SelectionPolicy(per_op_order={"silu_and_mul": OpOrder.of(token)})
+        with pytest.raises(PluginError, match=r"fl-aaa 1\.0.*fl-bbb 1\.0|fl-bbb.*fl-aaa"):
+            manager.trace("silu_and_mul", policy=policy)
+    policy = SelectionPolicy(per_op_order={"gelu_and_mul": OpOrder.of(["vendor:aaa", "reference"])})
+    assert manager.trace("gelu_and_mul", policy=policy).selected is None
+
+
+def test_two_that_bring_nothing_else_fail(write: Write) -> None:
+    registry = OpRegistry()
+    plugins = load(registry, [write(SOUND, "aaa"), write(SOUND, "bbb")])
+    assert [plugin.status for plugin in plugins] == ["failed", "failed"]
+    assert dict(registry.snapshot().owners) == {}
+
+
+def test_leaving_one_of_two_out_settles_it(write: Write) -> None:
+    founds = [write(SOUND, "aaa"), write(SOUND, "bbb")]
+    first, second = load(OpRegistry(), founds, only=["fl-bbb"])
+    assert (first.status, second.status) == ("disabled", "ok")
+
+
+RESERVED = """
+def silu_and_mul(x):
+    return x
+
+@hookimpl
+def register_ops():
+    return [OpImpl("silu_and_mul", "{id}", BackendImplKind.REFERENCE, silu_and_mul)]
+"""
+
+
+def reserved(write: Write, impl_id: str, distribution: str) -> Found:
+    found = write(RESERVED.replace("{id}", impl_id), distribution.replace("-", "_"))
+    owner = Owner(found.owner.plugin, distribution, "1.0", f"/site/{distribution}")
+    return Found(owner, found.target, found.load)
+
+
+@pytest.mark.parametrize(
+    ("impl_id", "holder"),
+    [
+        ("reference.torch", "vllm-fl-reference"),
+        ("reference.mine", "vllm-fl-reference"),
+        ("Reference.Torch", "vllm-fl-reference"),
+        ("default.flagos", "vllm-fl-flaggems"),
+    ],
+)
+def test_a_reserved_id_is_its_holders_whatever_the_alphabet_says(
+    write: Write, impl_id: str, holder: str
+) -> None:
+    registry = OpRegistry()
+    squatter = reserved(write, impl_id, "aaa-squatter")
+    own = reserved(write, impl_id, holder.replace("-", "_"))
+    first, second = load(registry, [squatter, own])
+    assert (first.status, second.status) == ("failed", "ok")
+    assert holder in str(first.error) and "aaa-squatter 1.0" in str(first.error)
+    assert registry.snapshot().owners["silu_and_mul", impl_id] is second.owner
+    (alone,) = load(OpRegistry(), [squatter])
+    assert alone.status == "failed"
+
+
+def test_stock_is_nobodys(write: Write) -> None:
+    for distribution in ("aaa", "vllm-fl-core", "vllm-fl-reference"):
+        (plugin,) = load(OpRegistry(), [reserved(write, "stock.vllm", distribution)])
+        assert plugin.status == "failed"
+        assert "nobody's" in str(plugin.error)
+    impl = OpImpl("silu_and_mul", "stock.vllm", BackendImplKind.REFERENCE, lambda x: x)
+    with pytest.raises(PluginError, match="nobody's"):
+        OpRegistry().register_impl(impl)
+
+
+def test_a_script_may_use_any_other_id_in_its_own_registry() -> None:
+    registry = OpRegistry()
+    for impl_id in ("reference.torch", "default.flagos"):
+        registry.register_impl(
+            OpImpl("silu_and_mul", impl_id, BackendImplKind.REFERENCE, lambda x: x)
+        )
+    assert len(registry.snapshot().owners) == 2
+
+
+EVIL = [
+    "SystemExit(0)",
+    "GeneratorExit()",
+    "BaseException('PanicException')",
+    "asyncio.CancelledError()",
+    "StopIteration(3)",
+    "Mute()",
+    "PluginError('forged', plugin='another')",
+]
+EVIL_HEAD = """
+import asyncio
+from vllm_fl import DeviceProfile
+from vllm_fl.errors import PluginError
+
+class Mute(Exception):
+    def __str__(self):
+        raise SystemExit(0)
+    __repr__ = __str__
+
+def silu_and_mul(x):
+    return x
+
+def evil(*args):
+    raise {error}
+"""
+PLACES = {
+    "import": "evil()",
+    "register_ops": "@hookimpl\ndef register_ops():\n    evil()",
+    "generator": "@hookimpl\ndef register_ops():\n    evil()\n    yield",
+    "attention_backend": "@hookimpl\ndef attention_backend():\n    evil()",
+    "older form": "def register_builtins(registry):\n    evil()",
+    "attribute": "def __getattr__(name):\n    evil()",
+    "signature": (
+        "class Fn:\n    def __call__(self, x): return x\n"
+        "    __signature__ = property(evil)\n"
+        "@hookimpl\ndef register_ops():\n"
+        "    return [OpImpl('silu_and_mul', 'vendor.x', BackendImplKind.VENDOR, Fn(), 'x')]"
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("error", EVIL)
+def test_whatever_it_raises_at_load_costs_itself_only(write: Write, error: str, place: str) -> None:
+    broken = write(EVIL_HEAD.replace("{error}", error) + PLACES[place], "broken")
+    registry = OpRegistry()
+    first, second = load(registry, [broken, write(SOUND, "sound")])
+    assert (first.status, second.status) == ("failed", "ok")
+    assert first.error is not None
+    assert first.error.plugin == "broken" and "fl-broken 1.0" in str(first.error)
+    assert first.error.distribution == "fl-broken 1.0"
+
+
+@pytest.mark.parametrize("error", EVIL)
+def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
+    write: Write, error: str
+) -> None:
+    hooks = "".join(
+        f"@hookimpl\ndef {hook}({args}):\n    evil()\n"
+        for hook, args in (("policy", "platform"), ("device", ""), ("worker_start", "context"))
+    )
+    (plugin,) = load(OpRegistry(), [write(EVIL_HEAD.replace("{error}", error) + hooks)])
+    assert plugin.status == "ok"
+    _, errors = policy_files([plugin], "cpu")
+    with pytest.raises(PluginError) as device:
+        find_device([plugin])
+    with pytest.raises(VllmFLError) as worker:
+        start_in_worker([plugin], None)  # type: ignore[arg-type]
+    assert {errors["acme"].distribution, device.value.distribution} == {"fl-acme 1.0"}
+    for failure in (errors["acme"], device.value):
+        assert "fl-acme 1.0" in str(failure) and failure.plugin == "acme"
+    if "forged" not in error:  # an error of ours is for the user as it is
+        assert "fl-acme 1.0" in str(worker.value) and type(worker.value) is PluginError
+
+
+@pytest.mark.parametrize("error", EVIL)
+def test_whatever_a_probe_raises_is_a_negative_with_a_reason(write: Write, error: str) -> None:
+    source = EVIL_HEAD.replace("{error}", error) + (
+        "@hookimpl\ndef register_ops():\n"
+        "    return [OpImpl('silu_and_mul', 'vendor.x', BackendImplKind.VENDOR, silu_and_mul, 'x',"
+        " available=evil)]\n"
+        "@hookimpl\ndef device():\n"
+        "    return DeviceProfile('acme', 'a.P', 'a.W', detect=evil)\n"
+    )
+    plugin, registry = one(write(source))
+    impl = registry.snapshot().find("silu_and_mul", "vendor.x")
+    assert impl is not None and not impl.is_available()
+    assert error.partition("(")[0].rpartition(".")[2] in str(impl.availability())
+    assert find_device([plugin]) is None
+
+
+def test_a_probe_may_be_interrupted(write: Write) -> None:
+    impl = OpImpl(
+        "silu_and_mul", "vendor.x", BackendImplKind.VENDOR, print, "x", available=interrupt
+    )
+    with pytest.raises(KeyboardInterrupt):
+        impl.is_available()
+
+
+def interrupt() -> bool:
+    raise KeyboardInterrupt
+
+
+def test_an_endless_generator_ends(write: Write) -> None:
+    source = SOUND.replace("return [", "while True: yield ").replace('"acme")]', '"acme")')
+    error = failure(write(source))
+    assert "is it endless?" in str(error)
+
+
+def test_what_it_sets_is_undone_and_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    monkeypatch.setenv("VLLM_FL_STRICT", "1")
+    monkeypatch.delenv("USE_FLAGGEMS", raising=False)
+    source = """
+    import os
+    os.environ["VLLM_FL_PREFER"] = "flagos"
+    os.environ["ACME_OWN"] = "1"
+    del os.environ["VLLM_FL_STRICT"]
+
+    @hookimpl
+    def register_ops():
+        os.environ["USE_FLAGGEMS"] = "0"
+        return []
+    """
+    plugin, _ = one(write(source))
+    assert (os.environ["VLLM_FL_PREFER"], os.environ["VLLM_FL_STRICT"]) == ("vendor", "1")
+    assert "USE_FLAGGEMS" not in os.environ and os.environ.pop("ACME_OWN") == "1"
+    (remark,) = plugin.remarks
+    for word in ("fl-acme 1.0", "USE_FLAGGEMS", "VLLM_FL_PREFER", "VLLM_FL_STRICT"):
+        assert word in remark
+    assert "ACME_OWN" not in remark
+
+
+def test_a_foreign_name_forges_no_line(write: Write) -> None:
+    found = write("raise OSError('x\\nERROR forged')")
+    owner = Owner("\x1b[31mred\nERROR", "fl-acme\nERROR", "1.0")
+    (plugin,) = load(OpRegistry(), [Found(owner, found.target, found.load)])
+    assert str(plugin.error).isprintable()
+
+
+def test_it_declares_the_distributions_whose_kernels_it_runs(write: Write) -> None:
+    plugin, registry = one(write("KERNEL_DISTRIBUTIONS = ('acme-kernels',)\n" + SOUND))
+    assert plugin.owner.kernels == ("acme-kernels",)
+    assert registry.snapshot().owners["silu_and_mul", "vendor.acme"].kernels == ("acme-kernels",)
+    wrong = failure(write("KERNEL_DISTRIBUTIONS = 'acme-kernels'\n" + SOUND))
+    assert "expected a tuple" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("numba", "Did you mean 'vllm-fl-numba'?"),
+        ("vllm-fl-nunba", "Did you mean 'vllm-fl-numba'?"),
+        ("torchlike", "Did you mean 'vllm-fl-reference'?"),
+        ("zzz", "Installed are vllm-fl-numba, vllm-fl-reference."),
+    ],
+)
+def test_a_name_that_nobody_has_is_told_with_what_was_meant(name: str, words: str) -> None:
+    owners = [Owner("numba", "vllm-fl-numba"), Owner("torchlike", "vllm_fl_reference")]
+    (line,) = unmatched(owners, [name, "VLLM_FL.numba"])
+    assert repr(name) in line and words in line
+    assert unmatched(owners, None) == unmatched(owners, []) == ()
+
+
+@pytest.mark.parametrize(
+    ("only", "loaded"),
+    [
+        (None, {"aaa", "bbb"}),
+        ([], set()),
+        (["fl-bbb"], {"bbb"}),
+        (["FL_BBB", "fl.aaa"], {"aaa", "bbb"}),
+        (["aaa"], set()),
+    ],
+)
+def test_narrowing(write: Write, only: list[str] | None, loaded: set[str]) -> None:
+    other = SOUND.replace("acme", "other")
+    founds = [write(SOUND, "aaa"), write(other, "bbb")]
+    plugins = load(OpRegistry(), founds, only=only)
+    assert {p.owner.plugin for p in plugins if p.status == "ok"} == loaded
+    left_out = [p for p in plugins if p.owner.plugin not in loaded]
+    assert all(p.status == "disabled" and p.error is None for p in left_out)
+    for found in founds:
+        if found.owner.plugin not in loaded:
+            assert found.target not in sys.modules, "it was imported all the same"
+
+
+def test_modules_are_found_after_the_distributions_and_not_imported() -> None:
+    found = discover(["no_such_module_anywhere"])
+    assert found[-1].owner == Owner("no_such_module_anywhere")
+    (plugin,) = load(OpRegistry(), found[-1:])
+    assert "no_such_module_anywhere" in str(plugin.error)
+
+
+def test_may_bring(write: Write) -> None:
+    registry = OpRegistry()
+    plugin = load(registry, [write("raise OSError", "metax")])[0]
+    assert plugin.may_bring("vendor.metax") and plugin.may_bring("metax")
+    assert not plugin.may_bring("vendor.acme")
+
+
+class TestPolicyHook:
+    def test_files_and_errors(self, write: Write) -> None:
+        policy = """
+        @hookimpl
+        def policy(platform):
+            return PolicyDefaults("/acme.yaml") if platform == "acme" else None
+        """
+        wrong = "@hookimpl\ndef policy(platform):\n    return 'acme.yaml'"
+        plugins = load(OpRegistry(), [write(policy, "aaa"), write(wrong, "bbb")])
+        files, errors = policy_files(plugins, "acme")
+        assert files == [("fl-aaa 1.0", "/acme.yaml")]
+        assert set(errors) == {"bbb"}
+        assert "expected PolicyDefaults" in str(errors["bbb"])
+        assert policy_files(plugins[:1], "cpu") == ([], {})
+
+
+DEVICE = """
+from vllm_fl import DeviceProfile
+
+@hookimpl
+def device():
+    return DeviceProfile("{name}", "{name}.P", "{name}.W", detect=lambda: {detected})
+"""
+
+
+def devices(write: Write, **detected: object) -> tuple[Plugin, ...]:
+    found = [
+        write(DEVICE.format(name=name, detected=repr(verdict)), name)
+        for name, verdict in detected.items()
+    ]
+    return load(OpRegistry(), found)
+
+
+def test_the_device_that_this_machine_has(write: Write) -> None:
+    plugins = devices(write, acme=True, beta="no /dev/beta0")
+    profile = find_device(plugins)
+    assert profile is not None
+    assert (profile.name, profile.worker_class) == ("acme", "acme.W")
+    assert find_device(plugins[1:]) is None
+    assert find_device(plugins, "gamma") is None
+
+
+def test_two_devices_are_one_error_that_names_both_and_the_user_decides(write: Write) -> None:
+    plugins = devices(write, acme=True, beta=True)
+    with pytest.raises(PluginError) as raised:
+        find_device(plugins)
+    assert "'acme' of fl-acme 1.0, 'beta' of fl-beta 1.0" in str(raised.value)
+    assert "VLLM_FL_PLATFORM" in str(raised.value)
+    beta = find_device(plugins, "beta")
+    assert beta is not None and beta.name == "beta"
+
+
+def test_a_forced_device_that_is_not_there_is_an_error_with_its_reason(write: Write) -> None:
+    with pytest.raises(PluginError, match="not here: no /dev/acme0") as raised:
+        find_device(devices(write, acme="no /dev/acme0"), "acme")
+    assert raised.value.distribution == "fl-acme"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("return 'acme'", "device returned 'acme'; expected DeviceProfile"),
+        ("raise OSError('no driver')", "OSError: no driver"),
+    ],
+)
+def test_a_device_hook_that_fails_is_an_error(write: Write, source: str, words: str) -> None:
+    (plugin,) = load(OpRegistry(), [write(f"@hookimpl\ndef device():\n    {source}\n")])
+    with pytest.raises(PluginError, match=words):
+        find_device([plugin])
+
+
+def test_a_device_hook_that_fails_costs_itself_only_beside_one_that_is_here(
+    write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = write("@hookimpl\ndef device():\n    raise SystemExit('no driver')\n", "broken")
+    sound = write(DEVICE.format(name="acme", detected="True"), "acme")
+    profile = find_device(load(OpRegistry(), [broken, sound]))
+    assert profile is not None and profile.name == "acme"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"name": "Acme"}, {"name": "ac-me"}, {"worker_class": "W"}, {"communicator_class": "C"}],
+)
+def test_a_device_profile_is_checked_when_it_is_made(fields: dict[str, str]) -> None:
+    sound = {"name": "acme", "platform_class": "a.P", "worker_class": "a.W"}
+    with pytest.raises(ValueError, match=r"lower-case identifier|must be 'module\.Class'"):
+        DeviceProfile(**{**sound, **fields}, detect=lambda: True)

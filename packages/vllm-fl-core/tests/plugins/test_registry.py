@@ -1,0 +1,164 @@
+"""The registry: all or nothing, duplicates that name both, parameters that are the contract's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import silu
+
+from vllm_fl.errors import PluginError
+from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
+
+ACME = Owner("acme", "vllm-fl-acme", "1.0", "/site/acme")
+BETA = Owner("beta", "vllm-fl-beta", "2.0", "/site/beta")
+
+
+def test_snapshots_are_read_only_and_stand() -> None:
+    registry = OpRegistry()
+    registry.register_impl(silu("vendor.acme"), ACME)
+    before = registry.snapshot()
+    with pytest.raises(TypeError):
+        before.impls_by_op["silu_and_mul"] = ()  # type: ignore[index]
+    with pytest.raises(TypeError):
+        del before.owners["silu_and_mul", "vendor.acme"]  # type: ignore[attr-defined]
+    registry.register_impl(silu("default.flagos"), BETA)
+    assert [i.impl_id for i in before.impls_by_op["silu_and_mul"]] == ["vendor.acme"]
+    after = registry.snapshot()
+    assert [i.impl_id for i in after.impls_by_op["silu_and_mul"]] == [
+        "default.flagos",
+        "vendor.acme",
+    ]
+    assert after.owners["silu_and_mul", "default.flagos"] == BETA
+    assert after.find("silu_and_mul", "vendor.acme") is before.find("silu_and_mul", "vendor.acme")
+    assert after.find("silu_and_mul", "vendor.nobody") is None
+
+
+def test_a_duplicate_names_both_with_versions_and_paths() -> None:
+    registry = OpRegistry()
+    registry.register_impl(silu("vendor.acme"), ACME)
+    with pytest.raises(PluginError) as caught:
+        registry.register_impl(silu("vendor.acme"), BETA)
+    error = caught.value
+    assert (error.op, error.impl, error.plugin) == ("silu_and_mul", "vendor.acme", "beta")
+    assert error.distribution == "vllm-fl-beta 2.0"
+    for fact in ("vllm-fl-acme 1.0", "/site/acme", "vllm-fl-beta 2.0", "/site/beta"):
+        assert fact in str(error)
+
+
+def test_one_refused_refuses_all_of_the_call() -> None:
+    registry = OpRegistry()
+    registry.register_impl(silu("vendor.acme"), ACME)
+    before = registry.snapshot()
+    with pytest.raises(PluginError):
+        registry.register_many([silu("default.flagos"), silu("vendor.acme")], BETA)
+    with pytest.raises(PluginError):
+        registry.register_many([silu("default.flagos"), silu("default.flagos")], BETA)
+    with pytest.raises(PluginError, match="expected OpImpl"):
+        registry.register_many([silu("default.flagos"), "silu"], BETA)  # type: ignore[list-item]
+
+    def breaking() -> Any:
+        yield silu("default.flagos")
+        raise OSError("libacme.so")
+
+    with pytest.raises(OSError):
+        registry.register_many(breaking(), BETA)
+    assert registry.snapshot() is before
+
+
+def renamed(y: torch.Tensor) -> torch.Tensor:
+    return y
+
+
+def with_more(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x
+
+
+def defaulted(x: Any = None) -> Any:
+    return x
+
+
+def with_none() -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (renamed, "(y)"),
+        (with_more, "(x, eps)"),
+        (defaulted, "(x=None)"),
+        (with_none, "()"),
+    ],
+)
+def test_parameters_must_be_the_contracts(fn: Any, words: str) -> None:
+    for what, impl in (
+        ("fn", silu("vendor.acme", fn=fn)),
+        ("supports", silu("vendor.acme", supports=fn)),
+    ):
+        with pytest.raises(PluginError) as caught:
+            OpRegistry().register_impl(impl, ACME)
+        assert f"its {what} takes {words}, but the contract has (x)" in str(caught.value)
+        assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
+
+
+def test_a_builtin_that_tells_no_parameters_is_taken() -> None:
+    registry = OpRegistry()
+    registry.register_impl(silu("vendor.acme", fn=torch.relu), ACME)
+    assert registry.snapshot().find("silu_and_mul", "vendor.acme") is not None
+
+
+def test_only_what_the_contract_lets_be_overwritten_may_be() -> None:
+    with pytest.raises(PluginError, match="consumes names x"):
+        OpRegistry().register_impl(silu("vendor.acme", consumes={"x"}), ACME)
+
+
+def test_without_a_contract_the_first_one_states_the_parameters() -> None:
+    def one(x: Any, scale: float = 1.0) -> Any:
+        return x
+
+    def two(x: Any) -> Any:
+        return x
+
+    registry = OpRegistry()
+    registry.register_impl(OpImpl("acme_op", "reference.one", BackendImplKind.REFERENCE, one), ACME)
+    with pytest.raises(PluginError, match=r"reference\.one.*\(x, scale=1\.0\)"):
+        registry.register_impl(
+            OpImpl("acme_op", "reference.two", BackendImplKind.REFERENCE, two), BETA
+        )
+
+
+def test_attention_backends_stand_under_their_op() -> None:
+    registry = OpRegistry()
+    impl = AttentionImpl("vendor.acme", "acme.Backend", BackendImplKind.VENDOR, "acme")
+    registry.register_impl(impl, ACME)
+    assert registry.snapshot().impls_by_op["attention_backend"] == (impl,)
+
+
+def test_a_listener_that_is_named_again_is_called_once() -> None:
+    class Counting:
+        calls = 0
+
+        def changed(self) -> None:
+            self.calls += 1
+
+    registry, counting = OpRegistry(), Counting()
+    for _ in range(3):
+        registry.on_change(counting.changed)
+    registry.register_impl(silu("vendor.acme"), ACME)
+    assert counting.calls == 1
+
+
+def test_remove_and_clear() -> None:
+    registry = OpRegistry()
+    registry.register_impl(silu("vendor.acme"), ACME)
+    registry.register_impl(silu("default.flagos"), BETA)
+    registry.remove(ACME)
+    assert set(registry.snapshot().owners) == {("silu_and_mul", "default.flagos")}
+    registry.remove(BETA)
+    assert dict(registry.snapshot().impls_by_op) == {}
+    registry.register_impl(silu("vendor.acme"), ACME)
+    registry.clear()
+    assert dict(registry.snapshot().owners) == {}

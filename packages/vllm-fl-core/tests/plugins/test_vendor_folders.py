@@ -1,0 +1,131 @@
+"""Vendors in vllm-plugin-FL's form, as they are: tests/plugins/fl-form-* load and compute.
+
+Their hardware is emulated on the CPU: only the form is theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.contracts import contracts
+from vllm_fl.dispatch import OpManager, OpRegistry, SelectionPolicy, discover_plugins
+from vllm_fl.errors import AllFailedError, NoImplementationError
+from vllm_fl.plugins.plugin import Plugin
+from vllm_fl.plugins.types import AttentionImpl, AttentionRequest, OpImpl
+
+PLUGINS = Path(__file__).parents[3] / "tests" / "plugins"
+VENDORS = ("musa", "iluvatar")
+
+pytestmark = pytest.mark.skipif(not PLUGINS.is_dir(), reason="outside of the repository")
+
+
+@pytest.fixture(params=VENDORS)
+def vendor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    module = f"fl_form_{request.param}"
+    monkeypatch.syspath_prepend(PLUGINS / f"fl-form-{request.param}" / "src")
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", f"{module}.register_ops")
+    monkeypatch.setenv("VLLM_FL_PLUGINS", "")
+    yield request.param
+    for name in [name for name in sys.modules if name.startswith(module)]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def loaded(vendor: str) -> tuple[Plugin, OpRegistry]:
+    registry = OpRegistry()
+    (plugin,) = [p for p in discover_plugins(registry) if p.status != "disabled"]
+    return plugin, registry
+
+
+class Norm:
+    """What a norm's layer has."""
+
+    variance_epsilon = 1e-5
+    variance_size_override = None
+    has_weight = True
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.rand(16), requires_grad=False)
+        self.hidden_size = 16
+
+
+def test_it_loads_whole(vendor: str, loaded: tuple[Plugin, OpRegistry]) -> None:
+    plugin, registry = loaded
+    assert (plugin.status, plugin.error) == ("ok", None)
+    assert registry.list_operators() == [
+        "attention_backend",
+        "rms_norm",
+        "rotary_embedding",
+        "silu_and_mul",
+    ]
+    for op in registry.list_operators():
+        (impl,) = registry.get_implementations(op)
+        assert (impl.impl_id, impl.kind, impl.vendor) == (f"vendor.{vendor}", "vendor", vendor)
+        assert impl.is_available()
+
+
+def test_its_attention_backend_is_asked(vendor: str, loaded: tuple[Plugin, OpRegistry]) -> None:
+    (impl,) = loaded[1].get_implementations("attention_backend")
+    assert isinstance(impl, AttentionImpl) and callable(impl.class_path)
+    path = impl.class_path(AttentionRequest(head_size=64, dtype=torch.bfloat16))
+    assert path == "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+
+
+def test_with_a_layer_it_computes_and_leaves_a_scripts_tensors(
+    loaded: tuple[Plugin, OpRegistry],
+) -> None:
+    manager = OpManager(loaded[1], SelectionPolicy())
+    norm: Any = Norm()
+    x, residual = torch.randn(3, 16), torch.randn(3, 16)
+    kept = (x.clone(), residual.clone())
+    wanted = contracts()["rms_norm"].oracle(x, residual, norm.weight, 1e-5)
+    got = manager.call_as_method("rms_norm", norm, x, residual)
+    for mine, exact in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+    assert x.equal(kept[0]) and residual.equal(kept[1])
+
+    silu = manager.call_as_method("silu_and_mul", SimpleNamespace(), x)
+    exact = contracts()["silu_and_mul"].oracle(x)
+    torch.testing.assert_close(silu.double(), exact, rtol=1e-5, atol=1e-5)
+
+    query, key = torch.randn(3, 2, 8), torch.randn(3, 1, 8)
+    call = (query, key, torch.rand(5, 3), torch.rand(5, 3), torch.tensor([4, 0, 2]))
+    kept = (query.clone(), key.clone())
+    wanted = contracts()["rotary_embedding"].oracle(*call)
+    got = manager.call_as_method("rotary_embedding", SimpleNamespace(), *call)
+    for mine, exact in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+    assert query.equal(kept[0]) and key.equal(kept[1])
+
+
+def test_what_it_cannot_do_is_refused_by_name(
+    vendor: str, loaded: tuple[Plugin, OpRegistry]
+) -> None:
+    manager = OpManager(loaded[1], SelectionPolicy())
+    call = (torch.randn(1, 2, 8), None, torch.rand(5, 3), torch.rand(5, 3), torch.tensor([4]))
+    with pytest.raises(NoImplementationError, match="takes the calling layer first"):
+        manager.call("rotary_embedding", *call)
+    if vendor == "musa":
+        manager.call_as_method("rotary_embedding", SimpleNamespace(), *call, True)
+    else:
+        with pytest.raises(AllFailedError, match="takes no rotary_interleaved"):
+            manager.call_as_method("rotary_embedding", SimpleNamespace(), *call, True)
+
+
+def test_in_an_engines_hands_nothing_is_copied(
+    vendor: str, loaded: tuple[Plugin, OpRegistry]
+) -> None:
+    (impl,) = loaded[1].get_implementations("rms_norm")
+    assert isinstance(impl, OpImpl) and impl.needs_layer
+    x, residual = torch.randn(3, 16), torch.randn(3, 16)
+    manager = OpManager(loaded[1], SelectionPolicy())
+    norm = manager.bind("rms_norm", Norm(), frozenset({"x", "residual"}))
+    out, y = norm(x, residual)
+    assert (out is x, y is residual) == ((True, True) if vendor == "musa" else (False, False))

@@ -1,0 +1,895 @@
+"""The four layers: what wins, what is refused and where it says so, and what travels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import settings as trials
+from hypothesis import strategies as st
+
+from vllm_fl.dispatch.resolver import resolve
+from vllm_fl.errors import SettingsError
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.layers import (
+    Settings,
+    check_names,
+    load_settings,
+    load_startup,
+    normalise_platform,
+    policy_from_config,
+)
+from vllm_fl.settings.policy import OpOrder
+from vllm_fl.settings.schema import FILE_KEYS, ITEMS, OVERRIDDEN, VARIABLES
+
+OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding", "attention_backend")
+BOOLEANS = [item.variable for item in ITEMS.values() if isinstance(item.default, bool)]
+
+Write = Callable[[str, str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def refused(env: dict[str, str], *files: tuple[str, str], key: str, origin: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(env, platform="cuda", platform_files=files)
+    assert (caught.value.key, caught.value.origin) == (key, origin)
+    assert str(caught.value).startswith(f"{origin}: {key}: ")
+    return str(caught.value)
+
+
+# Layers.
+
+
+def test_environment_beats_platform_beats_default(write: Write) -> None:
+    path = write("cuda.yaml", "prefer: reference\nstrict: true\ndeny_vendors: [a, b]\n")
+    files = [("acme 1.0", path)]
+    settings = load_settings({"VLLM_FL_PREFER": "vendor"}, platform_files=files)
+    assert settings["prefer"].value == "vendor"
+    assert settings["prefer"].origin == "environment VLLM_FL_PREFER"
+    assert settings["prefer"].overrides == (
+        ("reference", f"{path}:1 (acme 1.0)"),
+        ("flagos", "default"),
+    )
+    assert settings["strict"].origin == f"{path}:2 (acme 1.0)"
+    assert settings.policy.strict is True
+    assert settings.policy.deny_vendors == {"a", "b"}
+    assert settings["allow_vendors"].origin == "default"
+    assert settings["platform_files"].value == (f"{path} (acme 1.0)",)
+
+
+def test_environment_replaces_and_never_merges(write: Write) -> None:
+    files = [("acme", write("a.yaml", "strict: true\ndeny_vendors: [a]\noot_blacklist: [x]\n"))]
+    env = {"VLLM_FL_STRICT": "0", "VLLM_FL_DENY_VENDORS": "b", "VLLM_FL_OOT_BLACKLIST": "y"}
+    settings = load_settings(env, platform_files=files)
+    assert settings.policy.strict is False
+    assert settings.policy.deny_vendors == {"b"}
+    assert settings.oot_blacklist == ("y",)
+
+
+def test_order_of_each_op_is_an_item(write: Write) -> None:
+    platform = write("p.yaml", "op_backends:\n  a: [flagos]\n  b: [flagos]\n  c: [flagos]\n")
+    config = write("ops.json", '{"a": "vendor", "d": {"eager": ["reference"]}}')
+    env = {"VLLM_FL_PER_OP": "a=reference|vendor:x; b = reference;", "VLLM_FL_OP_CONFIG": config}
+    settings = load_settings(env, platform_files=[("acme", platform)])
+    orders = settings.policy.per_op_order
+    assert {op: str(order) for op, order in orders.items()} == {
+        "a": "vendor",
+        "b": "reference",
+        "c": "flagos",
+        "d": "eager reference, compiled (default order)",
+    }
+    assert {op: order.pinned for op, order in orders.items()} == {
+        "a": True,
+        "b": True,
+        "c": False,
+        "d": True,
+    }
+    assert settings["op_backends.a"].origin == f"{config} (environment VLLM_FL_OP_CONFIG)"
+    assert [origin for _, origin in settings["op_backends.a"].overrides] == [
+        "environment VLLM_FL_PER_OP",
+        f"{platform}:2 (acme)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("env", "platform_prefer", "expected"),
+    [
+        ({}, "vendor", "flagos|vendor|reference"),
+        ({}, None, "flagos|vendor|reference"),
+        ({"VLLM_FL_PREFER": "reference"}, "vendor", "reference|flagos|vendor"),
+        ({"VLLM_FL_PREFER": "vendor"}, None, "vendor|flagos|reference"),
+    ],
+)
+def test_only_a_higher_preference_re_sorts_a_platforms_list(
+    write: Write, env: dict[str, str], platform_prefer: str | None, expected: str
+) -> None:
+    text = "op_backends: {rms_norm: [flagos, vendor, reference]}\n"
+    path = write("p.yaml", text + (f"prefer: {platform_prefer}\n" if platform_prefer else ""))
+    settings = load_settings(env, platform_files=[("acme", path)])
+    assert str(settings["op_backends.rms_norm"].value) == expected
+    re_sorted = settings["op_backends.rms_norm"].origin.endswith(
+        "re-sorted by environment VLLM_FL_PREFER"
+    )
+    assert re_sorted == (expected != "flagos|vendor|reference")
+    if re_sorted:
+        (before, origin), *_ = settings["op_backends.rms_norm"].overrides
+        assert (str(before), origin) == ("flagos|vendor|reference", f"{path}:1 (acme)")
+
+
+@pytest.mark.parametrize("source", ["VLLM_FL_PER_OP", "VLLM_FL_OP_CONFIG", "VLLM_FL_CONFIG"])
+def test_what_the_user_wrote_is_never_re_sorted(write: Write, source: str) -> None:
+    value = {
+        "VLLM_FL_PER_OP": "rms_norm=flagos|vendor",
+        "VLLM_FL_OP_CONFIG": write("o.json", '{"rms_norm": ["flagos", "vendor"]}'),
+        "VLLM_FL_CONFIG": write("c.yaml", "op_backends: {rms_norm: [flagos, vendor]}"),
+    }[source]
+    policy = load_settings({source: value, "VLLM_FL_PREFER": "vendor"}).policy
+    assert str(policy.per_op_order["rms_norm"]) == "flagos|vendor"
+    assert str(policy.preferring("vendor").per_op_order["rms_norm"]) == "flagos|vendor"
+
+
+def test_vllm_fl_config_is_a_complete_override(write: Write) -> None:
+    config = write("c.yaml", "prefer: reference\nflagos_blacklist: [mm]\n")
+    platform = write(
+        "p.yaml", "strict: true\nflagos_blacklist: [mm, add, sub]\nop_backends: {a: vendor}\n"
+    )
+    env = {
+        "VLLM_FL_CONFIG": config,
+        "VLLM_FL_PREFER": "nonsense",
+        "VLLM_FL_STRICT": "1",
+        "VLLM_FL_PER_OP": "rms_norm=flagos",
+        "VLLM_FL_OP_CONFIG": "/does/not/exist",
+        "VLLM_FL_ALLOW_VENDORS": "x",
+        "VLLM_FL_DENY_VENDORS": "x",
+        "VLLM_FL_FLAGOS_BLACKLIST_APPEND": "exp",
+        "VLLM_FL_OOT_BLACKLIST": "RMSNorm",
+        "VLLM_FL_PREFLIGHT": "off",
+        "USE_FLAGGEMS": "0",
+        "VLLM_FL_OOT_ENABLED": "0",
+    }
+    settings = load_settings(env, platform_files=[("acme", platform)])
+    assert settings.policy.prefer == "reference"
+    assert settings.policy.strict is False
+    assert settings.policy.per_op_order == {}
+    assert settings.policy.allow_vendors is None and settings.policy.deny_vendors == frozenset()
+    assert settings.flagos_blacklist == ("mm",)
+    assert settings.oot_blacklist == ()
+    # No file can set these, so that no file overrides them.
+    assert (settings.preflight, settings.use_flaggems, settings.oot_enabled) == (
+        "off",
+        False,
+        False,
+    )
+    (warning,) = settings.warnings
+    for name in set(env) & set(OVERRIDDEN):
+        assert name in warning
+    for name in ("VLLM_FL_PREFLIGHT", "USE_FLAGGEMS", "VLLM_FL_OOT_ENABLED"):
+        assert name not in warning
+    assert f"{platform} (acme)" in warning
+    assert "3 of flagos_blacklist, 1 of oot_blacklist" in warning
+    assert settings["strict"].overrides == (
+        ("1", "environment VLLM_FL_STRICT"),
+        (True, f"{platform}:1 (acme)"),
+    )
+    assert settings["prefer"].overrides[0] == ("nonsense", "environment VLLM_FL_PREFER")
+
+
+def test_config_overrides_a_broken_platform_file_and_says_so(write: Write) -> None:
+    env = {"VLLM_FL_CONFIG": write("c.yaml", "# nothing\n")}
+    broken = write("p.yaml", "prefer: [")
+    settings = load_settings(env, platform_files=[("acme", broken)])
+    assert settings.policy.prefer == "flagos"
+    assert f"{broken} (acme) (unreadable: {broken}:1" in settings.warnings[0]
+
+
+def test_config_alone_warns_of_nothing(write: Write) -> None:
+    assert load_settings({"VLLM_FL_CONFIG": write("c.yaml", "strict: yes")}).warnings == ()
+
+
+# Whitelists and blacklists.
+
+
+@pytest.mark.parametrize("prefix", ["flagos", "oot"])
+def test_whitelist_beats_blacklists(write: Write, prefix: str) -> None:
+    path = write("p.yaml", f"{prefix}_blacklist: [a, b]")
+    env = {f"VLLM_FL_{prefix.upper()}_WHITELIST": "c"}
+    settings = load_settings(env, platform_files=[("acme", path)])
+    assert settings[f"{prefix}_whitelist"].value == ("c",)
+    assert settings[f"{prefix}_blacklist"].value == ()
+    assert settings[f"{prefix}_blacklist"].overrides == ((("a", "b"), f"{path}:1 (acme)"),)
+    assert settings[f"{prefix}_blacklist"].origin == (
+        f"environment VLLM_FL_{prefix.upper()}_WHITELIST"
+    )
+
+
+@pytest.mark.parametrize("prefix", ["flagos", "oot"])
+def test_blacklist_of_the_environment_beats_a_files_whitelist(write: Write, prefix: str) -> None:
+    path = write("p.yaml", f"{prefix}_whitelist: [a]")
+    env = {f"VLLM_FL_{prefix.upper()}_BLACKLIST": "b"}
+    settings = load_settings(env, platform_files=[("acme", path)])
+    assert settings[f"{prefix}_whitelist"].value is None
+    assert settings[f"{prefix}_blacklist"].value == ("b",)
+
+
+@pytest.mark.parametrize("prefix", ["flagos", "oot"])
+def test_both_lists_are_an_error(write: Write, prefix: str) -> None:
+    white, black = (f"VLLM_FL_{prefix.upper()}_{c}LIST" for c in ("WHITE", "BLACK"))
+    message = refused(
+        {white: "a", black: "b"}, key=f"{prefix}_whitelist", origin=f"environment {white}"
+    )
+    assert black in message
+    path = write("c.yaml", f"{prefix}_blacklist: [a]\n{prefix}_whitelist: [b]\n")
+    refused({"VLLM_FL_CONFIG": path}, key=f"{prefix}_whitelist", origin=f"{path}:2")
+    refused({}, ("acme", path), key=f"{prefix}_whitelist", origin=f"{path}:2 (acme)")
+
+
+def test_append_adds_to_what_holds(write: Write) -> None:
+    files = [("acme", write("p.yaml", "flagos_blacklist: [a, b]"))]
+    append = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
+    settings = load_settings({append: "c,a"}, platform_files=files)
+    assert settings.flagos_blacklist == ("a", "b", "c")
+    assert settings["flagos_blacklist"].origin == f"{files[0][1]}:1 (acme) and environment {append}"
+    assert load_settings({append: "c"}).flagos_blacklist == ("c",)
+    both = {append: "c", "VLLM_FL_FLAGOS_BLACKLIST": "d"}
+    assert load_settings(both, platform_files=files).flagos_blacklist == ("d", "c")
+
+
+def test_append_beside_a_whitelist_is_an_error(write: Write) -> None:
+    append = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
+    where = {"key": "flagos_blacklist", "origin": f"environment {append}"}
+    refused({append: "c", "VLLM_FL_FLAGOS_WHITELIST": "d"}, **where)
+    refused({append: "c"}, ("acme", write("p.yaml", "flagos_whitelist: [d]")), **where)
+    refused({append: "c d"}, **where)
+
+
+# Several plugins' files.
+
+
+def test_files_of_several_plugins_unite(write: Write) -> None:
+    a = write("a.yaml", "prefer: vendor\nflagos_blacklist: [x, y]\nop_backends: {m: [vendor]}\n")
+    b = write("b.yaml", "prefer: vendor\nflagos_blacklist: [y, z]\nop_backends: {n: [flagos]}\n")
+    settings = load_settings({}, platform_files=[("a 1", a), ("b 2", b)])
+    assert settings["prefer"].origin == f"{a}:1 (a 1) and {b}:1 (b 2)"
+    assert settings.flagos_blacklist == ("x", "y", "z")
+    assert set(settings.policy.per_op_order) == {"m", "n"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "key", "value"),
+    [
+        ("prefer: vendor", "prefer: reference", "prefer", "flagos"),
+        ("strict: true", "strict: false", "strict", False),
+        ("oot_whitelist: [a, b]", "oot_whitelist: [b, c]", "oot_whitelist", ("b",)),
+    ],
+)
+def test_two_plugins_that_differ_end_nothing_and_both_are_named(
+    write: Write, one: str, other: str, key: str, value: object
+) -> None:
+    a, b = write("a.yaml", one), write("b.yaml", f"# second\n{other}")
+    setting = load_settings({}, platform_files=[("a 1", a), ("b 2", b)])[key]
+    assert setting.value == value
+    assert f"{a}:1 (a 1)" in setting.origin and f"{b}:2 (b 2)" in setting.origin
+    assert [origin for _, origin in setting.merged] == [f"{a}:1 (a 1)", f"{b}:2 (b 2)"]
+    assert setting.disagreements
+    assert load_settings({}, platform_files=[("b 2", b), ("a 1", a)])[key] == setting
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        ("VLLM_FL_PREFER", "reference", "reference"),
+        ("VLLM_FL_PER_OP", "m=reference", "reference"),
+    ],
+)
+def test_any_setting_of_the_users_settles_it(
+    write: Write, variable: str, text: str, value: str
+) -> None:
+    a = write("a.yaml", "prefer: vendor\nop_backends: {m: [vendor, flagos]}\n")
+    b = write("b.yaml", "prefer: flagos\nop_backends: {m: [flagos, vendor]}\n")
+    settings = load_settings({variable: text}, platform_files=[("a 1", a), ("b 2", b)])
+    key = "prefer" if variable == "VLLM_FL_PREFER" else "op_backends.m"
+    assert str(settings[key].value) == value
+    assert settings[key].disagreements == ()
+    config = write("mine.yaml", "")
+    settings = load_settings({"VLLM_FL_CONFIG": config}, platform_files=[("a 1", a), ("b 2", b)])
+    assert not any(setting.disagreements for setting in settings.values())
+
+
+def test_a_plugins_whitelist_goes_without_anothers_blacklist(write: Write) -> None:
+    a, b = write("a.yaml", "oot_whitelist: [x, y]"), write("b.yaml", "oot_blacklist: [y]")
+    settings = load_settings({}, platform_files=[("a", a), ("b", b)])
+    assert settings.oot_whitelist == ("x",)
+    assert settings.oot_blacklist == ()
+    assert settings["oot_whitelist"].origin == f"{a}:1 (a), without what {b}:1 (b) names"
+
+
+def test_both_lists_of_a_pair_in_one_plugins_file_are_an_error(write: Write) -> None:
+    path = write("a.yaml", "oot_whitelist: [x]\noot_blacklist: [y]")
+    refused({}, ("a", path), key="oot_whitelist", origin=f"{path}:1 (a)")
+
+
+BROUGHT = {
+    "m": [
+        ("a 1", OpImpl("m", "vendor.a", BackendImplKind.VENDOR, print, "a")),
+        ("b 2", OpImpl("m", "vendor.b", BackendImplKind.VENDOR, print, "b")),
+        ("c 3", OpImpl("m", "default.flagos", BackendImplKind.DEFAULT, print)),
+    ]
+}
+
+
+def test_orders_of_several_plugins_merge_and_each_knows_its_own_best(write: Write) -> None:
+    a = write("a.yaml", "op_backends: {m: [vendor:a, stock, vendor:b, flagos]}\n")
+    b = write("b.yaml", "op_backends: {m: [vendor:b, flagos, stock]}\n")
+    files = [("a 1", a), ("b 2", b)]
+    setting = load_settings({}, platform_files=files, brought=BROUGHT)["op_backends.m"]
+    # Each places its own before stock or behind it; where b's stands to stock is b's to say.
+    assert str(setting.value) == "vendor:a|vendor:b|flagos|stock"
+    assert setting.origin == f"{a}:1 (a 1) and {b}:1 (b 2)"
+    assert setting.value.pinned is False
+    (said,) = setting.disagreements
+    assert "stock before vendor:b (weight 1: a 1)" in said
+    swapped = load_settings({}, platform_files=files[::-1], brought=BROUGHT)["op_backends.m"]
+    assert swapped == setting
+
+
+def test_a_list_that_leaves_a_token_out_excludes_only_its_own(write: Write) -> None:
+    a = write("a.yaml", "op_backends: {m: {eager: [stock], compiled: [vendor:a, stock]}}\n")
+    b = write("b.yaml", "op_backends: {m: [vendor, stock]}\n")
+    settings = load_settings({}, platform_files=[("a 1", a), ("b 2", b)], brought=BROUGHT)
+    order = settings["op_backends.m"].value
+    assert isinstance(order, OpOrder)
+    assert order.left_out == {("eager", "vendor.a")}
+    impls = [impl for _, impl in BROUGHT["m"]]
+    traces = {
+        mode: resolve("m", impls, settings.policy, mode=mode, engine=True)
+        for mode in ("eager", "compiled")
+    }
+    assert [i.impl_id for i in traces["eager"].admitted] == ["vendor.b", "stock.vllm"]
+    assert "its own distribution" in dict(traces["eager"].rejected)["vendor.a"]
+    assert [i.impl_id for i in traces["compiled"].admitted] == [
+        "vendor.a",
+        "vendor.b",
+        "stock.vllm",
+    ]
+    # One file alone is what it says, for everybody: an exclusion with its reason is its to make.
+    alone = load_settings({}, platform_files=[("a 1", a)], brought=BROUGHT)["op_backends.m"]
+    assert str(alone.value) == "eager stock, compiled vendor:a|stock"
+    assert (alone.merged, alone.disagreements) == ((), ())
+
+
+def test_a_mode_that_one_plugin_leaves_open_is_the_others(write: Write) -> None:
+    a = write("a.yaml", "op_backends: {m: {eager: [vendor, reference]}}\n")
+    b = write("b.yaml", "op_backends: {m: {compiled: [stock, vendor]}}\n")
+    order = load_settings({}, platform_files=[("a", a), ("b", b)])["op_backends.m"].value
+    assert str(order) == "eager vendor|reference, compiled stock|vendor"
+
+
+def test_a_plugin_may_not_allow_vendors(write: Write) -> None:
+    path = write("p.yaml", "strict: no\nallow_vendors: [cuda]\n")
+    message = refused({}, ("acme", path), key="allow_vendors", origin=f"{path}:2 (acme)")
+    assert "every other vendor" in message
+
+
+def test_missing_platform_file_is_an_error(tmp_path: Path) -> None:
+    path = str(tmp_path / "gone.yaml")
+    refused({}, ("acme", path), key="platform_files", origin=f"{path} (acme)")
+
+
+# Environment.
+
+
+@pytest.mark.parametrize("variable", BOOLEANS)
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *((text, True) for text in ("1", "true", "True", "YES", "on", " 1\n")),
+        *((text, False) for text in ("0", "false", "FALSE", "No", "off")),
+    ],
+)
+def test_boolean(variable: str, text: str, value: bool) -> None:
+    (key,) = (key for key, item in ITEMS.items() if item.variable == variable)
+    assert load_settings({variable: text})[key].value is value
+
+
+@pytest.mark.parametrize("variable", BOOLEANS)
+@pytest.mark.parametrize("text", ["2", "enabled", "truee", "-1", "1;"])
+def test_boolean_refuses(variable: str, text: str) -> None:
+    (key,) = (key for key, item in ITEMS.items() if item.variable == variable)
+    refused({variable: text}, key=key, origin=f"environment {variable}")
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_empty_is_unset_and_only_for_plugins_none(variable: str, blank: str) -> None:
+    settings = load_settings({variable: blank})
+    if variable == "VLLM_FL_PLUGINS":
+        assert settings.plugins == ()
+    else:
+        assert settings == load_settings({})
+
+
+def test_lists() -> None:
+    env = {"VLLM_FL_PLUGINS": "a-b, c.d,,a-b", "VLLM_FL_PLUGIN_MODULES": "m.n,"}
+    settings = load_settings(env)
+    assert settings.plugins == ("a-b", "c.d")
+    assert settings.plugin_modules == ("m.n",)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "key", "said"),
+    [
+        ("VLLM_FL_PREFER", "cuda", "prefer", "VLLM_FL_PER_OP='rms_norm=vendor:cuda|"),
+        ("VLLM_FL_PREFER", "flagso", "prefer", "Did you mean 'flagos'?"),
+        ("VLLM_FL_LOG_LEVEL", "WARN", "log_level", "Did you mean 'WARNING'?"),
+        ("VLLM_FL_LOG_LEVEL", "10", "log_level", "DEBUG, INFO, WARNING, ERROR"),
+        ("VLLM_FL_PREFLIGHT", "verfy", "preflight", "Did you mean 'verify'?"),
+        ("VLLM_FL_PLATFORM", "cu da", "platform", "cuda, ascend, cpu"),
+        ("VLLM_FL_FLAGOS_BLACKLIST", "mm add", "flagos_blacklist", "'mm add' is no name"),
+        ("VLLM_FL_FLAGOS_BLACKLIST", '"mm,add"', "flagos_blacklist", "is no name"),
+        ("VLLM_FL_ALLOW_VENDORS", ",", "allow_vendors", "names nothing"),
+        ("VLLM_FL_PER_OP", "rms_norm", "per_op", "op1=a|b;op2=x"),
+        ("VLLM_FL_PER_OP", "a-b=flagos", "per_op", "op1=a|b;op2=x"),
+        ("VLLM_FL_PER_OP", "a=flagos;a=vendor", "op_backends.a", "stands twice"),
+        ("VLLM_FL_PER_OP", "a=", "op_backends.a", "is no token"),
+        ("VLLM_FL_PER_OP", "a=flagos||vendor", "op_backends.a", "is no token"),
+        ("VLLM_FL_PER_OP", "a=flagos|flagos", "op_backends.a", "stands twice"),
+        ("VLLM_FL_PER_OP", "a=cuda", "op_backends.a", "is no token"),
+        ("VLLM_FL_PER_OP", "a=refrence", "op_backends.a", "Did you mean 'reference'?"),
+        ("VLLM_FL_CONFIG", "/gone.yaml", "config", "does not exist"),
+        ("VLLM_FL_CONFIG", "gone.yaml", "config", "relative to the working directory"),
+        ("VLLM_FL_OP_CONFIG", "/gone.json", "op_config", "does not exist"),
+        ("VLLM_FL_CONFIG", "/dev/zero", "config", "no regular file"),
+        ("VLLM_FL_CONFIG", "/", "config", "no regular file"),
+        ("VLLM_FL_CONFIG", "a\0b", "config", "no printable text"),
+        ("FLAGCX_PATH", "/a\udc80", "flagcx_path", "no printable text"),
+    ],
+)
+def test_environment_refuses(variable: str, text: str, key: str, said: str) -> None:
+    assert said in refused({variable: text}, key=key, origin=f"environment {variable}")
+
+
+def test_unknown_variables_are_named() -> None:
+    env = {"VLLM_FL_PERFER": "vendor", "VLLM_FL_FLUX_CAPACITOR": "1", "VLLM_FLAGS": "1"}
+    near, far = sorted(load_settings(env).warnings, reverse=True)
+    assert near.startswith("VLLM_FL_PERFER") and near.endswith("Did you mean 'VLLM_FL_PREFER'?")
+    assert far.startswith("VLLM_FL_FLUX_CAPACITOR") and far.endswith("it has no effect.")
+
+
+def test_platform() -> None:
+    assert [normalise_platform(name) for name in ("NVIDIA", "npu", " Cuda ", "cpu", "acme")] == [
+        "cuda",
+        "ascend",
+        "cuda",
+        "cpu",
+        "acme",
+    ]
+    settings = load_settings({"VLLM_FL_PLATFORM": "NPU"}, platform="nvidia")
+    assert settings.platform == "ascend"
+    assert settings["platform"].overrides == (("cuda", "detected"),)
+    assert load_startup({"VLLM_FL_PLATFORM": "NPU"}).platform == "ascend"
+    detected = load_settings({}, platform="nvidia")["platform"]
+    assert (detected.value, detected.origin) == ("cuda", "detected")
+
+
+def test_forced_platform_that_nobody_knows_is_named(write: Write) -> None:
+    env = {"VLLM_FL_PLATFORM": "asced"}
+    (warning,) = load_settings(env, platform="cuda").warnings
+    assert "asced" in warning and "Did you mean 'ascend'?" in warning
+    files = [("acme", write("a.yaml", ""))]
+    assert load_settings(env, platform_files=files).warnings == ()
+
+
+def test_startup_reads_no_file_and_only_its_own() -> None:
+    env = {
+        "VLLM_FL_CONFIG": "/gone",
+        "VLLM_FL_PREFER": "nonsense",
+        "VLLM_FL_PREFER_ENABLED": "no",
+        "VLLM_FL_PLUGINS": "a",
+        "VLLM_FL_PLUGIN_MODULES": "b",
+        "VLLM_FL_STRICT_PLUGINS": "1",
+        "VLLM_FL_LOG_LEVEL": "debug",
+        "VLLM_FL_DISPATCH_DEBUG": "1",
+    }
+    startup = load_startup(env)
+    assert (startup.enabled, startup.strict_plugins, startup.debug) == (False, True, True)
+    assert (startup.plugins, startup.plugin_modules) == (("a",), ("b",))
+    assert (startup.platform, startup.log_level) == (None, "DEBUG")
+    with pytest.raises(SettingsError) as caught:
+        load_startup({"VLLM_FL_PREFER_ENABLED": "maybe"})
+    assert caught.value.key == "enabled"
+
+
+def test_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "reference")
+    assert load_settings().policy.prefer == "reference"
+    monkeypatch.setenv("VLLM_FL_PLUGINS", "a")
+    assert load_startup().plugins == ("a",)
+
+
+# Files.
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "said"),
+    [
+        ("prefer: vendor\nstrikt: true", 2, "strikt", "Did you mean 'strict'?"),
+        ("prefer: vendor\nprefer: flagos", 2, "prefer", "stands twice, first in line 1"),
+        ("op_backends:\n  m: [flagos]\n  m: [vendor]", 3, "op_backends.m", "first in line 2"),
+        (
+            "op_backends:\n  m: {eager: [flagos], eager: [vendor]}",
+            2,
+            "op_backends.m.eager",
+            "twice",
+        ),
+        ("prefer: cuda", 1, "prefer", "VLLM_FL_PER_OP"),
+        ("prefer: 1", 1, "prefer", "expected one of flagos, vendor, reference"),
+        ("strict: 1", 1, "strict", "expected true or false"),
+        ("strict: 'true'", 1, "strict", "expected true or false"),
+        ("strict: !!bool [a]", 1, "strict", "expected true or false"),
+        ("strict: !!bool maybe", 1, "strict", "expected true or false"),
+        ("deny_vendors: 5", 1, "deny_vendors", "expected a list of names"),
+        ("deny_vendors: a b", 1, "deny_vendors", "is no name"),
+        ("deny_vendors: ','", 1, "deny_vendors", "names nothing"),
+        ("deny_vendors:\n- a\n- 5\n", 3, "deny_vendors", "expected a name, got 5 (int"),
+        ("deny_vendors:\n- a\n- no\n", 3, "deny_vendors", "in quotes it is text"),
+        ("deny_vendors: [[a]]", 1, "deny_vendors", "got a list"),
+        ("deny_vendors: ['a b']", 1, "deny_vendors", "is no name"),
+        ("op_backends: [a]", 1, "op_backends", "expected a mapping of ops"),
+        ("op_backends:\n  a-b: [flagos]", 2, "op_backends.a-b", "is no op's name"),
+        ("op_backends:\n  m: [flagos,\n  refrence]", 3, "op_backends.m", "'reference'"),
+        ("op_backends:\n  m: []", 2, "op_backends.m", "non-empty"),
+        ("op_backends:\n  m: {eager: }", 2, "op_backends.m", "got nothing"),
+        ("op_backends:\n  m: flagos|refrence", 2, "op_backends.m", "'reference'"),
+        ("op_backends:\n  m: flagos|", 2, "op_backends.m", "is no token"),
+        ("op_backends:\n  m:\n  - vendor: cuda", 3, "op_backends.m", "no space after its colon"),
+        ("op_backends:\n  m: {eagre: [flagos]}", 2, "op_backends.m", "Did you mean 'eager'?"),
+        ("op_backends:\n  m: [flagos, flagos]", 2, "op_backends.m", "stands twice"),
+        ("preflight: run", 1, "preflight", "set by the variable VLLM_FL_PREFLIGHT"),
+        ("VLLM_FL_PREFER: vendor", 1, "VLLM_FL_PREFER", "In a file it is prefer."),
+        ("io_dump: {}", 1, "io_dump", "Known are prefer, strict"),
+        ("1: a", 1, "config", "expected text as a key"),
+        ("? [a]\n: b", 1, "config", "expected text as a key"),
+        ("x: &x {strict: true}\n<<: *x", 1, "x", "unknown key"),
+        ("<<: {strict: true}", 1, "config", "merge keys"),
+        ("- a", 1, "config", "expected a mapping of settings, got a list"),
+        ("text", 1, "config", "expected a mapping of settings"),
+        ("prefer: [", 1, "config", "no YAML"),
+        ("a: b\n\tc: d", 2, "config", "no YAML"),
+        ("prefer: *gone", 1, "config", "undefined alias"),
+        ("prefer: vendor\n---\nprefer: flagos", 2, "config", "single document"),
+        ("prefer: vendor\n# \a", 2, "config", "no YAML"),
+        ("prefer: !!python/object/apply:os.getcwd []", 1, "prefer", "expected one of"),
+        ("prefer: !!str [a]", 1, "prefer", "expected one of"),
+        ("[" * 5000, 1, "config", "nested too deeply"),
+    ],
+)
+def test_user_file_refuses(write: Write, text: str, line: int, key: str, said: str) -> None:
+    path = write("c.yaml", text)
+    assert said in refused({"VLLM_FL_CONFIG": path}, key=key, origin=f"{path}:{line}")
+    with pytest.raises(SettingsError) as caught:
+        policy_from_config(path)
+    assert (caught.value.key, caught.value.origin) == (key, f"{path}:{line}")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\x7fELF\x02\x01\x01\x00\xff\xfe", "not UTF-8 text: byte 8"),
+        ("prefer: vendor".encode("utf-16"), "not UTF-8"),
+        (b"# " + b"x" * 300_000, "more than 65536 bytes"),
+    ],
+)
+@pytest.mark.parametrize("variable", ["VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"])
+def test_file_that_is_no_text(tmp_path: Path, variable: str, data: bytes, said: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    key = variable.removeprefix("VLLM_FL_").lower()
+    with pytest.raises(SettingsError, match=said) as caught:
+        load_settings({variable: str(path)})
+    assert caught.value.key == key
+
+
+def test_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"\xef\xbb\xbfprefer: vendor\n")
+    assert policy_from_config(path).prefer == "vendor"
+
+
+def test_file_that_may_not_be_read(write: Write) -> None:
+    if os.geteuid() == 0:
+        path = "/proc/self/mem"  # root may read every other file
+    else:
+        path = write("c.yaml", "")
+        os.chmod(path, 0)
+    with pytest.raises(SettingsError, match="cannot be read"):
+        policy_from_config(path)
+
+
+def test_pipe_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SettingsError, match="no regular file"):
+        policy_from_config(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("path", [None, 5, "a\0b"])
+def test_path_of_another_type(path: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        policy_from_config(path)
+    assert caught.value.key == "config"
+
+
+def test_aliases_are_read_but_never_expanded(write: Write) -> None:
+    shared = write("c.yaml", "op_backends:\n  m: &o [vendor, flagos]\n  n: *o\n")
+    orders = policy_from_config(shared).per_op_order
+    assert orders["m"] == orders["n"] == OpOrder.of(["vendor", "flagos"])
+
+    levels = "".join(f"- &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 40))
+    for head in ("prefer: !!str\n", "strict: !!bool\n", "deny_vendors:\n", "op_backends:\n"):
+        path = write("bomb.yaml", f"{head}- &a0 [x]\n{levels}")
+        with pytest.raises(SettingsError):
+            policy_from_config(path)
+    itself = write("c.yaml", "op_backends:\n  m: &a [*a]\n")
+    with pytest.raises(SettingsError, match="expected a token"):
+        policy_from_config(itself)
+    tokens = ", ".join(f"vendor:v{i}" for i in range(65))
+    with pytest.raises(SettingsError, match="at most 64 tokens"):
+        policy_from_config(write("c.yaml", f"op_backends:\n  m: [{tokens}]\n"))
+
+
+@pytest.mark.parametrize("text", ["", "# only this\n", "---\n", "{}", "op_backends: {}"])
+def test_file_that_sets_nothing(write: Write, text: str) -> None:
+    assert policy_from_config(write("c.yaml", text)) == load_settings({}).policy
+
+
+def test_empty_allow_list_allows_nobody(write: Write) -> None:
+    assert policy_from_config(write("c.yaml", "allow_vendors: []")).allow_vendors == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line", "said"),
+    [
+        ("[]", "op_config", None, "expected an object"),
+        ('{"a": "flagos",\n"a": "vendor"}', "op_config", None, "'a' stands twice"),
+        ('{"a": "flagos",\n}', "op_config", 2, "no JSON"),
+        ("", "op_config", 1, "no JSON"),
+        ("[" * 50_000, "op_config", None, "nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "op_config", None, ""),
+        ('{"a b": "flagos"}', "op_config", None, "no op's name"),
+        ('{"a": 1}', "op_backends.a", None, "expected a token"),
+        ('{"a": [1]}', "op_backends.a", None, "expected a token"),
+        ('{"a": []}', "op_backends.a", None, "non-empty"),
+        ('{"a": "vendor:\\ud800"}', "op_backends.a", None, "is no name"),
+        ('{"a": {"eager": null}}', "op_backends.a", None, "expected a token"),
+        ('{"a": "refrence"}', "op_backends.a", None, "Did you mean 'reference'?"),
+    ],
+)
+def test_op_config_refuses(write: Write, text: str, key: str, line: int | None, said: str) -> None:
+    path = write("o.json", text)
+    origin = f"{path}:{line}" if line else f"{path} (environment VLLM_FL_OP_CONFIG)"
+    assert said in refused({"VLLM_FL_OP_CONFIG": path}, key=key, origin=origin)
+
+
+# Names.
+
+
+def test_each_owner_checks_its_names(write: Write) -> None:
+    env = {
+        "VLLM_FL_PER_OP": "rms_norm=vendor:cuda|vendor:acme;rms_nrom=flagos;mul=flagos",
+        "VLLM_FL_DENY_VENDORS": "ascned",
+        "VLLM_FL_OOT_BLACKLIST": "RMSNorm",
+        "VLLM_FL_FLAGOS_BLACKLIST": "mm,silu_and_mlu,rms_norm",
+    }
+    settings = load_settings(env)
+    assert set(settings.unchecked) == {
+        "op_backends.rms_norm",
+        "op_backends.rms_norm.vendor:cuda",
+        "op_backends.rms_norm.vendor:acme",
+        "op_backends.rms_nrom",
+        "op_backends.mul",
+        "deny_vendors.ascned",
+        "oot_blacklist.RMSNorm",
+        "flagos_blacklist.mm",
+        "flagos_blacklist.silu_and_mlu",
+        "flagos_blacklist.rms_norm",
+    }
+    scripted = check_names(settings, ops=OPS, vendors={"cuda", "ascend"})
+    assert set(scripted.unchecked) == set(settings.unchecked) - {
+        "op_backends.rms_norm",
+        "op_backends.rms_norm.vendor:cuda",
+    }
+    assert [warning.rpartition("mean ")[2] for warning in scripted.warnings] == [
+        "'ascend'?",
+        "'silu_and_mul'?",
+        "'rms_norm'?",
+    ]
+    assert check_names(scripted, ops=OPS, vendors={"cuda", "ascend"}) == scripted
+
+    engine = check_names(scripted, ops=OPS, layers={"RMSNorm", "rms_norm"})
+    assert set(scripted.unchecked) - set(engine.unchecked) == {"oot_blacklist.RMSNorm"}
+    assert engine.policy == settings.policy
+
+
+def test_name_that_its_owner_does_not_know_is_an_error() -> None:
+    settings = load_settings({"VLLM_FL_OOT_WHITELIST": "RMSnorm"})
+    with pytest.raises(SettingsError, match="Did you mean 'RMSNorm'") as caught:
+        check_names(settings, ops=OPS, layers={"RMSNorm"})
+    assert caught.value.key == "oot_whitelist"
+    assert caught.value.origin == "environment VLLM_FL_OOT_WHITELIST"
+
+    settings = load_settings({"VLLM_FL_FLAGOS_BLACKLIST_APPEND": "add_"})
+    with pytest.raises(SettingsError, match="FlagGems op 'add_'") as caught:
+        check_names(settings, ops=OPS, flagos={"add", "mm"})
+    assert caught.value.key == "flagos_blacklist"
+
+
+def test_fused_ops_are_names_of_flaggems_too() -> None:
+    settings = load_settings({"VLLM_FL_FLAGOS_WHITELIST": "silu_and_mul,mm"})
+    assert check_names(settings, ops=OPS, flagos={"mm"}).unchecked == ()
+
+
+# Travelling.
+
+
+def test_merged_settings_travel_as_json(write: Write) -> None:
+    a = write("a.yaml", "strict: true\nop_backends: {m: [stock, flagos]}\n")
+    b = write("b.yaml", "strict: false\nop_backends: {m: [flagos, stock, vendor]}\n")
+    settings = load_settings({}, platform_files=[("a 1", a), ("b 2", b)], brought=BROUGHT)
+    again = Settings.from_json(json.loads(json.dumps(settings.to_json())))
+    assert again == settings
+    assert again["op_backends.m"].disagreements and again["strict"].merged
+    assert again.policy.per_op_order["m"].left_out == {
+        ("eager", "vendor.a"),
+        ("compiled", "vendor.a"),
+    }
+
+
+def test_settings_travel_as_json(write: Write) -> None:
+    platform = write(
+        "p.yaml",
+        "op_backends:\n  m: {eager: [flagos, vendor:acme], compiled: stock}\n  n: [flagos]\n"
+        "flagos_blacklist: [mm]\n",
+    )
+    env = {"VLLM_FL_PREFER": "vendor", "VLLM_FL_PERFER": "x", "VLLM_FL_OOT_BLACKLIST": "RMSNorm"}
+    settings = load_settings(env, platform="npu", platform_files=[("acme 1.0", platform)])
+    again = Settings.from_json(json.loads(json.dumps(settings.to_json())))
+    assert again == settings
+    assert again.policy == settings.policy
+    assert again.warnings and again.unchecked
+    # Still the platform's list: a block's preference re-sorts it there as here.
+    assert str(again.policy.preferring("flagos").per_op_order["m"].eager[0]) == "flagos"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("data", [None, [], {}, {"settings": 5}, {"settings": [{}]}])
+def test_json_of_something_else_is_an_error(data: object) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_json(data)  # type: ignore[arg-type]
+    assert caught.value.key == "settings"
+
+
+def test_json_with_one_value_of_another_type_is_an_error() -> None:
+    for index, entry in enumerate(load_settings({}).to_json()["settings"]):
+        data = load_settings({}).to_json()
+        data["settings"][index]["value"] = 5
+        if entry["key"] in ITEMS:
+            with pytest.raises(SettingsError):
+                Settings.from_json(data)
+
+
+def test_settings_are_a_read_only_mapping() -> None:
+    settings = load_settings({"VLLM_FL_PER_OP": "a=flagos"})
+    assert list(settings) == [*ITEMS, "op_backends.a", "platform_files"]
+    assert len(settings) == len(list(settings))
+    assert all(settings[key].key == key for key in settings)
+    assert {settings: 1}[load_settings({"VLLM_FL_PER_OP": "a=flagos"})] == 1
+    for setting in settings.values():
+        assert (setting.variable is None) == (setting.key == "platform_files")
+
+
+def test_reading_no_file_imports_no_yaml() -> None:
+    program = (
+        "import sys\n"
+        "from vllm_fl.settings.layers import load_settings\n"
+        "load_settings({})\n"
+        "assert not {'yaml', 'torch', 'vllm'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# Whatever the input: settings, or one SettingsError that says which and where.
+
+words = st.sampled_from(
+    [*FILE_KEYS, "flagos", "vendor:cuda", "eager", "compiled", "stock", "true", "rms_norm", "a b"]
+)
+scalars = st.one_of(words, st.text(max_size=8), st.booleans(), st.none(), st.integers())
+objects = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.one_of(words, st.text(max_size=4)), inner)
+    ),
+    max_leaves=12,
+)
+likely = st.fixed_dictionaries(
+    {},
+    optional={key: st.one_of(objects, st.dictionaries(words, objects)) for key in FILE_KEYS},
+)
+yaml_texts = st.one_of(
+    st.text(),
+    st.text(alphabet="&*!|>{}[]:,-?#%@ \n\tab1'\"<~"),
+    st.one_of(objects, likely).map(lambda value: yaml.safe_dump(value, allow_unicode=True)),
+)
+
+
+def settings_or_one_error(
+    env: dict[str, str], files: list[tuple[str, str]] | None = None
+) -> Settings | None:
+    try:
+        settings = load_settings(env, platform_files=files or [])
+    except SettingsError as error:
+        assert error.key and error.origin and str(error).startswith(f"{error.origin}: ")
+        return None
+    assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    assert check_names(settings, ops=OPS).policy is not None
+    return settings
+
+
+@trials(deadline=None, max_examples=300)
+@given(st.one_of(yaml_texts.map(str.encode), st.binary()))
+@example(b"op_backends: {m: {eager: flagos, compiled: [stock]}}")
+@example(b"? {}\n: x")
+@example(b"!!timestamp 2020-13-45")
+@example(b"prefer: !!int x")
+def test_any_yaml(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        settings_or_one_error({"VLLM_FL_CONFIG": file.name})
+        settings_or_one_error({}, [("acme 1.0", file.name)])
+
+
+@trials(deadline=None, max_examples=300)
+@given(st.one_of(objects.map(lambda value: json.dumps(value).encode()), st.binary()))
+@example(b'{"a": NaN}')
+def test_any_json(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        settings_or_one_error({"VLLM_FL_OP_CONFIG": file.name})
+
+
+@trials(deadline=None, max_examples=300)
+@given(
+    st.dictionaries(
+        st.one_of(st.sampled_from(VARIABLES), st.text(max_size=6).map("VLLM_FL_{}".format)),
+        st.one_of(
+            st.text(alphabet=st.characters(), max_size=20),
+            st.lists(words).map(",".join),
+            st.lists(st.tuples(words, words).map("=".join)).map(";".join),
+            st.sampled_from(["0", "1", "off", "vendor", "INFO", "verify"]),
+        ),
+        max_size=6,
+    )
+)
+def test_any_environment(env: dict[str, str]) -> None:
+    settings = settings_or_one_error(env)
+    if settings is None:
+        return
+    for name, text in env.items():  # nothing that is set is silently without effect
+        if text.strip() and name not in VARIABLES:
+            assert any(name in warning for warning in settings.warnings)

@@ -1,0 +1,55 @@
+"""Ask vLLM's platform for an attention backend without starting an engine; one JSON line each.
+
+    python attention_choices.py '{"model": DIR, "cases": [{"env": {…}, "request": {…}}]}'
+        "cases": [{"env": {…}, "options": {…}, "request": {…}}]}'
+
+A case has the environment and arguments of its engine, and how its layer's request differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def choose(model: str, case: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from vllm_fl.integration.planning import plan_for
+    from vllm_fl.integration.seams import attention
+
+    os.environ.update(case.get("env", {}))
+    arguments = EngineArgs(model, skip_tokenizer_init=True, **case.get("options", {}))
+    config = arguments.create_engine_config()
+    fields = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto"}
+    request = AttentionSelectorConfig(**fields, block_size=None, **case.get("request", {}))
+    plan = plan_for(config)
+    try:
+        with set_current_vllm_config(config):
+            backend = config.attention_config.backend
+            path = current_platform.get_attn_backend_cls(backend, request)
+    except Exception as error:
+        path = f"{type(error).__name__}: {error}"
+    entry = plan.entries["attention_backend"]
+    return {
+        "path": path,
+        "planned": entry.label,
+        "reason": entry.reason,
+        "faults": list(attention.faults(plan, config).values()),
+        "line": plan.line(),
+    }
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    for case in asked["cases"]:
+        before = dict(os.environ)
+        print("CHOSEN " + json.dumps(choose(asked["model"], case)), flush=True)
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,124 @@
+"""Real engines on tiny models. A run is made once and shared by the tests that look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_model
+from engine_run import BIND, STOCK, Job, cores, largest_difference, run
+
+PLUGINS = Path(__file__).parent / "plugins"
+
+OPS = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
+
+REFERENCE = ";".join(f"{op}=reference" for op in OPS)
+
+VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "stock": (STOCK, {}),
+    "stock-native": (STOCK, {"compilation_config": {"custom_ops": ["none"]}}),
+    "reference": ({"VLLM_FL_PER_OP": REFERENCE}, {}),
+    "cast-order": (
+        {
+            "VLLM_FL_PLUGIN_MODULES": "cast_order",
+            "PYTHONPATH": str(PLUGINS),
+            "VLLM_FL_PER_OP": REFERENCE.replace("rms_norm=reference", "rms_norm=vendor:castorder"),
+        },
+        {},
+    ),
+    "vendor": ({"VLLM_FL_PER_OP": ";".join(f"{op}=vendor|reference" for op in OPS)}, {}),
+}
+"""Name -> environment variables and arguments of vllm.LLM."""
+
+IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+"""For engines whose processes are not looked at: it saves two imports of vLLM, half of a start."""
+
+FAMILY_AS_SERVED = "qwen3"
+"""Its engines are what users start: a process for the engine and one for each worker."""
+
+Result = dict[str, Any]
+Runner = Callable[..., Result]
+Pair = Callable[..., tuple[Result, Result]]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`model(family)`: the folder of a tiny model with random weights."""
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda family: tiny_model.make(folder, family))
+
+
+@pytest.fixture(scope="session")
+def runs(model: Callable[[str], Path]) -> Iterator[Callable[..., Future[Result]]]:
+    """`runs(family, variant, eager)`: the run of an engine that was started now or before.
+
+    Two run at a time, each on a core of its own: a start is mostly one thread.
+    """
+    usable = cores()[:2]
+    with ThreadPoolExecutor(len(usable)) as pool:
+
+        @cache
+        def begin(family: str, variant: str, eager: bool) -> Future[Result]:
+            variables, options = VARIANTS[variant]
+            job = Job(str(model(family)), batches(), eager=eager, options=options)
+            if family != FAMILY_AS_SERVED:
+                variables = {**IN_ONE_PROCESS, **variables}
+
+            def started() -> Result:
+                core = usable.pop()  # there are as many as threads of the pool
+                try:
+                    more = {BIND: str(core), "VLLM_FL_DISPATCH_DEBUG": "1"}
+                    return run(job, **more, **variables)
+                finally:
+                    usable.append(core)
+
+            return pool.submit(started)
+
+        yield begin
+
+
+@pytest.fixture(scope="session")
+def engine(runs: Callable[..., Future[Result]]) -> Runner:
+    """`engine(family, variant, eager=True)`: what that engine answered, planned and counted.
+
+    It serves a prompt alone and then eight together, greedily, with all logits.
+    """
+    return lambda family, variant, eager=True: runs(family, variant, eager).result()
+
+
+@pytest.fixture(scope="session")
+def both(runs: Callable[..., Future[Result]]) -> Pair:
+    """`both(family, variant, variant, eager=True)`: the same of two engines, side by side."""
+
+    def pair(family: str, first: str, second: str, eager: bool = True) -> tuple[Result, Result]:
+        a, b = (runs(family, variant, eager) for variant in (first, second))
+        return a.result(), b.result()
+
+    return pair
+
+
+def assert_same_bits(stock: Result, ours: Result) -> None:
+    """The same tokens and logits to the last bit, after forward passes over the same batches."""
+    assert ours["steps"] == stock["steps"]
+    assert ours["tokens"] == stock["tokens"]
+    assert largest_difference(stock, ours)[0] == 0.0
+
+
+@pytest.fixture
+def plugin() -> Callable[..., dict[str, str]]:
+    """`plugin(name)`: the variables under which a module of tests/engine/plugins is loaded."""
+
+    def variables(*names: str) -> dict[str, str]:
+        return {"VLLM_FL_PLUGIN_MODULES": ",".join(names), "PYTHONPATH": str(PLUGINS)}
+
+    return variables
+
+
+def batches() -> list[list[list[int]]]:
+    """One prompt alone, then eight of different lengths; none longer than a tiny model's window."""
+    prompts = [[(11 * i + 5 * j) % 500 + 3 for j in range(9 + 3 * i)] for i in range(9)]
+    return [prompts[:1], prompts[1:]]
