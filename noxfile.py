@@ -109,10 +109,12 @@ ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_S
 
 @timed("lint")
 def lint(session: nox.Session) -> None:
-    """Check the style of all Python files (ruff check, ruff format)."""
+    """Check the style of all Python files, and which room of core imports which."""
     tools = envs.tools()
     python(session, tools, "-m", "ruff", "check", ".")
     python(session, tools, "-m", "ruff", "format", "--check", ".")
+    core = str(envs.distributions()[CORE] / "src")
+    python(session, tools, *envs.LINT_IMPORTS, PYTHONPATH=core)
 
 
 @timed("typing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import re
+import shutil
 import subprocess
 import tomllib
 import zipfile
@@ -128,3 +129,26 @@ def test_no_file_names_a_machine_s_path_or_a_registry_s_address() -> None:
             if MACHINE_PATH.search(line) or REGISTRY.search(line):
                 found.append(f"{path.relative_to(envs.ROOT)}:{number}: {line.strip()}")
     assert found == []
+
+
+def test_no_room_of_core_imports_one_above_it(tmp_path: Path) -> None:
+    """`.importlinter` holds for core as it is, and notices an import that goes upwards."""
+    core = tmp_path / "src"
+    shutil.copytree(DISTRIBUTIONS["vllm-fl-core"] / "src", core)
+    tools = envs.tools()
+
+    def lint() -> subprocess.CompletedProcess[str]:
+        return tools.run(*envs.LINT_IMPORTS, check=False, PYTHONPATH=str(core))
+
+    assert lint().returncode == 0, lint().stdout
+    for room, line in {
+        "contracts/spec.py": "from ..plugins.types import OpImpl",
+        "plugins/types.py": "from ..settings.policy import Token",
+        "engine/plan.py": "from ..integration import compat",
+    }.items():
+        module = core / "vllm_fl" / room
+        before = module.read_text()
+        module.write_text(f"{before}\n\n{line}\n")
+        done = lint()
+        assert done.returncode == 1 and "BROKEN" in done.stdout, room
+        module.write_text(before)

@@ -48,7 +48,14 @@ TORCH_NPU = "2.13.0"
 `import torch` fails wherever there is no CANN."""
 
 BUILD = ("build==1.6.1", "hatchling==1.33.0", "setuptools==78.1.1")
-LINT = ("ruff==0.17.5",)
+LINT = ("ruff==0.17.5", "import-linter==2.16")
+LINT_IMPORTS = (
+    "-c",
+    "import importlinter.cli; importlinter.cli.lint_imports_command()",
+    "--no-cache",
+)
+"""What checks .importlinter, for a Python whose PYTHONPATH leads to core's sources."""
+
 TEST = ("pytest==9.2.0", "pytest-timeout==2.4.0", "pytest-xdist==3.8.0", "hypothesis==6.170.15")
 TYPING = ("mypy==2.4.1", "types-PyYAML==6.0.12.20261113")
 

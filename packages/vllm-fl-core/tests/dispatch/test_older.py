@@ -237,7 +237,7 @@ def test_the_list_of_plugins_can_be_emptied(anew: None) -> None:
 
 
 ACME = """
-from vllm_fl.plugins.types import OpImpl, BackendImplKind, BackendPriority
+from vllm_fl.dispatch.types import OpImpl, BackendImplKind, BackendPriority
 
 def silu_and_mul(x):
     return x
@@ -275,7 +275,8 @@ def test_discovering_by_hand_looks_where_a_start_looks(
 
 
 def test_a_class_with_a_classmethod_register_is_a_plugin() -> None:
-    from vllm_fl.plugins.loading import Found, Owner, load
+    from vllm_fl.plugins.loading import Found, load
+    from vllm_fl.plugins.registry import Owner
 
     class Classy:
         @classmethod
@@ -414,12 +415,12 @@ from vllm_fl.dispatch.logger_manager import get_logger, set_log_level
 from vllm_fl.dispatch.manager import OpManager, get_default_manager
 from vllm_fl.dispatch.method_dispatch import dispatch_method
 from vllm_fl.dispatch.ops import VLLMFLBackendBase
-from vllm_fl.settings.policy import (
+from vllm_fl.dispatch.policy import (
     PREFER_DEFAULT, PREFER_REFERENCE, PREFER_VENDOR, PolicyManager, SelectionPolicy, get_policy,
     policy_context, policy_from_config, set_global_policy, with_strict_mode,
 )
-from vllm_fl.plugins.registry import OpRegistry, OpRegistrySnapshot
-from vllm_fl.plugins.types import BackendImplKind, BackendPriority, OpImpl, match_token
+from vllm_fl.dispatch.registry import OpRegistry, OpRegistrySnapshot
+from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl, match_token
 
 print(PLUGIN_GROUP, PLUGIN_MODULES_ENV, PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE)
 class Acme(VLLMFLBackendBase):
@@ -455,3 +456,20 @@ def test_a_name_that_nobody_had_is_no_name() -> None:
         _ = dispatch.frobnicate  # type: ignore[attr-defined]
     with pytest.raises(ImportError):
         importlib.import_module("vllm_fl.dispatch.frobnicate")
+
+
+def test_what_plugins_for_0_1_import_is_where_it_was() -> None:
+    """The import paths of the backends and of the example as vllm-fl 0.1.0 shipped them."""
+    for path, names in {
+        "vllm_fl.hookspecs": "hookimpl HOOK_API",
+        "vllm_fl.dispatch.config": "check_names Settings",
+        "vllm_fl.dispatch.contracts": "contracts OpSpec",
+        "vllm_fl.dispatch.contracts.rotary_embedding": "joint_cos_sin",
+        "vllm_fl.dispatch.logs": "get_logger",
+        "vllm_fl.dispatch.settings": "Settings",
+        "vllm_fl.dispatch.types": "Availability OpImpl WorkerContext WorkerReport DeviceProfile",
+    }.items():
+        module = importlib.import_module(path)
+        for name in names.split():
+            assert getattr(module, name) is not None
+    assert importlib.import_module("vllm_fl.dispatch.types").OpImpl is OpImpl

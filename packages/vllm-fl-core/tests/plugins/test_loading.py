@@ -62,7 +62,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 def one(found: Found) -> tuple[Plugin, OpRegistry]:
     registry = OpRegistry()
-    (plugin,) = load(registry, [found])
+    (plugin,) = load(registry, [found], variables=["USE_FLAGGEMS"])
     return plugin, registry
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_fl import BackendImplKind, BackendPriority, OpImpl
+from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
 
 
 class OlderBackend:

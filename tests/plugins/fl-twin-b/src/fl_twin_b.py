@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_fl import BackendImplKind, OpImpl, hookimpl
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.hookspecs import hookimpl
 
 
 def silu_and_mul(x):

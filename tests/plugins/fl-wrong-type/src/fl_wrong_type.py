@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_fl import hookimpl
+from vllm_fl.hookspecs import hookimpl
 
 
 def silu_and_mul(x):

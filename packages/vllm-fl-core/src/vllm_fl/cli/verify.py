@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ..contracts import ModelSizes, contracts
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
+from ..plugins.forms import asked_for
 from ..plugins.types import AttentionImpl, OpImpl
 from ..settings.policy import closest
 from ..text import quote, scrub
@@ -333,7 +334,7 @@ def _timed(impl: OpImpl, dtype_name: str, device: torch.device) -> dict[str, Any
 
     wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
     spec = contracts()[impl.op_name]
-    call, asked = as_call(impl, spec), spec.asked(impl)
+    call, asked = as_call(impl, spec), asked_for(impl, spec)
     samples = spec.served(SIZES, getattr(torch, dtype_name), device)
     for sample in samples:
         if asked is not None and asked(*sample.args) is not True:

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from ..plugins.types import OpImpl
-
 __all__ = ["BadInput", "ModelSizes", "OpSpec", "Sample", "Tolerance", "Variant"]
 
 
@@ -188,10 +186,6 @@ class OpSpec:
     )
     layer: Callable[..., object] = SimpleNamespace
     plain: Callable[..., object] | None = None
-
-    def asked(self, impl: OpImpl) -> Callable[..., object] | None:
-        """Who says whether `impl` takes a call, of the contract's parameters; None takes any."""
-        return self.plain if impl.needs_layer else impl.supports
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 
 from ..contracts import OpSpec
 from ..errors import AllFailedError, CallError
+from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl, parameters_of
 from ..text import spelt
 
@@ -178,7 +179,7 @@ class Chain:
     def asked(self, impl: OpImpl) -> Callable[..., object] | None:
         """Who says whether `impl` takes a call; None where it takes any."""
         if self.spec is not None:
-            return self.spec.asked(impl)
+            return asked_for(impl, self.spec)
         return None if impl.needs_layer else impl.supports
 
     def _safe(self, impl: OpImpl, call: Call) -> Sequence[Any]:

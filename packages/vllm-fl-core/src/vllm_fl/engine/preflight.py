@@ -24,6 +24,7 @@ import torch
 from ..contracts import ModelSizes, OpSpec, Sample, contracts
 from ..logs import get_logger
 from ..plugins.breadcrumb import running
+from ..plugins.forms import asked_for
 from ..text import quote
 from . import process_state
 from .guarded import Guarded, guarded, poisoned, rows_of
@@ -459,7 +460,7 @@ class _Run:
         who = "its supports"
         laid.remember()
         try:
-            asked = spec.asked(impl)
+            asked = asked_for(impl, spec)
             if asked is not None:
                 verdict = asked(*call.args)
                 if verdict is not True:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ..contracts import OpSpec, Sample
+from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import Guarded, guarded
@@ -127,7 +128,7 @@ def compare(
     call.remember()
     who = "its supports"
     try:
-        asked = spec.asked(impl)
+        asked = asked_for(impl, spec)
         if asked is not None:
             verdict = asked(*call.args)
             if verdict is not True:

@@ -16,12 +16,20 @@ from typing import Any
 from ..contracts import OpSpec
 from .types import OpImpl, older_probe, parameters_of
 
-__all__ = ["fitted", "shape", "states_support"]
+__all__ = ["asked_for", "fitted", "shape", "states_support"]
 
 Parameters = Sequence[inspect.Parameter]
 
 INPLACE = "inplace"
 """The parameter by which the older form says that it may overwrite its arguments."""
+
+
+def asked_for(impl: OpImpl, spec: OpSpec) -> Callable[..., object] | None:
+    """Who says whether `impl` takes a call, of the contract's parameters; None takes any.
+
+    An implementation that takes the layer is given plain layers only, as the contract tells them.
+    """
+    return spec.plain if impl.needs_layer else impl.supports
 
 
 def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:

@@ -16,6 +16,7 @@ import torch
 from ..contracts import BadInput, ModelSizes, OpSpec, Sample, contracts
 from ..dispatch.manager import OpManager
 from ..engine.verification import as_call
+from ..plugins.forms import asked_for
 from ..plugins.registry import OpRegistry
 from ..plugins.types import OpImpl
 from ..settings.policy import SelectionPolicy
@@ -96,7 +97,7 @@ class Subject:
     def accepts(self, sample: Sample) -> bool:
         """Whether the implementation does not refuse `sample`."""
         each = fresh(sample)
-        asked = self.spec.asked(self.impl)
+        asked = asked_for(self.impl, self.spec)
         if asked is not None and asked(*each.args) is not True:
             return False
         try:

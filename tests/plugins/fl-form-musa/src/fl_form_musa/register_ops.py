@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import wraps
 
-from vllm_fl import BackendImplKind, BackendPriority, OpImpl
+from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
 
 
 def _bind_is_available(fn, is_available):
