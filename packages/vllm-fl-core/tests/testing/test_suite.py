@@ -12,6 +12,7 @@ import pytest
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.testing import CHECKS, OpConformance
 from vllm_fl.testing.exceptions import read_xfails
+from vllm_fl.testing.processes import installed
 
 pytest_plugins = ["pytester"]
 
@@ -113,6 +114,27 @@ def test_a_backend_that_is_not_installed_is_named(pytester: pytest.Pytester) -> 
     result = pytester.runpytest_subprocess("-q")
     result.stdout.fnmatch_lines(["*No installed plugin brings the backend 'vendor.toy'*"])
     assert result.ret != 0
+
+
+def test_a_backend_of_ops_without_contract_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_its_own.py").write_text(
+        "from vllm_fl import BackendImplKind, OpImpl, hookimpl\n"
+        "@hookimpl\n"
+        "def register_ops():\n"
+        "    kind = BackendImplKind.VENDOR\n"
+        "    return [OpImpl('frobnicate', 'vendor.own', kind, lambda x: x, 'own')]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "of_its_own")
+    reset_default_manager()
+    try:
+        with pytest.raises(LookupError, match=r"brings frobnicate.*no contract"):
+            installed("vendor.own")
+    finally:
+        monkeypatch.undo()
+        reset_default_manager()
 
 
 def test_every_check_has_a_test_method_and_stands_in_the_guide() -> None:

@@ -27,7 +27,8 @@ def installed(backend: str) -> tuple[OpImpl, ...]:
     """The implementations that the installed backend brings for contracts, by op name.
 
     Raises:
-        LookupError: no plugin brings it; the message says what there is, or why it failed.
+        LookupError: no plugin brings it, or for ops without a contract only, by which nothing can
+            be judged; the message says what there is, or why it failed.
     """
     from ..dispatch import get_default_manager
 
@@ -44,6 +45,14 @@ def installed(backend: str) -> tuple[OpImpl, ...]:
     for plugin in manager.startup.failed if manager.startup else ():
         if plugin.error is not None and plugin.may_bring(backend):
             raise LookupError(f"Backend {backend!r} did not load. {plugin.error}")
+    others = sorted(
+        op for op, impls in known.items() if any(impl.impl_id == backend for impl in impls)
+    )
+    if others:
+        raise LookupError(
+            f"Backend {backend!r} brings {', '.join(others)}, for which vllm-fl-core has no "
+            "contract: there is nothing to judge it by. `vllm-fl ops` lists the contracts."
+        )
     ids = sorted({impl.impl_id for impls in known.values() for impl in impls})
     raise LookupError(
         f"No installed plugin brings the backend {backend!r}; there are: "
