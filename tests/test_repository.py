@@ -110,6 +110,21 @@ def test_the_publishing_job_knows_every_distribution() -> None:
     assert sorted(published) == [name.removeprefix("vllm-fl-") for name in ours]  # no example
 
 
+def test_a_plain_pytest_collects_and_says_what_it_leaves_out(install: Install) -> None:
+    done = install(engine=True).env.run("-m", "pytest", "--collect-only", "-q", check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in BACKENDS:
+        assert f": {name} is not installed" in done.stdout
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_a_session_names_is_never_skipped(install: Install, name: str) -> None:
+    tests = str(BACKENDS[name] / "tests")
+    done = install(engine=True).env.run("-m", "pytest", "-q", tests, check=False)
+    assert done.returncode in (2, 4), done.stdout + done.stderr  # an error while collecting
+    assert "SKIPPED" not in done.stdout
+
+
 # Spelled so that this file does not contain what it looks for.
 MACHINE_PATH = re.compile(r"(?<![\w.~$}/-])/(?:home|root|Users|work|farm|mnt)/\w")
 HOSTS = ("py pi", "python hosted", r"test\.py pi", r"download\.py torch")
