@@ -145,7 +145,7 @@ def expected_signatures(module: Any) -> set[str]:
         value = getattr(module, name)
         if isinstance(value, type) and issubclass(value, enum.Enum):
             wanted |= {f"{name}.{member.name} = {json.dumps(member.value)}" for member in value}
-        elif callable(value) and not isinstance(value, hookspecs.pluggy.HookimplMarker):
+        elif inspect.isclass(value) or inspect.isroutine(value):
             wanted.add(f"{name}{signature(value)}")
         else:
             wanted.add(name)
