@@ -277,6 +277,18 @@ def bench_gpu(session: nox.Session) -> None:
         python(session, env, "benchmarks/gpu/kernels.py", variant)
 
 
+@timed("dev", default=False)
+def dev(session: nox.Session) -> None:
+    """Make .venvs/dev for work by hand: torch, vLLM, the test tools, and our sources, editable."""
+    env = envs.thin(with_torch(session), (), envs.VENVS / "dev")
+    folders = envs.distributions()
+    for name in session.posargs or (CORE, REFERENCE):
+        env.pip(
+            "install", "-q", "--no-deps", "--disable-pip-version-check", "-e", str(folders[name])
+        )
+    session.log(f"source {(env.path / 'bin' / 'activate').relative_to(ROOT)}")
+
+
 @timed("wheels", default=False)
 def wheels(session: nox.Session) -> None:
     """Build sdist and wheel of every distribution, or of those named after `--`, into dist/."""

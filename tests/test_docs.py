@@ -40,7 +40,7 @@ from vllm_fl.settings.schema import (  # noqa: E402
     VARIABLES,
 )
 
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 EVERY_PAGE = [
     *PAGES,
     *sorted(ROOT.glob("packages/*/README.md")),
@@ -145,7 +145,7 @@ def expected_signatures(module: Any) -> set[str]:
         value = getattr(module, name)
         if isinstance(value, type) and issubclass(value, enum.Enum):
             wanted |= {f"{name}.{member.name} = {json.dumps(member.value)}" for member in value}
-        elif callable(value) and not isinstance(value, hookspecs.pluggy.HookimplMarker):
+        elif inspect.isclass(value) or inspect.isroutine(value):
             wanted.add(f"{name}{signature(value)}")
         else:
             wanted.add(name)
@@ -349,6 +349,28 @@ def test_modules_named_in_the_pages_exist() -> None:
         for name in named - {GROUP}:
             place = SOURCES.joinpath(*name.split("."))
             assert place.with_suffix(".py").is_file() or place.is_dir(), f"{path.name}: {name}"
+
+
+def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    core = SOURCES / "vllm_fl"
+    named = re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", text)
+    rooms = {path.parent.name for path in core.glob("*/__init__.py")}
+    inside = [name for name in named if name.partition("/")[0] in rooms]
+    assert not [name for name in inside if not (core / name).exists()]
+    layers = re.search(r"^layers =\n((?: +\w+\n)+)", (ROOT / ".importlinter").read_text(), re.M)
+    assert layers
+    drawn = "".join(blocks(section(text, "The rooms of core"), "text"))
+    order = [word for line in drawn.splitlines() if (word := line.strip().partition(" ")[0])]
+    wanted = [room for room in layers[1].split() if room in rooms]
+    assert [word for word in order if word in rooms] == wanted
+
+
+def test_drawings_fit_a_hundred_columns() -> None:
+    for path in PAGES:
+        if path.parent == ROOT and path.name != "README.md":
+            drawn = "".join(blocks(path.read_text(), "text"))
+            assert not [line for line in drawn.splitlines() if len(line) > 100], path.name
 
 
 RUNS = {path.name: json.loads(path.read_text()) for path in support_matrix.RUNS.glob("*.json")}

@@ -16,6 +16,7 @@ import envs
 from installed import Install
 
 DISTRIBUTIONS = envs.distributions()
+REPOSITORY = "https://github.com/flagos-ai/vllm-fl"
 BACKENDS = {name: path for name, path in DISTRIBUTIONS.items() if name != "vllm-fl-core"}
 OF_EVERY_BACKEND = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests")
 OF_EVERY_MODULE = (
@@ -62,6 +63,14 @@ def test_the_wheel_says_what_it_is(name: str) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert licence == (envs.ROOT / "LICENSE").read_text()
     assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Author"] == "The vllm-fl authors"
+    urls = dict(url.split(", ", 1) for url in metadata.get_all("Project-URL", []))
+    assert set(urls) == {"Documentation", "Source", "Issues", "Changelog"}
+    assert {url.removeprefix(REPOSITORY)[:1] for url in urls.values()} <= {"", "/", "#"}
+    for url in urls.values():  # what they lead to is a file or a folder of this repository
+        path = re.sub(r"^/(blob|tree)/main/|#.*|/issues$", "", url.removeprefix(REPOSITORY))
+        assert (envs.ROOT / path).exists(), url
+    assert urls["Changelog"].endswith(f"/{folder.relative_to(envs.ROOT)}/CHANGELOG.md")
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert metadata.get_payload()  # the README
     assert f"{import_name(name)}/py.typed" in files
@@ -94,13 +103,26 @@ print(json.dumps(sorted(loaded)))
     assert loaded == sorted(ours + plugins)
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_the_publishing_job_knows_the_distribution(name: str) -> None:
+def test_the_publishing_job_knows_every_distribution() -> None:
     workflow = (envs.ROOT / ".github" / "workflows" / "publish.yml").read_text()
-    published = name.removeprefix("vllm-fl-") in re.findall(
-        r'^      - "(\w+)-v\*"$', workflow, re.M
-    )
-    assert published == (DISTRIBUTIONS[name].parent.name == "packages")  # examples stay here
+    published = re.findall(r'^      - "(\w+)-v\*"$', workflow, re.M)
+    ours = [name for name, path in DISTRIBUTIONS.items() if path.parent.name == "packages"]
+    assert sorted(published) == [name.removeprefix("vllm-fl-") for name in ours]  # no example
+
+
+def test_a_plain_pytest_collects_and_says_what_it_leaves_out(install: Install) -> None:
+    done = install(engine=True).env.run("-m", "pytest", "--collect-only", "-q", check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in BACKENDS:
+        assert f": {name} is not installed" in done.stdout
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_a_session_names_is_never_skipped(install: Install, name: str) -> None:
+    tests = str(BACKENDS[name] / "tests")
+    done = install(engine=True).env.run("-m", "pytest", "-q", tests, check=False)
+    assert done.returncode in (2, 4), done.stdout + done.stderr  # an error while collecting
+    assert "SKIPPED" not in done.stdout
 
 
 # Spelled so that this file does not contain what it looks for.

@@ -18,7 +18,7 @@ DEFAULT = ("default.flagos", BackendImplKind.DEFAULT)
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The four ops as `default.flagos`; they run where FlagGems and a device of its are."""
+    """The four ops as `default.flagos`; available with FlagGems and a device that it supports."""
     return [
         OpImpl(
             "silu_and_mul",

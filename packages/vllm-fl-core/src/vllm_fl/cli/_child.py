@@ -1,4 +1,4 @@
-"""Running what imports plugins in a process of its own, which a plugin may end as it likes."""
+"""Run code that imports plugins in a child process, so that a plugin that exits ends only that."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _once(
 
 
 def _answer(work: Callable[[], dict[str, Any]], writer: int) -> NoReturn:
-    """In the child: work, write the answer, and end without anything that a plugin left to do."""
+    """In the child: work, write the answer, and end without running plugins' exit handlers."""
     try:
         try:
             answer: tuple[str, Any] = ("found", work())

@@ -1,4 +1,4 @@
-"""What this environment is: versions from metadata, torch in a process of its own, the device."""
+"""Describe this environment: versions by metadata, torch as seen by a child process, the device."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 class ProbeFailed(RuntimeError):
-    """A program that was to tell something did not; the message says why."""
+    """A program that was run for its answer gave none; the message says why."""
 
 
 def ask(code: str, *args: str, what: str) -> Any:

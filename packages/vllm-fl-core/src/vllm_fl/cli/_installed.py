@@ -40,7 +40,7 @@ def entry_point() -> Iterator[Finding]:
 
 
 def halves() -> Iterator[Finding]:
-    """Distributions of which a part is gone, as after an uninstall that was cut off."""
+    """Distributions that are only partly installed, as after an interrupted uninstall."""
     from importlib_metadata import distributions
 
     for dist in distributions():
@@ -65,7 +65,7 @@ def halves() -> Iterator[Finding]:
 
 
 def twins() -> Iterator[Finding]:
-    """One distribution that is there twice in one folder: which version counts is luck."""
+    """A distribution that is there twice in one folder: which version counts is not defined."""
     from importlib_metadata import distributions
 
     found: dict[tuple[str, str], list[str]] = {}
@@ -95,7 +95,7 @@ def _is_ours(dist: Any) -> bool:
 
 
 def _gone(dist: Any) -> str:
-    """What was installed of a distribution and is not there; empty when all of it is."""
+    """The installed files of a distribution that are missing; empty when none is."""
     record = dist.read_text("RECORD")
     if record is None:
         return "it has no RECORD"
@@ -110,7 +110,7 @@ def _gone(dist: Any) -> str:
 
 
 def owners() -> Iterator[Finding]:
-    """Two distributions that own one name: which files of them lie there is luck."""
+    """Two distributions that install the same package: whose files are there is not defined."""
     from importlib.metadata import packages_distributions
 
     ours = rivals()

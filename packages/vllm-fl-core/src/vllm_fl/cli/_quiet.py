@@ -1,4 +1,4 @@
-"""Keeping the log from saying what a verb shows anyway."""
+"""Silence log lines that repeat what a verb shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["quiet"]
 
 @contextmanager
 def quiet(level: int) -> Iterator[None]:
-    """In the block, our log says nothing of this level or below, whatever the settings say."""
+    """In the block, nothing of this level or below is logged, whatever the settings say."""
 
     def louder(record: logging.LogRecord) -> bool:
         return record.levelno > level

@@ -1,4 +1,4 @@
-"""A report's file: that it can be written is known before the work starts."""
+"""A report's file, which is known to be writable before the work starts."""
 
 from __future__ import annotations
 

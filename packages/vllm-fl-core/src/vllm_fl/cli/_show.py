@@ -20,12 +20,12 @@ _answers: TextIO | None = None
 
 
 class UsageError(Exception):
-    """The command line asks for something that is not there, or cannot be done: exit status 2."""
+    """The command line asks for something that does not exist or cannot be done: exit status 2."""
 
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Inside, standard output holds our answers alone: vLLM logs there, and a compiler may too."""
+    """In the block, only our answers go to standard output; logs of vLLM or a compiler do not."""
     global _answers
     before, _answers = _answers, sys.stdout
     try:

@@ -1,4 +1,4 @@
-"""A long run: what it is at is said on stderr, and a call that takes too long is given up."""
+"""Watch a long run: print progress to stderr, and give up a call that takes too long."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ it is given up. One that does not come back cannot be given up alone: the run en
 
 
 class TookTooLong(KeyboardInterrupt):
-    """A call was given up. As an interrupt it passes what takes all else for a kernel's own."""
+    """A call was given up. As a KeyboardInterrupt it is not taken for a kernel's own error."""
 
 
 class Watch:
@@ -108,7 +108,7 @@ class Watch:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raise TookTooLong here after `seconds`, and each second again: it may be swallowed."""
+    """Raise TookTooLong here after `seconds`, and every second again, since it may be swallowed."""
     armed = True
 
     def ring(number: int, frame: object) -> None:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 with findings. A broken environment is looked at to its end."""
+    """Exit 1 with findings. All checks run, however broken the environment is."""
     lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
     try:
         found = surviving(_look)
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _look() -> dict[str, Any]:
-    """Everything that is looked at where plugins may run, as JSON-able data."""
+    """The checks that run plugins' code, as JSON-able data."""
     patient = _Patient()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
         findings = [

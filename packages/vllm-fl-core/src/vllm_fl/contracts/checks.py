@@ -1,4 +1,4 @@
-"""What is wrong with an argument: the pieces from which contracts build their `check`.
+"""Checks of arguments, from which contracts build their `check`.
 
 Each returns None, or (parameter, problem), so that `a(...) or b(...)` gives the first problem.
 """

@@ -1,4 +1,4 @@
-"""Deciding which implementation of an op runs, and running it.
+"""Choose the implementation of an op, and call it.
 
 `call_op` and `resolve_op` are for scripts and tests; layers use `dispatch_method`. Under vLLM the
 same rules make the engine's plan.

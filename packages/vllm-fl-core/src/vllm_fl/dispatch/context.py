@@ -1,4 +1,4 @@
-"""What holds for a while: the policy of a block, and the plan of the model that is being built."""
+"""Context: the policy of a `with` block, and the plan of the model that is being built."""
 
 from __future__ import annotations
 

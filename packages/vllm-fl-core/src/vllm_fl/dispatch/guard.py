@@ -1,7 +1,7 @@
-"""The function that a caller gets: an implementation with the rules of fallback around it.
+"""The function that a caller gets: an implementation, guarded by the rules of fallback.
 
-For each op and policy one small function of the contract's own signature is compiled, so that a
-call costs some tens of nanoseconds over the implementation itself. Everything that decides comes
+For each op and policy a small function with the contract's signature is compiled, so that a call
+costs only some tens of nanoseconds more than the implementation itself. Everything else happens
 after an exception or a refusal, in `Chain`.
 """
 

@@ -1,4 +1,4 @@
-"""The manager: it starts what a process needs, resolves, and remembers what it resolved to."""
+"""The manager: load plugins and settings once, resolve ops, keep the result, and call it."""
 
 from __future__ import annotations
 

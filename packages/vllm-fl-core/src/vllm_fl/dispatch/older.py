@@ -1,4 +1,4 @@
-"""What vllm-plugin-FL had under another name and we have no object of our own for.
+"""Objects of vllm-plugin-FL's API that have no counterpart in ours.
 
 `vllm_fl.older` says which names these are, and warns where one is used.
 """
@@ -31,7 +31,7 @@ class CachedOp:
 
 
 class PolicyManager:
-    """The functions of `vllm_fl.dispatch` under their older roof."""
+    """The functions of `vllm_fl.dispatch` that set and read the policy, as one class."""
 
     @staticmethod
     def get_instance() -> type[PolicyManager]:
@@ -87,7 +87,7 @@ def get_policy_epoch() -> int:
 
 
 def match_token(impl: OpImpl | AttentionImpl, token: str) -> bool:
-    """Whether `impl` stands under `token`; a token that is none matches nothing."""
+    """Whether `token` matches `impl`; an invalid token matches nothing."""
     from ..settings.policy import Token
 
     try:

@@ -1,4 +1,4 @@
-"""What a process starts with: its plugins, its platform, its settings, in that order."""
+"""Start a process: load its plugins, find its platform, and read its settings, in that order."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What runs foreign code says so while it does: in a file for what no process survives, and in the
-log for what takes long.
+"""Note which foreign code is running: in a file, for a process that dies, and in the log, when it
+takes long.
 
-An import that calls `os._exit`, or a kernel that aborts, leaves nobody to say who it was. So what
-runs is noted before in a small file of the user's cache, which the next process and `vllm-fl
-doctor` read. A process holds a lock on its file for as long as it lives: a file that somebody can
-lock is a dead one's. Where no file can be written (no home, a full disk) there is just none.
+An import that calls `os._exit`, or a kernel that aborts, ends the process before anything can be
+reported. Whatever is about to run is therefore noted in a small file in the user's cache, which the
+next process and `vllm-fl doctor` read. A process locks its file for as long as it lives, so a file
+that can be locked belongs to a dead process. Where no file can be written (no home, a full disk),
+nothing is noted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FORGOTTEN = 30 * 24 * 3600
 
 @dataclass(frozen=True)
 class Crumb:
-    """What a process was running when it ended without a word.
+    """What a process was running when it died without an error.
 
     Args:
         what: what ran, with the distribution at fault.
@@ -90,7 +91,7 @@ class _Notes:
                 self._close()
 
     def heal(self, what: str) -> None:
-        """It ran to its end here: what another process left about it is past."""
+        """Delete other processes' notes about what has just run to its end here."""
         if self.kept:  # `doctor` looks, and leaves what it finds
             return
         if self.dead is None:
@@ -146,7 +147,7 @@ os.register_at_fork(after_in_child=_notes.start_clean_in_child)
 
 
 def folder() -> Path | None:
-    """Where the notes lie, `~/.cache/vllm-fl/running`; None without a home."""
+    """The folder of the notes, `~/.cache/vllm-fl/running`; None without a home."""
     cache = os.environ.get("XDG_CACHE_HOME")
     if not cache:
         home = os.path.expanduser("~")

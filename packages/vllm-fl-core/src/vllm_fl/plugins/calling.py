@@ -1,4 +1,4 @@
-"""Calling plugins' code: behind a wall, and with whose it is in every error."""
+"""Call plugins' code, so that every error says whose it is: plugin, distribution and version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BARRED: dict[str, str] = {}
 
 
 def whose(owner: Owner) -> str:
-    """A plugin by name and release, as breadcrumbs and reports spell it."""
+    """A plugin with its distribution, for notes of what is running."""
     return clean(f"plugin {owner.plugin!r} of {owner.label}")
 
 

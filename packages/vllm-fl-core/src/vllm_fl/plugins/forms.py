@@ -1,8 +1,10 @@
-"""Bringing an implementation of a shorter or longer form to its op's contract, at registration.
+"""Adapt implementations with fewer or more trailing parameters than their contract's, when they are
+registered.
 
-Contracts only ever gain trailing parameters with defaults, and implementations outlive that: one
-that lacks such parameters refuses the calls that give them another value, by name; one that has
-further ones with defaults is called without them. Everything after the registry sees the contract.
+Contracts only ever gain trailing parameters with defaults, and implementations keep working: one
+that lacks such a parameter refuses calls that give it another value, and says which; one that has
+further parameters with defaults is called without them. Behind the registry, all have the
+contract's parameters.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def states_support(impl: OpImpl) -> bool:
 
 
 def shape(parameters: Parameters) -> list[tuple[object, ...]]:
-    """What two lists of parameters are compared by."""
+    """What must be equal in two lists of parameters: names and defaults, in order."""
     return [(p.name, p.default) for p in parameters]
 
 

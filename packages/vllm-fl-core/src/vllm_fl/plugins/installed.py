@@ -1,4 +1,4 @@
-"""What is installed, as its metadata says: entry points, names, and who else owns our names.
+"""Read the metadata of installed distributions: entry points, names, other owners of our names.
 
 `importlib.metadata` answers the same, but its import and its parsers take several times as long
 as everything else that a process does before its first call.

@@ -1,7 +1,7 @@
-"""Finding the installed plugins, loading each behind its own wall, and what became of it.
+"""Discover the installed plugins and load each in isolation.
 
 pluggy checks the hooks and collects their results while a process starts; it is never on a call
-path. Each plugin has a plugin manager of its own, so that one that breaks costs itself only.
+path. Each plugin has a plugin manager of its own, so that a broken one does not affect the others.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def load(
     only: Collection[str] | None = None,
     variables: Collection[str] = (),
 ) -> tuple[Plugin, ...]:
-    """Load plugins into `registry`, each behind its own wall.
+    """Load plugins into `registry`, each in isolation.
 
     An (op, id) that two of them claim, or that is reserved for another one, is loaded from nobody
     but the one that it is reserved for; their other implementations stay.
@@ -218,7 +218,7 @@ def _key(impl: object) -> tuple[str, str] | None:
 
 
 def _not_its_own(key: tuple[str, str], owner: Owner, claimants: Sequence[Owner]) -> str:
-    """Why `owner` may not bring this (op, id); empty when it may."""
+    """Why `owner` may not register this (op, id); empty when it may."""
     barred = reservation(key[1], owner)
     if barred:
         return f"{barred}; leave {owner.name} out with VLLM_FL_PLUGINS, or uninstall it"
@@ -247,7 +247,7 @@ def _set_now(variables: Collection[str]) -> dict[str, str]:
 
 
 def _undo(before: Mapping[str, str], variables: Collection[str], owner: Owner) -> tuple[str, ...]:
-    """Take back what a plugin did to the settings' variables: they are the user's."""
+    """Undo what a plugin did to the variables of settings, which only the user may set."""
     after = _set_now(variables)
     changed = sorted(k for k in {*before, *after} if before.get(k) != after.get(k))
     for name in changed:
@@ -264,7 +264,7 @@ def _undo(before: Mapping[str, str], variables: Collection[str], owner: Owner) -
 
 
 def _kernels(plugin: object) -> tuple[str, ...]:
-    """The distributions that a plugin says its implementations run the code of."""
+    """The distributions that the plugin declares its implementations to run the code of."""
     names = getattr(plugin, "KERNEL_DISTRIBUTIONS", ())
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(

@@ -226,7 +226,7 @@ class OpRegistry:
 
 
 def _as_it_is_now(impl: Impl) -> Impl:
-    """An implementation of an older form in today's: everything downstream sees one form."""
+    """Convert an implementation of the older form, so that everything else handles one form."""
     if not isinstance(impl, OpImpl):
         return impl
     if impl.op_name == ATTENTION:
@@ -236,7 +236,7 @@ def _as_it_is_now(impl: Impl) -> Impl:
 
 
 def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:
-    """An implementation is called by position and by name: both must be the contract's."""
+    """Check that the parameters are the contract's: calls pass them by position and by name."""
     if impl.needs_layer:
         return  # the older form: its parameters are the layer's, which the contract does not state
     spec = contracts().get(impl.op_name)

@@ -120,7 +120,7 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def serving(subject: Subject, dtype: str, sample: str) -> None:
-    """Some call of a served model is not refused; a dtype as a whole may be, if not every one."""
+    """At least one call of a served model is accepted; whole dtypes may be refused, but not all."""
     reasons = _refused_by(subject, dtype)
     if not reasons:
         return

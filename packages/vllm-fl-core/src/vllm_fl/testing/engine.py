@@ -86,7 +86,7 @@ def engine(subject: Subject, dtype: str, sample: str) -> None:
 
 @dataclass(frozen=True)
 class _Served:
-    """What became of an engine: its report, or what went wrong and the end of its log."""
+    """The outcome of an engine: its report, or what went wrong and the end of its log."""
 
     report: dict[str, Any] | None
     problem: str = ""

@@ -1,4 +1,4 @@
-"""What a backend knowingly does otherwise: `xfails.toml`, read strictly."""
+"""Known deviations of a backend: `xfails.toml`, read strictly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes: the checks on them, in which vLLM's workers live, and any check in one."""
+"""Checks in child processes, since vLLM's workers are such; and any other check, run in one."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _run(
     args: tuple[Any, ...],
     deadline: float,
 ) -> Answers | str:
-    """What `target` gives in a child process, or what became of that process."""
+    """What `target` returns in a child process, or how that process ended."""
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(theirs, target, args), daemon=True)

@@ -89,11 +89,11 @@ class OpConformance:
         self._run(case)
 
     def test_serving(self, case: Case) -> None:
-        """It takes at least one call of a served model."""
+        """It accepts at least one call of a served model."""
         self._run(case)
 
     def test_preflight(self, case: Case) -> None:
-        """An engine that starts with it would keep it."""
+        """An engine that starts with it does not demote it."""
         self._run(case)
 
     def test_tracing(self, case: Case) -> None:

@@ -1,4 +1,4 @@
-"""A plugin that ends its process, or claims what is another's: installed, beside a sound one."""
+"""Plugins that end their process, or claim what belongs to others, installed beside a sound one."""
 
 from __future__ import annotations
 

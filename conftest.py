@@ -1,0 +1,61 @@
+"""What a plain `pytest` at the root leaves out, each with its reason.
+
+A folder of tests whose distribution is not installed is skipped when pytest comes upon it by
+itself. A folder or file that is named on the command line is never skipped, as every nox session
+names its own: what is missing there is an error.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent
+
+
+class LeftOut(pytest.Collector):
+    """A folder of tests that cannot run here. It is no Directory: its conftest is not imported."""
+
+    reason: str
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        pytest.skip(self.reason)
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    reason = None if parent.session.isinitpath(path, with_parents=True) else reason_against(path)
+    if reason is None:
+        return None  # pytest's own way
+    left_out = LeftOut.from_parent(parent, name=path.name, path=path)
+    left_out.reason = reason
+    return left_out
+
+
+def reason_against(path: Path) -> str | None:
+    """Why the tests in this folder cannot run in this environment, and what to do; or None."""
+    folder = path.relative_to(ROOT)
+    match folder.parts:
+        case ("packages" | "examples", distribution, "tests"):
+            if not is_installed(distribution):
+                return f"{distribution} is not installed: pip install -e {folder.parent}"
+            if find_spec("torch") is None:
+                return "torch is not installed"
+            if distribution == "vllm-fl-ascend":
+                return f"they emulate torch_npu in the whole process; name them: pytest {folder}"
+        case ("tests", "engine"):
+            if find_spec("vllm") is None:
+                return "vLLM is not installed"
+            for distribution in ("vllm-fl-core", "vllm-fl-cpu", "vllm-fl-reference"):
+                if not is_installed(distribution):
+                    return f"{distribution} is not installed"
+    return None
+
+
+def is_installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
