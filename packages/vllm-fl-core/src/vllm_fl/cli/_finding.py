@@ -12,7 +12,7 @@ __all__ = ["Finding", "contained"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong in this environment.
+    """Something that is not as it should be.
 
     Args:
         check: the check that found it, for programs (`vllm-plugins`).

@@ -247,7 +247,7 @@ def _set_now(variables: Collection[str]) -> dict[str, str]:
 
 
 def _undo(before: Mapping[str, str], variables: Collection[str], owner: Owner) -> tuple[str, ...]:
-    """Undo what a plugin did to the variables of settings, which only the user may set."""
+    """Take back what a plugin did to the settings' variables: they are the user's."""
     after = _set_now(variables)
     changed = sorted(k for k in {*before, *after} if before.get(k) != after.get(k))
     for name in changed:
