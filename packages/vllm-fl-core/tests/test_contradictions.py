@@ -23,7 +23,7 @@ from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.layers import load_settings, load_startup
 from vllm_fl.settings.policy import SelectionPolicy
-from vllm_fl.settings.values import Settings
+from vllm_fl.settings.schema import Settings
 
 OP = "silu_and_mul"
 X = torch.ones(2, 8)

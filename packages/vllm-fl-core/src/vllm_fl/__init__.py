@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         DeviceProfile,
         OpImpl,
         PolicyDefaults,
+        SettingSpec,
         WorkerContext,
         WorkerReport,
     )
@@ -78,6 +79,7 @@ _HOMES = {
     "OpSpec": ".contracts",
     "PluginError": ".errors",
     "PolicyDefaults": ".plugins.types",
+    "SettingSpec": ".plugins.types",
     "SettingsError": ".errors",
     "VllmFLError": ".errors",
     "WorkerContext": ".plugins.types",
@@ -99,6 +101,7 @@ __all__ = [
     "OpSpec",
     "PluginError",
     "PolicyDefaults",
+    "SettingSpec",
     "SettingsError",
     "VllmFLError",
     "WorkerContext",

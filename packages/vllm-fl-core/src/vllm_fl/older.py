@@ -24,7 +24,7 @@ MODULES = ("builtin_ops", "discovery", "logger_manager", "method_dispatch", "ops
 MOVED = {
     "config": "vllm_fl.settings.layers",
     "logs": "vllm_fl.logs",
-    "settings": "vllm_fl.settings.values",
+    "settings": "vllm_fl.settings.schema",
 }
 """Modules that plugins for vllm-fl 0.1 import from `vllm_fl.dispatch` -> where they are now."""
 

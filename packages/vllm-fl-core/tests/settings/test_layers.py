@@ -28,7 +28,7 @@ from vllm_fl.settings.layers import (
     policy_from_config,
 )
 from vllm_fl.settings.policy import OpOrder
-from vllm_fl.settings.schema import FILE_KEYS, ITEMS, OVERRIDDEN, VARIABLES
+from vllm_fl.settings.schema import ITEMS, VARIABLES, file_keys, overridden
 
 OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding", "attention_backend")
 BOOLEANS = [item.variable for item in ITEMS.values() if isinstance(item.default, bool)]
@@ -178,7 +178,7 @@ def test_vllm_fl_config_is_a_complete_override(write: Write) -> None:
         False,
     )
     (warning,) = settings.warnings
-    for name in set(env) & set(OVERRIDDEN):
+    for name in set(env) & set(overridden(ITEMS)):
         assert name in warning
     for name in ("VLLM_FL_PREFLIGHT", "USE_FLAGGEMS", "VLLM_FL_OOT_ENABLED"):
         assert name not in warning
@@ -814,8 +814,19 @@ def test_reading_no_file_imports_no_yaml() -> None:
 
 # Whatever the input: settings, or one SettingsError that says which and where.
 
+FILE_KEYS = file_keys(ITEMS)
 words = st.sampled_from(
-    [*FILE_KEYS, "flagos", "vendor:cuda", "eager", "compiled", "stock", "true", "rms_norm", "a b"]
+    [
+        *FILE_KEYS,
+        "flagos",
+        "vendor:cuda",
+        "eager",
+        "compiled",
+        "stock",
+        "true",
+        "rms_norm",
+        "a b",
+    ]
 )
 scalars = st.one_of(words, st.text(max_size=8), st.booleans(), st.none(), st.integers())
 objects = st.recursive(

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.files import Layer
 from vllm_fl.settings.policy import OpOrder
-from vllm_fl.settings.schema import ITEMS
-from vllm_fl.settings.uniting import PAIRS, unite
-from vllm_fl.settings.values import Setting
+from vllm_fl.settings.schema import ITEMS, Setting, pairs
+from vllm_fl.settings.uniting import unite
 
 TOKENS = ["flagos", "vendor", "reference", "stock", "vendor:a", "vendor:b", "impl:vendor.a"]
 OWNERS = {"a 1": "vendor.a", "b 2": "vendor.b"}
@@ -61,15 +60,15 @@ def some_files(draw: st.DrawFn) -> list[tuple[str, Layer]]:
 def test_it_does_not_depend_on_the_order_of_installation(
     files: list[tuple[str, Layer]], chance: random.Random
 ) -> None:
-    assert unite(chance.sample(files, len(files)), BROUGHT) == unite(files, BROUGHT)
+    assert unite(chance.sample(files, len(files)), BROUGHT, ITEMS) == unite(files, BROUGHT, ITEMS)
 
 
 @given(some_files())
 def test_what_one_file_alone_sets_stands(files: list[tuple[str, Layer]]) -> None:
-    united = unite(files, BROUGHT)
+    united = unite(files, BROUGHT, ITEMS)
     for key in {key for _, layer in files for key in layer}:
         said = [layer[key] for _, layer in files if key in layer]
-        if len(said) == 1 and not any(key in pair for pair in PAIRS):
+        if len(said) == 1 and not any(key in pair for pair in pairs(ITEMS)):
             assert united[key] == said[0]
         if key in ("prefer", "strict") and len({setting.value for setting in said}) > 1:
             assert united[key].value == ITEMS[key].default
@@ -78,14 +77,14 @@ def test_what_one_file_alone_sets_stands(files: list[tuple[str, Layer]]) -> None
 
 @given(some_files())
 def test_what_one_file_rejects_stays_rejected(files: list[tuple[str, Layer]]) -> None:
-    united = unite(files, BROUGHT)
+    united = unite(files, BROUGHT, ITEMS)
 
     def allows(layer: Layer, name: str, white: str, black: str) -> bool:
         listed = layer[white].value if white in layer else None
         denied = layer[black].value if black in layer else ()
         return (listed is None or name in listed) and name not in denied  # type: ignore[operator]
 
-    for pair in PAIRS:
+    for pair in pairs(ITEMS):
         for name in ("x", "y", "z"):
             assert allows(united, name, *pair) == all(
                 allows(layer, name, *pair) for _, layer in files
@@ -94,7 +93,7 @@ def test_what_one_file_rejects_stays_rejected(files: list[tuple[str, Layer]]) ->
 
 @given(some_files())
 def test_only_its_own_list_leaves_an_implementation_out(files: list[tuple[str, Layer]]) -> None:
-    united = unite(files, BROUGHT)
+    united = unite(files, BROUGHT, ITEMS)
     lists = {
         owner: layer["op_backends.m"].value for owner, layer in files if "op_backends.m" in layer
     }

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_fl import WorkerContext, WorkerReport
 from vllm_fl.contracts import contracts
 from vllm_fl.settings.layers import check_names
-from vllm_fl.settings.values import Settings
+from vllm_fl.settings.schema import Settings
 
 from .loading import flag_gems, problem
 

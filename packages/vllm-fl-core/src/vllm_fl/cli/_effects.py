@@ -10,22 +10,14 @@ from ..contracts import contracts
 from ..plugins.loading import unmatched
 from ..plugins.plugin import Plugin
 from ..settings.policy import OpOrder
-from ..settings.schema import (
-    APPEND,
-    CONFIG,
-    ITEMS,
-    OP_CONFIG,
-    ORDER_PREFIX,
-    OVERRIDDEN,
-    PER_OP,
-    PLATFORMS,
-)
-from ..settings.values import Setting, Settings
+from ..settings.schema import CONFIG, ITEMS, Setting, Settings, overridden
+from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
 from ._finding import Finding
 
 __all__ = ["find_disagreements", "find_idle", "find_unknown", "warned"]
 
 CHECK = "settings"
+APPEND = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
 FLAGGEMS_LISTS = ("flagos_whitelist", "flagos_blacklist")
 OOT_LISTS = ("oot_whitelist", "oot_blacklist")
 
@@ -125,9 +117,9 @@ def _absent_plugins(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[F
 
 def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:
     """What reading the settings warned of."""
-    overridden = any(env.get(name, "").strip() for name in OVERRIDDEN)
+    has_others = any(env.get(name, "").strip() for name in overridden(ITEMS))
     for warning in settings.warnings:
-        if warning.startswith(f"{CONFIG}=") and not overridden:
+        if warning.startswith(f"{CONFIG}=") and not has_others:
             continue  # it replaces what a plugin ships, which is what it is for
         yield Finding(
             CHECK,

@@ -24,8 +24,8 @@ from ..plugins.calling import LEAVE_OUT, devices, find_device, policy_files
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
 from ..settings.layers import load_startup
-from ..settings.schema import CONFIG, OP_CONFIG, VARIABLES
-from ..settings.values import Settings
+from ..settings.schema import CONFIG, VARIABLES, Settings
+from ..settings.values import OP_CONFIG
 from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving

@@ -13,9 +13,9 @@ from ..dispatch.resolver import UNORDERED
 from ..integration.bypasses import BYPASSES
 from ..plugins.attention import ATTENTION
 from ..settings.policy import Mode, OpOrder
-from ..settings.schema import ORDER_PREFIX
+from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
-from ..settings.values import Settings
+from ..settings.values import ORDER_PREFIX
 from ._candidates import as_rows
 from ._replaced import replaced_layers
 from ._show import UsageError, print_json, print_table, say

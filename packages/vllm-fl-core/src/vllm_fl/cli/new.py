@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..contracts import contracts
 from ..settings.policy import closest
-from ..settings.schema import PLATFORMS, normalise_platform
+from ..settings.values import PLATFORMS, normalise_platform
 from ._show import print_json, say
 
 __all__ = ["add_arguments", "run"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..dispatch import get_default_manager
 from ..settings.policy import OpOrder
-from ..settings.values import Setting, Settings
+from ..settings.schema import Setting, Settings
 from ..text import HIDDEN, is_secret
 from ._quiet import quiet
 from ._show import print_json, print_table, say

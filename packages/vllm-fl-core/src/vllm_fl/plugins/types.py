@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 from ..text import clean, quote
 from .breadcrumb import running
@@ -27,6 +27,7 @@ __all__ = [
     "DeviceProfile",
     "OpImpl",
     "PolicyDefaults",
+    "SettingSpec",
     "WorkerContext",
     "WorkerReport",
     "availability_of",
@@ -246,6 +247,47 @@ class PolicyDefaults:
     """
 
     path: str | os.PathLike[str]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SettingSpec(Generic[T]):
+    """The declaration of one setting, from which everything about it follows.
+
+    Args:
+        key: its name in files and in reports.
+        variable: its environment variable.
+        default: its value where nobody sets it, which also says what it takes: true or false where
+            it is a boolean, a list where `names` is given, text otherwise.
+        in_file: whether a YAML file may set it. VLLM_FL_CONFIG overrides exactly these.
+        names: what the names in a list are, for messages (`vendor`). Of several platform files,
+            lists whose default is `()` add up, and of those whose default is None only the names
+            that all of them list are left.
+        choices: the words that it takes; empty for any text.
+        read: reads a variable's text where that takes more; raises ValueError.
+        excludes: of a whitelist, the key of its blacklist: one layer may set one of the two.
+        append: of a list, another variable, whose names are added to those that hold.
+    """
+
+    key: str
+    variable: str
+    default: T
+    in_file: bool = field(default=False, kw_only=True)
+    names: str = field(default="", kw_only=True)
+    choices: tuple[str, ...] = field(default=(), kw_only=True)
+    read: Callable[[str], T] | None = field(default=None, kw_only=True)
+    excludes: str | None = field(default=None, kw_only=True)
+    append: str | None = field(default=None, kw_only=True)
+
+    @overload
+    def __get__(self, settings: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, settings: Mapping[str, Any], owner: type) -> T: ...
+    def __get__(self, settings: Mapping[str, Any] | None, owner: type) -> Self | T:
+        """As an attribute of settings it is its effective value."""
+        return self if settings is None else settings[self.key].value
 
 
 @dataclass(frozen=True)

@@ -6,26 +6,25 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import MissingFileError, SettingsError
+from ..plugins.types import SettingSpec
 from .policy import OpOrder, Token, closest
-from .schema import (
-    BOOLEAN,
+from .schema import Declared, Setting, file_keys
+from .values import (
     BOOLEANS,
-    FILE_KEYS,
-    ITEMS,
     MAX_TOKENS,
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
-    PREFER,
-    Item,
+    expected,
     name_of,
     order_of,
+    value_of,
     wrong,
 )
-from .values import Setting
 
 if TYPE_CHECKING:
     from yaml import Node
@@ -44,12 +43,18 @@ T = TypeVar("T")
 
 
 def read_settings_file(
-    path: object, *, key: str, distribution: str | None = None, asked_by: str | None = None
+    path: object,
+    declared: Declared,
+    *,
+    key: str,
+    distribution: str | None = None,
+    asked_by: str | None = None,
 ) -> Layer:
     """Read a YAML file of settings.
 
     Args:
         path: the file, as `os.fspath` takes it.
+        declared: the settings that there are.
         key: the setting that names the file, for the error of a file that cannot be read.
         distribution: the one that ships it, or None for a user's own file. The orders of a
             user's file are pinned; a shipped one may not set `allow_vendors`.
@@ -60,7 +65,7 @@ def read_settings_file(
     """
     name = _path_of(path, key, distribution)
     suffix = f" ({distribution})" if distribution else ""
-    file = _File(name, key, suffix, distribution is None)
+    file = _File(name, declared, key, suffix, distribution is None)
     root = file.compose(read_text(name, key, asked_by or f"{name}{suffix}"))
     return {} if root is None else {setting.key: setting for setting in file.settings(root)}
 
@@ -126,6 +131,7 @@ class _File:
     """One YAML file. Nodes, not objects: they know their line, and an alias costs nothing."""
 
     path: str
+    declared: Declared
     key: str
     suffix: str
     users: bool
@@ -154,9 +160,10 @@ class _File:
             if key == ORDER_PREFIX.rstrip("."):
                 yield from () if node.tag == f"{TAG}null" else self.orders(node)
                 continue
-            item = ITEMS.get(key)
-            if item is None or not item.in_file:
-                raise wrong(key or self.key, origin, f"unknown key {key!r}.{_meant(key)}")
+            spec = self.declared.get(key)
+            if spec is None or not spec.in_file:
+                known = _meant(key, self.declared)
+                raise wrong(key or self.key, origin, f"unknown key {key!r}.{known}")
             if key == "allow_vendors" and not self.users:
                 raise wrong(
                     key,
@@ -165,7 +172,7 @@ class _File:
                     "plugin. Use deny_vendors or op_backends",
                 )
             if node.tag != f"{TAG}null":  # a key without a value sets nothing
-                yield Setting(key, self.value(item, node), origin, variable=item.variable)
+                yield Setting(key, self.value(spec, node), origin, variable=spec.variable)
 
     def orders(self, node: Node) -> Iterator[Setting]:
         for op, key_node, value in self.pairs(node, ORDER_PREFIX.rstrip("."), "ops"):
@@ -189,34 +196,29 @@ class _File:
     def tokens(self, key: str, node: Node) -> str | list[str]:
         import yaml
 
-        expected = "a token, a list of tokens, or the lists eager and compiled"
+        wanted = "a token, a list of tokens, or the lists eager and compiled"
         if not isinstance(node, yaml.SequenceNode):
-            return [token.strip() for token in self.text(key, node, expected).split("|")]
+            return [token.strip() for token in self.text(key, node, wanted).split("|")]
         if any(isinstance(child, yaml.MappingNode) for child in node.value):
-            expected = "a token (vendor:NAME has no space after its colon)"
+            wanted = "a token (vendor:NAME has no space after its colon)"
         return [
-            str(self.checked(key, child, Token.parse, self.text(key, child, expected)))
+            str(self.checked(key, child, Token.parse, self.text(key, child, wanted)))
             for child in node.value[: MAX_TOKENS + 1]
         ]
 
-    def value(self, item: Item, node: Node) -> object:
+    def value(self, spec: SettingSpec[Any], node: Node) -> object:
         import yaml
 
-        expected = item.values.expected
-        if item.values is BOOLEAN:
+        if isinstance(spec.default, bool):
             scalar = isinstance(node, yaml.ScalarNode) and node.tag == f"{TAG}bool"
             if not scalar or node.value.lower() not in BOOLEANS:
-                raise self.mistyped(item.key, node, expected)
+                raise self.mistyped(spec.key, node, expected(spec))
             return BOOLEANS[node.value.lower()]
-        if item.values is PREFER:
-            text = self.text(item.key, node, expected)
-            return self.checked(item.key, node, item.values.of_text, text)
-        if isinstance(node, yaml.ScalarNode) and node.tag == f"{TAG}str":
-            return self.checked(item.key, node, item.values.of_text, node.value)
-        if not isinstance(node, yaml.SequenceNode):
-            raise self.mistyped(item.key, node, expected)
+        if not spec.names or not isinstance(node, yaml.SequenceNode):
+            text = self.text(spec.key, node, expected(spec))
+            return self.checked(spec.key, node, partial(value_of, spec), text)
         names = (
-            self.checked(item.key, child, name_of, self.text(item.key, child, "a name"))
+            self.checked(spec.key, child, name_of, self.text(spec.key, child, "a name"))
             for child in node.value
         )
         return tuple(dict.fromkeys(names))
@@ -241,11 +243,11 @@ class _File:
             lines[name] = key_node.start_mark.line + 1
             yield name, key_node, value
 
-    def text(self, key: str, node: Node, expected: str) -> str:
+    def text(self, key: str, node: Node, wanted: str) -> str:
         import yaml
 
         if not isinstance(node, yaml.ScalarNode) or node.tag != f"{TAG}str":
-            raise self.mistyped(key, node, expected)
+            raise self.mistyped(key, node, wanted)
         return str(node.value)
 
     def checked(self, key: str, node: Node, read: Callable[[Any], T], value: object) -> T:
@@ -254,7 +256,7 @@ class _File:
         except ValueError as error:
             raise wrong(key, self.at(node), str(error)) from error
 
-    def mistyped(self, key: str, node: Node, expected: str) -> SettingsError:
+    def mistyped(self, key: str, node: Node, wanted: str) -> SettingsError:
         kind = node.tag.removeprefix(TAG)
         if not isinstance(node.value, str):  # never print nodes: aliases make them endless
             found = {"seq": "a list", "map": "a mapping"}.get(kind, kind)
@@ -264,7 +266,7 @@ class _File:
             found = f"the text {node.value!r}"
         else:
             found = f"{node.value} ({kind}; in quotes it is text)"
-        return wrong(key, self.at(node), f"expected {expected}, got {found}")
+        return wrong(key, self.at(node), f"expected {wanted}, got {found}")
 
     def broken(self, line: int, problem: str) -> SettingsError:
         return wrong(self.key, f"{self.path}:{line + 1}{self.suffix}", f"no YAML: {problem}")
@@ -281,13 +283,14 @@ def _path_of(path: object, key: str, distribution: str | None) -> str:
         raise wrong(key, who, f"expected a path, got {type(path).__name__}") from error
 
 
-def _meant(key: str) -> str:
-    for item in ITEMS.values():
-        if key in (item.key, item.variable):
-            if item.in_file:
-                return f" In a file it is {item.key}."
-            return f" It is set by the variable {item.variable}, not in a file."
-    return closest(key, FILE_KEYS) or f" Known are {', '.join(FILE_KEYS)}."
+def _meant(key: str, declared: Declared) -> str:
+    for spec in declared.values():
+        if key in (spec.key, spec.variable):
+            if spec.in_file:
+                return f" In a file it is {spec.key}."
+            return f" It is set by the variable {spec.variable}, not in a file."
+    known = file_keys(declared)
+    return closest(key, known) or f" Known are {', '.join(known)}."
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

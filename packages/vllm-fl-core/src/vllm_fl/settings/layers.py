@@ -12,29 +12,35 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from ..errors import SettingsError
+from ..plugins.types import SettingSpec
 from .files import Layer, read_orders, read_settings_file
 from .names import check_names, labels
 from .policy import OpOrder, SelectionPolicy, closest
 from .schema import (
-    APPEND,
     CONFIG,
     ITEMS,
+    Declared,
+    Setting,
+    Settings,
+    overridden,
+    pairs,
+    variables,
+)
+from .uniting import Brought, close_pairs, unite
+from .values import (
     OP_CONFIG,
     ORDER_PREFIX,
-    OVERRIDDEN,
     PER_OP,
     PLATFORMS,
-    VARIABLES,
     near,
     normalise_platform,
     order_of,
+    value_of,
     wrong,
 )
-from .uniting import PAIRS, Brought, close_pairs, unite
-from .values import Setting, Settings
 
 __all__ = [
     "Setting",
@@ -46,15 +52,18 @@ __all__ = [
     "policy_from_config",
 ]
 
-STARTUP = (
-    "enabled",
-    "platform",
-    "plugins",
-    "plugin_modules",
-    "strict_plugins",
-    "log_level",
-    "debug",
-)
+STARTUP = {
+    spec.key: spec
+    for spec in (
+        Settings.enabled,
+        Settings.platform,
+        Settings.plugins,
+        Settings.plugin_modules,
+        Settings.strict_plugins,
+        Settings.log_level,
+        Settings.debug,
+    )
+}
 PREFIX = "VLLM_FL_"
 
 PlatformFiles = Sequence[tuple[str, str | os.PathLike[str]]]
@@ -72,8 +81,7 @@ def load_startup(env: Mapping[str, str] | None = None) -> Settings:
         SettingsError: one of them is wrong.
     """
     env = os.environ if env is None else env
-    layer = _environment(env, STARTUP)
-    return Settings(tuple(_stacked([layer, _defaults(STARTUP)]).values()))
+    return Settings(tuple(_stacked([_environment(env, STARTUP)], STARTUP).values()))
 
 
 def load_settings(
@@ -82,6 +90,7 @@ def load_settings(
     platform: str | None = None,
     platform_files: PlatformFiles = (),
     brought: Brought = NOTHING,
+    plugins: Iterable[SettingSpec[Any]] = (),
 ) -> Settings:
     """The effective settings. Names are not checked yet; see `check_names`.
 
@@ -91,25 +100,23 @@ def load_settings(
         platform_files: (distribution, YAML file) of what plugins bring for the platform. They
             unite, whatever their order; see `uniting`.
         brought: what is installed: where platform files unite, who brings a thing counts.
+        plugins: the settings that plugins declare.
 
     Raises:
         SettingsError: something is wrong with a variable or a file.
     """
     env = os.environ if env is None else env
-    fixed = _environment(env, [key for key, item in ITEMS.items() if not item.in_file])
+    declared = {**ITEMS, **{spec.key: spec for spec in plugins}}
+    fixed = _environment(env, _of(declared, in_file=False))
     if platform is not None:
         detected = Setting("platform", normalise_platform(platform), "detected")
-        fixed = _stacked([fixed, {"platform": detected}])
-    if "config" in fixed:
-        entries, warnings = _overridden(env, fixed, platform_files, brought)
-    else:
-        entries, warnings = _layered(env, fixed, platform_files, brought), []
-    warnings += [*_unknown_variables(env), *_unknown_platform(entries["platform"], platform_files)]
-    order = list(ITEMS)
-    entries = dict(
-        sorted(entries.items(), key=lambda e: order.index(e[0]) if e[0] in ITEMS else 99)
-    )
-    settings = Settings(tuple(entries.values()), tuple(warnings))
+        fixed = _stacked([fixed, {"platform": detected}], {})
+    read = _overridden if "config" in fixed else _layered
+    entries, warnings = read(env, fixed, platform_files, brought, declared)
+    warnings += _unknown_variables(env, variables(declared))
+    warnings += _unknown_platform(entries["platform"], platform_files)
+    ordered = {key: entries[key] for key in declared} | entries
+    settings = Settings(tuple(ordered.values()), tuple(warnings))
     return dataclasses.replace(settings, unchecked=tuple(labels(settings)))
 
 
@@ -119,49 +126,65 @@ def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
     Raises:
         SettingsError: the file cannot be read, or something in it is wrong.
     """
-    own = read_settings_file(path, key="config")
-    close_pairs(own)
-    return Settings(tuple(_stacked([own, _defaults(ITEMS)]).values())).policy
+    own = read_settings_file(path, ITEMS, key="config")
+    close_pairs(own, ITEMS)
+    return Settings(tuple(_stacked([own], ITEMS).values())).policy
+
+
+def _of(declared: Declared, *, in_file: bool) -> Declared:
+    """Those that a file may set, or those that it may not."""
+    return {key: spec for key, spec in declared.items() if spec.in_file is in_file}
 
 
 def _layered(
-    env: Mapping[str, str], fixed: Layer, platform_files: PlatformFiles, brought: Brought
-) -> Layer:
-    variables = _environment(env, [key for key, item in ITEMS.items() if item.in_file])
-    close_pairs(variables)
-    orders = [read_orders(path)] if (path := _text(env, OP_CONFIG)) else []
-    plugins = _united(platform_files, brought)
-    entries = _stacked([variables, *orders, _per_op(env), fixed, plugins, _defaults(ITEMS)])
-    _append(env, entries)
+    env: Mapping[str, str],
+    fixed: Layer,
+    platform_files: PlatformFiles,
+    brought: Brought,
+    declared: Declared,
+) -> tuple[Layer, list[str]]:
+    own = _environment(env, _of(declared, in_file=True))
+    close_pairs(own, declared)
+    orders = [read_orders(path)] if (path := _text(env, OP_CONFIG, "op_config")) else []
+    plugins = _united(platform_files, brought, declared)
+    entries = _stacked([own, *orders, _per_op(env), fixed, plugins], declared)
+    for white, black in pairs(declared):
+        _append(env, entries, declared[black], entries[white])
     _resort(entries)
     entries["platform_files"] = Setting("platform_files", _shown(platform_files), "plugins")
-    return entries
+    return entries, []
 
 
 def _overridden(
-    env: Mapping[str, str], fixed: Layer, platform_files: PlatformFiles, brought: Brought
+    env: Mapping[str, str],
+    fixed: Layer,
+    platform_files: PlatformFiles,
+    brought: Brought,
+    declared: Declared,
 ) -> tuple[Layer, list[str]]:
     config = fixed["config"]
-    own = read_settings_file(config.value, key="config", asked_by=config.origin)
-    close_pairs(own)
-    variables = [name for name in OVERRIDDEN if env.get(name, "").strip()]
+    own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
+    close_pairs(own, declared)
+    ignored = [name for name in overridden(declared) if env.get(name, "").strip()]
     unread = {
-        key: Setting(key, ascii(env[item.variable])[1:-1], f"environment {item.variable}")
-        for key, item in ITEMS.items()
-        if item.variable in variables
+        key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
+        for key, spec in declared.items()
+        if spec.variable in ignored
     }
     try:
-        plugins, remark = _united(platform_files, brought), ""
+        plugins, remark = _united(platform_files, brought, declared), ""
     except SettingsError as error:  # overridden, so that it harms nobody
         plugins, remark = {}, f" (unreadable: {error})"
-    entries = _stacked([own, fixed, _defaults(ITEMS)], ignored=[unread, plugins])
+    entries = _stacked([own, fixed], declared, ignored=[unread, plugins])
     files = _shown(platform_files)
     entries["platform_files"] = Setting("platform_files", (), config.origin, ((files, "plugins"),))
-    ignored = [*variables, *files]
+    ignored += files
     if not ignored:
         return entries, []
     lost = [
-        f"{len(names)} of {key}" for key, names in _lost(env, plugins, entries).items() if names
+        f"{len(names)} of {black}"
+        for white, black in pairs(declared)
+        if (names := _lost(env, plugins, entries, white, declared[black]))
     ]
     return entries, [
         f"{CONFIG}={config.value} is a complete override; ignored: {', '.join(ignored)}{remark}. "
@@ -169,55 +192,48 @@ def _overridden(
     ]
 
 
-def _lost(env: Mapping[str, str], plugins: Layer, entries: Layer) -> dict[str, list[str]]:
+def _lost(
+    env: Mapping[str, str], plugins: Layer, entries: Layer, white: str, black: SettingSpec[Any]
+) -> set[str]:
     """The blacklist entries that held without VLLM_FL_CONFIG and do not hold with it."""
-    lost = {}
-    for white, black in PAIRS:
-        texts = [env.get(ITEMS[black].variable, ""), env.get(APPEND, "") * (black == PAIRS[0][1])]
-        names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
-        if not texts[0].strip() and black in plugins:
-            names += _names(plugins[black])
-        kept = entries[white].value
-        now = set(_names(entries[black]))
-        lost[black] = [
-            name
-            for name in dict.fromkeys(names)
-            if name not in now and (kept is None or name in _names(entries[white]))
-        ]
-    return lost
+    texts = [env.get(black.variable, ""), env.get(black.append or "", "")]
+    names = {name.strip() for text in texts for name in text.split(",") if name.strip()}
+    if not texts[0].strip() and black.key in plugins:
+        names |= {*_names(plugins[black.key])}
+    if entries[white].value is not None:
+        names &= {*_names(entries[white])}
+    return names - {*_names(entries[black.key])}
 
 
-def _environment(env: Mapping[str, str], keys: Iterable[str]) -> Layer:
+def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
     layer = {}
-    for item in map(ITEMS.__getitem__, keys):
-        text = _text(env, item.variable)
+    for key, spec in declared.items():
+        text = _text(env, spec.variable, key)
         if text is None:
             continue
-        origin = f"environment {item.variable}"
+        origin = f"environment {spec.variable}"
         try:
-            value = item.values.of_text(text)
+            layer[key] = Setting(key, value_of(spec, text), origin, variable=spec.variable)
         except ValueError as error:
-            raise wrong(item.key, origin, str(error)) from error
-        layer[item.key] = Setting(item.key, value, origin, variable=item.variable)
+            raise wrong(key, origin, str(error)) from error
     return layer
 
 
-def _text(env: Mapping[str, str], variable: str) -> str | None:
+def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
     """A variable's text. An empty one is unset; only VLLM_FL_PLUGINS may name none."""
     text = env.get(variable)
     if text is None:
         return None
     text = text.strip()
     if not text.isprintable():  # no control characters, and no bytes that are not UTF-8
-        key = next((key for key, item in ITEMS.items() if item.variable == variable), variable)
         raise wrong(key, f"environment {variable}", f"{text!r} is no printable text")
-    return text if text or variable == ITEMS["plugins"].variable else None
+    return text if text or variable == Settings.plugins.variable else None
 
 
 def _per_op(env: Mapping[str, str]) -> Layer:
     origin = f"environment {PER_OP}"
     layer: Layer = {}
-    for part in (_text(env, PER_OP) or "").split(";"):
+    for part in (_text(env, PER_OP, "per_op") or "").split(";"):
         if not part.strip():
             continue
         op, equals, tokens = (piece.strip() for piece in part.partition("="))
@@ -234,13 +250,14 @@ def _per_op(env: Mapping[str, str]) -> Layer:
     return layer
 
 
-def _defaults(keys: Iterable[str]) -> Layer:
-    items = map(ITEMS.__getitem__, keys)
-    return {item.key: Setting(item.key, item.default, variable=item.variable) for item in items}
-
-
-def _stacked(layers: Sequence[Layer], *, ignored: Sequence[Layer] = ()) -> Layer:
-    """Per item the highest layer's value, which remembers those of the others."""
+def _stacked(
+    layers: Sequence[Layer], declared: Declared, *, ignored: Sequence[Layer] = ()
+) -> Layer:
+    """Per item the highest layer's value, or the default, which remembers those of the others."""
+    defaults = {
+        key: Setting(key, spec.default, variable=spec.variable) for key, spec in declared.items()
+    }
+    layers = [*layers, defaults]
     stacked: Layer = {}
     for layer in layers:
         for key, setting in layer.items():
@@ -253,36 +270,31 @@ def _stacked(layers: Sequence[Layer], *, ignored: Sequence[Layer] = ()) -> Layer
             ]
             overrides = [*setting.overrides]
             for other in below:
-                if other.value not in (None, ()) or other.value != ITEMS[key].default:
+                if other.value not in (None, ()) or other.value != declared[key].default:
                     overrides += [(other.value, other.origin), *other.overrides]
+            variable = setting.variable or (declared[key].variable if key in declared else None)
             stacked[key] = dataclasses.replace(
-                setting, overrides=tuple(overrides), variable=setting.variable or _variable(key)
+                setting, overrides=tuple(overrides), variable=variable
             )
     return stacked
 
 
-def _variable(key: str) -> str | None:
-    return ITEMS[key].variable if key in ITEMS else None
+def _united(platform_files: PlatformFiles, brought: Brought, declared: Declared) -> Layer:
+    files = [
+        (name, read_settings_file(path, declared, key="platform_files", distribution=name))
+        for name, path in platform_files
+    ]
+    return unite(files, brought, declared)
 
 
-def _united(platform_files: PlatformFiles, brought: Brought) -> Layer:
-    return unite(
-        [
-            (name, read_settings_file(path, key="platform_files", distribution=name))
-            for name, path in platform_files
-        ],
-        brought,
-    )
-
-
-def _append(env: Mapping[str, str], entries: Layer) -> None:
-    text = _text(env, APPEND)
+def _append(env: Mapping[str, str], entries: Layer, spec: SettingSpec[Any], white: Setting) -> None:
+    """Add the names of a blacklist's second variable to those that hold."""
+    text = _text(env, spec.append, spec.key) if spec.append else None
     if text is None:
         return
-    origin = f"environment {APPEND}"
-    white, black = (entries[key] for key in PAIRS[0])
+    origin, black = f"environment {spec.append}", entries[spec.key]
     try:
-        names = cast("tuple[str, ...]", ITEMS[black.key].values.of_text(text))
+        names = cast("tuple[str, ...]", value_of(spec, text))
     except ValueError as error:
         raise wrong(black.key, origin, str(error)) from error
     if white.value is not None:
@@ -312,34 +324,30 @@ def _resort(entries: Layer) -> None:
                 )
 
 
-def _unknown_variables(env: Mapping[str, str]) -> list[str]:
+def _unknown_variables(env: Mapping[str, str], known: Sequence[str]) -> list[str]:
     """A warning for each variable that is no setting and was likely meant for one."""
-    known = {name.removeprefix(PREFIX): name for name in VARIABLES}
+    ours = {name.removeprefix(PREFIX): name for name in known}
     warnings = []
     for name in sorted(env):
-        if name.startswith(PREFIX) and name not in VARIABLES and env[name]:
-            slip = near(name.removeprefix(PREFIX), known)
-            meant = f" Did you mean {known[slip]!r}?" if slip else ""
+        if name.startswith(PREFIX) and name not in known and env[name]:
+            slip = near(name.removeprefix(PREFIX), ours)
+            meant = f" Did you mean {ours[slip]!r}?" if slip else ""
             warnings.append(f"{name} is no setting of this vllm-fl-core: it has no effect.{meant}")
-        elif env[name] and not name.startswith(PREFIX) and (slip := _misspelt(name)):
+        elif env[name] and name not in known and (slip := _misspelt(name, known)):
             warnings.append(f"{name} has no effect. Did you mean {slip!r}?")
     return warnings
 
 
-def _misspelt(name: str) -> str | None:
+def _misspelt(name: str, known: Sequence[str]) -> str | None:
     """The setting that a variable without our prefix is a slip of: `vllm_fl_prefer`, `USE_FLAGGEM`.
 
     Ours are told by their first letters; the others are names of their own, and must be close.
     """
-    if name in VARIABLES:
-        return None
+    is_ours = bool(re.match(r"(?i)vllm[_-]?fl[_-]", name))
     letters = name.upper().replace("_", "").replace("-", "")
-    if re.match(r"(?i)vllm[_-]?fl[_-]", name):
-        spelt = {v.replace("_", ""): v for v in VARIABLES if v.startswith(PREFIX)}
-        found = difflib.get_close_matches(letters, spelt, n=1, cutoff=0.0)
-        return spelt[found[0]]
-    spelt = {v.replace("_", ""): v for v in VARIABLES if not v.startswith(PREFIX)}
-    found = difflib.get_close_matches(letters, spelt, n=1, cutoff=0.92)
+    spelt = {v.replace("_", ""): v for v in known if v.startswith(PREFIX) is is_ours}
+    cutoff = 0.0 if is_ours else 0.92
+    found = difflib.get_close_matches(letters, spelt, n=1, cutoff=cutoff)
     return spelt[found[0]] if found else None
 
 

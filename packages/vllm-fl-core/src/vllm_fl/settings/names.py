@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from ..plugins.types import AttentionImpl, OpImpl
 from .policy import OpOrder, closest
-from .schema import ORDER_PREFIX, near, wrong
+from .schema import ITEMS, Setting, Settings
 from .unmatched import unmatched
-from .values import Setting, Settings
+from .values import ORDER_PREFIX, near, wrong
 
 __all__ = ["check_names", "labels"]
 
@@ -30,7 +30,7 @@ OLDER_LAYERS = frozenset(
 class _Use(NamedTuple):
     """A name that stands in a setting; `label` is what `Settings.unchecked` calls it."""
 
-    space: Literal["op", "vendor", "layer", "FlagGems op"]
+    space: str
     name: str
     label: str
     setting: Setting
@@ -124,17 +124,7 @@ def _uses(settings: Settings) -> Iterator[_Use]:
                 if token.kind == "vendor" and token.name:
                     yield _Use("vendor", token.name, f"{key}.{token}", setting)
             continue
-        space = SPACES.get(key)
-        if space is not None:
+        spec = ITEMS.get(key)
+        if spec is not None and spec.names and spec.in_file:
             for name in cast("tuple[str, ...] | None", setting.value) or ():
-                yield _Use(space, name, f"{key}.{name}", setting)
-
-
-SPACES: dict[str, Literal["vendor", "layer", "FlagGems op"]] = {
-    "allow_vendors": "vendor",
-    "deny_vendors": "vendor",
-    "flagos_whitelist": "FlagGems op",
-    "flagos_blacklist": "FlagGems op",
-    "oot_whitelist": "layer",
-    "oot_blacklist": "layer",
-}
+                yield _Use(spec.names, name, f"{key}.{name}", setting)

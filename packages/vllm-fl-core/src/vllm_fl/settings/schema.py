@@ -1,268 +1,326 @@
-"""What can be set: every setting's key, variable, default and the values it takes."""
+"""Every setting, declared once; and the effective ones, each with its origin.
+
+To add a setting, declare it in `Settings`, and describe it in docs/settings.md.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
-from ..errors import InvalidSettingError, SettingsError
-from .policy import KINDS, OpOrder, Token, closest
+from ..plugins.types import SettingSpec
+from ..text import quote
+from .policy import KINDS, OpOrder, SelectionPolicy
+from .values import (
+    OP_CONFIG,
+    ORDER_PREFIX,
+    PER_OP,
+    accepts,
+    order_of,
+    read_platform,
+    read_prefer,
+    wrong,
+)
 
 __all__ = [
-    "APPEND",
     "CONFIG",
-    "FILE_KEYS",
     "ITEMS",
-    "OP_CONFIG",
-    "ORDER_PREFIX",
-    "OVERRIDDEN",
-    "PER_OP",
-    "PLATFORMS",
     "VARIABLES",
-    "Item",
-    "Values",
-    "name_of",
-    "near",
-    "normalise_platform",
-    "order_of",
-    "wrong",
+    "Declared",
+    "Setting",
+    "Settings",
+    "file_keys",
+    "overridden",
+    "pairs",
+    "variables",
 ]
 
 CONFIG = "VLLM_FL_CONFIG"
-PER_OP = "VLLM_FL_PER_OP"
-OP_CONFIG = "VLLM_FL_OP_CONFIG"
-APPEND = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
 
-ORDER_PREFIX = "op_backends."
-"""The key of an op's order is this and the op's name: each op is an item of its own."""
+Names = tuple[str, ...]
+SomeNames = tuple[str, ...] | None
 
-PLATFORMS = ("cuda", "ascend", "cpu")
-PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
-
-MAX_TOKENS = 64
-"""An order of more tokens is a mistake, or an attack by YAML aliases."""
-
-BOOLEANS = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
-
-
-def normalise_platform(name: str) -> str:
-    """The name that settings files use: lower case, `nvidia` is `cuda`, `npu` is `ascend`."""
-    lower = name.strip().lower()
-    return PLATFORM_ALIASES.get(lower, lower)
-
-
-def wrong(
-    key: str, origin: str, problem: str, *, kind: type[SettingsError] = InvalidSettingError
-) -> SettingsError:
-    """The error of one setting: where it stands, which one it is, what is wrong with it."""
-    op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None
-    key = _short(key if key.isprintable() else ascii(key), 80)
-    return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"
-
-
-def near(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` is most likely a slip of, or None. Stricter than a suggestion."""
-    import difflib  # only for a word that is wrong
-
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.8)
-    return found[0] if found else None
-
-
-def name_of(value: str) -> str:
-    """One name of a list: an op, a layer, a vendor, a module. Raises ValueError."""
-    if not re.fullmatch(r"[\w.+:-]+", value):
-        raise ValueError(f"{value!r} is no name; a name has no spaces, quotes or separators")
-    return value
-
-
-def order_of(value: object, *, pinned: bool = True) -> OpOrder:
-    """An op's order from plain data: a token, a list of them, or `{eager: …, compiled: …}`.
-
-    Raises:
-        ValueError: another type, an unknown token or mode, an empty or an endless list.
-    """
-    sides = value.values() if isinstance(value, Mapping) else [value]
-    for side in sides:
-        tokens = [side] if isinstance(side, str) else side
-        if not isinstance(tokens, Sequence) or not all(isinstance(t, str) for t in tokens):
-            raise ValueError("expected a token, a list of tokens, or the lists eager and compiled")
-        if len(tokens) > MAX_TOKENS:
-            raise ValueError(f"an order has at most {MAX_TOKENS} tokens")
-        for token in tokens:
-            name = Token.parse(token).name
-            if name is not None:
-                name_of(name)
-    return OpOrder.of(value, pinned=pinned)
+Declared = Mapping[str, SettingSpec[Any]]
+"""Key -> declaration."""
 
 
 @dataclass(frozen=True)
-class Values:
-    """The values that a setting takes.
+class Setting:
+    """One setting's effective value.
 
     Args:
-        expected: what an error says was expected.
-        of_text: reads a variable's text; raises ValueError.
-        accepts: whether a value, read or from JSON, is one.
-    """
-
-    expected: str
-    of_text: Callable[[str], object]
-    accepts: Callable[[object], bool]
-
-
-@dataclass(frozen=True)
-class Item:
-    """One setting.
-
-    Args:
-        key: its name in files and in reports.
-        variable: its environment variable.
-        values: what it takes.
-        default: its value where no layer sets it.
-        in_file: whether a YAML file may set it. VLLM_FL_CONFIG overrides exactly these.
+        key: `prefer`, `flagos_blacklist`, …; an op's order is `op_backends.<op>`.
+        value: text, a boolean, None, a tuple of names, or an `OpOrder`.
+        origin: where it comes from: `default`, `detected`, `environment VLLM_FL_PREFER`,
+            `/etc/fl.yaml:3`, `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
+        overrides: (value, origin) of what it replaced, the nearest first. A variable that
+            VLLM_FL_CONFIG overrides is shown by its text, unread.
+        variable: the environment variable that sets it, or None.
+        merged: (value, origin) of each platform file that sets it, where several do.
+        disagreements: where those contradict each other, and what holds instead; one sentence each.
     """
 
     key: str
-    variable: str
-    values: Values
-    default: Any = None
-    in_file: bool = False
+    value: object
+    origin: str = "default"
+    overrides: tuple[tuple[object, str], ...] = ()
+    variable: str | None = None
+    merged: tuple[tuple[object, str], ...] = ()
+    disagreements: tuple[str, ...] = ()
 
 
-def _boolean(text: str) -> bool:
-    if text.lower() not in BOOLEANS:
-        raise ValueError(f"expected 0 or 1 (also true, false, yes, no, on, off), got {text!r}")
-    return BOOLEANS[text.lower()]
+@dataclass(frozen=True)
+class Settings(Mapping[str, Setting]):
+    """Every setting by its key, read-only.
 
+    `load_startup` gives only those that a process needs before its plugins are known; reading
+    another one of those is a KeyError.
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name_of(part.strip()) for part in text.split(",") if part.strip()))
-    if text and not names:
-        raise ValueError(f"{text!r} names nothing; unset it, or write a comma-separated list")
-    return names
+    Args:
+        entries: the settings, in the order of the reference.
+        warnings: what the user should hear, one sentence each.
+        unchecked: names that nobody has checked yet, or that their owner does not know, as
+            `oot_blacklist.fused_moe`; `check_names` shortens it.
+    """
 
+    entries: tuple[Setting, ...]
+    warnings: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
-def _prefer(text: str) -> str:
-    if text.lower() in KINDS:
-        return text.lower()
-    slip = near(text.lower(), KINDS)
-    raise ValueError(
-        f"expected one of {', '.join(KINDS)}, got {text!r}. "
-        + (
-            f"Did you mean {slip!r}?"
-            if slip
-            else "It prefers a kind of backend, never one vendor: prefer 'vendor' for any vendor "
-            f"that is available, and name one for an op by {PER_OP}='rms_norm=vendor:cuda|"
-            "flagos|reference' (in a file, op_backends)."
-        )
+    enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
+    """False: vllm-fl steps aside entirely."""
+    config = SettingSpec[str | None]("config", CONFIG, None)
+    """A YAML file that overrides everything a file can set."""
+    platform = SettingSpec[str | None]("platform", "VLLM_FL_PLATFORM", None, read=read_platform)
+    """The platform whose files count, forced or detected."""
+    prefer = SettingSpec(
+        "prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=KINDS, read=read_prefer
     )
+    """The kind that is tried first."""
+    strict = SettingSpec("strict", "VLLM_FL_STRICT", False, in_file=True)
+    """Whether the first failure is raised and nothing else is tried."""
+    allow_vendors = SettingSpec[SomeNames](
+        "allow_vendors", "VLLM_FL_ALLOW_VENDORS", None, in_file=True, names="vendor"
+    )
+    """The only vendors that may be used, or None."""
+    deny_vendors = SettingSpec[Names](
+        "deny_vendors", "VLLM_FL_DENY_VENDORS", (), in_file=True, names="vendor"
+    )
+    """Vendors that may not be used."""
+    use_flaggems = SettingSpec("use_flaggems", "USE_FLAGGEMS", True)
+    """False: no FlagGems at all, neither ops nor ATen."""
+    flagos_whitelist = SettingSpec[SomeNames](
+        "flagos_whitelist",
+        "VLLM_FL_FLAGOS_WHITELIST",
+        None,
+        in_file=True,
+        names="FlagGems op",
+        excludes="flagos_blacklist",
+    )
+    """The only FlagGems ops that are used, or None."""
+    flagos_blacklist = SettingSpec[Names](
+        "flagos_blacklist",
+        "VLLM_FL_FLAGOS_BLACKLIST",
+        (),
+        in_file=True,
+        names="FlagGems op",
+        append="VLLM_FL_FLAGOS_BLACKLIST_APPEND",
+    )
+    """FlagGems ops that are not used."""
+    oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
+    """Whether vLLM's layers are replaced."""
+    oot_whitelist = SettingSpec[SomeNames](
+        "oot_whitelist",
+        "VLLM_FL_OOT_WHITELIST",
+        None,
+        in_file=True,
+        names="layer",
+        excludes="oot_blacklist",
+    )
+    """The only vLLM layers that are replaced, or None."""
+    oot_blacklist = SettingSpec[Names](
+        "oot_blacklist", "VLLM_FL_OOT_BLACKLIST", (), in_file=True, names="layer"
+    )
+    """vLLM layers that are not replaced."""
+    preflight = SettingSpec(
+        "preflight", "VLLM_FL_PREFLIGHT", "verify", choices=("verify", "run", "off")
+    )
+    """What runs before the model is built."""
+    log_level = SettingSpec(
+        "log_level", "VLLM_FL_LOG_LEVEL", "INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR")
+    )
+    """The level of the logger `vllm_fl`."""
+    debug = SettingSpec("debug", "VLLM_FL_DISPATCH_DEBUG", False)
+    """Whether every resolution is printed and calls are counted."""
+    plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
+    """The distributions whose plugins are loaded, or None for all."""
+    plugin_modules = SettingSpec[Names](
+        "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"
+    )
+    """Modules that are loaded as plugins."""
+    strict_plugins = SettingSpec("strict_plugins", "VLLM_FL_STRICT_PLUGINS", False)
+    """Whether a plugin that fails ends the start."""
+    flagcx_path = SettingSpec[str | None]("flagcx_path", "FLAGCX_PATH", None)
+    """Where FlagCX lies, or None."""
+    oplist_path = SettingSpec(
+        "oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"
+    )
+    """Where rank 0 lists the FlagGems ops that are enabled."""
 
+    @cached_property
+    def _by_key(self) -> dict[str, Setting]:
+        return {setting.key: setting for setting in self.entries}
 
-def _choice(choices: Sequence[str], fold: Callable[[str], str]) -> Values:
-    def of_text(text: str) -> str:
-        if fold(text) in choices:
-            return fold(text)
-        raise ValueError(
-            f"expected one of {', '.join(choices)}, got {text!r}.{closest(fold(text), choices)}"
+    def __getitem__(self, key: str) -> Setting:
+        return self._by_key[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_key)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
+    @cached_property
+    def policy(self) -> SelectionPolicy:
+        """What decides between implementations."""
+        allowed = self.allow_vendors
+        return SelectionPolicy(
+            prefer=self.prefer,
+            strict=self.strict,
+            per_op_order={
+                key.removeprefix(ORDER_PREFIX): cast("OpOrder", setting.value)
+                for key, setting in self.items()
+                if key.startswith(ORDER_PREFIX)
+            },
+            allow_vendors=None if allowed is None else frozenset(allowed),
+            deny_vendors=frozenset(self.deny_vendors),
         )
 
-    return Values(f"one of {', '.join(choices)}", of_text, choices.__contains__)
+    def to_json(self) -> dict[str, Any]:
+        """These settings as plain JSON data, for a process that has another environment."""
+        return {
+            "settings": [
+                {
+                    "key": setting.key,
+                    "value": _encode(setting.value),
+                    "origin": setting.origin,
+                    "overrides": _encode_each(setting.overrides),
+                    "variable": setting.variable,
+                    "merged": _encode_each(setting.merged),
+                    "disagreements": list(setting.disagreements),
+                }
+                for setting in self.entries
+            ],
+            "warnings": list(self.warnings),
+            "unchecked": list(self.unchecked),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Settings:
+        """What `to_json` gave.
+
+        Raises:
+            SettingsError: it is something else, as from another release of vllm-fl-core.
+        """
+        try:
+            settings = cls(
+                tuple(
+                    Setting(
+                        entry["key"],
+                        _decode(entry["value"]),
+                        _str(entry["origin"]),
+                        _decode_each(entry["overrides"]),
+                        entry["variable"],
+                        _decode_each(entry["merged"]),
+                        tuple(map(_str, entry["disagreements"])),
+                    )
+                    for entry in data["settings"]
+                ),
+                tuple(map(_str, data["warnings"])),
+                tuple(map(_str, data["unchecked"])),
+            )
+            bad = [key for key, spec in ITEMS.items() if not accepts(spec, settings[key].value)]
+            bad += [
+                key
+                for key, setting in settings.items()
+                if key.startswith(ORDER_PREFIX) and not isinstance(setting.value, OpOrder)
+            ]
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            bad = [quote(error)]
+        if bad:
+            raise wrong(
+                "settings",
+                "JSON",
+                f"not what this vllm-fl-core writes ({bad[0]}); install the same release of it "
+                "wherever a worker of one engine runs",
+            )
+        return settings
 
 
-def _platform(text: str) -> str:
-    name = normalise_platform(text)
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
-        raise ValueError(f"expected a platform such as {', '.join(PLATFORMS)}, got {text!r}")
-    return name
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
-
-
-def _is_text(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-BOOLEAN = Values("true or false", _boolean, lambda value: isinstance(value, bool))
-NAMES = Values("a list of names", _names, _is_names)
-SOME_NAMES = Values("a list of names", _names, lambda value: value is None or _is_names(value))
-PREFER = Values(f"one of {', '.join(KINDS)}", _prefer, KINDS.__contains__)
-PLATFORM = Values("a platform's name", _platform, _is_text)
-PATH = Values("a path", str, _is_text)
-
-ITEMS: Mapping[str, Item] = MappingProxyType(
-    {
-        item.key: item
-        for item in (
-            Item("enabled", "VLLM_FL_PREFER_ENABLED", BOOLEAN, True),
-            Item("config", CONFIG, PATH),
-            Item("platform", "VLLM_FL_PLATFORM", PLATFORM),
-            Item("prefer", "VLLM_FL_PREFER", PREFER, "flagos", in_file=True),
-            Item("strict", "VLLM_FL_STRICT", BOOLEAN, False, in_file=True),
-            Item("allow_vendors", "VLLM_FL_ALLOW_VENDORS", SOME_NAMES, in_file=True),
-            Item("deny_vendors", "VLLM_FL_DENY_VENDORS", NAMES, (), in_file=True),
-            Item("use_flaggems", "USE_FLAGGEMS", BOOLEAN, True),
-            Item("flagos_whitelist", "VLLM_FL_FLAGOS_WHITELIST", SOME_NAMES, in_file=True),
-            Item("flagos_blacklist", "VLLM_FL_FLAGOS_BLACKLIST", NAMES, (), in_file=True),
-            Item("oot_enabled", "VLLM_FL_OOT_ENABLED", BOOLEAN, True),
-            Item("oot_whitelist", "VLLM_FL_OOT_WHITELIST", SOME_NAMES, in_file=True),
-            Item("oot_blacklist", "VLLM_FL_OOT_BLACKLIST", NAMES, (), in_file=True),
-            Item(
-                "preflight",
-                "VLLM_FL_PREFLIGHT",
-                _choice(("verify", "run", "off"), str.lower),
-                "verify",
-            ),
-            Item(
-                "log_level",
-                "VLLM_FL_LOG_LEVEL",
-                _choice(("DEBUG", "INFO", "WARNING", "ERROR"), str.upper),
-                "INFO",
-            ),
-            Item("debug", "VLLM_FL_DISPATCH_DEBUG", BOOLEAN, False),
-            Item("plugins", "VLLM_FL_PLUGINS", SOME_NAMES),
-            Item("plugin_modules", "VLLM_FL_PLUGIN_MODULES", NAMES, ()),
-            Item("strict_plugins", "VLLM_FL_STRICT_PLUGINS", BOOLEAN, False),
-            Item("flagcx_path", "FLAGCX_PATH", PATH),
-            Item(
-                "oplist_path",
-                "FLAGGEMS_ENABLE_OPLIST_PATH",
-                PATH,
-                "/tmp/flaggems_enable_oplist.txt",
-            ),
-        )
-    }
+ITEMS: Declared = MappingProxyType(
+    {spec.key: spec for spec in vars(Settings).values() if isinstance(spec, SettingSpec)}
 )
+"""Core's own settings."""
 
-VARIABLES: tuple[str, ...] = (
-    *(item.variable for item in ITEMS.values()),
-    PER_OP,
-    OP_CONFIG,
-    APPEND,
-)
-"""Every environment variable that is a setting."""
 
-FILE_KEYS: tuple[str, ...] = (
-    *(item.key for item in ITEMS.values() if item.in_file),
-    ORDER_PREFIX.rstrip("."),
-)
-"""The keys of a YAML file."""
+def variables(declared: Declared) -> tuple[str, ...]:
+    """Every environment variable that is a setting."""
+    appending = (spec.append for spec in declared.values() if spec.append)
+    return (*(spec.variable for spec in declared.values()), PER_OP, OP_CONFIG, *appending)
 
-OVERRIDDEN: tuple[str, ...] = (
-    *(item.variable for item in ITEMS.values() if item.in_file),
-    PER_OP,
-    OP_CONFIG,
-    APPEND,
-)
-"""The variables that VLLM_FL_CONFIG overrides."""
+
+def overridden(declared: Declared) -> tuple[str, ...]:
+    """The variables that VLLM_FL_CONFIG overrides."""
+    return variables({key: spec for key, spec in declared.items() if spec.in_file})
+
+
+def file_keys(declared: Declared) -> tuple[str, ...]:
+    """The keys of a YAML file."""
+    return (*(k for k, spec in declared.items() if spec.in_file), ORDER_PREFIX.rstrip("."))
+
+
+def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
+    """(whitelist, blacklist) of each pair of which one layer may set one."""
+    return tuple((spec.key, spec.excludes) for spec in declared.values() if spec.excludes)
+
+
+VARIABLES = variables(ITEMS)
+"""The variables of core's own settings."""
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, OpOrder):
+        sides = {"eager": value.eager, "compiled": value.compiled}
+        order = {mode: [str(t) for t in tokens] for mode, tokens in sides.items() if tokens}
+        left_out = [list(pair) for pair in sorted(value.left_out)]
+        return {"order": order, "pinned": value.pinned, "left_out": left_out}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _encode_each(values: tuple[tuple[object, str], ...]) -> list[dict[str, object]]:
+    return [{"value": _encode(value), "origin": origin} for value, origin in values]
+
+
+def _decode(value: object) -> object:
+    if isinstance(value, Mapping):
+        order = order_of(value["order"], pinned=bool(value["pinned"]))
+        left_out = frozenset((_str(mode), _str(impl_id)) for mode, impl_id in value["left_out"])
+        return dataclasses.replace(order, left_out=left_out)
+    return tuple(map(_str, value)) if isinstance(value, list) else value
+
+
+def _decode_each(values: Iterable[Mapping[str, Any]]) -> tuple[tuple[object, str], ...]:
+    return tuple((_decode(each["value"]), _str(each["origin"])) for each in values)
+
+
+def _str(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {type(value).__name__}")
+    return value

@@ -10,20 +10,16 @@ from ..plugins.types import AttentionImpl, OpImpl
 from .files import Layer
 from .merging import Listed, merge
 from .policy import ENGINE_ORDERS, Mode, OpOrder, Token
-from .schema import ITEMS, ORDER_PREFIX, wrong
-from .values import Setting
+from .schema import Declared, Setting, pairs
+from .values import ORDER_PREFIX, wrong
 
-__all__ = ["PAIRS", "Brought", "close_pairs", "unite"]
+__all__ = ["Brought", "close_pairs", "unite"]
 
 Brought = Mapping[str, Sequence[tuple[str, OpImpl | AttentionImpl]]]
 """Op -> (who brings it, as platform files are named; the implementation) of what is installed."""
 
-PAIRS = (("flagos_whitelist", "flagos_blacklist"), ("oot_whitelist", "oot_blacklist"))
-WHITE = tuple(white for white, _ in PAIRS)
-ADDITIVE = ("flagos_blacklist", "oot_blacklist", "deny_vendors")
 
-
-def unite(files: Sequence[tuple[str, Layer]], brought: Brought) -> Layer:
+def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declared) -> Layer:
     """One layer of several files. It does not depend on the order in which they are given.
 
     Orders of one op are merged, blacklists and `deny_vendors` add up, of whitelists what all
@@ -33,40 +29,42 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought) -> Layer:
     Args:
         files: (distribution, what its file sets).
         brought: what is installed; a distribution's word about its own counts double.
+        declared: the settings that there are.
 
     Raises:
         SettingsError: one file sets the whitelist and the blacklist of a pair.
     """
     for _, layer in files:
-        close_pairs(dict(layer))
+        close_pairs(dict(layer), declared)
     said: dict[str, list[tuple[str, Setting]]] = {}
     for distribution, layer in sorted(files, key=lambda file: (file[0], _origins(file[1]))):
         for key, setting in layer.items():
             said.setdefault(key, []).append((distribution, setting))
     united = {
-        key: _scalar([setting for _, setting in each])
+        key: _scalar([setting for _, setting in each], declared)
         for key, each in said.items()
         if not key.startswith(ORDER_PREFIX)
     }
-    prefer = cast("str", united["prefer"].value if "prefer" in united else ITEMS["prefer"].default)
+    preferred = united["prefer"].value if "prefer" in united else declared["prefer"].default
+    default = ENGINE_ORDERS[cast("str", preferred)]
     for key, each in said.items():
         if key.startswith(ORDER_PREFIX):
             op = key.removeprefix(ORDER_PREFIX)
-            united[key] = _order(each, brought.get(op, ()), ENGINE_ORDERS[prefer])
-    for white, black in PAIRS:
+            united[key] = _order(each, brought.get(op, ()), default)
+    for white, black in pairs(declared):
         if white in united and black in united:
             kept, out = united[white], united.pop(black)
             names = tuple(name for name in _names(kept) if name not in _names(out))
             if names != kept.value:
                 origin = f"{kept.origin}, without what {out.origin} names"
                 united[white] = dataclasses.replace(kept, value=names, origin=origin)
-    close_pairs(united)
+    close_pairs(united, declared)
     return united
 
 
-def close_pairs(layer: Layer) -> None:
+def close_pairs(layer: Layer, declared: Declared) -> None:
     """Let a layer's whitelist also settle its blacklist, and the other way round."""
-    for white, black in PAIRS:
+    for white, black in pairs(declared):
         if white in layer and black in layer:
             raise wrong(
                 white,
@@ -79,7 +77,7 @@ def close_pairs(layer: Layer) -> None:
             layer[white] = Setting(white, None, layer[black].origin)
 
 
-def _scalar(settings: Sequence[Setting]) -> Setting:
+def _scalar(settings: Sequence[Setting], declared: Declared) -> Setting:
     first = settings[0]
     if len(settings) == 1:
         return first
@@ -87,14 +85,15 @@ def _scalar(settings: Sequence[Setting]) -> Setting:
     origins = _and(setting.origin for setting in settings)
     value, differ = first.value, any(value != first.value for value in values)
     disagreements: list[str] = []
-    if key in ADDITIVE:
+    spec = declared[key]
+    if spec.names and spec.default is not None:
         value = tuple(dict.fromkeys(name for setting in settings for name in _names(setting)))
-    elif key in WHITE and differ:
+    elif spec.names and differ:
         every = [set(_names(setting)) for setting in settings]
         value = tuple(sorted(set.intersection(*every)))
         disagreements = ["they list different names; only what each of them lists is used"]
     elif differ:
-        value = ITEMS[key].default
+        value = spec.default
         said = ", ".join(f"{_plain(setting.value)} ({setting.origin})" for setting in settings)
         disagreements = [f"they set {said}; the default holds, {_plain(value)}"]
         origins = f"default, since {origins} differ"

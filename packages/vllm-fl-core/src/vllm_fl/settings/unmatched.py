@@ -7,8 +7,8 @@ from typing import cast, get_args
 
 from ..plugins.types import AttentionImpl, OpImpl
 from .policy import KINDS, Mode, OpOrder, Token
-from .schema import ORDER_PREFIX, PLATFORMS
-from .values import Setting, Settings
+from .schema import Setting, Settings
+from .values import ORDER_PREFIX, PLATFORMS
 
 __all__ = ["meant", "unmatched"]
 

@@ -1,279 +1,168 @@
-"""The effective settings: each value with its origin and what it replaced. Values only."""
+"""Reading what a setting takes: from a variable's text, from a file, from JSON."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, cast
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from ..text import quote
-from .policy import OpOrder, SelectionPolicy
-from .schema import ITEMS, ORDER_PREFIX, order_of, wrong
+from ..errors import InvalidSettingError, SettingsError
+from ..plugins.types import SettingSpec
+from .policy import KINDS, OpOrder, Token, closest
 
-__all__ = ["Setting", "Settings"]
+__all__ = [
+    "BOOLEANS",
+    "MAX_TOKENS",
+    "OP_CONFIG",
+    "ORDER_PREFIX",
+    "PER_OP",
+    "PLATFORMS",
+    "accepts",
+    "expected",
+    "name_of",
+    "near",
+    "normalise_platform",
+    "order_of",
+    "read_platform",
+    "read_prefer",
+    "value_of",
+    "wrong",
+]
 
+PER_OP = "VLLM_FL_PER_OP"
+OP_CONFIG = "VLLM_FL_OP_CONFIG"
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting's effective value.
+ORDER_PREFIX = "op_backends."
+"""The key of an op's order is this and the op's name: each op is an item of its own."""
 
-    Args:
-        key: `prefer`, `flagos_blacklist`, …; an op's order is `op_backends.<op>`.
-        value: text, a boolean, None, a tuple of names, or an `OpOrder`.
-        origin: where it comes from: `default`, `detected`, `environment VLLM_FL_PREFER`,
-            `/etc/fl.yaml:3`, `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
-        overrides: (value, origin) of what it replaced, the nearest first. A variable that
-            VLLM_FL_CONFIG overrides is shown by its text, unread.
-        variable: the environment variable that sets it, or None.
-        merged: (value, origin) of each platform file that sets it, where several do.
-        disagreements: where those contradict each other, and what holds instead; one sentence each.
-    """
+PLATFORMS = ("cuda", "ascend", "cpu")
+PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
 
-    key: str
-    value: object
-    origin: str = "default"
-    overrides: tuple[tuple[object, str], ...] = ()
-    variable: str | None = None
-    merged: tuple[tuple[object, str], ...] = ()
-    disagreements: tuple[str, ...] = ()
+MAX_TOKENS = 64
+"""An order of more tokens is a mistake, or an attack by YAML aliases."""
 
-
-@dataclass(frozen=True)
-class Settings(Mapping[str, Setting]):
-    """Every setting by its key, read-only.
-
-    `load_startup` gives only those that a process needs before its plugins are known; reading
-    another one of those is a KeyError.
-
-    Args:
-        entries: the settings, in the order of the reference.
-        warnings: what the user should hear, one sentence each.
-        unchecked: names that nobody has checked yet, or that their owner does not know, as
-            `oot_blacklist.fused_moe`; `check_names` shortens it.
-    """
-
-    entries: tuple[Setting, ...]
-    warnings: tuple[str, ...] = ()
-    unchecked: tuple[str, ...] = ()
-
-    @cached_property
-    def _by_key(self) -> dict[str, Setting]:
-        return {setting.key: setting for setting in self.entries}
-
-    def __getitem__(self, key: str) -> Setting:
-        return self._by_key[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_key)
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._by_key
-
-    @cached_property
-    def policy(self) -> SelectionPolicy:
-        """What decides between implementations."""
-        allowed = self._some("allow_vendors")
-        return SelectionPolicy(
-            prefer=self._text("prefer"),
-            strict=self._flag("strict"),
-            per_op_order={
-                key.removeprefix(ORDER_PREFIX): cast("OpOrder", setting.value)
-                for key, setting in self.items()
-                if key.startswith(ORDER_PREFIX)
-            },
-            allow_vendors=None if allowed is None else frozenset(allowed),
-            deny_vendors=frozenset(self._names("deny_vendors")),
-        )
-
-    @property
-    def enabled(self) -> bool:
-        """False: vllm-fl steps aside entirely."""
-        return self._flag("enabled")
-
-    @property
-    def platform(self) -> str | None:
-        """The platform whose files count, forced or detected."""
-        return self._path("platform")
-
-    @property
-    def use_flaggems(self) -> bool:
-        """False: no FlagGems at all, neither ops nor ATen."""
-        return self._flag("use_flaggems")
-
-    @property
-    def flagos_whitelist(self) -> tuple[str, ...] | None:
-        """The only FlagGems ops that are used, or None."""
-        return self._some("flagos_whitelist")
-
-    @property
-    def flagos_blacklist(self) -> tuple[str, ...]:
-        """FlagGems ops that are not used."""
-        return self._names("flagos_blacklist")
-
-    @property
-    def oot_enabled(self) -> bool:
-        """Whether vLLM's layers are replaced."""
-        return self._flag("oot_enabled")
-
-    @property
-    def oot_whitelist(self) -> tuple[str, ...] | None:
-        """The only vLLM layers that are replaced, or None."""
-        return self._some("oot_whitelist")
-
-    @property
-    def oot_blacklist(self) -> tuple[str, ...]:
-        """vLLM layers that are not replaced."""
-        return self._names("oot_blacklist")
-
-    @property
-    def preflight(self) -> str:
-        """`verify`, `run` or `off`."""
-        return self._text("preflight")
-
-    @property
-    def log_level(self) -> str:
-        """`DEBUG`, `INFO`, `WARNING` or `ERROR`."""
-        return self._text("log_level")
-
-    @property
-    def debug(self) -> bool:
-        """Whether every resolution is printed and calls are counted."""
-        return self._flag("debug")
-
-    @property
-    def plugins(self) -> tuple[str, ...] | None:
-        """The distributions whose plugins are loaded, or None for all."""
-        return self._some("plugins")
-
-    @property
-    def plugin_modules(self) -> tuple[str, ...]:
-        """Modules that are loaded as plugins."""
-        return self._names("plugin_modules")
-
-    @property
-    def strict_plugins(self) -> bool:
-        """Whether a plugin that fails ends the start."""
-        return self._flag("strict_plugins")
-
-    @property
-    def flagcx_path(self) -> str | None:
-        """Where FlagCX lies, or None."""
-        return self._path("flagcx_path")
-
-    @property
-    def oplist_path(self) -> str:
-        """Where rank 0 lists the FlagGems ops that are enabled."""
-        return self._text("oplist_path")
-
-    def to_json(self) -> dict[str, Any]:
-        """These settings as plain JSON data, for a process that has another environment."""
-        return {
-            "settings": [
-                {
-                    "key": setting.key,
-                    "value": _encode(setting.value),
-                    "origin": setting.origin,
-                    "overrides": _encode_each(setting.overrides),
-                    "variable": setting.variable,
-                    "merged": _encode_each(setting.merged),
-                    "disagreements": list(setting.disagreements),
-                }
-                for setting in self.entries
-            ],
-            "warnings": list(self.warnings),
-            "unchecked": list(self.unchecked),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Settings:
-        """What `to_json` gave.
-
-        Raises:
-            SettingsError: it is something else, as from another release of vllm-fl-core.
-        """
-        try:
-            settings = cls(
-                tuple(
-                    Setting(
-                        entry["key"],
-                        _decode(entry["value"]),
-                        _str(entry["origin"]),
-                        _decode_each(entry["overrides"]),
-                        entry["variable"],
-                        _decode_each(entry["merged"]),
-                        tuple(map(_str, entry["disagreements"])),
-                    )
-                    for entry in data["settings"]
-                ),
-                tuple(map(_str, data["warnings"])),
-                tuple(map(_str, data["unchecked"])),
-            )
-            bad = [
-                key for key, item in ITEMS.items() if not item.values.accepts(settings[key].value)
-            ]
-            bad += [
-                key
-                for key, setting in settings.items()
-                if key.startswith(ORDER_PREFIX) and not isinstance(setting.value, OpOrder)
-            ]
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            bad = [quote(error)]
-        if bad:
-            raise wrong(
-                "settings",
-                "JSON",
-                f"not what this vllm-fl-core writes ({bad[0]}); install the same release of it "
-                "wherever a worker of one engine runs",
-            )
-        return settings
-
-    def _flag(self, key: str) -> bool:
-        return cast("bool", self[key].value)
-
-    def _text(self, key: str) -> str:
-        return cast("str", self[key].value)
-
-    def _path(self, key: str) -> str | None:
-        return cast("str | None", self[key].value)
-
-    def _names(self, key: str) -> tuple[str, ...]:
-        return cast("tuple[str, ...]", self[key].value)
-
-    def _some(self, key: str) -> tuple[str, ...] | None:
-        return cast("tuple[str, ...] | None", self[key].value)
+BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 
 
-def _encode(value: object) -> object:
-    if isinstance(value, OpOrder):
-        sides = {"eager": value.eager, "compiled": value.compiled}
-        order = {mode: [str(t) for t in tokens] for mode, tokens in sides.items() if tokens}
-        left_out = [list(pair) for pair in sorted(value.left_out)]
-        return {"order": order, "pinned": value.pinned, "left_out": left_out}
-    return list(value) if isinstance(value, tuple) else value
+def normalise_platform(name: str) -> str:
+    """The name that settings files use: lower case, `nvidia` is `cuda`, `npu` is `ascend`."""
+    lower = name.strip().lower()
+    return PLATFORM_ALIASES.get(lower, lower)
 
 
-def _encode_each(values: tuple[tuple[object, str], ...]) -> list[dict[str, object]]:
-    return [{"value": _encode(value), "origin": origin} for value, origin in values]
+def wrong(
+    key: str, origin: str, problem: str, *, kind: type[SettingsError] = InvalidSettingError
+) -> SettingsError:
+    """The error of one setting: where it stands, which one it is, what is wrong with it."""
+    op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None
+    key = _short(key if key.isprintable() else ascii(key), 80)
+    return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
 
 
-def _decode(value: object) -> object:
-    if isinstance(value, Mapping):
-        order = order_of(value["order"], pinned=bool(value["pinned"]))
-        left_out = frozenset((_str(mode), _str(impl_id)) for mode, impl_id in value["left_out"])
-        return dataclasses.replace(order, left_out=left_out)
-    return tuple(map(_str, value)) if isinstance(value, list) else value
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
-def _decode_each(values: Iterable[Mapping[str, Any]]) -> tuple[tuple[object, str], ...]:
-    return tuple((_decode(each["value"]), _str(each["origin"])) for each in values)
+def near(word: str, known: Iterable[str]) -> str | None:
+    """The known name that `word` is most likely a slip of, or None. Stricter than a suggestion."""
+    import difflib  # only for a word that is wrong
+
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.8)
+    return found[0] if found else None
 
 
-def _str(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {type(value).__name__}")
+def name_of(value: str) -> str:
+    """One name of a list: an op, a layer, a vendor, a module. Raises ValueError."""
+    if not re.fullmatch(r"[\w.+:-]+", value):
+        raise ValueError(f"{value!r} is no name; a name has no spaces, quotes or separators")
     return value
+
+
+def order_of(value: object, *, pinned: bool = True) -> OpOrder:
+    """An op's order from plain data: a token, a list of them, or `{eager: …, compiled: …}`.
+
+    Raises:
+        ValueError: another type, an unknown token or mode, an empty or an endless list.
+    """
+    sides = value.values() if isinstance(value, Mapping) else [value]
+    for side in sides:
+        tokens = [side] if isinstance(side, str) else side
+        if not isinstance(tokens, Sequence) or not all(isinstance(t, str) for t in tokens):
+            raise ValueError("expected a token, a list of tokens, or the lists eager and compiled")
+        if len(tokens) > MAX_TOKENS:
+            raise ValueError(f"an order has at most {MAX_TOKENS} tokens")
+        for token in tokens:
+            name = Token.parse(token).name
+            if name is not None:
+                name_of(name)
+    return OpOrder.of(value, pinned=pinned)
+
+
+def expected(spec: SettingSpec[Any]) -> str:
+    """What an error says that the setting takes."""
+    if isinstance(spec.default, bool):
+        return "true or false"
+    if spec.names:
+        return "a list of names"
+    return f"one of {', '.join(spec.choices)}" if spec.choices else "text"
+
+
+def value_of(spec: SettingSpec[Any], text: str) -> object:
+    """The value that a text means. Raises ValueError."""
+    if spec.read is not None:
+        return spec.read(text)
+    if isinstance(spec.default, bool):
+        if text.lower() not in BOOLEANS:
+            raise ValueError(f"expected 0 or 1 (also true, false, yes, no, on, off), got {text!r}")
+        return BOOLEANS[text.lower()]
+    if spec.names:
+        parts = (part.strip() for part in text.split(","))
+        names = tuple(dict.fromkeys(name_of(part) for part in parts if part))
+        if text and not names:
+            raise ValueError(f"{text!r} names nothing; unset it, or write a comma-separated list")
+        return names
+    if not spec.choices:
+        return text
+    word = text.upper() if spec.choices[0].isupper() else text.lower()
+    if word not in spec.choices:
+        raise ValueError(f"expected {expected(spec)}, got {text!r}.{closest(word, spec.choices)}")
+    return word
+
+
+def accepts(spec: SettingSpec[Any], value: object) -> bool:
+    """Whether a value, as from JSON, is one that the setting takes."""
+    if value is None:
+        return spec.default is None
+    if spec.names:
+        return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+    if isinstance(spec.default, bool):
+        return isinstance(value, bool)
+    return value in spec.choices if spec.choices else isinstance(value, str)
+
+
+def read_prefer(text: str) -> str:
+    """A kind of backend. Raises ValueError."""
+    if text.lower() in KINDS:
+        return text.lower()
+    slip = near(text.lower(), KINDS)
+    raise ValueError(
+        f"expected one of {', '.join(KINDS)}, got {text!r}. "
+        + (
+            f"Did you mean {slip!r}?"
+            if slip
+            else "It prefers a kind of backend, never one vendor: prefer 'vendor' for any vendor "
+            f"that is available, and name one for an op by {PER_OP}='rms_norm=vendor:cuda|"
+            "flagos|reference' (in a file, op_backends)."
+        )
+    )
+
+
+def read_platform(text: str) -> str:
+    """A platform's name. Raises ValueError."""
+    name = normalise_platform(text)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
+        raise ValueError(f"expected a platform such as {', '.join(PLATFORMS)}, got {text!r}")
+    return name
