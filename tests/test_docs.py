@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,17 @@ from vllm_fl import dispatch, errors  # noqa: E402
 from vllm_fl.contracts import contracts  # noqa: E402
 from vllm_fl.plugins import hookspecs  # noqa: E402
 from vllm_fl.plugins.loading import GROUP  # noqa: E402
-from vllm_fl.settings.layers import load_settings  # noqa: E402
+from vllm_fl.settings import layers  # noqa: E402
 from vllm_fl.settings.policy import DEFAULT_ORDERS  # noqa: E402
-from vllm_fl.settings.schema import CONFIG, ITEMS, VARIABLES, file_keys  # noqa: E402
+from vllm_fl.settings.schema import CONFIG, ITEMS, file_keys, variables  # noqa: E402
 from vllm_fl.settings.values import OP_CONFIG, PER_OP  # noqa: E402
 
-APPEND = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
+sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-flaggems" / "src"))
+from vllm_fl_flaggems.settings import BLACKLIST, SETTINGS  # noqa: E402
+
+DECLARED = {**ITEMS, **{spec.key: spec for spec in SETTINGS}}
+VARIABLES = variables(DECLARED)
+load_settings = partial(layers.load_settings, plugins=SETTINGS)
 
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 EVERY_PAGE = [
@@ -194,19 +200,19 @@ def test_every_variable_is_documented_with_its_key_and_default() -> None:
         code(variable): (code(key), code(default), in_file)
         for variable, key, default, in_file, _ in rows(section(page("settings.md"), "Reference"))
     }
-    items = {item.variable: item for item in ITEMS.values()}
+    items = {item.variable: item for item in DECLARED.values()}
     assert set(table) == set(VARIABLES)
     for variable, item in items.items():
         default = {None: "–", (): "–", True: "true", False: "false"}.get(item.default, item.default)
         assert table[variable] == (item.key, default, "yes" if item.in_file else "no"), variable
     for variable in (PER_OP, OP_CONFIG):
         assert table[variable][0] == "op_backends"
-    assert table[APPEND][0] == "flagos_blacklist"
+    assert table[BLACKLIST.append][0] == BLACKLIST.key
 
 
 def test_every_key_of_a_file_is_documented() -> None:
     told = {code(r[0]) for r in rows(section(page("settings.md"), "Files"))}
-    assert told == set(file_keys(ITEMS))
+    assert told == set(file_keys(DECLARED))
 
 
 def test_tokens_and_orders_are_the_codes() -> None:
@@ -298,7 +304,7 @@ def test_every_shell_example_loads(number: int, tmp_path: Path) -> None:
     settings = load_settings(env, platform="cuda")
     told = {s.variable for s in settings.values() if "environment" in s.origin}
     if CONFIG not in env:
-        assert set(env) <= told | {PER_OP, OP_CONFIG, APPEND}
+        assert set(env) <= told | {PER_OP, OP_CONFIG, BLACKLIST.append}
         assert settings.warnings == ()
 
 

@@ -9,12 +9,60 @@ import torch
 
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import Plan, make_plan
-from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
+from vllm_fl.plugins.hookspecs import hookimpl
+from vllm_fl.plugins.loading import Found, load
+from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl, SettingSpec
 from vllm_fl.settings.layers import load_settings
 from vllm_fl.settings.policy import Mode, SelectionPolicy
 
 X = torch.ones(2, 8)
+
+PLUGIN_SETTINGS: tuple[SettingSpec[Any], ...] = (
+    SettingSpec("use_flaggems", "USE_FLAGGEMS", True),
+    SettingSpec(
+        "flagos_whitelist",
+        "VLLM_FL_FLAGOS_WHITELIST",
+        None,
+        in_file=True,
+        names="FlagGems op",
+        excludes="flagos_blacklist",
+    ),
+    SettingSpec(
+        "flagos_blacklist",
+        "VLLM_FL_FLAGOS_BLACKLIST",
+        (),
+        in_file=True,
+        names="FlagGems op",
+        append="VLLM_FL_FLAGOS_BLACKLIST_APPEND",
+    ),
+    SettingSpec("oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"),
+)
+"""What a plugin that is not core's declares: those that users of FlagGems have."""
+
+
+class _Settings:
+    """A plugin that has these settings and rejects by them."""
+
+    @hookimpl
+    def settings(self) -> tuple[SettingSpec[Any], ...]:
+        return PLUGIN_SETTINGS
+
+    @hookimpl
+    def rejections(self, settings: Any, op: str, impls: Any) -> dict[str, str] | None:
+        ids = [impl.impl_id for impl in impls if impl.kind is BackendImplKind.DEFAULT]
+        if not settings["use_flaggems"].value:
+            return dict.fromkeys(ids, "USE_FLAGGEMS=false")
+        listed = op in settings["flagos_blacklist"].value
+        return dict.fromkeys(ids, "flagos_blacklist") if listed else None
+
+
+def registry_with_settings(*impls: OpImpl | AttentionImpl) -> OpRegistry:
+    """A registry into which the plugin that declares `PLUGIN_SETTINGS` was loaded, and these."""
+    registry = OpRegistry()
+    load(registry, [Found(Owner("settings"), "settings", _Settings)])
+    registry.register_many(impls)
+    return registry
 
 
 def half(x: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
+from builders import PLUGIN_SETTINGS, registry_with_settings
 
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup, read_settings
@@ -21,10 +23,12 @@ from vllm_fl.errors import CallError, SettingsError
 from vllm_fl.plugins.loading import discover, load
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.layers import load_settings, load_startup
+from vllm_fl.settings import layers
+from vllm_fl.settings.layers import load_startup
 from vllm_fl.settings.policy import SelectionPolicy
 from vllm_fl.settings.schema import Settings
 
+load_settings = partial(layers.load_settings, plugins=PLUGIN_SETTINGS)
 OP = "silu_and_mul"
 X = torch.ones(2, 8)
 
@@ -48,8 +52,7 @@ def impl(impl_id: str, error: Exception | None = None, **fields: Any) -> OpImpl:
 
 def manager(settings: Settings, *impls: OpImpl) -> OpManager:
     """A manager that started with these settings, and has these implementations."""
-    registry = OpRegistry()
-    registry.register_many(impls or map(impl, KINDS))
+    registry = registry_with_settings(*(impls or map(impl, KINDS)))
     made = OpManager()
     made.adopt(Startup((), settings), registry)
     return made
@@ -81,7 +84,7 @@ def test_03_blacklists_in_the_users_file_count(tmp_path: Path) -> None:
     path = tmp_path / "fl.yaml"
     path.write_text(f"flagos_blacklist: [{OP}, mm]\noot_blacklist: [FusedMoE]\n")
     settings = load_settings({"VLLM_FL_CONFIG": str(path)})
-    assert settings.flagos_blacklist == (OP, "mm")
+    assert settings["flagos_blacklist"].value == (OP, "mm")
     assert settings.oot_blacklist == ("FusedMoE",)
     trace = manager(settings).trace(OP)
     assert ("default.flagos", "flagos_blacklist") in trace.rejected
@@ -102,7 +105,7 @@ def test_05_a_preference_excludes_nobody_and_reorders_a_platforms_lists(tmp_path
         settings = load_settings(env, platform="cuda", platform_files=listed)
         ids = [i.impl_id for i in manager(settings).resolve_candidates(OP)]
         assert ids == ["vendor.acme", "vendor.cuda", "default.flagos", "reference.torch"]
-        assert settings.use_flaggems
+        assert settings["use_flaggems"].value
 
 
 def test_06_an_unknown_preference_is_an_error_and_changes_nothing() -> None:

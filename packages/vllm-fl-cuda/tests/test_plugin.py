@@ -152,5 +152,5 @@ def test_policy_loads_and_a_preference_moves_its_kind_to_the_front() -> None:
         for mode in ("eager", "compiled"):
             assert str(shipped.policy.order(op, mode)[0]) == "stock"
             assert str(asked.policy.order(op, mode)[0]) == "flagos"
-        assert op in (asked.flagos_whitelist or ())
-    assert set(shipped.flagos_whitelist or ()) == {*contracts(), "attention_backend"}
+        assert op in asked["flagos_whitelist"].value  # type: ignore[operator]
+    assert set(shipped["flagos_whitelist"].value) == {*contracts(), "attention_backend"}

@@ -14,6 +14,7 @@ import torch
 from vllm_fl import SettingsError, WorkerContext
 from vllm_fl.settings.layers import load_settings
 from vllm_fl_flaggems import aten, loading
+from vllm_fl_flaggems.settings import SETTINGS
 
 
 class Gems(types.ModuleType):
@@ -48,7 +49,7 @@ def gems(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gems]:
 
 def context(tmp_path: Path, rank: int = 0, device: str = "cuda", **variables: str) -> WorkerContext:
     env = {"FLAGGEMS_ENABLE_OPLIST_PATH": str(tmp_path / "list.txt"), **variables}
-    settings = load_settings(env, platform="cuda", platform_files=[])
+    settings = load_settings(env, platform="cuda", plugins=SETTINGS)
     return WorkerContext(settings, torch.device(device), torch.bfloat16, rank, None)
 
 

@@ -180,18 +180,8 @@ class TestSettings:
             ({"FLAGCX_PATH": "/opt/cx"}, "FLAGCX_PATH=/opt/cx", "FlagCX"),
             (
                 {"USE_FLAGGEMS": "0", "VLLM_FL_FLAGOS_BLACKLIST": "mm"},
-                "VLLM_FL_FLAGOS_BLACKLIST=mm",
-                "USE_FLAGGEMS=false",
-            ),
-            (
-                {"USE_FLAGGEMS": "0", "VLLM_FL_FLAGOS_WHITELIST": "mm,add"},
-                "VLLM_FL_FLAGOS_WHITELIST=mm,add",
-                "USE_FLAGGEMS=false",
-            ),
-            (
-                {"USE_FLAGGEMS": "0", "VLLM_FL_FLAGOS_BLACKLIST_APPEND": "mm"},
-                "VLLM_FL_FLAGOS_BLACKLIST_APPEND=mm",
-                "USE_FLAGGEMS",
+                "USE_FLAGGEMS=0",
+                "No loaded plugin",
             ),
             (
                 {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_OOT_BLACKLIST": "silu_and_mul"},
@@ -298,10 +288,10 @@ class TestSettings:
 
 class TestInstalled:
     def test_two_owners_of_an_import_name(self, fl: Command, distribution: Distribution) -> None:
-        distribution("gems-a", owns=("flag_gems",))
-        distribution("gems-b", owns=("flag_gems",))
+        distribution("triton-a", owns=("triton",))
+        distribution("triton-b", owns=("triton",))
         findings = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "owners")
-        assert "gems-a, gems-b" in text(findings)
+        assert "triton-a, triton-b" in text(findings)
 
     def test_two_owners_of_our_names_are_one_finding(
         self, fl: Command, distribution: Distribution
@@ -367,16 +357,28 @@ class TestInstalled:
         monkeypatch.setattr(_environment, "find_spec", lambda name: spec)
         assert torch_build() == build
 
-    def test_flag_gems_that_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found_versions = {"vllm-fl-flaggems": "0.1.0"}
-        monkeypatch.setattr(_installed, "version_of", found_versions.get)
-        (finding,) = _installed.flag_gems()
-        assert "pip install --no-deps flag-gems==5.0.2" in finding.todo
-        found_versions["flag-gems"] = "5.0.2"
-        (finding,) = _installed.flag_gems()
-        assert "Triton" in finding.what
-        found_versions["triton"] = "3.7.1"
-        assert not list(_installed.flag_gems())
+
+def test_a_plugin_reports_of_itself_and_one_that_cannot_is_named(
+    fl: Command, plugin: Plugin
+) -> None:
+    plugin("""
+    from vllm_fl import Finding, SettingSpec
+
+    @hookimpl
+    def settings():
+        return [SettingSpec("acme_streams", "ACME_STREAMS", "auto", choices=("auto", "one"))]
+
+    @hookimpl
+    def doctor(settings):
+        yield Finding("acme", f"{settings['acme_streams'].named} is slow.", "Why.", "Do.")
+        if settings["acme_streams"].value == "auto":
+            raise OSError("no such library")
+    """)
+    (finding,) = found(fl("doctor", "--json", ACME_STREAMS="one"), "acme")
+    assert finding["what"] == "ACME_STREAMS=one is slow."
+    assert "no such library" in text(found(fl("doctor", "--json"), "plugins"))
+    wrong = found(fl("doctor", "--json", ACME_STREAMS="two"), "settings")
+    assert "expected one of auto, one" in text(wrong)
 
 
 class TestBrokenEnvironment:
@@ -526,8 +528,6 @@ class TestContainment:
             ("vllm_fl_prefer", "VLLM_FL_PREFER"),
             ("VLLMFL_PREFER", "VLLM_FL_PREFER"),
             ("VLLMFL_STRCT", "VLLM_FL_STRICT"),
-            ("USE_FLAGGEM", "USE_FLAGGEMS"),
-            ("use_flaggems", "USE_FLAGGEMS"),
             ("VLLM_FL_PERFER", "VLLM_FL_PREFER"),
         ],
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import failing, managing, silu
+from builders import failing, managing, registry_with_settings, silu
 
 from vllm_fl import dispatch
 from vllm_fl.dispatch import (
@@ -136,9 +136,8 @@ def test_setting_the_global_policy_gives_back_the_one_before(
 def test_a_manager_of_ones_own_registry_goes_by_the_global_policy_and_the_settings(
     anew: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = OpRegistry()
-    registry.register_many(
-        [failing("default.flagos", RuntimeError("no kernel")), silu("reference.torch", 1.0)]
+    registry = registry_with_settings(
+        failing("default.flagos", RuntimeError("no kernel")), silu("reference.torch", 1.0)
     )
     assert OpManager(registry=registry).call("silu_and_mul", X).eq(2).all()  # falls back
 

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from builders import PLUGIN_SETTINGS
 from hypothesis import example, given
 from hypothesis import settings as trials
 from hypothesis import strategies as st
@@ -19,19 +21,22 @@ from hypothesis import strategies as st
 from vllm_fl.dispatch.resolver import resolve
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings import layers
 from vllm_fl.settings.layers import (
     Settings,
     check_names,
-    load_settings,
     load_startup,
     normalise_platform,
     policy_from_config,
 )
 from vllm_fl.settings.policy import OpOrder
-from vllm_fl.settings.schema import ITEMS, VARIABLES, file_keys, overridden
+from vllm_fl.settings.schema import ITEMS, file_keys, overridden, variables
 
 OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding", "attention_backend")
-BOOLEANS = [item.variable for item in ITEMS.values() if isinstance(item.default, bool)]
+DECLARED = {**ITEMS, **{spec.key: spec for spec in PLUGIN_SETTINGS}}
+VARIABLES = variables(DECLARED)
+load_settings = partial(layers.load_settings, plugins=PLUGIN_SETTINGS)
+BOOLEANS = [item.variable for item in DECLARED.values() if isinstance(item.default, bool)]
 
 Write = Callable[[str, str], str]
 
@@ -169,16 +174,16 @@ def test_vllm_fl_config_is_a_complete_override(write: Write) -> None:
     assert settings.policy.strict is False
     assert settings.policy.per_op_order == {}
     assert settings.policy.allow_vendors is None and settings.policy.deny_vendors == frozenset()
-    assert settings.flagos_blacklist == ("mm",)
+    assert settings["flagos_blacklist"].value == ("mm",)
     assert settings.oot_blacklist == ()
     # No file can set these, so that no file overrides them.
-    assert (settings.preflight, settings.use_flaggems, settings.oot_enabled) == (
+    assert (settings.preflight, settings["use_flaggems"].value, settings.oot_enabled) == (
         "off",
         False,
         False,
     )
     (warning,) = settings.warnings
-    for name in set(env) & set(overridden(ITEMS)):
+    for name in set(env) & set(overridden(DECLARED)):
         assert name in warning
     for name in ("VLLM_FL_PREFLIGHT", "USE_FLAGGEMS", "VLLM_FL_OOT_ENABLED"):
         assert name not in warning
@@ -244,11 +249,11 @@ def test_append_adds_to_what_holds(write: Write) -> None:
     files = [("acme", write("p.yaml", "flagos_blacklist: [a, b]"))]
     append = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
     settings = load_settings({append: "c,a"}, platform_files=files)
-    assert settings.flagos_blacklist == ("a", "b", "c")
+    assert settings["flagos_blacklist"].value == ("a", "b", "c")
     assert settings["flagos_blacklist"].origin == f"{files[0][1]}:1 (acme) and environment {append}"
-    assert load_settings({append: "c"}).flagos_blacklist == ("c",)
+    assert load_settings({append: "c"})["flagos_blacklist"].value == ("c",)
     both = {append: "c", "VLLM_FL_FLAGOS_BLACKLIST": "d"}
-    assert load_settings(both, platform_files=files).flagos_blacklist == ("d", "c")
+    assert load_settings(both, platform_files=files)["flagos_blacklist"].value == ("d", "c")
 
 
 def test_append_beside_a_whitelist_is_an_error(write: Write) -> None:
@@ -267,7 +272,7 @@ def test_files_of_several_plugins_unite(write: Write) -> None:
     b = write("b.yaml", "prefer: vendor\nflagos_blacklist: [y, z]\nop_backends: {n: [flagos]}\n")
     settings = load_settings({}, platform_files=[("a 1", a), ("b 2", b)])
     assert settings["prefer"].origin == f"{a}:1 (a 1) and {b}:1 (b 2)"
-    assert settings.flagos_blacklist == ("x", "y", "z")
+    assert settings["flagos_blacklist"].value == ("x", "y", "z")
     assert set(settings.policy.per_op_order) == {"m", "n"}
 
 
@@ -404,14 +409,14 @@ def test_missing_platform_file_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_boolean(variable: str, text: str, value: bool) -> None:
-    (key,) = (key for key, item in ITEMS.items() if item.variable == variable)
+    (key,) = (key for key, item in DECLARED.items() if item.variable == variable)
     assert load_settings({variable: text})[key].value is value
 
 
 @pytest.mark.parametrize("variable", BOOLEANS)
 @pytest.mark.parametrize("text", ["2", "enabled", "truee", "-1", "1;"])
 def test_boolean_refuses(variable: str, text: str) -> None:
-    (key,) = (key for key, item in ITEMS.items() if item.variable == variable)
+    (key,) = (key for key, item in DECLARED.items() if item.variable == variable)
     refused({variable: text}, key=key, origin=f"environment {variable}")
 
 
@@ -470,6 +475,12 @@ def test_unknown_variables_are_named() -> None:
     near, far = sorted(load_settings(env).warnings, reverse=True)
     assert near.startswith("VLLM_FL_PERFER") and near.endswith("Did you mean 'VLLM_FL_PREFER'?")
     assert far.startswith("VLLM_FL_FLUX_CAPACITOR") and far.endswith("it has no effect.")
+
+
+@pytest.mark.parametrize("name", ["USE_FLAGGEM", "use_flaggems"])
+def test_a_slip_of_a_plugins_variable_is_named(name: str) -> None:
+    (warning,) = load_settings({name: "1"}).warnings
+    assert warning.endswith("Did you mean 'USE_FLAGGEMS'?")
 
 
 def test_platform() -> None:
@@ -733,15 +744,48 @@ def test_name_that_its_owner_does_not_know_is_an_error() -> None:
     assert caught.value.key == "oot_whitelist"
     assert caught.value.origin == "environment VLLM_FL_OOT_WHITELIST"
 
-    settings = load_settings({"VLLM_FL_FLAGOS_BLACKLIST_APPEND": "add_"})
-    with pytest.raises(SettingsError, match="FlagGems op 'add_'") as caught:
-        check_names(settings, ops=OPS, flagos={"add", "mm"})
-    assert caught.value.key == "flagos_blacklist"
+
+# Settings of a plugin that is not here.
 
 
-def test_fused_ops_are_names_of_flaggems_too() -> None:
-    settings = load_settings({"VLLM_FL_FLAGOS_WHITELIST": "silu_and_mul,mm"})
-    assert check_names(settings, ops=OPS, flagos={"mm"}).unchecked == ()
+def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -> None:
+    env = {"USE_FLAGGEMS": "maybe", "VLLM_FL_FLAGOS_BLACKLIST_APPEND": "a b"}
+    a = write("a.yaml", "flagos_whitelist: [rms_nrom, mm]\nflagos_mode: fast\n")
+    b = write("b.yaml", "flagos_whitelist: [add]\nvendor_acme_streams: true\n")
+    settings = layers.load_settings(env, platform_files=[("a 1", a), ("b 2", b)])
+    assert settings.unowned == (
+        "flagos_whitelist",
+        "flagos_mode",
+        "vendor_acme_streams",
+        "USE_FLAGGEMS",
+        "VLLM_FL_FLAGOS_BLACKLIST_APPEND",
+    )
+    assert set(settings.unowned) <= set(settings.unchecked)
+    assert settings["flagos_whitelist"].value == ("rms_nrom", "mm", "add")
+    assert settings["vendor_acme_streams"].value is True
+    assert settings["USE_FLAGGEMS"].named == "USE_FLAGGEMS=maybe"
+    assert settings.warnings == check_names(settings, ops=OPS, vendors=()).warnings == ()
+    assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    mine = layers.load_settings({"VLLM_FL_CONFIG": a})
+    assert set(mine.chosen) == {"config", "platform_files", "flagos_whitelist", "flagos_mode"}
+    assert mine.policy == policy_from_config(a)
+
+
+@pytest.mark.parametrize("text", ["flagos_whitelist: {a: b}", "flags_blacklist: [a]"])
+def test_what_is_no_plugins_setting_is_an_unknown_key(write: Write, text: str) -> None:
+    with pytest.raises(SettingsError, match="unknown key"):
+        layers.load_settings({"VLLM_FL_CONFIG": write("c.yaml", text)})
+
+
+def test_names_that_begin_as_an_installed_plugins_are_checked(write: Write) -> None:
+    (warning,) = load_settings({"VLLM_FL_FLAGOS_MODE": "fast"}).warnings
+    assert warning.startswith("VLLM_FL_FLAGOS_MODE")
+    with pytest.raises(SettingsError, match="unknown key 'flagos_mode'"):
+        load_settings({"VLLM_FL_CONFIG": write("c.yaml", "flagos_mode: fast")})
+
+
+def test_each_declaration_is_the_attribute_of_its_key() -> None:
+    assert all(getattr(Settings, key) is spec for key, spec in ITEMS.items())
 
 
 # Travelling.
@@ -794,7 +838,7 @@ def test_json_with_one_value_of_another_type_is_an_error() -> None:
 
 def test_settings_are_a_read_only_mapping() -> None:
     settings = load_settings({"VLLM_FL_PER_OP": "a=flagos"})
-    assert list(settings) == [*ITEMS, "op_backends.a", "platform_files"]
+    assert list(settings) == [*DECLARED, "op_backends.a", "platform_files"]
     assert len(settings) == len(list(settings))
     assert all(settings[key].key == key for key in settings)
     assert {settings: 1}[load_settings({"VLLM_FL_PER_OP": "a=flagos"})] == 1
@@ -814,7 +858,7 @@ def test_reading_no_file_imports_no_yaml() -> None:
 
 # Whatever the input: settings, or one SettingsError that says which and where.
 
-FILE_KEYS = file_keys(ITEMS)
+FILE_KEYS = file_keys(DECLARED)
 words = st.sampled_from(
     [
         *FILE_KEYS,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
+from builders import PLUGIN_SETTINGS
 
-from vllm_fl.settings.layers import check_names, load_settings, load_startup, policy_from_config
+from vllm_fl.settings import layers
+from vllm_fl.settings.layers import check_names, load_startup, policy_from_config
 from vllm_fl.settings.policy import OpOrder
 
+load_settings = partial(layers.load_settings, plugins=PLUGIN_SETTINGS)
 SEEDS = Path(__file__).parent / "seeds"
 OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding", "attention_backend")
 
@@ -23,7 +27,7 @@ def test_user_file_sets_every_item() -> None:
     assert policy.deny_vendors == {"ascend"}
     assert list(map(str, policy.order("rms_norm"))) == ["vendor", "flagos"]
     assert list(map(str, policy.order("silu_and_mul"))) == ["vendor:cuda", "flagos", "reference"]
-    assert settings.flagos_blacklist == ("to_copy", "zeros", "mm")
+    assert settings["flagos_blacklist"].value == ("to_copy", "zeros", "mm")
     assert settings.oot_blacklist == ("fused_moe",)
     assert settings.warnings == ()
     assert policy_from_config(SEEDS / "user.yaml") == policy
@@ -59,11 +63,11 @@ def test_environment_overrides_one_item_of_the_platform() -> None:
     env = {"VLLM_FL_PREFER": "vendor"}
     settings = load_settings(env, platform="npu", platform_files=files)
     assert settings.policy.prefer == "vendor"
-    assert settings.flagos_blacklist == ("to_copy", "zeros", "mm")
+    assert settings["flagos_blacklist"].value == ("to_copy", "zeros", "mm")
 
     env["VLLM_FL_FLAGOS_BLACKLIST"] = "custom_op1,custom_op2"
     settings = load_settings(env, platform="npu", platform_files=files)
-    assert settings.flagos_blacklist == ("custom_op1", "custom_op2")
+    assert settings["flagos_blacklist"].value == ("custom_op1", "custom_op2")
 
 
 def test_defaults_are_those_of_the_table() -> None:
@@ -74,11 +78,11 @@ def test_defaults_are_those_of_the_table() -> None:
     assert settings.policy.strict is False
     assert settings.policy.allow_vendors is None
     assert settings.policy.deny_vendors == frozenset()
-    assert settings.use_flaggems is True
+    assert settings["use_flaggems"].value is True
     assert settings.oot_enabled is True
     assert settings.log_level == "INFO"
     assert settings.debug is False
     assert settings.preflight == "verify"
     assert settings.flagcx_path is None
-    assert settings.oplist_path == "/tmp/flaggems_enable_oplist.txt"
+    assert settings["oplist_path"].value == "/tmp/flaggems_enable_oplist.txt"
     assert load_startup({}).plugins is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from builders import PLUGIN_SETTINGS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import ITEMS, Setting, pairs
 from vllm_fl.settings.uniting import unite
 
+DECLARED = {**ITEMS, **{spec.key: spec for spec in PLUGIN_SETTINGS}}
 TOKENS = ["flagos", "vendor", "reference", "stock", "vendor:a", "vendor:b", "impl:vendor.a"]
 OWNERS = {"a 1": "vendor.a", "b 2": "vendor.b"}
 BROUGHT = {
@@ -60,15 +62,17 @@ def some_files(draw: st.DrawFn) -> list[tuple[str, Layer]]:
 def test_it_does_not_depend_on_the_order_of_installation(
     files: list[tuple[str, Layer]], chance: random.Random
 ) -> None:
-    assert unite(chance.sample(files, len(files)), BROUGHT, ITEMS) == unite(files, BROUGHT, ITEMS)
+    assert unite(chance.sample(files, len(files)), BROUGHT, DECLARED) == unite(
+        files, BROUGHT, DECLARED
+    )
 
 
 @given(some_files())
 def test_what_one_file_alone_sets_stands(files: list[tuple[str, Layer]]) -> None:
-    united = unite(files, BROUGHT, ITEMS)
+    united = unite(files, BROUGHT, DECLARED)
     for key in {key for _, layer in files for key in layer}:
         said = [layer[key] for _, layer in files if key in layer]
-        if len(said) == 1 and not any(key in pair for pair in pairs(ITEMS)):
+        if len(said) == 1 and not any(key in pair for pair in pairs(DECLARED)):
             assert united[key] == said[0]
         if key in ("prefer", "strict") and len({setting.value for setting in said}) > 1:
             assert united[key].value == ITEMS[key].default
@@ -77,14 +81,14 @@ def test_what_one_file_alone_sets_stands(files: list[tuple[str, Layer]]) -> None
 
 @given(some_files())
 def test_what_one_file_rejects_stays_rejected(files: list[tuple[str, Layer]]) -> None:
-    united = unite(files, BROUGHT, ITEMS)
+    united = unite(files, BROUGHT, DECLARED)
 
     def allows(layer: Layer, name: str, white: str, black: str) -> bool:
         listed = layer[white].value if white in layer else None
         denied = layer[black].value if black in layer else ()
         return (listed is None or name in listed) and name not in denied  # type: ignore[operator]
 
-    for pair in pairs(ITEMS):
+    for pair in pairs(DECLARED):
         for name in ("x", "y", "z"):
             assert allows(united, name, *pair) == all(
                 allows(layer, name, *pair) for _, layer in files
@@ -93,7 +97,7 @@ def test_what_one_file_rejects_stays_rejected(files: list[tuple[str, Layer]]) ->
 
 @given(some_files())
 def test_only_its_own_list_leaves_an_implementation_out(files: list[tuple[str, Layer]]) -> None:
-    united = unite(files, BROUGHT, ITEMS)
+    united = unite(files, BROUGHT, DECLARED)
     lists = {
         owner: layer["op_backends.m"].value for owner, layer in files if "op_backends.m" in layer
     }

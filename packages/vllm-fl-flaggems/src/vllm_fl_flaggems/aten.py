@@ -11,10 +11,9 @@ from typing import Any
 
 from vllm_fl import WorkerContext, WorkerReport
 from vllm_fl.contracts import contracts
-from vllm_fl.settings.layers import check_names
-from vllm_fl.settings.schema import Settings
 
 from .loading import flag_gems, problem
+from .settings import BLACKLIST, OPLIST, USE, WHITELIST, check_names, value
 
 __all__ = ["known_names", "start", "write_list"]
 
@@ -41,15 +40,15 @@ def start(context: WorkerContext) -> WorkerReport | None:
         SettingsError: a list has a name that FlagGems does not know.
     """
     settings = context.settings
-    listed = settings.flagos_whitelist
+    listed = value(settings, WHITELIST)
     wanted = None if listed is None else tuple(n for n in listed if n not in NOT_ATEN)
-    if not settings.use_flaggems or wanted == () or context.device.type == "cpu":
+    if not value(settings, USE) or wanted == () or context.device.type == "cpu":
         return None
     reason = problem()
     if reason:
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {reason}",), {"aten": []})
     gems = flag_gems()
-    check_names(settings, ops=NOT_ATEN, flagos=known_names(gems))
+    check_names(settings, known_names(gems) | NOT_ATEN)
     lines = []
     if _replaced:
         lines.append("FlagGems: PyTorch's operators stay as this process's first engine set them")
@@ -61,7 +60,7 @@ def start(context: WorkerContext) -> WorkerReport | None:
     if unused:
         lines.append(f"flagos_whitelist: no operator of PyTorch's, no effect: {', '.join(unused)}")
     if context.rank == 0:
-        lines.append(_listed(settings.oplist_path, keys))
+        lines.append(_listed(value(settings, OPLIST), keys))
     return WorkerReport(tuple(lines), {"flag_gems": str(gems.__version__), "aten": list(keys)})
 
 
@@ -98,10 +97,10 @@ def _by_function(gems: Any) -> Collection[str]:
     return table
 
 
-def _replace(gems: Any, wanted: tuple[str, ...] | None, settings: Settings) -> tuple[str, ...]:
+def _replace(gems: Any, wanted: tuple[str, ...] | None, settings: Any) -> tuple[str, ...]:
     """Register FlagGems's kernels with PyTorch; the operators that have one now."""
     if wanted is None:
-        gems.enable(unused=list(settings.flagos_blacklist))
+        gems.enable(unused=list(value(settings, BLACKLIST)))
     else:
         known = _by_function(gems)
         names = [name for name in wanted if name in known]

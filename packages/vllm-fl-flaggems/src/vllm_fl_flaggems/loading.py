@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .settings import INSTALL
+
 if TYPE_CHECKING:
     from vllm_fl import Availability
 
@@ -30,9 +32,6 @@ __all__ = [
     "problem",
     "unsuitable",
 ]
-
-INSTALL = 'pip install "vllm-fl-flaggems[beside-vllm]" && pip install --no-deps flag-gems==5.0.2'
-"""The release pins numpy 1.26.4 and others that no vLLM can meet, and runs without those pins."""
 
 ACCELERATORS = ("cuda", "npu", "musa", "mlu", "gcu")
 """torch's modules for devices that FlagGems has a backend for."""

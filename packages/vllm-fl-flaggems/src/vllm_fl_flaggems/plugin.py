@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from vllm_fl import AttentionImpl, BackendImplKind, OpImpl, WorkerContext, WorkerReport, hookimpl
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from vllm_fl import (
+    AttentionImpl,
+    BackendImplKind,
+    Finding,
+    OpImpl,
+    SettingSpec,
+    WorkerContext,
+    WorkerReport,
+    hookimpl,
+)
 
 from .attention_request import supports_attention
 from .impl import activation, normalization, rotary
 from .loading import available
+from .settings import SETTINGS, findings, rejected
 
-__all__ = ["KERNEL_DISTRIBUTIONS", "attention_backend", "register_ops", "worker_start"]
+__all__ = [
+    "KERNEL_DISTRIBUTIONS",
+    "attention_backend",
+    "doctor",
+    "register_ops",
+    "rejections",
+    "settings",
+    "worker_start",
+]
 
 KERNEL_DISTRIBUTIONS = ("flag-gems",)
 """Whose code runs here: core puts it into the digest of an engine's plan."""
@@ -64,6 +85,26 @@ def attention_backend() -> list[AttentionImpl]:
             supports=supports_attention,
         )
     ]
+
+
+@hookimpl
+def settings() -> tuple[SettingSpec[Any], ...]:
+    """Whether FlagGems is used, its two lists, and where its replaced operators are listed."""
+    return SETTINGS
+
+
+@hookimpl
+def rejections(
+    settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl]
+) -> dict[str, str] | None:
+    """The ops that the settings keep FlagGems out of."""
+    return rejected(settings, op, impls)
+
+
+@hookimpl
+def doctor(settings: Any) -> Iterator[Finding]:
+    """A FlagGems that is missing or lacks Triton, and settings of it without effect."""
+    return findings(settings)
 
 
 @hookimpl

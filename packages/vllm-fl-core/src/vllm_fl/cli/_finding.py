@@ -1,30 +1,13 @@
-"""A finding of `doctor`, and running a check that may itself break."""
+"""Running a check of `doctor` that may itself break."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
+from ..plugins.types import Finding
 from ..text import quote
 
-__all__ = ["Finding", "contained"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that is not as it should be.
-
-    Args:
-        check: the check that found it, for programs (`vllm-plugins`).
-        what: what is wrong, one sentence.
-        why: what follows from it, or what caused it.
-        todo: what ends it.
-    """
-
-    check: str
-    what: str
-    why: str
-    todo: str
+__all__ = ["contained"]
 
 
 def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding]:

@@ -9,19 +9,13 @@ from typing import Any
 
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
 from ..plugins.loading import GROUP
+from ..plugins.types import Finding
 from ._environment import SHOWN, torch_build, torch_facts, version_of
-from ._finding import Finding
 
 __all__ = ["CHECKS", "allowed_plugins"]
 
-IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton", "flag_gems")
+IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton")
 """The import names that one distribution each must own."""
-
-FLAG_GEMS = "5.0.2"
-FLAG_GEMS_LINES = (
-    f'pip install "vllm-fl-flaggems[beside-vllm]" && pip install --no-deps flag-gems=={FLAG_GEMS}'
-)
-"""FlagGems pins a numpy that no vLLM accepts: the extra brings what it needs, without the pins."""
 
 
 def entry_point() -> Iterator[Finding]:
@@ -248,26 +242,6 @@ def torch_itself() -> Iterator[Finding]:
         )
 
 
-def flag_gems() -> Iterator[Finding]:
-    """FlagGems and what it needs, where its backend is installed."""
-    backend, gems = version_of("vllm-fl-flaggems"), version_of("flag-gems")
-    if backend is not None and gems is None:
-        yield Finding(
-            "flag-gems",
-            f"vllm-fl-flaggems {backend} is installed, flag-gems is not.",
-            "The backend has no kernels of its own. flag-gems pins releases of numpy and others "
-            "that vLLM does not accept, so that pip cannot install both in one step.",
-            FLAG_GEMS_LINES,
-        )
-    if gems is not None and not any(map(version_of, ("triton", "triton-ascend", "flagtree"))):
-        yield Finding(
-            "flag-gems",
-            f"flag-gems {gems} is installed, Triton is not.",
-            "FlagGems's kernels are written in Triton and it does not depend on one.",
-            "pip install triton, or the hardware vendor's build of it",
-        )
-
-
 def allowed_plugins() -> list[str] | None:
     """The names in VLLM_PLUGINS as vLLM splits them; None allows all."""
     text = os.environ.get("VLLM_PLUGINS")
@@ -284,6 +258,5 @@ CHECKS: Mapping[str, Callable[[], Iterator[Finding]]] = {
     "vllm-variables": vllm_variables,
     "torch-build": torch_builds,
     "torch": torch_itself,
-    "flag-gems": flag_gems,
 }
 """Check -> what makes it, in the order of the report."""

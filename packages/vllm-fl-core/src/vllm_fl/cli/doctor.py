@@ -8,7 +8,7 @@ import os
 import platform
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -17,21 +17,22 @@ from ..dispatch.manager import OpManager
 from ..dispatch.startup import Startup, detect_platform, read_settings
 from ..errors import PluginError, SettingsError, VllmFLError
 from ..integration.device import IN_TREE
-from ..plugins import breadcrumb
+from ..plugins import breadcrumb, calling
 from ..plugins import loading as plugin_loader
 from ..plugins.breadcrumb import Crumb
 from ..plugins.calling import LEAVE_OUT, devices, find_device, policy_files
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
+from ..plugins.types import Finding
 from ..settings.layers import load_startup
-from ..settings.schema import CONFIG, VARIABLES, Settings
+from ..settings.schema import CONFIG, TAKEN, Settings
 from ..settings.values import OP_CONFIG
 from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
 from ._effects import find_disagreements, find_idle, find_unknown, warned
-from ._environment import cpu_name, distributions, torch_build, torch_facts, version_of
-from ._finding import Finding, contained
+from ._environment import cpu_name, distributions, torch_build, torch_facts
+from ._finding import contained
 from ._installed import CHECKS
 from ._quiet import quiet
 from ._show import print_json, print_table, say
@@ -83,7 +84,7 @@ def _look() -> dict[str, Any]:
             for check, find in {**CHECKS, **patient.checks}.items()
             for finding in contained(check, find)
         ]
-    facts = _facts()
+    facts = _facts({name for plugin in patient.plugins for name in plugin.owner.kernels})
     if patient.device is not None or patient.absent:
         facts["device of a plugin"] = patient.device or "; ".join(patient.absent)
     return {
@@ -109,6 +110,7 @@ class _Patient:
             "settings": self.read_settings,
             "effects": self.find_idle,
             "ops": self.find_idle_ops,
+            "own": self.ask_plugins,
         }
 
     def load_plugins(self) -> Iterator[Finding]:
@@ -121,7 +123,7 @@ class _Patient:
         except SettingsError:  # the next check says it; until it is mended nothing is imported
             modules, only = (), ()
         found = plugin_loader.discover(modules)
-        self.plugins = plugin_loader.load(self.registry, found, only=only, variables=VARIABLES)
+        self.plugins = plugin_loader.load(self.registry, found, only=only, variables=TAKEN)
         for plugin in self.plugins:
             if plugin.error is not None:
                 yield _plugin_finding(plugin.owner.plugin, plugin.error)
@@ -192,7 +194,7 @@ class _Patient:
         """Settings without effect, and names that nobody knows."""
         if self.settings is None:
             return
-        yield from find_idle(self.settings, os.environ, self.plugins, version_of("flag-gems"))
+        yield from find_idle(self.settings, self.plugins)
         yield from find_unknown(self.settings)
         yield from find_disagreements(self.settings)
 
@@ -212,6 +214,14 @@ class _Patient:
                     f"Install a backend for this machine; `vllm-fl explain {op}` tells more. "
                     "Inside vLLM its own path runs.",
                 )
+
+    def ask_plugins(self) -> Iterator[Finding]:
+        """What the plugins report of themselves; one that fails to is a finding."""
+        for plugin in self.plugins if self.settings is not None else ():
+            try:
+                yield from calling.findings(plugin, self.settings)
+            except PluginError as error:
+                yield _plugin_finding(plugin.owner.plugin, error)
 
 
 def _lost_finding(crumb: Crumb) -> Finding:
@@ -249,11 +259,11 @@ def _plugin_finding(name: str, error: Exception) -> Finding:
     )
 
 
-def _facts() -> dict[str, str]:
+def _facts(kernels: Collection[str] = ()) -> dict[str, str]:
     """Versions and devices, as text."""
     facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
     try:
-        facts |= distributions()
+        facts |= distributions(kernels)
         build = torch_build()
         if build is not None:
             facts["torch"] = f"{facts.get('torch', '(no metadata)')}, {build} build"

@@ -32,11 +32,8 @@ FILTERS = (
     "strict",
     "allow_vendors",
     "deny_vendors",
-    "use_flaggems",
-    "flagos_whitelist",
-    "flagos_blacklist",
 )
-"""The settings beside the order that bear on every op."""
+"""The settings beside the order that bear on every op, and beside those that plugins reject by."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,9 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
     listed = settings.get(f"{ORDER_PREFIX}{op}")
     merged = merged_from(listed) if listed and listed.merged else None
     slips = [said for name, said in unmatched(settings, snapshot.impls_by_op) if name == op]
+    rejecting = [
+        spec.key
+        for plugin in manager.registry.plugins
+        if "rejections" in plugin.hooks
+        for spec in plugin.settings
+        if spec.names or isinstance(spec.default, bool)
+    ]
     bearing = [
         {"key": key, "value": settings[key].value, "origin": settings[key].origin}
-        for key in FILTERS
+        for key in (*FILTERS, *rejecting)
         if settings[key].origin != "default"
     ]
     if arguments.json:

@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
             platform_files=files,
             settings=rows,
             unchecked=list(settings.unchecked),
+            unowned=list(settings.unowned),
             warnings=list(settings.warnings),
         )
         return 0
@@ -57,6 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
                 say(f"  {each['origin']}: {_text(each['value'])}")
             for sentence in row["disagreements"]:
                 say(f"  They disagree: {sentence}.")
+    if settings.unowned:
+        say("Settings that belong to no loaded plugin: they are kept, unchecked, and do nothing:")
+        for name in settings.unowned:
+            say(f"  {name}")
     if settings.unchecked:
         say("Names that nobody here could check, or that nobody installed knows:")
         for name in settings.unchecked:

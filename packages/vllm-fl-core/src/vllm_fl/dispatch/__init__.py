@@ -28,7 +28,7 @@ from ..plugins.types import (
 )
 from ..settings.layers import load_startup, policy_from_config
 from ..settings.policy import SelectionPolicy
-from ..settings.schema import VARIABLES as _VARIABLES
+from ..settings.schema import TAKEN as _TAKEN
 from . import manager as _manager
 from .context import chosen, override, policy_context
 from .manager import OpManager
@@ -172,7 +172,7 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
     """
     early = load_startup()
     found = _plugins.discover(early.plugin_modules)
-    plugins = _plugins.load(registry, found, only=early.plugins, variables=_VARIABLES)
+    plugins = _plugins.load(registry, found, only=early.plugins, variables=_TAKEN)
     _found.by_hand = plugins
     return plugins
 

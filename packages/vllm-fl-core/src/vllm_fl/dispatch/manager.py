@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,9 @@ from ..errors import (
 )
 from ..logs import SAID_AT_MOST, get_logger
 from ..older import lookup, outdated
+from ..plugins.calling import rejections
 from ..plugins.registry import OpRegistry
-from ..plugins.types import AttentionImpl, BackendImplKind, OpImpl
+from ..plugins.types import AttentionImpl, OpImpl
 from ..settings.layers import Settings
 from ..settings.policy import Mode, SelectionPolicy, closest
 from ..settings.unmatched import meant
@@ -216,7 +217,7 @@ class OpManager:
         impls = snapshot.impls_by_op.get(op, ())
         if not impls and op not in contracts() and op != "attention_backend":
             raise self._unknown(op)
-        barred = barred_by(settings or self.settings, op, impls)
+        barred = rejections(self._registry.plugins, settings or self.settings, op, impls)
         barred |= self._demoted[op] if demoted is None else demoted
         if bars_layers:
             barred |= {
@@ -492,8 +493,8 @@ class OpManager:
             brought = sorted({o.label for o in self._registry.snapshot().owners.values()})
             why = f"no installed plugin has one (installed: {', '.join(brought) or 'none'})"
             todo = (
-                "Install a backend: pip install vllm-fl-reference (plain PyTorch), "
-                "vllm-fl-flaggems, or your hardware vendor's."
+                "Install a backend: pip install vllm-fl-reference (plain PyTorch), or your "
+                "hardware vendor's."
             )
         failed = self._startup.failed if self._startup else ()
         if failed:
@@ -520,23 +521,6 @@ def set_global_policy(policy: SelectionPolicy | None) -> None:
     chosen.policy = policy
     for manager in following:
         manager.set_policy(policy)
-
-
-def barred_by(
-    settings: Settings | None, op: str, impls: Iterable[OpImpl | AttentionImpl]
-) -> dict[str, str]:
-    """impl id -> the setting that keeps FlagGems out of this op."""
-    if settings is None:
-        return {}
-    if not settings.use_flaggems:
-        reason = "USE_FLAGGEMS=false"
-    elif settings.flagos_whitelist is not None and op not in settings.flagos_whitelist:
-        reason = "flagos_whitelist"
-    elif op in settings.flagos_blacklist:
-        reason = "flagos_blacklist"
-    else:
-        return {}
-    return {i.impl_id: reason for i in impls if i.kind is BackendImplKind.DEFAULT}
 
 
 class _Failures:

@@ -17,7 +17,7 @@ from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
 from ..settings.layers import Settings, check_names, load_settings, load_startup
-from ..settings.schema import VARIABLES
+from ..settings.schema import TAKEN
 
 __all__ = ["Startup", "detect_platform", "read_settings", "start", "try_settings"]
 
@@ -104,7 +104,7 @@ def start(
     warnings = plugin_loader.unmatched([each.owner for each in found], asked.plugins)
     crumbs = [f"An earlier {crumb}. `vllm-fl doctor` tells more." for crumb in breadcrumb.lost()]
     _warn([*warnings, *crumbs])
-    plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=VARIABLES)
+    plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
     for plugin in plugins:
         for remark in plugin.remarks:
             log.warning("%s", remark)
@@ -158,7 +158,10 @@ def read_settings(
         op: [(snapshot.owners[op, impl.impl_id].name, impl) for impl in impls]
         for op, impls in snapshot.impls_by_op.items()
     }
-    settings = load_settings(env, platform=platform, platform_files=files, brought=brought)
+    declared = [spec for plugin in registry.plugins for spec in plugin.settings]
+    settings = load_settings(
+        env, platform=platform, platform_files=files, brought=brought, plugins=declared
+    )
     return check_names(
         settings,
         ops={*contracts(), *snapshot.impls_by_op, "attention_backend"},

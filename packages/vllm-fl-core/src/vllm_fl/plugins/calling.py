@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from ..errors import PluginError, VllmFLError
@@ -11,7 +11,15 @@ from ..text import clean, quote
 from .breadcrumb import running
 from .plugin import Plugin
 from .registry import Owner
-from .types import DeviceProfile, PolicyDefaults, WorkerContext, WorkerReport
+from .types import (
+    AttentionImpl,
+    DeviceProfile,
+    Finding,
+    OpImpl,
+    PolicyDefaults,
+    WorkerContext,
+    WorkerReport,
+)
 
 __all__ = [
     "BARRED",
@@ -20,7 +28,9 @@ __all__ = [
     "contained",
     "devices",
     "find_device",
+    "findings",
     "policy_files",
+    "rejections",
     "start_in_worker",
     "whose",
 ]
@@ -116,6 +126,35 @@ def policy_files(
         else:
             files += [(plugin.owner.name, defaults.path) for defaults in found]
     return files, errors
+
+
+def rejections(
+    plugins: Sequence[Plugin], settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl]
+) -> dict[str, str]:
+    """What the settings of plugins reject of `op`: impl id -> the reason.
+
+    Raises:
+        PluginError: a plugin failed to say: what the user has ruled out must not run.
+    """
+    rejected: dict[str, str] = {}
+    for plugin in plugins if settings else ():
+        set_here = (settings.get(spec.key) for spec in plugin.settings)
+        if any(setting is not None and setting.origin != "default" for setting in set_here):
+            arguments = {"settings": settings, "op": op, "impls": impls}
+            for found in call_hook(plugin, "rejections", Mapping, LEAVE_OUT, **arguments):
+                rejected |= {str(impl_id): clean(str(why)) for impl_id, why in found.items()}
+    return rejected
+
+
+def findings(plugin: Plugin, settings: Any) -> list[Finding]:
+    """What a plugin has `vllm-fl doctor` report.
+
+    Raises:
+        PluginError: its hook failed.
+    """
+    told = call_hook(plugin, "doctor", Iterable, LEAVE_OUT, settings=settings)
+    with contained(plugin.owner, "its doctor hook", LEAVE_OUT):
+        return [Finding(**vars(finding)) for found in told for finding in found]
 
 
 def devices(

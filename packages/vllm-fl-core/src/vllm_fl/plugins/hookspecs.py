@@ -6,8 +6,8 @@ what it is handed. Results of several plugins unite, in the order of their distr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from .types import (
         AttentionImpl,
         DeviceProfile,
+        Finding,
         OpImpl,
         PolicyDefaults,
+        SettingSpec,
         WorkerContext,
         WorkerReport,
     )
@@ -26,9 +28,12 @@ __all__ = [
     "PROJECT",
     "attention_backend",
     "device",
+    "doctor",
     "hookimpl",
     "policy",
     "register_ops",
+    "rejections",
+    "settings",
     "worker_start",
 ]
 
@@ -111,6 +116,61 @@ def policy(platform: str) -> PolicyDefaults | None:
             return PolicyDefaults(HERE / "acme.yaml") if platform == "acme" else None
     """
     return None
+
+
+@hookspec
+def settings() -> Iterable[SettingSpec[Any]]:  # type: ignore[empty-body]
+    """Return the settings that this backend adds to core's.
+
+    Called once per process, with `register_ops`. A variable or key that core or another plugin has
+    is an error of the plugin that comes later. The key of a setting that a file may have begins
+    with its kind: `flagos_`, `reference_` or `vendor_<vendor>_`; so a file that has it is read
+    where this backend is not installed, and the setting is kept there, without effect.
+
+    Example::
+
+        @hookimpl
+        def settings():
+            return [SettingSpec("acme_streams", "ACME_STREAMS", "auto", choices=("auto", "one"))]
+    """
+
+
+@hookspec
+def rejections(
+    settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl]
+) -> Mapping[str, str] | None:
+    """Return what this backend's own settings reject of `op`: impl id -> the reason, or None.
+
+    Called when an op is resolved, if one of the settings that this backend declares is set.
+    `settings` maps each key to its effective setting: `settings["acme_streams"].value`, with
+    `.origin` and `.variable`. `impls` are all that is installed for the op. An exception ends the
+    call or the start that asked: what the user has ruled out must not run.
+
+    Example::
+
+        @hookimpl
+        def rejections(settings, op, impls):
+            if settings["acme_streams"].value == "one":
+                return {"vendor.acme": "ACME_STREAMS=one"}
+    """
+    return None
+
+
+@hookspec
+def doctor(settings: Any) -> Iterable[Finding]:  # type: ignore[empty-body]
+    """Return what `vllm-fl doctor` should report of this backend, its settings and its libraries.
+
+    Called by that command only. `settings` is as for `rejections`; those that the user set
+    are `settings.chosen`, and `setting.named` is one as the user wrote it.
+
+    Example::
+
+        @hookimpl
+        def doctor(settings):
+            if not os.path.exists("/opt/acme"):
+                yield Finding("acme", "Acme's library is not installed.", "Its kernels are there.",
+                              "Install /opt/acme.")
+    """
 
 
 @hookspec

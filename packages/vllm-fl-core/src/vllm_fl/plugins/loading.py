@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import getattr_static
-from itertools import islice
+from itertools import islice, pairwise
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -22,16 +22,23 @@ from ..text import clean
 from . import hookspecs
 from .calling import BARRED, contained, whose
 from .hookspecs import HOOK_API, PROJECT
-from .installed import canonical, entry_points, identity
+from .installed import CORE, canonical, entry_points, identity
 from .plugin import Plugin, Status
 from .registry import OpRegistry, Owner, RegistrySnapshot, reservation
-from .types import AttentionImpl, OpImpl
+from .types import PLUGIN_KEY, AttentionImpl, OpImpl, SettingSpec
 
 __all__ = ["GROUP", "Found", "discover", "load", "unmatched"]
 
 GROUP = "vllm_fl.plugin"
 OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
 LOAD_FAILED = "The other plugins work; reinstall it, or leave it out with VLLM_FL_PLUGINS."
+
+RETURNED = {
+    "register_ops": OpImpl,
+    "attention_backend": AttentionImpl,
+    "settings": SettingSpec,
+}
+"""Hook -> what it returns an iterable of."""
 
 MOST = 10_000
 """Implementations of one plugin; a generator that gives more never ends."""
@@ -92,38 +99,70 @@ def load(
         registry: what they register into. A plugin that fails leaves nothing in it.
         found: the plugins, in the order in which they are loaded.
         only: the distributions to load, beside the modules that were named; None loads all.
-        variables: the environment variables that are settings, beside all VLLM_FL_*: they are the
-            user's, and what a plugin sets of them while it is loaded is undone.
+        variables: the variables and keys of core's own settings. These variables, those of
+            plugins' settings and all VLLM_FL_* are the user's: what a plugin sets of them while it
+            is loaded is undone.
     """
     names = None if only is None else {canonical(name) for name in only}
     brought: list[tuple[Plugin, list[Any]]] = []
+    environments = [dict(os.environ)]
     for candidate in found:
         owner = candidate.owner
         # A module has no distribution: VLLM_FL_PLUGIN_MODULES has asked for it by name already.
         if names is not None and owner.distribution and canonical(owner.distribution) not in names:
             brought.append((Plugin(owner, candidate.target, "disabled"), []))
         else:
-            brought.append(_bring(candidate, registry, variables))
+            brought.append(_bring(candidate, registry))
+        environments.append(dict(os.environ))
+    specs = [spec for plugin, _ in brought for spec in plugin.settings]
+    declared = {name for spec in specs for name in spec.variables}
+    remarks = _undo(environments, {*variables, *declared}, found)
+    brought = _without_clashes(brought, variables)
     claims: dict[tuple[str, str], list[Owner]] = {}
     for plugin, impls in brought:
         for key in dict.fromkeys(map(_key, impls)):
             if key is not None:
                 claims.setdefault(key, []).append(plugin.owner)
-    return tuple(
+    plugins = [
         _register(registry, plugin, impls, claims) if plugin.status == "ok" else plugin
         for plugin, impls in brought
-    )
+    ]
+    loaded = tuple(replace(p, remarks=each) for p, each in zip(plugins, remarks, strict=True))
+    registry.plugins += loaded
+    return loaded
 
 
-def _bring(
-    found: Found, registry: OpRegistry, variables: Collection[str]
-) -> tuple[Plugin, list[Any]]:
+def _without_clashes(
+    brought: Iterable[tuple[Plugin, list[Any]]], taken: Collection[str]
+) -> list[tuple[Plugin, list[Any]]]:
+    """The same, where a plugin that declares a setting of core's or of another one has failed."""
+    holders = dict.fromkeys(taken, CORE)
+    checked = []
+    for plugin, impls in brought:
+        names = [name for spec in plugin.settings for name in (spec.key, *spec.variables)]
+        clash = next((name for name in names if name in holders), None)
+        if clash is None:
+            holders |= dict.fromkeys(names, str(plugin.owner))
+            checked.append((plugin, impls))
+            continue
+        error = PluginError(
+            f"{plugin.owner.who}: its setting {clash!r} is {clean(holders[clash])}'s, too; "
+            "uninstall one of the two, or name the ones to load in VLLM_FL_PLUGINS.",
+            plugin=plugin.owner.plugin,
+            distribution=plugin.owner.release,
+        )
+        failed = replace(plugin, status="failed", error=error, manager=None, settings=())
+        checked.append((failed, []))
+    return checked
+
+
+def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
     """Import one plugin and ask it for its implementations; nothing is registered yet."""
     owner = found.owner
     hooks: tuple[str, ...] = ()
     impls: list[Any] = []
+    specs: list[Any] = []
     manager = None
-    before = _set_now(variables)
     try:
         if (ended := BARRED.get(whose(owner))) is not None:
             raise PluginError(
@@ -146,18 +185,11 @@ def _bring(
                 manager.check_pending()
                 for hook in ("register_ops", "attention_backend"):
                     impls += _results(manager, hook)
+                specs = _results(manager, "settings")
+                _check_settings(specs)
     except PluginError as error:
-        return Plugin(
-            owner,
-            found.target,
-            "failed",
-            hooks,
-            error=error,
-            remarks=_undo(before, variables, owner),
-        ), []
-    return Plugin(
-        owner, found.target, "ok", hooks, manager=manager, remarks=_undo(before, variables, owner)
-    ), impls
+        return Plugin(owner, found.target, "failed", hooks, error=error), []
+    return Plugin(owner, found.target, "ok", hooks, manager=manager, settings=tuple(specs)), impls
 
 
 def _register(
@@ -242,25 +274,50 @@ def _holds(impl_id: str, owner: Owner) -> bool:
     return owner.distribution is not None and bool(reservation(impl_id, stranger))
 
 
-def _set_now(variables: Collection[str]) -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k in variables or k.startswith("VLLM_FL_")}
+def _undo(
+    environments: Sequence[Mapping[str, str]], variables: Collection[str], found: Sequence[Found]
+) -> list[tuple[str, ...]]:
+    """Take back what plugins did to the settings' variables, which are the user's.
+
+    Args:
+        environments: the environment before the first plugin was loaded, and after each.
+        variables: the settings' variables, beside all VLLM_FL_*.
+        found: the plugins.
+
+    Returns:
+        For each plugin a sentence that says what it set, or nothing.
+    """
+    first = environments[0]
+    remarks: list[tuple[str, ...]] = []
+    for each, (before, after) in zip(found, pairwise(environments), strict=True):
+        changed = sorted(
+            name
+            for name in {*before, *after}
+            if before.get(name) != after.get(name)
+            and (name in variables or name.startswith("VLLM_FL_"))
+        )
+        for name in changed:
+            os.environ.pop(name, None)
+            if name in first:
+                os.environ[name] = first[name]
+        remark = (
+            f"Plugin {clean(each.owner.plugin)!r} of {clean(each.owner.name)} set "
+            f"{', '.join(map(clean, changed))} while it was loaded; that was undone: these "
+            "variables are the user's. A plugin ships its settings by the policy hook."
+        )
+        remarks.append((remark,) if changed else ())
+    return remarks
 
 
-def _undo(before: Mapping[str, str], variables: Collection[str], owner: Owner) -> tuple[str, ...]:
-    """Take back what a plugin did to the settings' variables: they are the user's."""
-    after = _set_now(variables)
-    changed = sorted(k for k in {*before, *after} if before.get(k) != after.get(k))
-    for name in changed:
-        os.environ.pop(name, None)
-        if name in before:
-            os.environ[name] = before[name]
-    if not changed:
-        return ()
-    return (
-        f"Plugin {clean(owner.plugin)!r} of {clean(owner.name)} set "
-        f"{', '.join(map(clean, changed))} while it was loaded; that was undone: these "
-        "variables are the user's. A plugin ships its settings by the policy hook.",
-    )
+def _check_settings(specs: Iterable[object]) -> None:
+    for spec in specs:
+        if not isinstance(spec, SettingSpec):
+            raise TypeError(f"settings returned {spec!r}; expected SettingSpec")
+        if spec.in_file and not PLUGIN_KEY.fullmatch(spec.key):
+            raise ValueError(
+                f"a file may have its setting {spec.key!r}, whose key must then begin with "
+                "flagos_, reference_ or vendor_<vendor>_"
+            )
 
 
 def _kernels(plugin: object) -> tuple[str, ...]:
@@ -329,14 +386,14 @@ def _check_api(plugin: object) -> None:
         )
 
 
-def _results(manager: pluggy.PluginManager, hook: str) -> list[OpImpl | AttentionImpl]:
+def _results(manager: pluggy.PluginManager, hook: str) -> list[Any]:
     """What one plugin's hook returns, as a list. A generator runs to its end here."""
-    impls: list[OpImpl | AttentionImpl] = []
+    impls: list[Any] = []
     for result in getattr(manager.hook, hook)():
         if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
             raise TypeError(
                 f"{hook} returned {type(result).__name__}; expected an iterable of "
-                f"{'OpImpl' if hook == 'register_ops' else 'AttentionImpl'}"
+                f"{RETURNED[hook].__name__}"
             )
         impls += islice(result, MOST - len(impls) + 1)
         if len(impls) > MOST:

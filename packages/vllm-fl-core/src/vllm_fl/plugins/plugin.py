@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pluggy
 
 from ..errors import PluginError
 from .registry import Owner
+from .types import SettingSpec
 
 __all__ = ["Plugin", "Status"]
 
@@ -31,6 +32,7 @@ class Plugin:
         manager: its hooks, to be called; None unless it is loaded and has hooks.
         remarks: what it did that is the user's to do and was undone, one sentence each.
         lost: the (op, id)s that were refused to one that is `partial`.
+        settings: the settings that it declares.
     """
 
     owner: Owner
@@ -42,6 +44,7 @@ class Plugin:
     manager: pluggy.PluginManager | None = None
     remarks: tuple[str, ...] = ()
     lost: tuple[tuple[str, str], ...] = ()
+    settings: tuple[SettingSpec[Any], ...] = ()
 
     def may_bring(self, name: str, op: str | None = None) -> bool:
         """Whether an impl id or vendor called `name` would have come from this plugin, for `op`."""

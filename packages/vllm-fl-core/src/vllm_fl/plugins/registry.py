@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..contracts import contracts
 from ..errors import DuplicateError, PluginError
@@ -16,6 +17,9 @@ from .attention import ATTENTION, from_older_form
 from .forms import fitted, shape
 from .installed import canonical
 from .types import AttentionImpl, OpImpl, parameters_of
+
+if TYPE_CHECKING:
+    from .plugin import Plugin
 
 __all__ = ["OpRegistry", "Owner", "RegistrySnapshot", "reservation"]
 
@@ -118,6 +122,8 @@ class OpRegistry:
         self._lock = threading.Lock()
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._snapshot = RegistrySnapshot(MappingProxyType({}), MappingProxyType({}))
+        self.plugins: tuple[Plugin, ...] = ()
+        """The plugins that were loaded into it: their settings hold, and what those reject."""
 
     def snapshot(self) -> RegistrySnapshot:
         """What is registered now."""

@@ -9,6 +9,7 @@ import enum
 import inspect
 import keyword
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ __all__ = [
     "BackendImplKind",
     "BackendPriority",
     "DeviceProfile",
+    "Finding",
     "OpImpl",
     "PolicyDefaults",
     "SettingSpec",
@@ -249,7 +251,28 @@ class PolicyDefaults:
     path: str | os.PathLike[str]
 
 
+@dataclass(frozen=True)
+class Finding:
+    """Something that `vllm-fl doctor` reports.
+
+    Args:
+        check: the check that found it, for programs (`vllm-plugins`).
+        what: what is wrong, one sentence.
+        why: what follows from it, or what caused it.
+        todo: what ends it.
+    """
+
+    check: str
+    what: str
+    why: str
+    todo: str
+
+
 T = TypeVar("T")
+
+PLUGIN_KEY = re.compile(r"((?:VLLM_FL_)?(?:flagos|reference|vendor_[a-z0-9]+)_|USE_FLAG)\w+", re.I)
+"""The keys that plugins' settings have in files, and variables of theirs: those of a plugin that is
+not installed are told from slips by what they begin with."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +303,11 @@ class SettingSpec(Generic[T]):
     read: Callable[[str], T] | None = field(default=None, kw_only=True)
     excludes: str | None = field(default=None, kw_only=True)
     append: str | None = field(default=None, kw_only=True)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that set it."""
+        return (self.variable, self.append) if self.append else (self.variable,)
 
     @overload
     def __get__(self, settings: None, owner: type) -> Self: ...

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
 from .policy import OpOrder, Token, closest
-from .schema import Declared, Setting, file_keys
+from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     BOOLEANS,
     MAX_TOKENS,
@@ -161,6 +161,12 @@ class _File:
                 yield from () if node.tag == f"{TAG}null" else self.orders(node)
                 continue
             spec = self.declared.get(key)
+            if is_absent(key, self.declared):
+                plain = _plain(node)
+                if plain is not None:
+                    yield Setting(key, plain, origin)
+                if plain is not None or node.tag == f"{TAG}null":
+                    continue
             if spec is None or not spec.in_file:
                 known = _meant(key, self.declared)
                 raise wrong(key or self.key, origin, f"unknown key {key!r}.{known}")
@@ -273,6 +279,15 @@ class _File:
 
     def at(self, node: Node) -> str:
         return f"{self.path}:{node.start_mark.line + 1}{self.suffix}"
+
+
+def _plain(node: Node) -> object:
+    """The value of a setting that nobody here has declared; None for what none can be."""
+    if isinstance(node.value, str):
+        is_boolean = node.tag == f"{TAG}bool"
+        return BOOLEANS.get(node.value.lower()) if is_boolean else node.value or None
+    names = [_plain(child) for child in node.value] if node.tag == f"{TAG}seq" else [None]
+    return None if None in names else tuple(map(str, names))
 
 
 def _path_of(path: object, key: str, distribution: str | None) -> str:

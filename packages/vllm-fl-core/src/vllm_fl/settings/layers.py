@@ -25,6 +25,7 @@ from .schema import (
     Declared,
     Setting,
     Settings,
+    is_absent,
     overridden,
     pairs,
     variables,
@@ -113,10 +114,18 @@ def load_settings(
         fixed = _stacked([fixed, {"platform": detected}], {})
     read = _overridden if "config" in fixed else _layered
     entries, warnings = read(env, fixed, platform_files, brought, declared)
-    warnings += _unknown_variables(env, variables(declared))
+    absent = [
+        name
+        for name in sorted(env)
+        if name.startswith((PREFIX, "USE_")) and is_absent(name, declared)
+    ]
+    for name in absent:
+        if text := _text(env, name, name):
+            entries[name] = Setting(name, text, f"environment {name}", variable=name)
+    warnings += _unknown_variables(env, (*variables(declared), *absent))
     warnings += _unknown_platform(entries["platform"], platform_files)
     ordered = {key: entries[key] for key in declared} | entries
-    settings = Settings(tuple(ordered.values()), tuple(warnings))
+    settings = Settings(tuple(ordered.values()), tuple(warnings), declared=declared)
     return dataclasses.replace(settings, unchecked=tuple(labels(settings)))
 
 
@@ -183,7 +192,7 @@ def _overridden(
         return entries, []
     lost = [
         f"{len(names)} of {black}"
-        for white, black in pairs(declared)
+        for white, black in sorted(pairs(declared))
         if (names := _lost(env, plugins, entries, white, declared[black]))
     ]
     return entries, [
@@ -270,7 +279,8 @@ def _stacked(
             ]
             overrides = [*setting.overrides]
             for other in below:
-                if other.value not in (None, ()) or other.value != declared[key].default:
+                spec = declared.get(key)
+                if other.value not in (None, ()) or (spec and other.value != spec.default):
                     overrides += [(other.value, other.origin), *other.overrides]
             variable = setting.variable or (declared[key].variable if key in declared else None)
             stacked[key] = dataclasses.replace(

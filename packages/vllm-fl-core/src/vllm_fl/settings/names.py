@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 from ..plugins.types import AttentionImpl, OpImpl
 from .policy import OpOrder, closest
-from .schema import ITEMS, Setting, Settings
+from .schema import Setting, Settings
 from .unmatched import unmatched
 from .values import ORDER_PREFIX, near, wrong
 
@@ -48,7 +48,6 @@ def check_names(
     ops: Collection[str],
     vendors: Collection[str] | None = None,
     layers: Collection[str] | None = None,
-    flagos: Collection[str] | None = None,
     impls: Mapping[str, Collection[OpImpl | AttentionImpl]] | None = None,
 ) -> Settings:
     """Check the names whose owner is here; the others stay as they are, and stay unchecked.
@@ -61,25 +60,24 @@ def check_names(
         ops: the ops of contracts and plugins.
         vendors: the vendors of plugins, or None.
         layers: the names of vLLM's layers, or None where vLLM is not loaded.
-        flagos: the names of FlagGems's ops, or None where it is not loaded.
         impls: op -> what is installed for it, which the tokens of the user's orders should match;
             or None.
 
     Raises:
-        SettingsError: a layer or FlagGems op that its owner does not know. A layer's name that
-            vllm-plugin-FL has is kept and warned of.
+        SettingsError: a layer that vLLM does not know. One that vllm-plugin-FL has is kept and
+            warned of.
     """
     known: dict[str, Collection[str] | None] = {
         "op": ops,
         "vendor": vendors,
         "layer": layers,
-        # The lists name the ops of contracts that FlagGems implements, too.
-        "FlagGems op": None if flagos is None else {*flagos, *ops},
+        "setting": None,
     }
     checked = set()
     warnings = []
     for use in _uses(settings):
-        names = known[use.space]
+        # What a plugin's lists name it checks itself; ops of contracts may be among it.
+        names = known.get(use.space)
         if names is not None and use.name in names:
             checked.add(use.label)
         elif names is not None and use.space == "layer" and use.name in OLDER_LAYERS:
@@ -87,14 +85,14 @@ def check_names(
                 f"{use.setting.origin}: {use.setting.key}: the installed vLLM has no layer "
                 f"{use.name!r}, so that it has no effect."
             )
-        elif names is not None and use.space in ("layer", "FlagGems op"):
+        elif names is not None and use.space == "layer":
             raise wrong(
                 use.setting.key,
                 use.setting.origin,
                 f"there is no {use.space} {use.name!r}.{closest(use.name, names)}",
             )
         else:
-            near_to = ops if use.space == "FlagGems op" else names
+            near_to = names if use.space in known else ops
             slip = near(use.name, near_to) if near_to and use.name not in near_to else None
             if slip and not (impls is not None and use.in_users_order):
                 warnings.append(
@@ -116,6 +114,7 @@ def labels(settings: Settings) -> Iterator[str]:
 
 
 def _uses(settings: Settings) -> Iterator[_Use]:
+    unowned = settings.unowned
     for key, setting in settings.items():
         if isinstance(setting.value, OpOrder):
             yield _Use("op", key.removeprefix(ORDER_PREFIX), key, setting)
@@ -124,7 +123,9 @@ def _uses(settings: Settings) -> Iterator[_Use]:
                 if token.kind == "vendor" and token.name:
                     yield _Use("vendor", token.name, f"{key}.{token}", setting)
             continue
-        spec = ITEMS.get(key)
-        if spec is not None and spec.names and spec.in_file:
+        spec = settings.declared.get(key)
+        if key in unowned:
+            yield _Use("setting", key, key, setting)
+        elif spec is not None and spec.names and spec.in_file:
             for name in cast("tuple[str, ...] | None", setting.value) or ():
                 yield _Use(spec.names, name, f"{key}.{name}", setting)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, cast
 
-from ..plugins.types import SettingSpec
+from ..plugins.types import PLUGIN_KEY, SettingSpec
 from ..text import quote
 from .policy import KINDS, OpOrder, SelectionPolicy
 from .values import (
@@ -29,11 +29,13 @@ from .values import (
 __all__ = [
     "CONFIG",
     "ITEMS",
+    "TAKEN",
     "VARIABLES",
     "Declared",
     "Setting",
     "Settings",
     "file_keys",
+    "is_absent",
     "overridden",
     "pairs",
     "variables",
@@ -53,7 +55,7 @@ class Setting:
     """One setting's effective value.
 
     Args:
-        key: `prefer`, `flagos_blacklist`, …; an op's order is `op_backends.<op>`.
+        key: `prefer`, `oot_blacklist`, …; an op's order is `op_backends.<op>`.
         value: text, a boolean, None, a tuple of names, or an `OpOrder`.
         origin: where it comes from: `default`, `detected`, `environment VLLM_FL_PREFER`,
             `/etc/fl.yaml:3`, `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
@@ -72,6 +74,17 @@ class Setting:
     merged: tuple[tuple[object, str], ...] = ()
     disagreements: tuple[str, ...] = ()
 
+    @property
+    def named(self) -> str:
+        """The setting as the user wrote it: `VLLM_FL_STRICT=true`, or `strict` with its file."""
+        if isinstance(self.value, OpOrder):
+            return f"{self.key} ({self.origin})"
+        text = ",".join(self.value) if isinstance(self.value, tuple) else str(self.value)
+        variable = self.origin.removeprefix("environment ")
+        if variable != self.origin and variable.isidentifier():
+            return f"{variable}={text.lower() if isinstance(self.value, bool) else text}"
+        return f"{self.key}={text} ({self.origin})"
+
 
 @dataclass(frozen=True)
 class Settings(Mapping[str, Setting]):
@@ -85,11 +98,13 @@ class Settings(Mapping[str, Setting]):
         warnings: what the user should hear, one sentence each.
         unchecked: names that nobody has checked yet, or that their owner does not know, as
             `oot_blacklist.fused_moe`; `check_names` shortens it.
+        declared: the settings that there are, core's and those of the loaded plugins.
     """
 
     entries: tuple[Setting, ...]
     warnings: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
+    declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
 
     enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
     """False: vllm-fl steps aside entirely."""
@@ -111,26 +126,6 @@ class Settings(Mapping[str, Setting]):
         "deny_vendors", "VLLM_FL_DENY_VENDORS", (), in_file=True, names="vendor"
     )
     """Vendors that may not be used."""
-    use_flaggems = SettingSpec("use_flaggems", "USE_FLAGGEMS", True)
-    """False: no FlagGems at all, neither ops nor ATen."""
-    flagos_whitelist = SettingSpec[SomeNames](
-        "flagos_whitelist",
-        "VLLM_FL_FLAGOS_WHITELIST",
-        None,
-        in_file=True,
-        names="FlagGems op",
-        excludes="flagos_blacklist",
-    )
-    """The only FlagGems ops that are used, or None."""
-    flagos_blacklist = SettingSpec[Names](
-        "flagos_blacklist",
-        "VLLM_FL_FLAGOS_BLACKLIST",
-        (),
-        in_file=True,
-        names="FlagGems op",
-        append="VLLM_FL_FLAGOS_BLACKLIST_APPEND",
-    )
-    """FlagGems ops that are not used."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
@@ -166,10 +161,6 @@ class Settings(Mapping[str, Setting]):
     """Whether a plugin that fails ends the start."""
     flagcx_path = SettingSpec[str | None]("flagcx_path", "FLAGCX_PATH", None)
     """Where FlagCX lies, or None."""
-    oplist_path = SettingSpec(
-        "oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"
-    )
-    """Where rank 0 lists the FlagGems ops that are enabled."""
 
     @cached_property
     def _by_key(self) -> dict[str, Setting]:
@@ -202,6 +193,34 @@ class Settings(Mapping[str, Setting]):
             allow_vendors=None if allowed is None else frozenset(allowed),
             deny_vendors=frozenset(self.deny_vendors),
         )
+
+    @property
+    def unowned(self) -> tuple[str, ...]:
+        """The keys, or variables, of settings whose plugin is not loaded: kept, without effect."""
+        return tuple(
+            key
+            for key in self
+            if key not in self.declared
+            and key != "platform_files"
+            and not key.startswith(ORDER_PREFIX)
+        )
+
+    @property
+    def chosen(self) -> dict[str, Setting]:
+        """The settings that the user set, by variables or in a file of theirs."""
+        paired = {key for pair in pairs(self.declared) for key in pair}
+        appends = (spec.append for spec in self.declared.values() if spec.append)
+        appending = (f" and environment {variable}" for variable in appends)
+        marks = (f"(environment {OP_CONFIG})", *appending)
+        chosen = {}
+        for key, setting in self.items():
+            if key in paired and not setting.value:
+                continue  # a list closes the other one of its pair, and then has its origin
+            in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
+            by_variable = setting.origin.startswith("environment ")
+            if in_file or by_variable or any(mark in setting.origin for mark in marks):
+                chosen[key] = setting
+        return chosen
 
     def to_json(self) -> dict[str, Any]:
         """These settings as plain JSON data, for a process that has another environment."""
@@ -272,8 +291,7 @@ ITEMS: Declared = MappingProxyType(
 
 def variables(declared: Declared) -> tuple[str, ...]:
     """Every environment variable that is a setting."""
-    appending = (spec.append for spec in declared.values() if spec.append)
-    return (*(spec.variable for spec in declared.values()), PER_OP, OP_CONFIG, *appending)
+    return (*(name for s in declared.values() for name in s.variables), PER_OP, OP_CONFIG)
 
 
 def overridden(declared: Declared) -> tuple[str, ...]:
@@ -291,8 +309,18 @@ def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
     return tuple((spec.key, spec.excludes) for spec in declared.values() if spec.excludes)
 
 
+def is_absent(name: str, declared: Declared) -> bool:
+    """Whether a key or variable is a setting of a plugin that is not loaded."""
+    found = PLUGIN_KEY.fullmatch(name)
+    known = (each for spec in declared.values() for each in (spec.key, *spec.variables))
+    return found is not None and not any(each.startswith(found[1]) for each in known)
+
+
 VARIABLES = variables(ITEMS)
 """The variables of core's own settings."""
+
+TAKEN = (*VARIABLES, *ITEMS)
+"""The names that no plugin's setting may have."""
 
 
 def _encode(value: object) -> object:

@@ -85,15 +85,17 @@ def _scalar(settings: Sequence[Setting], declared: Declared) -> Setting:
     origins = _and(setting.origin for setting in settings)
     value, differ = first.value, any(value != first.value for value in values)
     disagreements: list[str] = []
-    spec = declared[key]
-    if spec.names and spec.default is not None:
+    spec = declared.get(key)
+    default = spec.default if spec else ()
+    listed = spec.names if spec else all(isinstance(value, tuple) for value in values)
+    if listed and default is not None:
         value = tuple(dict.fromkeys(name for setting in settings for name in _names(setting)))
-    elif spec.names and differ:
+    elif listed and differ:
         every = [set(_names(setting)) for setting in settings]
         value = tuple(sorted(set.intersection(*every)))
         disagreements = ["they list different names; only what each of them lists is used"]
     elif differ:
-        value = spec.default
+        value = default
         said = ", ".join(f"{_plain(setting.value)} ({setting.origin})" for setting in settings)
         disagreements = [f"they set {said}; the default holds, {_plain(value)}"]
         origins = f"default, since {origins} differ"

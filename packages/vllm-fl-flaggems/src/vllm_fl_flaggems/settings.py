@@ -1,0 +1,156 @@
+"""FlagGems's settings, what they reject, and what `vllm-fl doctor` says of them. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from typing import Any
+
+from vllm_fl import (
+    AttentionImpl,
+    BackendImplKind,
+    Finding,
+    OpImpl,
+    SettingsError,
+    SettingSpec,
+)
+
+__all__ = [
+    "BLACKLIST",
+    "INSTALL",
+    "OPLIST",
+    "SETTINGS",
+    "USE",
+    "WHITELIST",
+    "check_names",
+    "findings",
+    "rejected",
+    "value",
+]
+
+INSTALL = 'pip install "vllm-fl-flaggems[beside-vllm]" && pip install --no-deps flag-gems==5.0.2'
+"""The release pins numpy 1.26.4 and others that no vLLM can meet, and runs without those pins."""
+
+USE = SettingSpec("use_flaggems", "USE_FLAGGEMS", True)
+"""False: no FlagGems at all, neither ops nor PyTorch's operators."""
+
+WHITELIST = SettingSpec[tuple[str, ...] | None](
+    "flagos_whitelist",
+    "VLLM_FL_FLAGOS_WHITELIST",
+    None,
+    in_file=True,
+    names="FlagGems op",
+    excludes="flagos_blacklist",
+)
+"""The only FlagGems ops that are used, or None."""
+
+BLACKLIST = SettingSpec[tuple[str, ...]](
+    "flagos_blacklist",
+    "VLLM_FL_FLAGOS_BLACKLIST",
+    (),
+    in_file=True,
+    names="FlagGems op",
+    append="VLLM_FL_FLAGOS_BLACKLIST_APPEND",
+)
+"""FlagGems ops that are not used."""
+
+OPLIST = SettingSpec(
+    "oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"
+)
+"""Where rank 0 lists the operators of PyTorch's that were replaced."""
+
+SETTINGS: tuple[SettingSpec[Any], ...] = (USE, WHITELIST, BLACKLIST, OPLIST)
+
+
+def value(settings: Any, spec: SettingSpec[Any]) -> Any:
+    """The value in an engine's settings; the default where the engine's host has no FlagGems."""
+    return settings[spec.key].value if spec.key in settings else spec.default
+
+
+def rejected(
+    settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl]
+) -> dict[str, str] | None:
+    """impl id -> the setting that keeps FlagGems out of `op`."""
+    listed = value(settings, WHITELIST)
+    if not value(settings, USE):
+        reason = "USE_FLAGGEMS=false"
+    elif listed is not None and op not in listed:
+        reason = WHITELIST.key
+    elif op in value(settings, BLACKLIST):
+        reason = BLACKLIST.key
+    else:
+        return None
+    return {impl.impl_id: reason for impl in impls if impl.kind is BackendImplKind.DEFAULT}
+
+
+def check_names(settings: Any, known: Collection[str]) -> None:
+    """Check the names in the two lists.
+
+    Raises:
+        SettingsError: FlagGems does not know one; what was likely meant is said.
+    """
+    for spec in (WHITELIST, BLACKLIST):
+        for name in value(settings, spec) or ():
+            if name in known:
+                continue
+            near = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            origin = settings[spec.key].origin
+            raise SettingsError(
+                f"{origin}: {spec.key}: there is no FlagGems op {name!r}.{meant}",
+                key=spec.key,
+                origin=origin,
+            )
+
+
+def findings(settings: Any) -> Iterator[Finding]:
+    """FlagGems and what it needs, and settings of it that have no effect."""
+    gems = version_of("flag-gems")
+    if gems is None:
+        yield Finding(
+            "flag-gems",
+            f"vllm-fl-flaggems {version_of('vllm-fl-flaggems')} is installed, flag-gems is not.",
+            "The backend has no kernels of its own. flag-gems pins releases of numpy and others "
+            "that vLLM does not accept, so that pip cannot install both in one step.",
+            INSTALL,
+        )
+    elif not any(map(version_of, ("triton", "triton-ascend", "flagtree"))):
+        yield Finding(
+            "flag-gems",
+            f"flag-gems {gems} is installed, Triton is not.",
+            "FlagGems's kernels are written in Triton and it does not depend on one.",
+            "pip install triton, or the hardware vendor's build of it",
+        )
+    owners = sorted({*packages_distributions().get("flag_gems", ())})
+    if len(owners) > 1:
+        yield Finding(
+            "owners",
+            f"The import name 'flag_gems' has {len(owners)} owners: {', '.join(owners)}.",
+            "They overwrite one another's files; which one is imported depends on the order in "
+            "which they were installed.",
+            f"pip uninstall -y {' '.join(owners)}, then install the one that is wanted again",
+        )
+    if not value(settings, USE):
+        why = f"{settings[USE.key].named} leaves FlagGems out."
+        yield from _idle(settings, (WHITELIST, BLACKLIST, OPLIST), why, "unset one of the two")
+    elif gems is None:
+        todo = "Install FlagGems with its backend vllm-fl-flaggems, or unset it."
+        yield from _idle(settings, SETTINGS, "flag-gems is not installed.", todo)
+
+
+def _idle(
+    settings: Any, specs: Iterable[SettingSpec[Any]], why: str, todo: str
+) -> Iterator[Finding]:
+    chosen = settings.chosen
+    for spec in specs:
+        if spec.key in chosen:
+            yield Finding("settings", f"{chosen[spec.key].named} has no effect.", why, todo)
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

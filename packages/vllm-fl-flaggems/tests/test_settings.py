@@ -1,0 +1,109 @@
+"""What FlagGems's settings reject, and what the doctor says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_fl import BackendImplKind, OpImpl, SettingsError
+from vllm_fl.plugins.loading import Found, load
+from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.schema import Settings
+from vllm_fl_flaggems import plugin, settings
+
+OP = "silu_and_mul"
+IMPLS = (
+    OpImpl(OP, "default.flagos", BackendImplKind.DEFAULT, print),
+    OpImpl(OP, "vendor.acme", BackendImplKind.VENDOR, print, "acme"),
+)
+
+
+def read(**env: str) -> Settings:
+    return load_settings(env, plugins=settings.SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        ({}, None),
+        ({"USE_FLAGGEMS": "0"}, "USE_FLAGGEMS=false"),
+        ({"VLLM_FL_FLAGOS_WHITELIST": "mm"}, "flagos_whitelist"),
+        ({"VLLM_FL_FLAGOS_WHITELIST": OP}, None),
+        ({"VLLM_FL_FLAGOS_BLACKLIST": OP}, "flagos_blacklist"),
+        ({"VLLM_FL_FLAGOS_BLACKLIST_APPEND": OP}, "flagos_blacklist"),
+    ],
+)
+def test_what_is_rejected(env: dict[str, str], reason: str | None) -> None:
+    expected = None if reason is None else {"default.flagos": reason}
+    assert settings.rejected(read(**env), OP, IMPLS) == expected
+
+
+def test_the_plugin_declares_them() -> None:
+    registry = OpRegistry()
+    (loaded,) = load(registry, [Found(Owner("flaggems"), "flaggems", lambda: plugin)])
+    assert loaded.error is None
+    assert loaded.settings == settings.SETTINGS
+    assert {"settings", "rejections", "doctor"} <= set(loaded.hooks)
+
+
+@pytest.mark.parametrize("key", ["flagos_whitelist", "flagos_blacklist"])
+def test_a_name_that_flaggems_lacks_is_an_error(key: str) -> None:
+    found = read(**{f"VLLM_FL_{key.upper()}": "mm,add_"})
+    with pytest.raises(
+        SettingsError, match=r"no FlagGems op 'add_'\. Did you mean 'add'"
+    ) as caught:
+        settings.check_names(found, {"add", "mm"})
+    assert caught.value.key == key
+    assert caught.value.origin == f"environment VLLM_FL_{key.upper()}"
+
+
+def test_settings_of_an_engine_without_them_are_the_defaults() -> None:
+    bare = load_settings({})
+    assert settings.value(bare, settings.USE) is True
+    assert settings.rejected(bare, OP, IMPLS) is None
+    settings.check_names(bare, ())
+
+
+@pytest.mark.parametrize(
+    ("env", "idle"),
+    [
+        ({"VLLM_FL_FLAGOS_BLACKLIST": "mm"}, "VLLM_FL_FLAGOS_BLACKLIST=mm"),
+        ({"VLLM_FL_FLAGOS_WHITELIST": "mm,add"}, "VLLM_FL_FLAGOS_WHITELIST=mm,add"),
+        ({"VLLM_FL_FLAGOS_BLACKLIST_APPEND": "mm"}, "VLLM_FL_FLAGOS_BLACKLIST_APPEND=mm"),
+        ({"FLAGGEMS_ENABLE_OPLIST_PATH": "/x"}, "FLAGGEMS_ENABLE_OPLIST_PATH=/x"),
+    ],
+)
+def test_what_has_no_effect_is_found(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], idle: str
+) -> None:
+    versions: dict[str, str] = {"flag-gems": "5.0.2", "triton": "3.7.1"}
+    monkeypatch.setattr(settings, "version_of", versions.get)
+    assert not list(settings.findings(read(**env)))
+    (finding,) = settings.findings(read(USE_FLAGGEMS="0", **env))
+    assert finding.what == f"{idle} has no effect."
+    assert finding.why == "USE_FLAGGEMS=false leaves FlagGems out."
+    versions.clear()
+    missing, finding = settings.findings(read(**env))
+    assert missing.check == "flag-gems"
+    assert (finding.what, finding.why) == (f"{idle} has no effect.", "flag-gems is not installed.")
+
+
+def test_a_flaggems_that_is_missing_or_lacks_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions: dict[str, Any] = {"vllm-fl-flaggems": "0.1.0"}
+    monkeypatch.setattr(settings, "version_of", versions.get)
+    (finding,) = settings.findings(read())
+    assert "pip install --no-deps flag-gems==5.0.2" in finding.todo
+    versions["flag-gems"] = "5.0.2"
+    (finding,) = settings.findings(read())
+    assert "Triton" in finding.what
+    versions["triton"] = "3.7.1"
+    assert not list(settings.findings(read()))
+
+
+def test_two_owners_of_its_import_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "version_of", {"flag-gems": "5.0.2", "triton": "3.7.1"}.get)
+    monkeypatch.setattr(settings, "packages_distributions", lambda: {"flag_gems": ["b", "a", "a"]})
+    (finding,) = settings.findings(read())
+    assert "a, b" in finding.what
