@@ -88,7 +88,7 @@ def test_an_existing_folder_is_left_alone(
 
 def test_a_missing_parent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "foo", "--dir", str(tmp_path / "no")]) == 2
-    assert f"{tmp_path / 'no'} is no folder" in capsys.readouterr().err
+    assert f"{tmp_path / 'no'} is not a folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,8 +159,8 @@ def test_any_choice_of_ops_is_whole(
         (("--ops", "silu_and_mlu"), "'silu_and_mlu'. Did you mean 'silu_and_mul'?"),
         (("--ops", ""), "no contract names ''"),
         (("--ops", "silu_and_mul,,rms_norm"), "no contract names ''"),
-        (("--platform", "cdua"), "'cdua' is no platform that vLLM knows. Did you mean 'cuda'?"),
-        (("--platform", ""), "'' is no platform"),
+        (("--platform", "cdua"), "'cdua' is not a platform that vLLM knows. Did you mean 'cuda'?"),
+        (("--platform", ""), "'' is not a platform"),
         (("--platform", "cuda", "--ops", "wiggle"), "'wiggle'"),
     ],
 )

@@ -152,8 +152,8 @@ def test_two_policies_end_nothing(fl: Command, two: list[Path], verb: str) -> No
 
 
 BROKEN = {
-    "prefer: [": "no YAML",
-    "op_backends: {silu_and_mul: vendr}": "'vendr' is no token",
+    "prefer: [": "invalid YAML",
+    "op_backends: {silu_and_mul: vendr}": "'vendr' is not a valid token",
     "allow_vendors: [acme]": "every other vendor",
 }
 

@@ -308,11 +308,11 @@ def test_errors_are_what_they_were(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.yaml"):
         policy_from_config(tmp_path / "absent.yaml")
     (tmp_path / "bad.yaml").write_text("prefer: [")
-    with pytest.raises(ValueError, match="no YAML"):
+    with pytest.raises(ValueError, match="invalid YAML"):
         policy_from_config(tmp_path / "bad.yaml")
-    with pytest.raises(SettingsError, match="is no regular file") as folder:
+    with pytest.raises(SettingsError, match="is not a regular file") as folder:
         policy_from_config(tmp_path)
-    assert str(folder.value).count("is no regular file") == 1  # not wrapped in itself
+    assert str(folder.value).count("is not a regular file") == 1  # not wrapped in itself
 
 
 def test_settings_files_as_they_were_written(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_token_prints_what_it_reads(text: str) -> None:
     ["", "cuda", "vendor:", "impl:", "stock:x", "flagos:x", "vendor: cuda", "vendor:a b", "Vendor"],
 )
 def test_token_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match="is no token"):
+    with pytest.raises(ValueError, match="is not a valid token"):
         Token.parse(text)
 
 

@@ -28,7 +28,7 @@ class ReportFile:
         self.path = Path(os.path.realpath(path))  # a link's target is replaced, not the link
         if self.path.exists():
             if not self.path.is_file():
-                raise UsageError(f"--report {path}: is no regular file")
+                raise UsageError(f"--report {path}: is not a regular file")
             if not os.access(self.path, os.W_OK):
                 raise UsageError(f"--report {path}: may not be written")
         try:

@@ -95,11 +95,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _problem(name: str, parent: Path, folder: Path) -> str | None:
     if not re.fullmatch(r"[a-z][a-z0-9]*", name):
-        return f"{name!r} is no name: use one word of lower-case letters and digits, such as acme"
+        return (
+            f"{name!r} is not a valid name: use one word of lower-case letters and digits, such as "
+            "acme"
+        )
     if name in RESERVED:
         return f"{name!r} is taken; these are: {', '.join(RESERVED)}"
     if not parent.is_dir():
-        return f"{parent} is no folder: make it first, or choose another with --dir"
+        return f"{parent} is not a folder: make it first, or choose another with --dir"
     if folder.exists():
         return f"{folder} exists already: remove it, or choose another place with --dir"
     return None
@@ -113,7 +116,7 @@ def _unknown(ops: Sequence[str], platform: str | None) -> str | None:
             )
     if platform is not None and platform not in PLATFORMS:
         return (
-            f"--platform {platform!r} is no platform that vLLM knows."
+            f"--platform {platform!r} is not a platform that vLLM knows."
             f"{closest(platform, PLATFORMS)} Known: {', '.join(PLATFORMS)}. For a device of your "
             "own leave it out"
         )

@@ -345,8 +345,8 @@ def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[st
         meant += difflib.get_close_matches(wanted, known, n=1)
         suggestion = f" Did you mean {meant[0]!r}?" if meant else ""
         told.append(
-            f"VLLM_FL_PLUGINS names {name!r}, which is no installed distribution with a plugin: it "
-            f"loads nothing.{suggestion} Installed are {', '.join(sorted(known)) or 'none'}."
+            f"VLLM_FL_PLUGINS names {name!r}, which is not an installed distribution with a "
+            f"plugin: it loads nothing.{suggestion} Installed are {', '.join(sorted(known)) or 'none'}."
         )
     return tuple(told)
 

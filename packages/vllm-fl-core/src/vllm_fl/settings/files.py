@@ -83,7 +83,7 @@ def read_orders(path: str) -> Layer:
     try:
         data = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        raise wrong("op_config", f"{path}:{error.lineno}", f"no JSON: {error.msg}") from error
+        raise wrong("op_config", f"{path}:{error.lineno}", f"invalid JSON: {error.msg}") from error
     except (RecursionError, ValueError) as error:
         raise wrong("op_config", origin, _reason(error)) from error
     if not isinstance(data, dict):
@@ -94,7 +94,7 @@ def read_orders(path: str) -> Layer:
     for op, value in data.items():
         key = f"{ORDER_PREFIX}{op}"
         if not op.isidentifier():
-            raise wrong("op_config", origin, f"{op!r} is no op's name")
+            raise wrong("op_config", origin, f"{op!r} is not a valid op name")
         try:
             layer[key] = Setting(key, order_of(value), origin, variable=OP_CONFIG)
         except ValueError as error:
@@ -107,7 +107,7 @@ def read_text(path: str, key: str, origin: str) -> str:
     where = "" if os.path.isabs(path) else " (relative to the working directory)"
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, a device never end
-            raise wrong(key, origin, f"{path!r} is no regular file")
+            raise wrong(key, origin, f"{path!r} is not a regular file")
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
@@ -123,7 +123,7 @@ def read_text(path: str, key: str, origin: str) -> str:
     except UnicodeDecodeError as error:
         raise wrong(key, origin, f"{path!r} is not UTF-8 text: byte {error.start}") from error
     except ValueError as error:  # a path with a NUL
-        raise wrong(key, origin, f"{path!r} is no path: {error}") from error
+        raise wrong(key, origin, f"{path!r} is not a valid path: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class _File:
         for op, key_node, value in self.pairs(node, ORDER_PREFIX.rstrip("."), "ops"):
             key = f"{ORDER_PREFIX}{op}"
             if not op.isidentifier():
-                raise wrong(key, self.at(key_node), f"{op!r} is no op's name")
+                raise wrong(key, self.at(key_node), f"{op!r} is not a valid op name")
             if value.tag == f"{TAG}null":
                 continue
             yield Setting(key, self.order(key, value), self.at(key_node), variable=PER_OP)
@@ -230,7 +230,7 @@ class _File:
         return tuple(dict.fromkeys(names))
 
     def pairs(self, node: Node, key: str, what: str) -> Iterator[tuple[str, Node, Node]]:
-        """The entries of a mapping: its keys are text, and none stands twice."""
+        """The entries of a mapping: its keys are text, and none is set twice."""
         import yaml
 
         if not isinstance(node, yaml.MappingNode):
@@ -244,7 +244,7 @@ class _File:
                 raise wrong(
                     name if key == self.key else f"{key}.{name}",
                     self.at(key_node),
-                    f"stands twice, first in line {lines[name]}",
+                    f"is set twice, first in line {lines[name]}",
                 )
             lines[name] = key_node.start_mark.line + 1
             yield name, key_node, value
@@ -275,7 +275,7 @@ class _File:
         return wrong(key, self.at(node), f"expected {wanted}, got {found}")
 
     def broken(self, line: int, problem: str) -> SettingsError:
-        return wrong(self.key, f"{self.path}:{line + 1}{self.suffix}", f"no YAML: {problem}")
+        return wrong(self.key, f"{self.path}:{line + 1}{self.suffix}", f"invalid YAML: {problem}")
 
     def at(self, node: Node) -> str:
         return f"{self.path}:{node.start_mark.line + 1}{self.suffix}"
@@ -312,7 +312,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for key, value in pairs:
         if key in unique:
-            raise ValueError(f"{key!r} stands twice")
+            raise ValueError(f"{key!r} is set twice")
         unique[key] = value
     return unique
 

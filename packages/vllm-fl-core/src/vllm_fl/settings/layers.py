@@ -235,7 +235,8 @@ def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
         return None
     text = text.strip()
     if not text.isprintable():  # no control characters, and no bytes that are not UTF-8
-        raise wrong(key, f"environment {variable}", f"{text!r} is no printable text")
+        problem = f"{text!r} contains characters that cannot be printed"
+        raise wrong(key, f"environment {variable}", problem)
     return text if text or variable == Settings.plugins.variable else None
 
 
@@ -250,7 +251,7 @@ def _per_op(env: Mapping[str, str]) -> Layer:
             raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {part.strip()!r}")
         key = f"{ORDER_PREFIX}{op}"
         if key in layer:
-            raise wrong(key, origin, "stands twice")
+            raise wrong(key, origin, "is set twice")
         try:
             order = order_of([token.strip() for token in tokens.split("|")])
         except ValueError as error:
@@ -342,7 +343,10 @@ def _unknown_variables(env: Mapping[str, str], known: Sequence[str]) -> list[str
         if name.startswith(PREFIX) and name not in known and env[name]:
             slip = near(name.removeprefix(PREFIX), ours)
             meant = f" Did you mean {ours[slip]!r}?" if slip else ""
-            warnings.append(f"{name} is no setting of this vllm-fl-core: it has no effect.{meant}")
+            warnings.append(
+                f"{name} is not a setting of vllm-fl-core or of a loaded plugin: it has no effect."
+                + meant
+            )
         elif env[name] and name not in known and (slip := _misspelt(name, known)):
             warnings.append(f"{name} has no effect. Did you mean {slip!r}?")
     return warnings

@@ -72,8 +72,8 @@ class Token:
         if head in ("vendor", "impl") and name and not any(map(str.isspace, name)):
             return cls(head, name)  # type: ignore[arg-type]
         raise ValueError(
-            f"{text!r} is no token; use flagos, reference, vendor, vendor:NAME, impl:ID or stock."
-            + _meant(text)
+            f"{text!r} is not a valid token; use flagos, reference, vendor, vendor:NAME, impl:ID "
+            f"or stock.{_meant(text)}"
         )
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ def _tokens(value: object) -> tuple[Token, ...]:
         raise ValueError(f"expected a token or a non-empty list of tokens, got {value!r}")
     tokens = tuple(item if isinstance(item, Token) else Token.parse(item) for item in value)
     if len(set(tokens)) != len(tokens):
-        raise ValueError(f"a token stands twice in [{', '.join(map(str, tokens))}]")
+        raise ValueError(f"a token is listed twice in [{', '.join(map(str, tokens))}]")
     return tokens
 
 

@@ -77,7 +77,8 @@ def near(word: str, known: Iterable[str]) -> str | None:
 def name_of(value: str) -> str:
     """One name of a list: an op, a layer, a vendor, a module. Raises ValueError."""
     if not re.fullmatch(r"[\w.+:-]+", value):
-        raise ValueError(f"{value!r} is no name; a name has no spaces, quotes or separators")
+        problem = "is not a valid name; a name has no spaces, quotes or separators"
+        raise ValueError(f"{value!r} {problem}")
     return value
 
 
@@ -122,7 +123,8 @@ def value_of(spec: SettingSpec[Any], text: str) -> object:
         parts = (part.strip() for part in text.split(","))
         names = tuple(dict.fromkeys(name_of(part) for part in parts if part))
         if text and not names:
-            raise ValueError(f"{text!r} names nothing; unset it, or write a comma-separated list")
+            problem = "contains no name; unset it, or write a comma-separated list"
+            raise ValueError(f"{text!r} {problem}")
         return names
     if not spec.choices:
         return text
