@@ -236,3 +236,29 @@ def test_strict_and_a_backend_that_is_absent_leaves_nothing_to_run(
     done = fl(*question, **listed, VLLM_FL_STRICT="1")
     assert done.status == 1
     assert done.json()["modes"][0]["selected"] is None
+
+
+def test_a_third_partys_device_is_the_platform(fl: Command, plugin: Plugin, tmp_path: Path) -> None:
+    (tmp_path / "acme.yaml").write_text("op_backends: {silu_and_mul: [vendor, reference]}\n")
+    plugin(f"""
+    from vllm_fl import DeviceProfile
+
+    @hookimpl
+    def register_ops():
+        return [vendor("acme")]
+
+    @hookimpl
+    def device():
+        return DeviceProfile("acme", "acme.A", "acme.B", detect=lambda: True)
+
+    @hookimpl
+    def policy(platform):
+        return PolicyDefaults({str(tmp_path / "acme.yaml")!r}) if platform == "acme" else None
+    """)
+    answer = fl("policy", "--json").json()
+    assert answer["platform"] == "acme"
+    assert [Path(file.split(" (")[0]).name for file in answer["platform_files"]] == ["acme.yaml"]
+    (mode,) = fl("explain", "silu_and_mul", "--mode", "script", "--json").json()["modes"]
+    assert mode["order"] == ["vendor", "reference"]
+    assert "Did you mean 'acme'?" in fl("policy", VLLM_FL_PLATFORM="acne").out
+    assert fl("policy", "--json", VLLM_FL_PLATFORM="acme").json()["warnings"] == []

@@ -159,7 +159,10 @@ def test_any_choice_of_ops_is_whole(
         (("--ops", "silu_and_mlu"), "'silu_and_mlu'. Did you mean 'silu_and_mul'?"),
         (("--ops", ""), "no contract names ''"),
         (("--ops", "silu_and_mul,,rms_norm"), "no contract names ''"),
-        (("--platform", "cdua"), "'cdua' is not a platform that vLLM knows. Did you mean 'cuda'?"),
+        (
+            ("--platform", "cdua"),
+            "or of an installed plugin's. Did you mean 'cuda'?",
+        ),
         (("--platform", ""), "'' is not a platform"),
         (("--platform", "cuda", "--ops", "wiggle"), "'wiggle'"),
     ],

@@ -12,6 +12,8 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from ..contracts import contracts
+from ..dispatch import get_default_manager
+from ..dispatch.startup import known_platforms
 from ..settings.policy import closest
 from ..settings.values import PLATFORMS, normalise_platform
 from ._show import print_json, say
@@ -115,11 +117,13 @@ def _unknown(ops: Sequence[str], platform: str | None) -> str | None:
                 f"Known: {', '.join(contracts())}"
             )
     if platform is not None and platform not in PLATFORMS:
-        return (
-            f"--platform {platform!r} is not a platform that vLLM knows."
-            f"{closest(platform, PLATFORMS)} Known: {', '.join(PLATFORMS)}. For a device of your "
-            "own leave it out"
-        )
+        known = known_platforms(get_default_manager().registry.plugins)
+        if platform not in known:
+            return (
+                f"--platform {platform!r} is not a platform of vLLM's or of an installed plugin's."
+                f"{closest(platform, known)} Known: {', '.join(known)}. For a device of your own "
+                "leave it out"
+            )
     return None
 
 

@@ -12,14 +12,22 @@ from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb
 from ..plugins import loading as plugin_loader
-from ..plugins.calling import policy_files
+from ..plugins.calling import devices, policy_files
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
 from ..settings.layers import Settings, check_names, load_settings, load_startup
 from ..settings.schema import TAKEN
+from ..settings.values import PLATFORMS
 
-__all__ = ["Startup", "detect_platform", "read_settings", "start", "try_settings"]
+__all__ = [
+    "Startup",
+    "detect_platform",
+    "known_platforms",
+    "read_settings",
+    "start",
+    "try_settings",
+]
 
 log = get_logger("plugins")
 
@@ -59,12 +67,15 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
     return None if allowed is None else frozenset(map(canonical, allowed))
 
 
-def detect_platform() -> str:
-    """The platform that settings files are named after: `ascend`, `cuda` or `cpu`.
+def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
+    """The platform that settings files are named after: a plugin's device, `ascend`, `cuda`, `cpu`.
 
     For scripts; inside the engine vLLM knows. Does not import torch for its own sake: without a
-    torch that was imported already, nothing could run on a device.
+    torch that was imported already, nothing could run on a device that no plugin brings.
     """
+    for _, profile in devices(plugins)[0]:
+        if profile.detection() is True:
+            return profile.name
     torch = sys.modules.get("torch")
     npu = getattr(torch, "npu", None)
     if npu is not None and npu.is_available():
@@ -72,6 +83,11 @@ def detect_platform() -> str:
     if torch is not None and torch.cuda.is_available():
         return "cuda"
     return "cpu"
+
+
+def known_platforms(plugins: Sequence[Plugin]) -> tuple[str, ...]:
+    """The platforms of settings files, those of plugins' devices included."""
+    return tuple(dict.fromkeys((*PLATFORMS, *(each.name for _, each in devices(plugins)[0]))))
 
 
 def start(
@@ -136,7 +152,7 @@ def try_settings(
     except SettingsError as error:
         forced = load_startup(os.environ if env is None else env).platform
         only = {"VLLM_FL_PLATFORM": forced} if forced else {}
-        return load_settings(only, platform=platform or detect_platform()), error
+        return load_settings(only, platform=platform or detect_platform(plugins)), error
 
 
 def read_settings(
@@ -149,7 +165,7 @@ def read_settings(
     """The effective settings, given what is installed. Arguments and errors as for `start`."""
     env = os.environ if env is None else env
     early = load_startup(env)
-    platform = platform or detect_platform()
+    platform = platform or detect_platform(plugins)
     files, errors = policy_files(plugins, early.platform or platform)
     for error in errors.values():
         _report(error, strict=early.strict_plugins)
@@ -160,7 +176,12 @@ def read_settings(
     }
     declared = [spec for plugin in registry.plugins for spec in plugin.settings]
     settings = load_settings(
-        env, platform=platform, platform_files=files, brought=brought, plugins=declared
+        env,
+        platform=platform,
+        platform_files=files,
+        brought=brought,
+        plugins=declared,
+        platforms=known_platforms(plugins) if early.platform else (),
     )
     return check_names(
         settings,

@@ -346,7 +346,8 @@ def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[st
         suggestion = f" Did you mean {meant[0]!r}?" if meant else ""
         told.append(
             f"VLLM_FL_PLUGINS names {name!r}, which is not an installed distribution with a "
-            f"plugin: it loads nothing.{suggestion} Installed are {', '.join(sorted(known)) or 'none'}."
+            f"plugin: it loads nothing.{suggestion} Installed are "
+            f"{', '.join(sorted(known)) or 'none'}."
         )
     return tuple(told)
 

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -92,6 +92,7 @@ def load_settings(
     platform_files: PlatformFiles = (),
     brought: Brought = NOTHING,
     plugins: Iterable[SettingSpec[Any]] = (),
+    platforms: Sequence[str] = (),
 ) -> Settings:
     """The effective settings. Names are not checked yet; see `check_names`.
 
@@ -102,6 +103,7 @@ def load_settings(
             unite, whatever their order; see `uniting`.
         brought: what is installed: where platform files unite, who brings a thing counts.
         plugins: the settings that plugins declare.
+        platforms: the platforms that are known, beside those of vLLM and vllm-plugin-FL.
 
     Raises:
         SettingsError: something is wrong with a variable or a file.
@@ -123,7 +125,8 @@ def load_settings(
         if text := _text(env, name, name):
             entries[name] = Setting(name, text, f"environment {name}", variable=name)
     warnings += _unknown_variables(env, (*variables(declared), *absent))
-    warnings += _unknown_platform(entries["platform"], platform_files)
+    if not platform_files:
+        warnings += _unknown_platform(entries["platform"], {*PLATFORMS, *platforms})
     ordered = {key: entries[key] for key in declared} | entries
     settings = Settings(tuple(ordered.values()), tuple(warnings), declared=declared)
     return dataclasses.replace(settings, unchecked=tuple(labels(settings)))
@@ -365,15 +368,14 @@ def _misspelt(name: str, known: Sequence[str]) -> str | None:
     return spelt[found[0]] if found else None
 
 
-def _unknown_platform(platform: Setting, platform_files: PlatformFiles) -> list[str]:
+def _unknown_platform(platform: Setting, known: Collection[str]) -> list[str]:
     name = platform.value
-    if not isinstance(name, str) or name in PLATFORMS or platform_files:
-        return []
-    if platform.origin != f"environment {platform.variable}":
+    forced = platform.origin == f"environment {platform.variable}"
+    if not forced or not isinstance(name, str) or name in known:
         return []
     return [
         f"{platform.variable}={name}: no installed plugin has settings for this platform."
-        + closest(name, PLATFORMS)
+        + closest(name, sorted(known))
     ]
 
 

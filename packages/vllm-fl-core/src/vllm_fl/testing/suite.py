@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ..contracts import ModelSizes
+from ..dispatch import get_default_manager
 from ..dispatch.startup import detect_platform
 from .cases import CHECKS, Case, cases_of
 from .exceptions import read_xfails
@@ -157,8 +158,16 @@ class _Suite:
             raise ValueError(f"{cls.__name__} needs backend = '<implementation id>'")
         impls = installed(cls.backend)
         self.xfails = read_xfails(Path(inspect.getfile(cls)).with_name("xfails.toml"), CHECKS)
-        platform = detect_platform()
-        device = torch.device(cls.device or DEVICES.get(platform, platform))
+        name = cls.device
+        if name is None:
+            platform = detect_platform(get_default_manager().registry.plugins)
+            name = DEVICES.get(platform, platform)
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(
+                f"torch has no device {name!r}: set {cls.__name__}.device to its name of it"
+            ) from error
         cases = [c for impl in impls for c in cases_of(Subject(impl, device, cls.sizes))]
         self.cases = {check: [c for c in cases if c.check == check] for check in CHECKS}
         left_out = frozenset(
