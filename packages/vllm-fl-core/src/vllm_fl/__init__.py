@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .contracts.rotary_embedding import joint_cos_sin
     from .errors import PluginError, SettingsError, VllmFLError
     from .logs import get_logger
+    from .plugins.finding import Finding
     from .plugins.hookspecs import HOOK_API, hookimpl
     from .plugins.types import (
         AttentionImpl,
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
         BackendImplKind,
         BackendPriority,
         DeviceProfile,
-        Finding,
         OpImpl,
         PolicyDefaults,
         SettingSpec,
@@ -75,7 +75,7 @@ _HOMES = {
     "BackendImplKind": ".plugins.types",
     "BackendPriority": ".plugins.types",
     "DeviceProfile": ".plugins.types",
-    "Finding": ".plugins.types",
+    "Finding": ".plugins.finding",
     "HOOK_API": ".plugins.hookspecs",
     "OpImpl": ".plugins.types",
     "OpSpec": ".contracts",

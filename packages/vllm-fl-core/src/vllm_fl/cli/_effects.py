@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..contracts import contracts
+from ..plugins.finding import Finding
 from ..plugins.loading import unmatched
 from ..plugins.plugin import Plugin
-from ..plugins.types import Finding
 from ..settings.policy import OpOrder
 from ..settings.schema import CONFIG, Settings, overridden
 from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..plugins.types import Finding
+from ..plugins.finding import Finding
 from ..text import quote
 
 __all__ = ["contained"]

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..plugins.finding import Finding
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
 from ..plugins.loading import GROUP
-from ..plugins.types import Finding
 from ._environment import SHOWN, torch_build, torch_facts, version_of
 
 __all__ = ["CHECKS", "allowed_plugins"]

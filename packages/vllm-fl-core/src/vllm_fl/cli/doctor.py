@@ -21,9 +21,9 @@ from ..plugins import breadcrumb, calling
 from ..plugins import loading as plugin_loader
 from ..plugins.breadcrumb import Crumb
 from ..plugins.calling import LEAVE_OUT, devices, find_device, policy_files
+from ..plugins.finding import Finding
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
-from ..plugins.types import Finding
 from ..settings.layers import load_startup
 from ..settings.schema import CONFIG, TAKEN, Settings
 from ..settings.values import OP_CONFIG

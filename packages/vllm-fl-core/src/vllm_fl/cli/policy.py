@@ -62,9 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         say("Settings that belong to no loaded plugin: they are kept, unchecked, and do nothing:")
         for name in settings.unowned:
             say(f"  {name}")
-    if settings.unchecked:
+    unknown = [name for name in settings.unchecked if name not in settings.unowned]
+    if unknown:
         say("Names that nobody here could check, or that nobody installed knows:")
-        for name in settings.unchecked:
+        for name in unknown:
             say(f"  {name}")
     for warning in settings.warnings:
         say(f"Warning: {warning}")

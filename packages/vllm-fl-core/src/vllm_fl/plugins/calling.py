@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import PluginError, VllmFLError
 from ..logs import get_logger
@@ -14,12 +14,14 @@ from .registry import Owner
 from .types import (
     AttentionImpl,
     DeviceProfile,
-    Finding,
     OpImpl,
     PolicyDefaults,
     WorkerContext,
     WorkerReport,
 )
+
+if TYPE_CHECKING:
+    from .finding import Finding
 
 __all__ = [
     "BARRED",
@@ -152,6 +154,8 @@ def findings(plugin: Plugin, settings: Any) -> list[Finding]:
     Raises:
         PluginError: its hook failed.
     """
+    from .finding import Finding  # only where it is wanted
+
     told = call_hook(plugin, "doctor", Iterable, LEAVE_OUT, settings=settings)
     with contained(plugin.owner, "its doctor hook", LEAVE_OUT):
         return [Finding(**vars(finding)) for found in told for finding in found]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from .finding import Finding
     from .types import (
         AttentionImpl,
         DeviceProfile,
-        Finding,
         OpImpl,
         PolicyDefaults,
         SettingSpec,

@@ -7,6 +7,7 @@ path. Each plugin has a plugin manager of its own, so that a broken one does not
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -313,7 +314,7 @@ def _check_settings(specs: Iterable[object]) -> None:
     for spec in specs:
         if not isinstance(spec, SettingSpec):
             raise TypeError(f"settings returned {spec!r}; expected SettingSpec")
-        if spec.in_file and not PLUGIN_KEY.fullmatch(spec.key):
+        if spec.in_file and not re.fullmatch(PLUGIN_KEY, spec.key):
             raise ValueError(
                 f"a file may have its setting {spec.key!r}, whose key must then begin with "
                 "flagos_, reference_ or vendor_<vendor>_"

@@ -9,7 +9,6 @@ import enum
 import inspect
 import keyword
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ __all__ = [
     "BackendImplKind",
     "BackendPriority",
     "DeviceProfile",
-    "Finding",
     "OpImpl",
     "PolicyDefaults",
     "SettingSpec",
@@ -251,31 +249,14 @@ class PolicyDefaults:
     path: str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something that `vllm-fl doctor` reports.
-
-    Args:
-        check: the check that found it, for programs (`vllm-plugins`).
-        what: what is wrong, one sentence.
-        why: what follows from it, or what caused it.
-        todo: what ends it.
-    """
-
-    check: str
-    what: str
-    why: str
-    todo: str
-
-
 T = TypeVar("T")
 
-PLUGIN_KEY = re.compile(r"((?:VLLM_FL_)?(?:flagos|reference|vendor_[a-z0-9]+)_|USE_FLAG)\w+", re.I)
+PLUGIN_KEY = r"(?i)((?:VLLM_FL_)?(?:flagos|reference|vendor_[a-z0-9]+)_|USE_FLAG)\w+"
 """The keys that plugins' settings have in files, and variables of theirs: those of a plugin that is
 not installed are told from slips by what they begin with."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SettingSpec(Generic[T]):
     """The declaration of one setting, from which everything about it follows.
 

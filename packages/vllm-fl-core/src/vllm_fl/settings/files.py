@@ -161,7 +161,7 @@ class _File:
                 yield from () if node.tag == f"{TAG}null" else self.orders(node)
                 continue
             spec = self.declared.get(key)
-            if is_absent(key, self.declared):
+            if spec is None and is_absent(key, self.declared):
                 plain = _plain(node)
                 if plain is not None:
                     yield Setting(key, plain, origin)

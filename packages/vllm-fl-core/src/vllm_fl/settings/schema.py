@@ -6,6 +6,7 @@ To add a setting, declare it in `Settings`, and describe it in docs/settings.md.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -311,7 +312,7 @@ def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
 
 def is_absent(name: str, declared: Declared) -> bool:
     """Whether a key or variable is a setting of a plugin that is not loaded."""
-    found = PLUGIN_KEY.fullmatch(name)
+    found = re.fullmatch(PLUGIN_KEY, name)
     known = (each for spec in declared.values() for each in (spec.key, *spec.variables))
     return found is not None and not any(each.startswith(found[1]) for each in known)
 
