@@ -22,7 +22,7 @@ from ..settings.policy import Mode
 
 if TYPE_CHECKING:
     from ..dispatch.manager import OpManager
-    from ..settings.layers import Settings
+    from .facts import EngineFacts
 
 __all__ = ["Plan", "PlanEntry", "active_plan", "leave_place", "make_plan", "take_place"]
 
@@ -273,8 +273,7 @@ class _Sealed:
 
 def make_plan(
     manager: OpManager,
-    mode: Mode,
-    settings: Settings,
+    facts: EngineFacts,
     *,
     demoted: Mapping[tuple[str, str], str] | None = None,
     notes: Mapping[str, str] | None = None,
@@ -284,8 +283,7 @@ def make_plan(
 
     Args:
         manager: what is installed.
-        mode: how the engine runs the model.
-        settings: the engine's settings, policy included.
+        facts: what the engine's configuration says.
         demoted: (op, impl id) -> why it is out for this engine.
         notes: op -> why it is left to vLLM whatever the policy says.
         kept_layers: classes of vLLM's that the user leaves alone.
@@ -296,18 +294,18 @@ def make_plan(
         out = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
         trace = manager.trace(
             op,
-            mode=mode,
+            mode=facts.mode,
             engine=True,
-            settings=settings,
+            settings=facts.settings,
             demoted=out,
-            bars_layers=mode == "compiled",  # an operator in a graph cannot be handed a layer
+            bars_layers=facts.mode == "compiled",  # an operator in a graph cannot be handed a layer
         )
         entries[op] = PlanEntry(op, trace, notes.get(op, ""))
     return Plan(
-        mode,
+        facts.mode,
         entries,
-        strict=settings.policy.strict,
-        counts_calls=settings.debug,
+        strict=facts.settings.policy.strict,
+        counts_calls=facts.settings.debug,
         kept_layers=frozenset(kept_layers),
     )
 

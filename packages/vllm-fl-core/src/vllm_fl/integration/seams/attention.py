@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...dispatch import get_default_manager
+from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...errors import AllFailedError
 from ...logs import get_logger
@@ -17,7 +18,7 @@ from ...text import quote
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["choose", "faults", "forget_choices", "kept_by_user", "refusals"]
+__all__ = ["choose", "faults", "forget_choices", "model_request", "refusals"]
 
 FIELDS = ("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse")
 """The fields that vLLM's selector has in every release; what else it has are extras."""
@@ -50,9 +51,9 @@ def model_request(vllm_config: VllmConfig) -> AttentionRequest | None:
         return None
 
 
-def refusals(vllm_config: VllmConfig) -> dict[tuple[str, str], str]:
+def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why an installed attention backend does not take this model."""
-    request = model_request(vllm_config)
+    request = facts.attention
     if request is None:
         return {}
     impls = get_default_manager().registry.snapshot().impls_by_op.get(ATTENTION, ())
@@ -65,23 +66,18 @@ def refusals(vllm_config: VllmConfig) -> dict[tuple[str, str], str]:
     }
 
 
-def kept_by_user(vllm_config: VllmConfig) -> dict[str, str]:
-    """The note of a backend that vLLM was told to take, by op; empty where it was told none."""
-    backend = vllm_config.attention_config.backend
-    return {} if backend is None else {ATTENTION: f"attention_config.backend is {backend.name}"}
-
-
-def faults(plan: Plan, vllm_config: VllmConfig) -> dict[tuple[str, str], str]:
+def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why the plan's attention backend cannot be used in this process.
 
     The class is imported here, before a layer is built on it.
     """
-    request = model_request(vllm_config)
-    chosen = plan.entries[ATTENTION].attention[:1] if request is not None else ()
+    request = facts.attention
+    if request is None:
+        return {}
     return {
         (ATTENTION, impl.impl_id): problem
-        for impl in chosen
-        if request is not None and (problem := _class_of(impl, request)[1])
+        for impl in plan.entries[ATTENTION].attention[:1]
+        if (problem := _class_of(impl, request)[1])
     }
 
 
