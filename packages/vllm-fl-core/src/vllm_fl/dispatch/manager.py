@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import os
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MethodType
@@ -22,17 +21,17 @@ from ..errors import (
     PolicySealedError,
     UnknownOpError,
 )
-from ..logs import SAID_AT_MOST, get_logger
+from ..logs import get_logger
 from ..older import lookup, outdated
 from ..plugins.registry import OpRegistry
 from ..plugins.types import AttentionImpl, BackendImplKind, OpImpl
 from ..settings.layers import Settings
 from ..settings.policy import Mode, SelectionPolicy, closest
 from ..settings.unmatched import meant
-from ..text import quote
 from .context import chosen, override
-from .guard import NEEDS_LAYER, Chain, Demotions, call_guard, method_guard
-from .resolver import Trace, describe, resolve
+from .guard import NEEDS_LAYER, Chain, call_guard, method_guard
+from .record import Record
+from .resolver import Trace, resolve
 from .startup import Startup, read_settings, start
 
 __all__ = ["OpManager", "set_global_policy"]
@@ -77,14 +76,7 @@ class OpManager:
         self._startup: Startup | None = None
         self._ready = registry is not None and policy is not None
         self._sealed: str | None = None
-        self._demoted: defaultdict[str, Demotions] = defaultdict(Demotions)
-        """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
-        self._announced: dict[str, str] = {}
-        self._said: set[tuple[str, ...]] = set()
-        self.fallbacks: Counter[tuple[str, str]] = Counter()
-        """(op, impl id) -> calls that this later candidate took over."""
-        self.calls: Counter[tuple[str, str]] = Counter()
-        """(op, impl id) -> calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
+        self._record = Record(log, self._demote)
         self._registry.on_change(self._forget)
         self._forget()
 
@@ -129,11 +121,17 @@ class OpManager:
     @property
     def demotions(self) -> Mapping[tuple[str, str], str]:
         """(op, impl id) -> why it is out since it failed."""
-        return {
-            (op, impl_id): why
-            for op, demoted in list(self._demoted.items())
-            for impl_id, why in list(demoted.items())
-        }
+        return self._record.demotions
+
+    @property
+    def fallbacks(self) -> Counter[tuple[str, str]]:
+        """(op, impl id) -> calls that this later candidate took over."""
+        return self._record.fallbacks
+
+    @property
+    def calls(self) -> Counter[tuple[str, str]]:
+        """(op, impl id) -> calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
+        return self._record.calls
 
     def ensure_initialized(
         self,
@@ -217,7 +215,7 @@ class OpManager:
         if not impls and op not in contracts() and op != "attention_backend":
             raise self._unknown(op)
         barred = barred_by(settings or self.settings, op, impls)
-        barred |= self._demoted[op] if demoted is None else demoted
+        barred |= self._record.demoted(op) if demoted is None else demoted
         if bars_layers:
             barred |= {
                 i.impl_id: NEEDS_LAYER for i in impls if isinstance(i, OpImpl) and i.needs_layer
@@ -272,10 +270,9 @@ class OpManager:
         policy = override.get() or self.policy
         trace = self.trace(op, policy=policy, bars_layers=bars_layers)
         impls = self._candidates(trace)
-        self._announce(op, impls[0], trace)
-        return Chain(
-            op, tuple(impls), contracts().get(op), policy.strict, _Failures(self, op), grants
-        )
+        self._record.announce(op, impls[0])
+        log.debug("%s", trace)
+        return Chain(op, tuple(impls), contracts().get(op), policy.strict, self._record, grants)
 
     def _bound(self, op: str) -> Bound:
         policy = override.get()
@@ -299,15 +296,9 @@ class OpManager:
         return tables.setdefault(policy, {})
 
     def _counted(self, bound: Bound, op: str, impl: OpImpl) -> Bound:
-        if not (self._startup and self._startup.settings.debug):
-            return bound
-
-        @functools.wraps(bound)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.calls[op, impl.impl_id] += 1
-            return bound(*args, **kwargs)
-
-        return counted
+        if self._startup and self._startup.settings.debug:
+            return self._record.counting(bound, op, impl.impl_id)
+        return bound
 
     # Calling.
 
@@ -388,7 +379,7 @@ class OpManager:
                 self._startup = dataclasses.replace(self._startup, settings=settings, problem=None)
                 policy = settings.policy
             self._policy = policy if policy is not None else self._given[1]
-            self._end_demotions()
+            self._record.end_demotions()
             self._forget()
             return before
 
@@ -400,13 +391,17 @@ class OpManager:
         """
         with self._lock:
             self._refuse_if_sealed("demotions")
-            self._end_demotions(op)
+            self._record.end_demotions(op)
             self._forget()
 
-    def _end_demotions(self, op: str | None = None) -> None:
-        for name, demoted in list(self._demoted.items()):
-            if op in (None, name):
-                demoted.clear()
+    def _demote(self, op: str, impl_id: str, why: str) -> bool:
+        if self._sealed:
+            return False  # an engine relies on the plan: nothing could take the demotion back
+        with self._lock:
+            if impl_id not in self._record.demoted(op):
+                self._record.demote(op, impl_id, why)
+                self._forget()
+        return True
 
     def seal(self, by: str) -> None:
         """From now on the policy stands: `by` says who relies on it."""
@@ -447,28 +442,13 @@ class OpManager:
     def get_failed_impls(self, op: str | None = None) -> dict[str, set[str]]:
         """Deprecated: op -> the ids that are out since they failed; see `demotions`."""
         outdated("OpManager.get_failed_impls", "demotions")
-        return {
-            name: set(demoted)
-            for name, demoted in list(self._demoted.items())
-            if demoted and op in (None, name)
-        }
+        failed: dict[str, set[str]] = {}
+        for name, impl_id in self.demotions:
+            if op in (None, name):
+                failed.setdefault(name, set()).add(impl_id)
+        return failed
 
     # What is said.
-
-    def _announce(self, op: str, impl: OpImpl, trace: Trace) -> None:
-        before = self._announced.get(op)
-        if before is None:
-            log.info("Op '%s' using %s", op, describe(impl))
-        elif before != impl.impl_id:
-            log.info("Op '%s' switched from '%s' to %s", op, before, describe(impl))
-        self._announced[op] = impl.impl_id
-        log.debug("%s", trace)
-
-    def _once(self, *what: str) -> bool:
-        if what in self._said or len(self._said) >= SAID_AT_MOST:
-            return False
-        self._said.add(what)
-        return True
 
     def _unknown(self, op: str) -> UnknownOpError:
         known = sorted({*contracts(), *self._registry.snapshot().impls_by_op})
@@ -539,43 +519,6 @@ def barred_by(
     return {i.impl_id: reason for i in impls if i.kind is BackendImplKind.DEFAULT}
 
 
-class _Failures:
-    """The manager as a chain sees it: one op's demotions and fallbacks."""
-
-    def __init__(self, manager: OpManager, op: str) -> None:
-        self.manager = manager
-        self.op = op
-        self.demoted = manager._demoted[op]
-
-    def refused(self, impl: OpImpl, reason: str) -> None:
-        if self.manager._once("refused", self.op, impl.impl_id, reason):
-            log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, self.op, reason)
-
-    def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
-        manager = self.manager
-        if manager._sealed:
-            return False  # an engine relies on the plan: nothing could take the demotion back
-        with manager._lock:
-            if impl.impl_id not in self.demoted:
-                self.demoted[impl.impl_id] = f"failed earlier: {quote(error)}"
-                manager._forget()
-        if last:
-            line = "Last implementation '%s' failed for op '%s': %s"
-            log.error(line, impl.impl_id, self.op, error)
-        else:
-            line = "Implementation '%s' failed for op '%s': %s"
-            log.warning(line, impl.impl_id, self.op, error)
-        return True
-
-    def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
-        manager = self.manager
-        manager.fallbacks[self.op, impl.impl_id] += 1
-        if manager._once("fallback", self.op, first.impl_id, impl.impl_id):
-            log.info("Op '%s' fallback to %s", self.op, describe(impl))
-        if first.impl_id in self.demoted:
-            manager._announced[self.op] = impl.impl_id
-
-
 def _blame_signature(
     op: str, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
 ) -> None:
@@ -615,11 +558,7 @@ def _start_clean_in_child() -> None:
     for manager in _managers:
         manager._lock = threading.RLock()
         manager._registry._lock = threading.Lock()  # perhaps held by a thread that is not here
-        manager._end_demotions()
-        manager._announced.clear()
-        manager._said.clear()
-        manager.fallbacks.clear()
-        manager.calls.clear()
+        manager._record.clear()
         manager._forget()
 
 

@@ -110,7 +110,7 @@ class PlannedWorker:
             },
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
-            "demotions": _nested(plan.demotions),
+            "demotions": _nested(plan.record.demotions),
         }
 
     def shutdown(self) -> None:
@@ -213,7 +213,8 @@ def _verified_plan(
     if rank == 0:
         for line in differences(verdicts):
             log.warning("The ranks differ. %s", line)
-    plan.demotions.update(demoted)
+    for (op, impl_id), reason in demoted.items():
+        plan.record.demote(op, impl_id, reason)
     return plan, contents, preflight.limits(plan)
 
 
