@@ -51,7 +51,7 @@ def manager(settings: Settings, *impls: OpImpl) -> OpManager:
     registry = OpRegistry()
     registry.register_many(impls or map(impl, KINDS))
     made = OpManager()
-    made.adopt(Startup((), settings), registry)
+    made.use_startup(Startup((), settings), registry)
     return made
 
 

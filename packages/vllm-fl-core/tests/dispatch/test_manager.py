@@ -491,14 +491,14 @@ class TestPolicies:
         assert OpManager(policy=policy).startup is not None
         assert OpManager(policy=policy).policy is policy
 
-    def test_a_patient_start_raises_what_is_wrong_where_the_policy_is_needed(
+    def test_deferred_errors_of_settings_are_raised_where_the_policy_is_needed(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("VLLM_FL_CONFIG", "/nonexistent/policy.yaml")
         with pytest.raises(SettingsError, match="does not exist"):
             OpManager().ensure_initialized()
         manager = OpManager()
-        manager.ensure_initialized("cpu", patient=True)
+        manager.ensure_initialized("cpu", defer_errors=True)
         assert manager.startup is not None and manager.startup.settings.platform == "cpu"
         registry = manager.registry
         for need in (lambda: manager.policy, lambda: manager.call(OP, X)):
@@ -506,7 +506,7 @@ class TestPolicies:
                 need()
         policy = SelectionPolicy(prefer="reference")
         settings = load_settings({"VLLM_FL_PREFER": "reference"})
-        manager.adopt(Startup(manager.startup.plugins, settings), registry)
+        manager.use_startup(Startup(manager.startup.plugins, settings), registry)
         assert manager.policy == policy
 
     def test_a_block_beats_the_global_one(self) -> None:
@@ -698,5 +698,5 @@ def test_a_policy_that_was_set_stands_where_a_platform_is_found_later(
     mine = SelectionPolicy(prefer="vendor")
     monkeypatch.setattr(chosen, "policy", mine)
     manager = OpManager()
-    manager.adopt(Startup((), load_settings({})), OpRegistry())  # as for a plugin's device
+    manager.use_startup(Startup((), load_settings({})), OpRegistry())  # as for a plugin's device
     assert manager.policy == mine

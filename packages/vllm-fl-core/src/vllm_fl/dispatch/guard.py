@@ -60,17 +60,17 @@ class Chain:
 
     def refuse(self, verdict: object, call: Call) -> Any:
         """Go on after the first candidate's `supports` said no."""
-        return self._go_on(_reason(verdict), call)
+        return self._try_others(_reason(verdict), call)
 
     def recover(self, error: Exception, call: Call) -> Any:
         """Go on after the first candidate raised, or was passed over."""
-        return self._go_on(None if isinstance(error, Skipped) else error, call)
+        return self._try_others(None if isinstance(error, Skipped) else error, call)
 
     def skip(self, call: Call) -> Any:
         """Go on without the first candidate, which was demoted since this was resolved."""
-        return self._go_on(None, call)
+        return self._try_others(None, call)
 
-    def _go_on(self, first: Exception | str | None, call: Call) -> Any:
+    def _try_others(self, first: Exception | str | None, call: Call) -> Any:
         causes: list[tuple[str, BaseException | str]] = []
         outcome: Exception | str = "" if first is None else first
         for index, impl in enumerate(self.impls):

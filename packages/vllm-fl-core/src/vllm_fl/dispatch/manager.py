@@ -120,7 +120,7 @@ class OpManager:
 
     @property
     def demotions(self) -> Mapping[tuple[str, str], str]:
-        """(op, impl id) -> why it is out since it failed."""
+        """(op, impl id) -> why it was demoted."""
         return self._record.demotions
 
     @property
@@ -137,14 +137,14 @@ class OpManager:
         self,
         platform: str | None = None,
         *,
-        patient: bool = False,
+        defer_errors: bool = False,
         engine: Settings | None = None,
     ) -> None:
         """Find and load the plugins and read the settings, once per process.
 
         Args:
             platform: whose settings files count, where the caller knows it.
-            patient: raise what is wrong with the settings where the policy is needed, not here.
+            defer_errors: raise what is wrong with the settings when the policy is needed, not here.
             engine: the settings of the engine whose worker this is, which say what is loaded.
 
         Raises:
@@ -161,7 +161,9 @@ class OpManager:
                 self._startup = Startup((), settings)
             else:
                 registry = OpRegistry()
-                startup = start(registry, platform=platform, patient=patient, engine=engine)
+                startup = start(
+                    registry, platform=platform, defer_errors=defer_errors, engine=engine
+                )
                 self._registry, self._startup = registry, startup
                 registry.on_change(self._forget)
             if self._policy is None:  # one that was set before the first use stands
@@ -169,8 +171,8 @@ class OpManager:
             self._forget()
             self._ready = True
 
-    def adopt(self, startup: Startup, registry: OpRegistry) -> None:
-        """Take over what somebody else started. A policy that was set stands."""
+    def use_startup(self, startup: Startup, registry: OpRegistry) -> None:
+        """Use plugins and settings that the caller has found. A policy that was set stands."""
         with self._lock:
             self._registry, self._startup = registry, startup
             self._policy = self._given[1] or chosen.policy or startup.settings.policy
@@ -189,7 +191,7 @@ class OpManager:
         settings: Settings | None = None,
         demoted: Mapping[str, str] | None = None,
         policy: SelectionPolicy | None = None,
-        bars_layers: bool = False,
+        without_layer: bool = False,
     ) -> Trace:
         """Every candidate of `op` with what was decided about it.
 
@@ -198,9 +200,9 @@ class OpManager:
             mode: the engine's mode.
             engine: whether vLLM's own path is a candidate.
             settings: an engine's settings, policy included; by default the process's.
-            demoted: impl id -> why it is out for this engine; by default the process's demotions.
+            demoted: impl id -> why an engine demoted it; by default the process's demotions.
             policy: the policy; by default the one in force.
-            bars_layers: reject implementations that need a layer, as `call_op` does.
+            without_layer: reject implementations that need a layer, since there is none.
 
         Raises:
             UnknownOpError: neither a contract nor a plugin names `op`.
@@ -214,13 +216,13 @@ class OpManager:
         impls = snapshot.impls_by_op.get(op, ())
         if not impls and op not in contracts() and op != "attention_backend":
             raise self._unknown(op)
-        barred = barred_by(settings or self.settings, op, impls)
-        barred |= self._record.demoted(op) if demoted is None else demoted
-        if bars_layers:
-            barred |= {
+        rejections = rejected_by(settings or self.settings, op, impls)
+        rejections |= self._record.demoted(op) if demoted is None else demoted
+        if without_layer:
+            rejections |= {
                 i.impl_id: NEEDS_LAYER for i in impls if isinstance(i, OpImpl) and i.needs_layer
             }
-        trace = resolve(op, impls, policy, mode=mode, barred=barred, engine=engine)
+        trace = resolve(op, impls, policy, mode=mode, rejections=rejections, engine=engine)
         self._check_named(trace, impls)
         return trace
 
@@ -243,7 +245,7 @@ class OpManager:
 
     def resolve_candidates(self, op: str) -> list[OpImpl]:
         """The implementations of `op` that `call` would try, in order."""
-        return self._candidates(self.trace(op, bars_layers=True))
+        return self._candidates(self.trace(op, without_layer=True))
 
     def resolve(self, op: str) -> Bound:
         """The function that a call of `op` runs, with the rules of fallback around it.
@@ -258,7 +260,7 @@ class OpManager:
 
     def get_selected_impl_id(self, op: str) -> str:
         """The id of the implementation that a call of `op` tries first."""
-        return self._candidates(self.trace(op, bars_layers=True))[0].impl_id
+        return self._candidates(self.trace(op, without_layer=True))[0].impl_id
 
     def _candidates(self, trace: Trace) -> list[OpImpl]:
         impls = [i for i in trace.admitted if isinstance(i, OpImpl)]
@@ -266,9 +268,11 @@ class OpManager:
             raise self._nothing_for(trace)
         return impls
 
-    def _chain(self, op: str, *, bars_layers: bool, grants: frozenset[str] = frozenset()) -> Chain:
+    def _chain(
+        self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
+    ) -> Chain:
         policy = override.get() or self.policy
-        trace = self.trace(op, policy=policy, bars_layers=bars_layers)
+        trace = self.trace(op, policy=policy, without_layer=without_layer)
         impls = self._candidates(trace)
         self._record.announce(op, impls[0])
         log.debug("%s", trace)
@@ -281,7 +285,7 @@ class OpManager:
             tables = self._tables
             bound = tables.get(policy, {}).get(op)
             if bound is None:
-                chain = self._chain(op, bars_layers=True)
+                chain = self._chain(op, without_layer=True)
                 bound = self._counted(call_guard(chain), op, chain.impls[0])
                 self._table(tables, policy)[op] = bound
             return bound
@@ -349,7 +353,7 @@ class OpManager:
             table = self._table(self._tables, policy)
             method = table.get(key)
             if method is None:
-                chain = self._chain(op, bars_layers=False, grants=grants)
+                chain = self._chain(op, without_layer=False, grants=grants)
                 method = table[key] = self._counted(method_guard(chain), op, chain.impls[0])
         return MethodType(method, instance)
 
@@ -440,7 +444,7 @@ class OpManager:
         return self.epoch
 
     def get_failed_impls(self, op: str | None = None) -> dict[str, set[str]]:
-        """Deprecated: op -> the ids that are out since they failed; see `demotions`."""
+        """Deprecated: op -> the ids of what was demoted; see `demotions`."""
         outdated("OpManager.get_failed_impls", "demotions")
         failed: dict[str, set[str]] = {}
         for name, impl_id in self.demotions:
@@ -502,10 +506,10 @@ def set_global_policy(policy: SelectionPolicy | None) -> None:
         manager.set_policy(policy)
 
 
-def barred_by(
+def rejected_by(
     settings: Settings | None, op: str, impls: Iterable[OpImpl | AttentionImpl]
 ) -> dict[str, str]:
-    """impl id -> the setting that keeps FlagGems out of this op."""
+    """impl id -> the setting that rejects FlagGems for this op."""
     if settings is None:
         return {}
     if not settings.use_flaggems:

@@ -57,7 +57,7 @@ class Record:
 
     @property
     def demotions(self) -> dict[Key, str]:
-        """(op, impl id) -> why it is out since it failed."""
+        """(op, impl id) -> why it was demoted."""
         return {
             (op, impl_id): why
             for op, demoted in list(self._demoted.items())
@@ -65,11 +65,11 @@ class Record:
         }
 
     def demoted(self, op: str) -> Mapping[str, str]:
-        """Impl id -> why it is out, for one op; always the same object."""
+        """Impl id -> why it was demoted, for one op; always the same object."""
         return self._demoted[op]
 
     def demote(self, op: str, impl_id: str, why: str) -> None:
-        """From now on `impl_id` is out."""
+        """Demote `impl_id` from now on."""
         self._demoted[op][impl_id] = why
         self._switch(op)
 
@@ -95,9 +95,9 @@ class Record:
         for guard in guards or list(self._guards[op]):
             scope = guard.__globals__
             first: OpImpl = scope["_chain"].impls[0]
-            out = first.impl_id in self._demoted[op]
-            scope["_fn"] = _skipped if out else first.fn
-            scope["_supports"] = _skipped if out else scope["_chain"].asked(first)
+            skips = first.impl_id in self._demoted[op]
+            scope["_fn"] = _skipped if skips else first.fn
+            scope["_supports"] = _skipped if skips else scope["_chain"].asked(first)
 
     # What happened.
 

@@ -36,7 +36,7 @@ class PlanEntry:
     Args:
         op: the op's name.
         trace: every candidate with what was decided about it.
-        note: why vLLM's own path is kept against the trace (a setting of vLLM's), or empty.
+        note: why vLLM's own path runs against the trace (a setting of vLLM's), or empty.
     """
 
     op: str
@@ -247,21 +247,22 @@ def make_plan(
     Args:
         manager: what is installed.
         facts: what the engine's configuration says.
-        demoted: (op, impl id) -> why it is out for this engine.
+        demoted: (op, impl id) -> why it is demoted for this engine.
         notes: op -> why it is left to vLLM whatever the policy says.
         kept_layers: classes of vLLM's that the user leaves alone.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
     for op in (*contracts(), ATTENTION):
-        out = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
+        of_op = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
         trace = manager.trace(
             op,
             mode=facts.mode,
             engine=True,
             settings=facts.settings,
-            demoted=out,
-            bars_layers=facts.mode == "compiled",  # an operator in a graph cannot be handed a layer
+            demoted=of_op,
+            without_layer=facts.mode
+            == "compiled",  # an operator in a graph cannot be handed a layer
         )
         entries[op] = PlanEntry(op, trace, notes.get(op, ""))
     return Plan(

@@ -344,11 +344,11 @@ class _Run:
         before = process_state.state_of(self.trials.device)
         try:
             with torch.inference_mode():
-                self._contract()
-                self._state(before)
-                self._served()
-                self._compiled()
-                self._state(before)
+                self._run_samples()
+                self._check_state(before)
+                self._run_served()
+                self._run_compiled()
+                self._check_state(before)
         except _Stop as stop:
             return stop.why, stop.error
         except Exception as error:  # of ours, where the implementation has spoiled what we rely on
@@ -360,7 +360,7 @@ class _Run:
             process_state.restore(before, self.trials.device)
         return None
 
-    def _state(self, before: dict[str, Any]) -> None:
+    def _check_state(self, before: dict[str, Any]) -> None:
         problem = self._changed(before)
         if problem is not None:
             raise _Stop(problem)
@@ -371,7 +371,7 @@ class _Run:
             problem = process_state.changed(before, self.trials.device)
         return None if problem is None else f"it changed {problem} of the whole process"
 
-    def _contract(self) -> None:
+    def _run_samples(self) -> None:
         """The contract's own samples: edges that every caller may bring."""
         for index, sample in enumerate(self.trials.samples):
             exact = self.trials.exact(index)
@@ -384,20 +384,20 @@ class _Run:
                 what = "it is wrong: " if result.status == "wrong" else ""
                 raise _Stop(f"{what}{result.reason} ({sample.name}, {result.dtype})", result.error)
 
-    def _served(self) -> None:
+    def _run_served(self) -> None:
         """The served model's calls, with many token counts."""
         always, further = token_counts(self.trials.largest, self.trials.seed)
         for form in self.trials.forms:
             form.switch(large=False)
             for count in always:
-                self._batch(form, count, large=False, calls=3 if count <= 64 else 2)
-            self._elsewhere(form)
-            self._intact(form)
+                self._run_batch(form, count, large=False, calls=3 if count <= 64 else 2)
+            self._in_another_thread(form)
+            self._check_intact(form)
             form.switch(large=True)
             for count in LARGE_COUNTS:
                 if count <= self.trials.largest:
-                    self._batch(form, count, large=True)
-            self._intact(form)
+                    self._run_batch(form, count, large=True)
+            self._check_intact(form)
         deadline = time.monotonic() + self.seconds
         for form in self.trials.forms:
             form.switch(large=False)
@@ -406,13 +406,13 @@ class _Run:
                 self.thinned = True
                 break
             for form in self.trials.forms:
-                self._batch(form, count, large=False)
+                self._run_batch(form, count, large=False)
         for form in self.trials.forms:
-            self._intact(form)
+            self._check_intact(form)
         if self.trials.forms and not self.served:
             raise _Stop(f"it refuses the served model's own sizes ({self.refusals[0]})")
 
-    def _batch(self, form: _Form, count: int, *, large: bool, calls: int = 2) -> None:
+    def _run_batch(self, form: _Form, count: int, *, large: bool, calls: int = 2) -> None:
         """Batches one after the other in the same memory, their results kept to the end."""
         trials = self.trials
         where = f"{count} x {form.name}, {dtype_name(trials.dtype)}" + ", large values" * large
@@ -421,7 +421,7 @@ class _Run:
         for salt in range(calls):
             order = trials.order(count, salt)[:count]
             laid = rows_of(form.pool(large), _repeated(order, count), into=laid)
-            got = self._once(form, laid, where)
+            got = self._call_once(form, laid, where)
             if got is None:
                 return
             results.append((order, _kept(got, laid)))
@@ -431,7 +431,7 @@ class _Run:
                 said = ", same buffers again" if number else ""
                 raise _Stop(f"it is wrong: {problem} ({where}{said})")
 
-    def _elsewhere(self, form: _Form) -> None:
+    def _in_another_thread(self, form: _Form) -> None:
         """A batch in another thread than the one that builds the model, as micro-batches have."""
         stopped: list[BaseException] = []
 
@@ -441,7 +441,7 @@ class _Run:
                 torch.get_device_module(device).set_device(device)
             try:
                 with torch.inference_mode():
-                    self._batch(form, min(7, self.trials.largest), large=False)
+                    self._run_batch(form, min(7, self.trials.largest), large=False)
             except BaseException as error:
                 stopped.append(error)
 
@@ -453,7 +453,7 @@ class _Run:
         if stopped:
             raise stopped[0]
 
-    def _once(self, form: _Form, laid: Guarded, where: str) -> Any:
+    def _call_once(self, form: _Form, laid: Guarded, where: str) -> Any:
         """One call; its result, or None when it was refused."""
         impl, spec = self.impl, self.spec
         call = form.call(laid)
@@ -494,26 +494,26 @@ class _Run:
             torch.get_device_module(self.trials.device).synchronize()
         return got
 
-    def _intact(self, form: _Form) -> None:
+    def _check_intact(self, form: _Form) -> None:
         """Weights and tables are as they were before all these calls."""
         problem = misuse(form.static, (), self.impl, self.spec)
         if problem and self.compares:
             raise _Stop(f"it is wrong: {problem} ({form.name})")
 
-    def _compiled(self) -> None:
+    def _run_compiled(self) -> None:
         """The form that the compiler will get, in one graph for all batches."""
         if self.compiled is None:
             return
         for form in self.trials.forms:
             form.switch(large=False)
-            self._lowered(form, "aot_eager")
+            self._run_lowered(form, "aot_eager")
             if self.compiling.backend == "inductor":
                 if self.compiling.has_time():
-                    self._lowered(form, "inductor")
+                    self._run_lowered(form, "inductor")
                 else:
                     self.compiling.skipped.add(f"{self.spec.name} of {self.impl.impl_id}")
 
-    def _lowered(self, form: _Form, backend: str) -> None:
+    def _run_lowered(self, form: _Form, backend: str) -> None:
         torch._dynamo.reset()
         call = torch.compile(self.compiled, fullgraph=True, dynamic=True, backend=backend)
         for count in COMPILED_COUNTS:

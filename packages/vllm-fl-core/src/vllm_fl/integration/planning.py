@@ -127,7 +127,7 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
         if entry is not None:
             entry.carry(settings)
     if startup.problem is not None:
-        manager.adopt(replace(startup, settings=settings, problem=None), manager.registry)
+        manager.use_startup(replace(startup, settings=settings, problem=None), manager.registry)
     return settings
 
 
@@ -148,7 +148,7 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
     entry = _entry(vllm_config)
     settings = entry.settings if entry is not None else None
     get_default_manager().ensure_initialized(
-        current_platform.vllm_fl_platform, patient=True, engine=settings
+        current_platform.vllm_fl_platform, defer_errors=True, engine=settings
     )
     if settings is not None:
         _check_loaded(settings)
@@ -192,14 +192,14 @@ def plan_for(facts: EngineFacts, demoted: Mapping[tuple[str, str], str] | None =
 
     Args:
         facts: what the engine's configuration says.
-        demoted: (op, impl id) -> why it is out for this engine.
+        demoted: (op, impl id) -> why it is demoted for this engine.
     """
-    notes, kept = _left_layers(facts)
+    notes, kept = _layers_left_to_vllm(facts)
     return make_plan(
         get_default_manager(),
         facts,
         demoted={**attention.refusals(facts), **(demoted or {})},
-        notes=notes | _kept_by_user(facts),
+        notes=notes | _user_notes(facts),
         kept_layers=kept,
     )
 
@@ -255,7 +255,7 @@ def _entry(vllm_config: VllmConfig) -> Carried | None:
     return entry
 
 
-def _left_layers(facts: EngineFacts) -> tuple[dict[str, str], list[str]]:
+def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]:
     """What the OOT settings leave to vLLM, and other plugins have replaced.
 
     In compiled mode the norms are ops of vLLM's IR: a setting that holds for one of their layers
@@ -270,7 +270,8 @@ def _left_layers(facts: EngineFacts) -> tuple[dict[str, str], list[str]]:
         left = {
             layer: why
             for layer in layers
-            if layer.op == op and (why := _left(layer, facts.settings) or _norm_left(layer, facts))
+            if layer.op == op
+            and (why := _oot_note(layer, facts.settings) or _norm_note(layer, facts))
         }
         of_op = [layer for layer in layers if layer.op == op]
         by_layer = op in LAYER_OPS or facts.mode == "eager"
@@ -284,7 +285,7 @@ def _left_layers(facts: EngineFacts) -> tuple[dict[str, str], list[str]]:
     return notes, kept
 
 
-def _left(layer: Layer, settings: Settings) -> str:
+def _oot_note(layer: Layer, settings: Settings) -> str:
     """The setting that leaves this layer to vLLM, or nothing."""
     names = {layer.cls, layer.registered}
     if not settings.oot_enabled:
@@ -295,10 +296,10 @@ def _left(layer: Layer, settings: Settings) -> str:
     return f"oot_blacklist names {named[0]}" if named else ""
 
 
-def _norm_left(layer: Layer, facts: EngineFacts) -> str:
+def _norm_note(layer: Layer, facts: EngineFacts) -> str:
     """The entry of `custom_ops` that keeps this norm of an eager engine as it is, or nothing.
 
-    vLLM has two norms under two names; the other ops are judged whole, by `_kept_by_user`.
+    vLLM has two norms under two names; the other ops are judged whole, by `_user_notes`.
     """
     if layer.op in LAYER_OPS or facts.mode != "eager" or f"+{layer.registered}" in facts.custom_ops:
         return ""
@@ -307,7 +308,7 @@ def _norm_left(layer: Layer, facts: EngineFacts) -> str:
     return "custom_ops has none" if "none" in facts.custom_ops else ""
 
 
-def _kept_by_user(facts: EngineFacts) -> dict[str, str]:
+def _user_notes(facts: EngineFacts) -> dict[str, str]:
     """op -> the setting of vLLM's by which the user keeps its layers as they are."""
     custom_ops = facts.custom_ops
     notes = {}

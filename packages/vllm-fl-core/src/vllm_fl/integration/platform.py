@@ -12,7 +12,7 @@ from ..engine.plan import active_plan
 from ..errors import PluginError
 from ..plugins.types import DeviceProfile
 from ..text import quote
-from .device import IN_TREE, adopt_device, other_platforms, profile_named
+from .device import IN_TREE, detect_device, other_platforms, profile_named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,7 +46,7 @@ class PlatformOverlay:
         from ..dispatch import get_default_manager
         from .seams.ir import register_providers
 
-        get_default_manager().ensure_initialized(cls.vllm_fl_platform, patient=True)
+        get_default_manager().ensure_initialized(cls.vllm_fl_platform, defer_errors=True)
         register_providers()
 
     @classmethod
@@ -133,7 +133,7 @@ def overlay_path(forced: str | None = None) -> str | None:
     """
     path = _in_tree_path()
     if path is None or (forced is not None and forced not in IN_TREE):
-        profile = adopt_device(None if forced in IN_TREE else forced)
+        profile = detect_device(None if forced in IN_TREE else forced)
         if profile is not None:
             path = f"{__name__}.{DEVICE}{profile.name}"
     others = other_platforms() if path is not None else ()
