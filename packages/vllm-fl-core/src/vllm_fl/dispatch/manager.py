@@ -32,7 +32,7 @@ from .context import chosen, override
 from .guard import NEEDS_LAYER, Chain, call_guard, method_guard
 from .record import Record
 from .resolver import Trace, resolve
-from .startup import Startup, read_settings, start
+from .startup import Startup, read_settings, start, try_settings
 
 __all__ = ["OpManager", "set_global_policy"]
 
@@ -75,7 +75,8 @@ class OpManager:
         self._policy = policy
         self._startup: Startup | None = None
         self._ready = registry is not None and policy is not None
-        self._sealed: str | None = None
+        self._seals: dict[object, str] = {}
+        """Who relies on the policy; each has a key of its own."""
         self._record = Record(log, self._demote)
         self._registry.on_change(self._forget)
         self._forget()
@@ -145,7 +146,8 @@ class OpManager:
         Args:
             platform: whose settings files count, where the caller knows it.
             defer_errors: raise what is wrong with the settings when the policy is needed, not here.
-            engine: the settings of the engine whose worker this is, which say what is loaded.
+            engine: the settings of the engine whose worker this is, which say what is loaded; with
+                a registry that was given nothing is.
 
         Raises:
             SettingsError: a setting is wrong. The next use tries again.
@@ -157,8 +159,10 @@ class OpManager:
             if self._ready:
                 return
             if self._given[0] is not None:  # the settings hold, and nothing is looked for
-                settings = read_settings(self._registry, (), platform=platform)
-                self._startup = Startup((), settings)
+                settings, problem = try_settings(self._registry, (), platform=platform)
+                if problem is not None and not defer_errors:
+                    raise problem
+                self._startup = Startup((), settings, problem)
             else:
                 registry = OpRegistry()
                 startup = start(
@@ -399,7 +403,7 @@ class OpManager:
             self._forget()
 
     def _demote(self, op: str, impl_id: str, why: str) -> bool:
-        if self._sealed:
+        if self._seals:
             return False  # an engine relies on the plan: nothing could take the demotion back
         with self._lock:
             if impl_id not in self._record.demoted(op):
@@ -407,14 +411,21 @@ class OpManager:
                 self._forget()
         return True
 
-    def seal(self, by: str) -> None:
-        """From now on the policy stands: `by` says who relies on it."""
-        self._sealed = by
+    def seal(self, by: str) -> Callable[[], object]:
+        """From now on the policy stands: `by` says who relies on it.
+
+        Returns:
+            What ends this seal again; a second call does nothing.
+        """
+        key = object()
+        self._seals[key] = by
+        return partial(self._seals.pop, key, None)
 
     def _refuse_if_sealed(self, what: str) -> None:
-        if self._sealed:
+        if self._seals:
+            by = next(iter(self._seals.values()))
             raise PolicySealedError(
-                f"{what} cannot change any more: {self._sealed} is bound to the sealed plan, and "
+                f"{what} cannot change any more: {by} is bound to the sealed plan, and "
                 "compiled code would not see the change. Set it before the engine starts "
                 "(VLLM_FL_CONFIG, VLLM_FL_*); `with policy_context(...)` still steers call_op."
             )

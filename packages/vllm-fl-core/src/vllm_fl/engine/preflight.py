@@ -12,8 +12,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -23,7 +22,7 @@ import torch
 
 from ..contracts import ModelSizes, OpSpec, Sample, contracts
 from ..logs import get_logger
-from ..plugins.breadcrumb import running
+from ..plugins import breadcrumb
 from ..plugins.forms import asked_for
 from ..text import quote
 from . import process_state
@@ -50,10 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["Findings", "find_faults", "token_counts"]
 
 log = get_logger("engine")
-
-SLOW = 10.0
-"""Seconds after which the log names the implementation that is running. One that takes as long a
-second time, when nothing is left to compile, is taken out: it would stall the engine."""
 
 POOL = 256
 """Rows for which the oracle is computed; a batch consists of them, repeated and permuted."""
@@ -130,7 +125,7 @@ def find_faults(
     impls = list(impls)
     share = seconds / max(1, len(impls))
     compiling = _Compiling(backend)
-    with _Watch() as watch:
+    with breadcrumb.Watchdog(log) as watch:
         for impl in impls:
             key = impl.op_name, impl.impl_id
             trial = trials.get(impl.op_name)
@@ -139,7 +134,7 @@ def find_faults(
                 trial = trials[impl.op_name] = _Trials(spec, dtype, device, sizes, seed)
             run = _Run(trial, impl, compares, layer_for, compiled.get(key), compiling, watch, share)
             whose = f" of {owners[key].name}" if key in owners else ""
-            with running(f"the verification of {key[0]}={key[1]}{whose}", named=False):
+            with breadcrumb.running(f"the verification of {key[0]}={key[1]}{whose}", named=False):
                 fault = run.fault()
             if fault is not None:
                 findings.faults[key] = fault
@@ -325,7 +320,7 @@ class _Run:
         layer_for: LayerFactory | None,
         compiled: Callable[..., Any] | None,
         compiling: _Compiling,
-        watch: _Watch,
+        watch: breadcrumb.Watchdog,
         seconds: float,
     ) -> None:
         self.seconds = seconds
@@ -367,7 +362,7 @@ class _Run:
 
     def _changed(self, before: dict[str, Any]) -> str | None:
         """What it has changed of the process, in words."""
-        with torch.inference_mode(False), torch.set_grad_enabled(before["the grad mode"]):
+        with torch.inference_mode(False):
             problem = process_state.changed(before, self.trials.device)
         return None if problem is None else f"it changed {problem} of the whole process"
 
@@ -539,55 +534,20 @@ class _Run:
                     raise _Stop(f"it is wrong: {problem} ({where})")
 
     def _timed(self, where: str, run: Callable[[], Any], *, compiles: bool = False) -> Any:
-        """Run it, named in the log while it takes long; two slow calls in a row end its candidacy.
+        """Run it, named in the log while it takes long. Two slow calls in a row are a fault: it
+        would stall the engine.
 
         One that `compiles` may take as long as it likes.
         """
-        with self.watch.over(self.impl, where):
+        line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
+        impl = self.impl
+        with self.watch.over(line, impl.impl_id, impl.op_name, breadcrumb.SLOW, where):
             result = run()
-        slow = self.watch.seconds > SLOW and not compiles
+        slow = self.watch.seconds > breadcrumb.SLOW and not compiles
         if slow and self.was_slow:
             raise _Stop(f"takes {self.watch.seconds:.0f} s for one call ({where})")
         self.was_slow = slow
         return result
-
-
-class _Watch:
-    """Names in the log what has been running for longer than SLOW seconds."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """What the last call took."""
-        self._what: tuple[OpImpl, str, float] | None = None
-        self._ended = threading.Event()
-
-    def __enter__(self) -> _Watch:
-        threading.Thread(target=self._look, name="vllm-fl watch", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-
-    @contextmanager
-    def over(self, impl: OpImpl, where: str) -> Iterator[None]:
-        """The block is one call of `impl`."""
-        start = time.monotonic()
-        self._what = impl, where, start
-        try:
-            yield
-        finally:
-            self._what = None
-            self.seconds = time.monotonic() - start
-
-    def _look(self) -> None:
-        said = None
-        while not self._ended.wait(min(0.5, SLOW / 4)):
-            what = self._what
-            if what is None or what is said or time.monotonic() - what[2] < SLOW:
-                continue
-            said = what
-            line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
-            log.warning(line, what[0].impl_id, what[0].op_name, SLOW, what[1])
 
 
 def _kept(result: Any, laid: Guarded) -> Any:

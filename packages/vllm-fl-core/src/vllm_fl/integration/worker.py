@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ class PlannedWorker:
     vllm_fl_facts: EngineFacts
     vllm_fl_plan: Plan
     vllm_fl_digest: str
+    vllm_fl_unseal: Callable[[], object]
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
@@ -85,7 +87,8 @@ class PlannedWorker:
             _warn_of_foreign_layers(plan)
             log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
         seal(self.vllm_config, self.vllm_fl_digest)
-        get_default_manager().seal(f"the engine's worker (rank {self.rank})")
+        manager = get_default_manager()
+        self.vllm_fl_unseal = manager.seal(f"the engine's worker (rank {self.rank})")
         attention.forget_choices()
         forget_shared_layers()
         with building(plan):
@@ -125,6 +128,8 @@ class PlannedWorker:
             )
         if plan is not None:
             leave_place(plan)
+        if hasattr(self, "vllm_fl_unseal"):
+            self.vllm_fl_unseal()
         super().shutdown()  # type: ignore[misc]
 
 
@@ -230,10 +235,11 @@ class _Preflight:
 
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
-        reasons = attention.faults(plan, self.facts)
         try:
-            reasons |= self._faults(plan)
-        except Exception as error:
+            reasons = attention.faults(plan, self.facts) | self._faults(plan)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin may raise anything, SystemExit included
             log.exception("vllm-fl could not verify the plan")
             return Verdict(self.rank, failure=quote(error), facts=contents)
         failure = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from ...engine.plan import Plan
 from ...errors import AllFailedError
 from ...logs import get_logger
 from ...plugins.attention import ATTENTION, class_path_for, refusal
+from ...plugins.breadcrumb import running
 from ...plugins.types import AttentionImpl, AttentionRequest
 from ...text import quote
 
@@ -62,7 +64,7 @@ def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
         for impl in impls
         if isinstance(impl, AttentionImpl)
         and impl.is_available()  # one that is not has a better reason, and may not be asked
-        and (reason := refusal(impl, request)) is not None
+        and (reason := _refusal(impl, request)) is not None
     }
 
 
@@ -108,7 +110,7 @@ def choose(
     request = _layer_request(attn_selector_config, num_heads)
     causes: list[tuple[str, BaseException | str]] = []
     for impl in entry.attention:
-        reason = refusal(impl, request)
+        reason = _refusal(impl, request)
         if reason is None:
             path, reason = _class_of(impl, request)
             if not reason:
@@ -148,19 +150,32 @@ def _layer_request(config: Any, num_heads: int | None) -> AttentionRequest:
     return AttentionRequest(**known, num_heads=num_heads, extras=MappingProxyType(fields))
 
 
+def _refusal(impl: AttentionImpl, request: AttentionRequest) -> str | None:
+    with _running("the supports", impl):
+        return refusal(impl, request)
+
+
+def _running(what: str, impl: AttentionImpl) -> AbstractContextManager[None]:
+    """While the block runs, this part of a plugin's is noted as what runs."""
+    owner = get_default_manager().registry.snapshot().owners.get((ATTENTION, impl.impl_id))
+    whose = f" of {owner.name}" if owner else ""
+    return running(f"{what} of {ATTENTION}={impl.impl_id}{whose}")
+
+
 def _class_of(impl: AttentionImpl, request: AttentionRequest) -> tuple[str, str]:
     """(class path, empty), or (what there is of a path, why its class cannot be used)."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     path = ""
     try:
-        path = class_path_for(impl, request)
-        module, _, name = path.rpartition(".")
-        cls = getattr(import_module(module), name)
-        missing = [method for method in METHODS if not callable(getattr(cls, method, None))]
-        if missing:
-            return path, f"{path} is no AttentionBackend of vLLM: it has no {', '.join(missing)}"
-        known = cls.get_name()
+        with _running("the class", impl):
+            path = class_path_for(impl, request)
+            module, _, name = path.rpartition(".")
+            cls = getattr(import_module(module), name)
+            lacks = [method for method in METHODS if not callable(getattr(cls, method, None))]
+            known = None if lacks else cls.get_name()
+        if lacks:
+            return path, f"{path} is no AttentionBackend of vLLM: it has no {', '.join(lacks)}"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a plugin's module raises must not end the engine
