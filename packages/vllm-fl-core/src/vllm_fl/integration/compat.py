@@ -36,7 +36,7 @@ FORMER_LAYERS = frozenset({"fused_moe", "FusedMoE"})
 
 OVERRIDDEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "platforms": ("builtin_platform_plugins",),
+        "platforms": ("builtin_platform_plugins", "current_platform"),
         "platforms.interface": (
             "Platform.check_and_update_config",
             "Platform.get_attn_backend_cls",
@@ -45,17 +45,49 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "Platform.import_ir_kernels",
         ),
         "envs": ("environment_variables",),
-        "config.compilation": ("CompilationConfig.custom_ops", "CompilationMode.NONE"),
+        "config.attention": ("AttentionConfig.backend",),
+        "config.cache": ("CacheConfig.block_size", "CacheConfig.cache_dtype"),
+        "config.compilation": (
+            "CompilationConfig.backend",
+            "CompilationConfig.custom_ops",
+            "CompilationConfig.mode",
+            "CompilationMode.NONE",
+        ),
         "config.kernel": (
             "IrOpPriorityConfig.fused_add_rms_norm",
             "IrOpPriorityConfig.rms_norm",
             "IrOpPriorityConfig.set_default",
             "KernelConfig.ir_op_priority",
         ),
-        "config.parallel": ("ParallelConfig.worker_cls",),
-        "config.vllm": ("VllmConfig.additional_config",),
-        "distributed.parallel_state": ("get_world_group",),
-        "ir.op": ("IrOp.register_impl", "IrOpImpl.uuid"),
+        "config.model": (
+            "ModelConfig.dtype",
+            "ModelConfig.get_head_size",
+            "ModelConfig.get_hidden_size",
+            "ModelConfig.get_num_attention_heads",
+            "ModelConfig.get_num_kv_heads",
+            "ModelConfig.hf_text_config",
+            "ModelConfig.max_model_len",
+            "ModelConfig.use_mla",
+        ),
+        "config.parallel": ("ParallelConfig.tensor_parallel_size", "ParallelConfig.worker_cls"),
+        "config.scheduler": ("SchedulerConfig.max_num_batched_tokens",),
+        "config.vllm": (
+            "VllmConfig.additional_config",
+            "VllmConfig.attention_config",
+            "VllmConfig.cache_config",
+            "VllmConfig.compilation_config",
+            "VllmConfig.kernel_config",
+            "VllmConfig.model_config",
+            "VllmConfig.parallel_config",
+            "VllmConfig.scheduler_config",
+            "get_current_vllm_config",
+        ),
+        "distributed.parallel_state": (
+            "GroupCoordinator.cpu_group",
+            "GroupCoordinator.world_size",
+            "get_world_group",
+        ),
+        "ir.op": ("IrOp.impls", "IrOp.register_impl", "IrOpImpl.impl_fn", "IrOpImpl.uuid"),
         "ir.ops.layernorm": ("fused_add_rms_norm", "rms_norm"),
         "model_executor.custom_op": (
             "CustomOp.dispatch_forward",
@@ -80,12 +112,21 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "RotaryEmbedding.forward_native",
             "RotaryEmbedding.forward_static",
             "RotaryEmbeddingBase._match_cos_sin_cache_dtype",
+            "RotaryEmbeddingBase.head_size",
+            "RotaryEmbeddingBase.is_neox_style",
         ),
         "v1.attention.backends.registry": ("AttentionBackendEnum",),
-        "v1.worker.worker_base": ("WorkerBase.load_model", "WorkerBase.shutdown"),
+        "v1.worker.worker_base": (
+            "WorkerBase.device",
+            "WorkerBase.load_model",
+            "WorkerBase.rank",
+            "WorkerBase.shutdown",
+            "WorkerBase.vllm_config",
+        ),
     }
 )
-"""Module below `vllm` -> what of it we override or call; a vLLM that lacks one runs as stock."""
+"""Module below `vllm` -> what of it we override, call, read or patch; a vLLM that lacks one runs as
+stock. What is optional, and asked for with a default, is not here."""
 
 
 def vllm_version() -> str:
@@ -158,6 +199,8 @@ def _names(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
                 yield from _names(inner, f"{prefix}{name}.")
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield prefix + name
+                if name == "__init__":
+                    yield from (prefix + attribute for attribute in _set_on_self(statement))
             case ast.AnnAssign(target=ast.Name(id=name)):
                 yield prefix + name
             case ast.Assign(targets=targets):
@@ -166,6 +209,14 @@ def _names(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
                 yield from (prefix + (alias.asname or alias.name) for alias in aliases)
             case ast.If(body=inner, orelse=rest) | ast.Try(body=inner, orelse=rest):
                 yield from _names([*inner, *rest], prefix)
+
+
+def _set_on_self(method: ast.stmt) -> Iterator[str]:
+    """The attributes that a method sets on its object."""
+    for node in ast.walk(method):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
 
 
 def hide_our_variables() -> None:
