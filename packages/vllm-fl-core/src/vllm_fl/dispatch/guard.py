@@ -66,10 +66,6 @@ class Chain:
         """Go on after the first candidate raised, or was passed over."""
         return self._try_others(None if isinstance(error, Skipped) else error, call)
 
-    def skip(self, call: Call) -> Any:
-        """Go on without the first candidate, which was demoted since this was resolved."""
-        return self._try_others(None, call)
-
     def _try_others(self, first: Exception | str | None, call: Call) -> Any:
         causes: list[tuple[str, BaseException | str]] = []
         outcome: Exception | str = "" if first is None else first
@@ -320,7 +316,7 @@ def _guard_of_anything(chain: Chain, is_method: bool) -> Callable[..., Any]:
             args, keywords = bound.args, bound.kwargs
         call = Call(args, layer, keywords)
         if first.impl_id in demoted:
-            return chain.skip(call)
+            return chain.recover(Skipped(), call)
         try:
             refusal, result = chain._attempt(first, call)
         except Exception as error:

@@ -234,20 +234,16 @@ class _Form:
         return Guarded(ordered, (*activations.storages, *self.static.storages))
 
 
+@dataclass
 class _Trials:
     """What every implementation of one op is tried with. The oracle is asked once."""
 
-    def __init__(
-        self,
-        spec: OpSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        sizes: ModelSizes | None,
-        seed: int,
-    ) -> None:
-        self.spec, self.dtype, self.device, self.sizes = spec, dtype, device, sizes
-        self.seed = seed
-        self._exact: dict[int, Any] = {}
+    spec: OpSpec
+    dtype: torch.dtype
+    device: torch.device
+    sizes: ModelSizes | None
+    seed: int
+    _exact: dict[int, Any] = field(default_factory=dict, init=False)
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -309,30 +305,26 @@ class _Stop(Exception):
         self.why, self.error = why, error
 
 
+@dataclass
 class _Run:
     """One implementation on all trials of its op."""
 
-    def __init__(
-        self,
-        trials: _Trials,
-        impl: OpImpl,
-        compares: bool,
-        layer_for: LayerFactory | None,
-        compiled: Callable[..., Any] | None,
-        compiling: _Compiling,
-        watch: breadcrumb.Watchdog,
-        seconds: float,
-    ) -> None:
-        self.seconds = seconds
-        self.compiling = compiling
-        self.watch, self.was_slow = watch, False
-        self.trials, self.impl, self.compares = trials, impl, compares
-        self.spec, self.layer_for = trials.spec, layer_for
-        self.call = as_call(impl, trials.spec, layer_for)
-        self.compiled = compiled
-        self.refusals: list[str] = []
-        self.served = 0
-        self.thinned = False
+    trials: _Trials
+    impl: OpImpl
+    compares: bool
+    layer_for: LayerFactory | None
+    compiled: Callable[..., Any] | None
+    compiling: _Compiling
+    watch: breadcrumb.Watchdog
+    seconds: float
+    refusals: list[str] = field(default_factory=list)
+    served: int = 0
+    thinned: bool = False
+    was_slow: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec = self.trials.spec
+        self.call = as_call(self.impl, self.spec, self.layer_for)
 
     def fault(self) -> Fault | None:
         """Why it must not serve, or None."""
