@@ -27,7 +27,9 @@ from vllm_fl.dispatch import (
     with_preference,
     with_strict_mode,
 )
-from vllm_fl.engine.plan import building, make_plan
+from vllm_fl.dispatch.context import building
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import make_plan
 from vllm_fl.plugins.registry import Owner
 from vllm_fl.settings.layers import load_settings
 
@@ -314,5 +316,5 @@ def opaque() -> list[Comparison]:
 
 def engine_layer(cls: type, owner: OpManager, mode: Any = "eager") -> Any:
     """A layer of this class, built as inside an engine: on a plan."""
-    with building(make_plan(owner, mode, load_settings({}))):
+    with building(make_plan(owner, EngineFacts(load_settings({}), mode))):
         return cls()

@@ -21,7 +21,7 @@ def choose(model: str, case: dict[str, Any]) -> dict[str, Any]:
     from vllm.platforms import current_platform
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from vllm_fl.integration.planning import plan_for
+    from vllm_fl.integration.planning import facts_of, plan_for
     from vllm_fl.integration.seams import attention
 
     os.environ.update(case.get("env", {}))
@@ -29,7 +29,8 @@ def choose(model: str, case: dict[str, Any]) -> dict[str, Any]:
     config = arguments.create_engine_config()
     fields = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto"}
     request = AttentionSelectorConfig(**fields, block_size=None, **case.get("request", {}))
-    plan = plan_for(config)
+    facts = facts_of(config)
+    plan = plan_for(facts)
     try:
         with set_current_vllm_config(config):
             backend = config.attention_config.backend
@@ -41,7 +42,7 @@ def choose(model: str, case: dict[str, Any]) -> dict[str, Any]:
         "path": path,
         "planned": entry.label,
         "reason": entry.reason,
-        "faults": list(attention.faults(plan, config).values()),
+        "faults": list(attention.faults(plan, facts).values()),
         "line": plan.line(),
     }
 

@@ -122,9 +122,9 @@ def test_a_file_that_was_never_there_ends_the_start(
 PLAN = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
-from vllm_fl.integration.planning import plan_for
+from vllm_fl.integration.planning import facts_of, plan_for
 config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
-entry = plan_for(config).entries["silu_and_mul"]
+entry = plan_for(facts_of(config)).entries["silu_and_mul"]
 print(json.dumps({
     "label": entry.label, "reason": entry.reason,
     "custom_ops": config.compilation_config.custom_ops,

@@ -16,11 +16,11 @@ SCRIPT = """
 import json, os, sys
 from vllm.engine.arg_utils import EngineArgs
 from vllm_fl.errors import SettingsError
-from vllm_fl.integration.planning import plan_for
+from vllm_fl.integration.planning import facts_of, plan_for
 
 def told(variables, options):
     config = EngineArgs(sys.argv[1], skip_tokenizer_init=True, **options).create_engine_config()
-    plan = plan_for(config)
+    plan = plan_for(facts_of(config))
     return {
         "ops": {op: [entry.label, entry.reason] for op, entry in plan.entries.items()},
         "kept": sorted(plan.kept_layers),

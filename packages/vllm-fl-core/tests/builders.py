@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import Found, load
@@ -133,7 +134,7 @@ def planning(manager: OpManager, mode: Mode = "eager", **fields: Any) -> Plan:
     """The plan of an engine whose settings give the manager's policy."""
     settings = load_settings({})
     vars(settings)["policy"] = manager.policy
-    return make_plan(manager, mode, settings, **fields)
+    return make_plan(manager, EngineFacts(settings, mode), **fields)
 
 
 def managing(*impls: OpImpl | AttentionImpl, **policy: Any) -> OpManager:

@@ -54,7 +54,7 @@ def manager(settings: Settings, *impls: OpImpl) -> OpManager:
     """A manager that started with these settings, and has these implementations."""
     registry = registry_with_settings(*(impls or map(impl, KINDS)))
     made = OpManager()
-    made.adopt(Startup((), settings), registry)
+    made.use_startup(Startup((), settings), registry)
     return made
 
 

@@ -13,7 +13,9 @@ import torch
 
 from vllm_fl.contracts import Sample, contracts
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.plan import Plan, building, make_plan
+from vllm_fl.dispatch.context import building
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.settings.layers import load_settings
 from vllm_fl_reference import plugin
 
@@ -101,9 +103,8 @@ def plan() -> Iterator[Plan]:
 
     with set_current_vllm_config(VllmConfig()), torch.no_grad():
         replace_layers()
-        yield make_plan(
-            get_default_manager(), "eager", load_settings({"VLLM_FL_PREFER": "reference"})
-        )
+        settings = load_settings({"VLLM_FL_PREFER": "reference"})
+        yield make_plan(get_default_manager(), EngineFacts(settings, "eager"))
 
 
 NORMS = {
@@ -176,8 +177,9 @@ def lowered(plan: Plan) -> str:
 
 
 def test_compiled_norms_are_the_graph_that_vllms_native_gives(plan: Plan) -> None:
-    manager, settings = get_default_manager(), load_settings({"VLLM_FL_PREFER": "reference"})
-    stock = make_plan(manager, "compiled", settings, notes={"rms_norm": "left to vLLM"})
-    ours = dataclasses.replace(make_plan(manager, "compiled", settings), counts_calls=True)
+    manager = get_default_manager()
+    facts = EngineFacts(load_settings({"VLLM_FL_PREFER": "reference"}), "compiled")
+    stock = make_plan(manager, facts, notes={"rms_norm": "left to vLLM"})
+    ours = dataclasses.replace(make_plan(manager, facts), counts_calls=True)
     assert lowered(ours) == lowered(stock)
     assert ours.calls["rms_norm", "reference.torch"] > 0, "it is this package's function"

@@ -11,39 +11,43 @@ import torch
 from builders import X, failing, norm, refusing, silu
 
 from vllm_fl.contracts import contracts
-from vllm_fl.dispatch.guard import Call, Chain, Demotions, call_guard, method_guard
+from vllm_fl.dispatch.guard import Call, Chain, call_guard, method_guard
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.record import Record
 from vllm_fl.errors import AllFailedError
+from vllm_fl.logs import get_logger
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
+OP = "silu_and_mul"
 
-class Notes:
+
+class Notes(Record):
     """What a chain reports, kept; demotion as told."""
 
     def __init__(self, *, demotes: bool = True) -> None:
+        super().__init__(get_logger("dispatch"))
         self.demotes = demotes
-        self.demoted = Demotions()
         self.refusals: list[tuple[str, str]] = []
         self.taken_over: list[tuple[str, str]] = []
         self.lasts: list[bool] = []
 
-    def refused(self, impl: OpImpl, reason: str) -> None:
+    def refused(self, op: str, impl: OpImpl, reason: str) -> None:
         self.refusals.append((impl.impl_id, reason))
 
-    def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
+    def failed(self, op: str, impl: OpImpl, error: Exception, *, last: bool) -> bool:
         self.lasts.append(last)
         if self.demotes:
-            self.demoted[impl.impl_id] = str(error)
+            self.demote(op, impl.impl_id, str(error))
         return self.demotes
 
-    def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
+    def fell_back(self, op: str, first: OpImpl, impl: OpImpl) -> None:
         self.taken_over.append((first.impl_id, impl.impl_id))
 
 
 def chain(*impls: OpImpl, notes: Notes | None = None, **fields: Any) -> Chain:
     op = impls[0].op_name
-    fields = {"strict": False, "failures": notes or Notes(), **fields}
+    fields = {"strict": False, "record": notes or Notes(), **fields}
     return Chain(op, impls, contracts().get(op), **fields)
 
 
@@ -113,7 +117,7 @@ def test_what_is_reported() -> None:
         ("default.flagos", "needs bf16"),
         ("vendor.beta", "NotImplementedError: no fp32"),
     ]
-    assert notes.demoted == {"vendor.acme": "boom"}
+    assert notes.demoted(OP) == {"vendor.acme": "boom"}
     assert notes.lasts == [False]
     assert notes.taken_over == [("default.flagos", "reference.torch")]
 
@@ -132,9 +136,9 @@ def test_one_that_is_demoted_meanwhile_is_passed_over(place: int) -> None:
     notes = Notes()
     impls = [silu("default.flagos", 1), silu("vendor.acme", 2), silu("reference.torch", 3)]
     guard = call_guard(chain(*impls, notes=notes))
-    notes.demoted[impls[place].impl_id] = "failed earlier"
+    notes.demote(OP, impls[place].impl_id, "failed earlier")
     assert guard(X)[0, 0] == (3 if place == 0 else 2)
-    notes.demoted.clear()
+    notes.end_demotions()
     assert guard(X)[0, 0] == 2
 
 
@@ -148,18 +152,18 @@ def test_a_guard_with_supports_is_passed_over_unasked_and_taken_back() -> None:
     impls = (silu("default.flagos", 1.0, supports=supports), silu("vendor.acme", 2.0))
     notes = Notes()
     guard = call_guard(chain(*impls, notes=notes))
-    notes.demoted["default.flagos"] = "failed earlier"
+    notes.demote(OP, "default.flagos", "failed earlier")
     late = call_guard(chain(*impls, notes=notes))  # compiled when it was out already
     assert guard(X).eq(3).all() and late(X).eq(3).all() and asked == []
-    notes.demoted.clear()
+    notes.end_demotions()
     assert guard(X).eq(2).all() and late(X).eq(2).all() and asked == ["asked"] * 2
 
 
 def test_when_all_are_demoted_meanwhile_each_cause_is_said() -> None:
     notes = Notes()
     guard = call_guard(chain(silu("default.flagos"), silu("vendor.acme"), notes=notes))
-    notes.demoted["default.flagos"] = "broke on Monday"
-    notes.demoted["vendor.acme"] = "broke on Tuesday"
+    notes.demote(OP, "default.flagos", "broke on Monday")
+    notes.demote(OP, "vendor.acme", "broke on Tuesday")
     with pytest.raises(AllFailedError, match="broke on Monday") as caught:
         guard(X)
     assert caught.value.causes == (
@@ -175,7 +179,7 @@ def test_supports_that_breaks_is_a_failure_of_the_implementation() -> None:
     notes = Notes()
     impls = (silu("vendor.acme", supports=supports), silu("reference.torch", 1))
     assert call_guard(chain(*impls, notes=notes))(X)[0, 0] == 2
-    assert notes.demoted == {"vendor.acme": "boom"}
+    assert notes.demoted(OP) == {"vendor.acme": "boom"}
 
 
 @pytest.mark.parametrize("grants", [(), ("x",), ("x", "residual")])
@@ -225,7 +229,7 @@ def test_interrupts_pass_through_untouched() -> None:
     )
     with pytest.raises(KeyboardInterrupt):
         guard(X)
-    assert notes.demoted == {}
+    assert notes.demoted(OP) == {}
 
 
 def test_arguments_so_odd_that_the_check_trips_are_the_callers_mistake() -> None:
@@ -244,7 +248,7 @@ def test_arguments_so_odd_that_the_check_trips_are_the_callers_mistake() -> None
     with pytest.raises(CallError) as caught:
         call_guard(chain(failing("vendor.acme", ValueError("boom")), notes=notes))(Odd())
     assert caught.value.argument == "(call)"
-    assert notes.demoted == {}
+    assert notes.demoted(OP) == {}
 
 
 def test_a_call_is_a_value() -> None:

@@ -470,6 +470,27 @@ class TestSeal:
         with policy_context(SelectionPolicy(prefer="vendor")):
             assert manager.call(OP, X)[0, 0] == 2
 
+    def test_it_ends_with_the_last_engine_that_relies_on_it(self) -> None:
+        manager = managing(silu("vendor.acme"))
+        end_first, end_second = manager.seal("the engine"), manager.seal("the engine")
+        for _ in range(2):  # an engine that is shut down twice does not end another's
+            end_first()
+            with pytest.raises(PolicySealedError):
+                manager.reset()
+        end_second()
+        manager.reset()
+        manager.set_policy(SelectionPolicy())
+
+    def test_a_failure_under_it_demotes_nothing_and_is_logged(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        manager = managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))
+        manager.seal("the engine")
+        with pytest.raises(ValueError, match="boom"):
+            manager.call(OP, X)
+        assert manager.demotions == {}
+        assert "Implementation 'vendor.acme' failed for op 'silu_and_mul': boom" in caplog.text
+
 
 class TestPolicies:
     def test_set_policy_wants_a_policy(self) -> None:
@@ -491,14 +512,14 @@ class TestPolicies:
         assert OpManager(policy=policy).startup is not None
         assert OpManager(policy=policy).policy is policy
 
-    def test_a_patient_start_raises_what_is_wrong_where_the_policy_is_needed(
+    def test_deferred_errors_of_settings_are_raised_where_the_policy_is_needed(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("VLLM_FL_CONFIG", "/nonexistent/policy.yaml")
         with pytest.raises(SettingsError, match="does not exist"):
             OpManager().ensure_initialized()
         manager = OpManager()
-        manager.ensure_initialized("cpu", patient=True)
+        manager.ensure_initialized("cpu", defer_errors=True)
         assert manager.startup is not None and manager.startup.settings.platform == "cpu"
         registry = manager.registry
         for need in (lambda: manager.policy, lambda: manager.call(OP, X)):
@@ -506,8 +527,18 @@ class TestPolicies:
                 need()
         policy = SelectionPolicy(prefer="reference")
         settings = load_settings({"VLLM_FL_PREFER": "reference"})
-        manager.adopt(Startup(manager.startup.plugins, settings), registry)
+        manager.use_startup(Startup(manager.startup.plugins, settings), registry)
         assert manager.policy == policy
+
+    def test_they_are_deferred_with_a_registry_of_ones_own_too(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_FL_CONFIG", "/nonexistent/policy.yaml")
+        manager = OpManager(OpRegistry())
+        manager.ensure_initialized("cpu", defer_errors=True)
+        assert manager.startup is not None and manager.startup.settings.platform == "cpu"
+        with pytest.raises(SettingsError, match="does not exist"):
+            _ = manager.policy
 
     def test_a_block_beats_the_global_one(self) -> None:
         manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))
@@ -698,5 +729,5 @@ def test_a_policy_that_was_set_stands_where_a_platform_is_found_later(
     mine = SelectionPolicy(prefer="vendor")
     monkeypatch.setattr(chosen, "policy", mine)
     manager = OpManager()
-    manager.adopt(Startup((), load_settings({})), OpRegistry())  # as for a plugin's device
+    manager.use_startup(Startup((), load_settings({})), OpRegistry())  # as for a plugin's device
     assert manager.policy == mine

@@ -50,7 +50,7 @@ class Case:
 
     priorities: dict[str, int]
     unavailable: dict[str, str]
-    barred: dict[str, str]
+    rejections: dict[str, str]
     prefer: str
     eager: list[str] | None
     compiled: list[str] | None
@@ -77,7 +77,7 @@ class Case:
                 return True
             if self.allow is not None and name not in self.allow:
                 return True
-        return impl_id in self.barred or impl_id in self.unavailable
+        return impl_id in self.rejections or impl_id in self.unavailable
 
     def expected(self) -> list[str]:
         """The ids in the order in which they are tried."""
@@ -131,7 +131,7 @@ class Case:
             self.impls(shuffled),
             self.policy(),
             mode=self.mode,
-            barred=self.barred,
+            rejections=self.rejections,
             engine=self.engine,
         )
 
@@ -151,7 +151,7 @@ cases = st.builds(
     Case,
     priorities=st.dictionaries(st.sampled_from(IDS), st.sampled_from([-1, 0, 50, 100, 999])),
     unavailable=st.dictionaries(st.sampled_from(IDS), st.just("no device"), max_size=3),
-    barred=st.dictionaries(st.sampled_from(IDS), st.just("failed earlier"), max_size=3),
+    rejections=st.dictionaries(st.sampled_from(IDS), st.just("failed earlier"), max_size=3),
     prefer=st.sampled_from(sorted(ORDERS)),
     eager=orders,
     compiled=orders,
@@ -214,14 +214,14 @@ def test_a_preference_is_never_an_exclusion(case: Case) -> None:
         frozenset(
             impl.impl_id
             for impl in resolve(
-                "silu_and_mul", installed, SelectionPolicy(prefer=kind), barred=case.barred
+                "silu_and_mul", installed, SelectionPolicy(prefer=kind), rejections=case.rejections
             ).admitted
         )
         for kind in ORDERS
     }
     assert len(sets) == 1
     assert sets == {
-        frozenset(set(case.priorities) - set(case.unavailable) - set(case.barred)),
+        frozenset(set(case.priorities) - set(case.unavailable) - set(case.rejections)),
     }
 
 
@@ -365,7 +365,7 @@ def test_what_is_rejected_anyway_is_not_probed() -> None:
     policy = SelectionPolicy(deny_vendors={"acme"})
     trace = resolve("silu_and_mul", [probed], policy)
     assert trace.rejected == (("vendor.acme", "deny_vendors names acme"),)
-    trace = resolve("silu_and_mul", [probed], SelectionPolicy(), barred={"vendor.acme": "gone"})
+    trace = resolve("silu_and_mul", [probed], SelectionPolicy(), rejections={"vendor.acme": "gone"})
     assert trace.rejected == (("vendor.acme", "gone"),)
 
 

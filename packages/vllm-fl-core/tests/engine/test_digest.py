@@ -17,6 +17,7 @@ import pytest
 from vllm_fl.dispatch import OpManager, OpRegistry
 from vllm_fl.engine import digest as digest_module
 from vllm_fl.engine.digest import UNKNOWN, _code_of, code_of, digest, fingerprint
+from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.plugins.registry import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -58,7 +59,8 @@ def plan_of(
         "silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, module.silu_and_mul, "acme"
     )
     registry.register_many([impl], owner)
-    plan: Plan = make_plan(OpManager(registry), mode, load_settings(env))  # type: ignore[arg-type]
+    facts = EngineFacts(load_settings(env), mode)  # type: ignore[arg-type]
+    plan: Plan = make_plan(OpManager(registry), facts)
     return plan, registry.snapshot().owners
 
 

@@ -18,6 +18,7 @@ from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.engine import preflight, process_state
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.verification import compare
+from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 SIZES = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 2048))
@@ -117,7 +118,7 @@ def test_one_that_refuses_an_edge_only_passes() -> None:
 def test_a_slow_one_is_named_while_it_runs_and_out_after(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(preflight, "SLOW", 1.0)
+    monkeypatch.setattr(breadcrumb, "SLOW", 1.0)
 
     def slow(x: Tensor) -> Tensor:
         time.sleep(1.5)
@@ -130,7 +131,7 @@ def test_a_slow_one_is_named_while_it_runs_and_out_after(
 
 
 def test_one_that_is_slow_once_while_it_compiles_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "SLOW", 1.0)
+    monkeypatch.setattr(breadcrumb, "SLOW", 1.0)
     compiled = []
 
     def compiles(x: Tensor) -> Tensor:

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from configs import engine_config
 
 from vllm_fl.integration.sizes import model_sizes
 
 
-def config(head_size: int | Exception = 64, tensor_parallel: int = 1, **text: Any) -> Any:
-    """A VllmConfig as far as `model_sizes` reads it, for a model of 8 query heads of 64."""
-
-    def told() -> int:
-        if isinstance(head_size, Exception):
-            raise head_size
-        return head_size
-
-    model = SimpleNamespace(
-        hf_text_config=SimpleNamespace(**text),
-        max_model_len=4096,
-        get_head_size=told,
-        get_hidden_size=lambda: 512,
-        get_num_attention_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
-        get_num_kv_heads=lambda parallel: 2 // parallel.tensor_parallel_size,
-    )
-    return SimpleNamespace(
-        model_config=model,
-        parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
-    )
-
-
 def test_an_ordinary_model() -> None:
-    sizes = model_sizes(config(intermediate_size=1536, rms_norm_eps=1e-5, tensor_parallel=2))
+    sizes = model_sizes(
+        engine_config(intermediate_size=1536, rms_norm_eps=1e-5, tensor_parallel_size=2)
+    )
     assert (sizes.hidden, sizes.intermediate, sizes.heads, sizes.kv_heads) == (512, 768, 4, 1)
     assert (sizes.head_size, sizes.rotary, sizes.tokens) == (64, 64, (1, 2048))
     assert (sizes.max_position, sizes.epsilon) == (4096, 1e-5)
@@ -54,7 +33,7 @@ def test_an_ordinary_model() -> None:
     ids=str,
 )
 def test_how_much_of_a_head_rotates(text: dict[str, Any], rotary: int) -> None:
-    assert model_sizes(config(intermediate_size=1536, **text)).rotary == rotary
+    assert model_sizes(engine_config(intermediate_size=1536, **text)).rotary == rotary
 
 
 @pytest.mark.parametrize(
@@ -69,10 +48,12 @@ def test_how_much_of_a_head_rotates(text: dict[str, Any], rotary: int) -> None:
     ids=str,
 )
 def test_how_wide_the_mlp_is(text: dict[str, Any], intermediate: int | None) -> None:
-    assert model_sizes(config(**text)).intermediate == intermediate
+    assert model_sizes(engine_config(**text)).intermediate == intermediate
 
 
 def test_what_is_not_told_is_none_and_costs_nothing_else() -> None:
-    sizes = model_sizes(config(NotImplementedError("no attention"), intermediate_size=1536))
+    sizes = model_sizes(
+        engine_config(head_size=NotImplementedError("no attention"), intermediate_size=1536)
+    )
     assert sizes.head_size is None and sizes.rotary is None
     assert (sizes.hidden, sizes.intermediate, sizes.heads) == (512, 1536, 8)

@@ -126,8 +126,8 @@ def test_the_kit_asks_for_no_more_than_it_said(op_fn: Any) -> None:
 def test_as_an_opaque_operator() -> None:
     spec = contracts()["rms_norm"]
     manager = managing(of("rms_norm", rms_norm))
-    failures = manager._chain("rms_norm", bars_layers=True).failures
-    chain = Chain("rms_norm", (held(of("rms_norm", rms_norm)),), spec, False, failures)
+    record = manager._chain("rms_norm", without_layer=True).record
+    chain = Chain("rms_norm", (held(of("rms_norm", rms_norm)),), spec, False, record)
     operator = opaque_op(chain, lambda bound, op, impl_id: bound).fn
     x = torch.randn(3, 8)
     torch.testing.assert_close(operator(x, None, None, 1e-6, None), rms_norm(x, None, None, 1e-6))
@@ -298,6 +298,6 @@ def test_the_guard_of_a_whole_implementation_has_nothing_more() -> None:
         return x
 
     manager = managing(of("rms_norm", rms_norm_whole))
-    chain = manager._chain("rms_norm", bars_layers=True)
+    chain = manager._chain("rms_norm", without_layer=True)
     assert chain.impls[0].fn is rms_norm_whole and chain.impls[0].supports is None
     assert call_guard(chain)(1, None, None, 1e-6) == 1

@@ -289,7 +289,7 @@ def test_asking_for_what_two_claimed_is_an_error_that_names_both(write: Write) -
     founds = [write(NORM + OTHER.replace("{name}", n), n) for n in ("aaa", "bbb")]
     plugins = load(registry, founds)
     manager = OpManager()
-    manager.adopt(Startup(plugins, load_settings({})), registry)
+    manager.use_startup(Startup(plugins, load_settings({})), registry)
     for token in ("impl:vendor.acme", "vendor:acme"):
         policy = SelectionPolicy(per_op_order={"silu_and_mul": OpOrder.of(token)})
         with pytest.raises(PluginError, match=r"fl-aaa 1\.0.*fl-bbb 1\.0|fl-bbb.*fl-aaa"):

@@ -12,6 +12,7 @@ import torch._dynamo  # for all children at once
 
 from vllm_fl.contracts import contracts
 from vllm_fl.engine import preflight
+from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.testing import CHECKS, failures
 
@@ -68,7 +69,7 @@ def start_verdicts(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str
     _prepare(members[0])
     os.environ.update(members[0].environ)
     if members[0].impatient:
-        preflight.SLOW, exceptions.SECONDS[0] = 1.0, 1.5
+        breadcrumb.SLOW, exceptions.SECONDS[0] = 1.0, 1.5
     impls = {wrong.name: wrong.impl() for wrong in members}
     impls["right"] = dataclasses.replace(
         impls[names[0]],

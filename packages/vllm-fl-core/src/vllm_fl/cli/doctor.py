@@ -203,9 +203,9 @@ class _Patient:
         if self.settings is None or not any(p.status in ("ok", "partial") for p in self.plugins):
             return
         manager = OpManager()
-        manager.adopt(Startup(self.plugins, self.settings), self.registry)
+        manager.use_startup(Startup(self.plugins, self.settings), self.registry)
         for op in contracts():
-            trace = manager.trace(op, bars_layers=True)
+            trace = manager.trace(op, without_layer=True)
             if trace.selected is None:
                 yield Finding(
                     "ops",

@@ -113,7 +113,7 @@ def _view(manager: OpManager, op: str, mode: str) -> dict[str, Any]:
     """One mode's trace as JSON data."""
     engine = mode != "script"
     side: Mode = "compiled" if mode == "compiled" else "eager"
-    trace = manager.trace(op, mode=side, engine=engine, bars_layers=not engine)
+    trace = manager.trace(op, mode=side, engine=engine, without_layer=not engine)
     assert manager.settings is not None
     return {
         "mode": mode,

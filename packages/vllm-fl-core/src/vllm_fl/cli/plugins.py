@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _look() -> dict[str, Any]:
     manager = get_default_manager()
-    manager.ensure_initialized(patient=True)  # what is installed needs no policy
+    manager.ensure_initialized(defer_errors=True)  # what is installed needs no policy
     startup = manager.startup
     assert startup is not None
     absent = unmatched([plugin.owner for plugin in startup.plugins], startup.allowed)

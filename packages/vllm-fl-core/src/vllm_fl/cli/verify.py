@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         report = stack.enter_context(ReportFile(arguments.report)) if arguments.report else None
         manager = get_default_manager()
-        manager.ensure_initialized(patient=True)  # everything is run, whatever the policy says
+        manager.ensure_initialized(defer_errors=True)  # everything is run, whatever the policy says
         runnable, not_run = _choose(manager, arguments.op, arguments.impl)
         device = _device(arguments.device)
         facts = device_facts(device)  # asked before anything runs: a broken device tells nothing

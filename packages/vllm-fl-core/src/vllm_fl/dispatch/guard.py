@@ -9,84 +9,24 @@ from __future__ import annotations
 
 import inspect
 import unicodedata
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from ..contracts import OpSpec
 from ..errors import AllFailedError, CallError
 from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl, parameters_of
 from ..text import spelt
+from .record import Record, Skipped
 
-__all__ = ["NEEDS_LAYER", "Chain", "Demotions", "Failures", "call_guard", "method_guard"]
+__all__ = ["NEEDS_LAYER", "Chain", "call_guard", "method_guard"]
 
 NEEDS_LAYER = (
     "it takes the calling layer first (self), which only call_method_op and eager layers pass"
 )
-
-
-class Demotions(dict[str, str]):
-    """Impl id -> why it is out, for one op.
-
-    A change switches the guards that were compiled before, so that a call has nothing to look up.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._guards: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def switches(self, guard: Callable[..., Any]) -> None:
-        """Keep `guard` to its first candidate for as long as that is in."""
-        self._guards.add(guard)
-        self._switch(guard.__globals__)
-
-    def __setitem__(self, impl_id: str, why: str) -> None:
-        super().__setitem__(impl_id, why)
-        self._switch_all()
-
-    def clear(self) -> None:
-        """End every demotion."""
-        super().clear()
-        self._switch_all()
-
-    def _switch_all(self) -> None:
-        for guard in list(self._guards):
-            self._switch(guard.__globals__)
-
-    def _switch(self, scope: dict[str, Any]) -> None:
-        first: OpImpl = scope["_chain"].impls[0]
-        out = first.impl_id in self
-        scope["_fn"] = _skipped if out else first.fn
-        scope["_supports"] = _skipped if out else scope["_chain"].asked(first)
-
-
-class _Skipped(Exception):
-    """Stands for the first candidate's failure, where it is out."""
-
-
-def _skipped(*_: Any, **__: Any) -> Any:
-    raise _Skipped
-
-
-class Failures(Protocol):
-    """Who keeps count of what went wrong, and decides whether a failure ends a candidacy."""
-
-    def refused(self, impl: OpImpl, reason: str) -> None:
-        """`impl` refused one call before it started."""
-
-    def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
-        """`impl` failed. True: it is out from now on. False: nothing is demoted here; raise."""
-
-    @property
-    def demoted(self) -> Demotions | None:
-        """What is out: one object that stays. None where nothing is demoted any more."""
-
-    def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
-        """`impl`, a later candidate, took over one call from the `first`."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +47,7 @@ class Chain:
         impls: the candidates, first choice first; not empty.
         spec: the contract, or None for an op that only plugins name.
         strict: the first failure is raised and nothing else is tried.
-        failures: who keeps count and decides on demotion.
+        record: what keeps count and knows what is demoted.
         grants: parameters whose owner lets an implementation overwrite them; others are copied.
     """
 
@@ -115,28 +55,23 @@ class Chain:
     impls: tuple[OpImpl, ...]
     spec: OpSpec | None
     strict: bool
-    failures: Failures
+    record: Record
     grants: frozenset[str] = frozenset()
 
     def refuse(self, verdict: object, call: Call) -> Any:
         """Go on after the first candidate's `supports` said no."""
-        return self._go_on(_reason(verdict), call)
+        return self._try_others(_reason(verdict), call)
 
     def recover(self, error: Exception, call: Call) -> Any:
         """Go on after the first candidate raised, or was passed over."""
-        return self._go_on(None if isinstance(error, _Skipped) else error, call)
+        return self._try_others(None if isinstance(error, Skipped) else error, call)
 
-    def skip(self, call: Call) -> Any:
-        """Go on without the first candidate, which was demoted since this was resolved."""
-        return self._go_on(None, call)
-
-    def _go_on(self, first: Exception | str | None, call: Call) -> Any:
+    def _try_others(self, first: Exception | str | None, call: Call) -> Any:
         causes: list[tuple[str, BaseException | str]] = []
         outcome: Exception | str = "" if first is None else first
         for index, impl in enumerate(self.impls):
             if index > 0 or first is None:
-                out = self.failures.demoted
-                demoted = out.get(impl.impl_id) if out else None
+                demoted = self.record.demoted(self.op).get(impl.impl_id)
                 if demoted is not None:
                     outcome = demoted
                     causes.append((impl.impl_id, demoted))
@@ -147,7 +82,7 @@ class Chain:
                     outcome = error
                 else:
                     if refusal is None:
-                        self.failures.fell_back(self.impls[0], impl)
+                        self.record.fell_back(self.op, self.impls[0], impl)
                         return result
                     outcome = refusal
             self._judge(impl, outcome, call, last=index == len(self.impls) - 1)
@@ -199,7 +134,7 @@ class Chain:
                 raise outcome
             self._blame_caller(call, outcome)
         if isinstance(outcome, str | NotImplementedError):
-            self.failures.refused(impl, _text(outcome))
+            self.record.refused(self.op, impl, _text(outcome))
             if self.strict:
                 self._blame_caller(call, outcome)
                 raise AllFailedError(
@@ -211,7 +146,7 @@ class Chain:
         elif (
             self.strict
             or self._consumed(impl, call)
-            or not self.failures.demote(impl, outcome, last=last)
+            or not self.record.failed(self.op, impl, outcome, last=last)
         ):
             # What it consumes of this call may be half written: no second try.
             raise outcome
@@ -338,8 +273,8 @@ def _compile(
     if chain.spec is not None:
         guard.__doc__ = chain.spec.oracle.__doc__
     guard.__module__ = __name__
-    if chain.failures.demoted is not None and not bare:
-        chain.failures.demoted.switches(guard)
+    if not bare:
+        chain.record.watch(chain.op, guard)
     return guard
 
 
@@ -371,6 +306,7 @@ def _guard_of_anything(chain: Chain, is_method: bool) -> Callable[..., Any]:
     parameters could be mistaken for those that generated code uses itself."""
     first = chain.impls[0]
     signature = inspect.Signature(chain.parameters) if chain.parameters is not None else None
+    demoted = chain.record.demoted(chain.op)
 
     def guard(*args: Any, **keywords: Any) -> Any:
         layer, args = (args[0], args[1:]) if is_method else (None, args)
@@ -379,8 +315,8 @@ def _guard_of_anything(chain: Chain, is_method: bool) -> Callable[..., Any]:
             bound.apply_defaults()
             args, keywords = bound.args, bound.kwargs
         call = Call(args, layer, keywords)
-        if first.impl_id in (chain.failures.demoted or ()):
-            return chain.skip(call)
+        if first.impl_id in demoted:
+            return chain.recover(Skipped(), call)
         try:
             refusal, result = chain._attempt(first, call)
         except Exception as error:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import os
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
@@ -22,7 +21,7 @@ from ..errors import (
     PolicySealedError,
     UnknownOpError,
 )
-from ..logs import SAID_AT_MOST, get_logger
+from ..logs import get_logger
 from ..older import lookup, outdated
 from ..plugins.calling import rejections
 from ..plugins.registry import OpRegistry
@@ -30,11 +29,11 @@ from ..plugins.types import AttentionImpl, OpImpl
 from ..settings.layers import Settings
 from ..settings.policy import Mode, SelectionPolicy, closest
 from ..settings.unmatched import meant
-from ..text import quote
 from .context import chosen, override
-from .guard import NEEDS_LAYER, Chain, Demotions, call_guard, method_guard
-from .resolver import Trace, describe, resolve
-from .startup import Startup, read_settings, start
+from .guard import NEEDS_LAYER, Chain, call_guard, method_guard
+from .record import Record
+from .resolver import Trace, resolve
+from .startup import Startup, read_settings, start, try_settings
 
 __all__ = ["OpManager", "set_global_policy"]
 
@@ -77,15 +76,9 @@ class OpManager:
         self._policy = policy
         self._startup: Startup | None = None
         self._ready = registry is not None and policy is not None
-        self._sealed: str | None = None
-        self._demoted: defaultdict[str, Demotions] = defaultdict(Demotions)
-        """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
-        self._announced: dict[str, str] = {}
-        self._said: set[tuple[str, ...]] = set()
-        self.fallbacks: Counter[tuple[str, str]] = Counter()
-        """(op, impl id) -> calls that this later candidate took over."""
-        self.calls: Counter[tuple[str, str]] = Counter()
-        """(op, impl id) -> calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
+        self._seals: dict[object, str] = {}
+        """Who relies on the policy; each has a key of its own."""
+        self._record = Record(log, self._demote)
         self._registry.on_change(self._forget)
         self._forget()
 
@@ -129,26 +122,33 @@ class OpManager:
 
     @property
     def demotions(self) -> Mapping[tuple[str, str], str]:
-        """(op, impl id) -> why it is out since it failed."""
-        return {
-            (op, impl_id): why
-            for op, demoted in list(self._demoted.items())
-            for impl_id, why in list(demoted.items())
-        }
+        """(op, impl id) -> why it was demoted."""
+        return self._record.demotions
+
+    @property
+    def fallbacks(self) -> Counter[tuple[str, str]]:
+        """(op, impl id) -> calls that this later candidate took over."""
+        return self._record.fallbacks
+
+    @property
+    def calls(self) -> Counter[tuple[str, str]]:
+        """(op, impl id) -> calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
+        return self._record.calls
 
     def ensure_initialized(
         self,
         platform: str | None = None,
         *,
-        patient: bool = False,
+        defer_errors: bool = False,
         engine: Settings | None = None,
     ) -> None:
         """Find and load the plugins and read the settings, once per process.
 
         Args:
             platform: whose settings files count, where the caller knows it.
-            patient: raise what is wrong with the settings where the policy is needed, not here.
-            engine: the settings of the engine whose worker this is, which say what is loaded.
+            defer_errors: raise what is wrong with the settings when the policy is needed, not here.
+            engine: the settings of the engine whose worker this is, which say what is loaded; with
+                a registry that was given nothing is.
 
         Raises:
             SettingsError: a setting is wrong. The next use tries again.
@@ -160,11 +160,15 @@ class OpManager:
             if self._ready:
                 return
             if self._given[0] is not None:  # the settings hold, and nothing is looked for
-                settings = read_settings(self._registry, (), platform=platform)
-                self._startup = Startup((), settings)
+                settings, problem = try_settings(self._registry, (), platform=platform)
+                if problem is not None and not defer_errors:
+                    raise problem
+                self._startup = Startup((), settings, problem)
             else:
                 registry = OpRegistry()
-                startup = start(registry, platform=platform, patient=patient, engine=engine)
+                startup = start(
+                    registry, platform=platform, defer_errors=defer_errors, engine=engine
+                )
                 self._registry, self._startup = registry, startup
                 registry.on_change(self._forget)
             if self._policy is None:  # one that was set before the first use stands
@@ -172,8 +176,8 @@ class OpManager:
             self._forget()
             self._ready = True
 
-    def adopt(self, startup: Startup, registry: OpRegistry) -> None:
-        """Take over what somebody else started. A policy that was set stands."""
+    def use_startup(self, startup: Startup, registry: OpRegistry) -> None:
+        """Use plugins and settings that the caller has found. A policy that was set stands."""
         with self._lock:
             self._registry, self._startup = registry, startup
             self._policy = self._given[1] or chosen.policy or startup.settings.policy
@@ -192,7 +196,7 @@ class OpManager:
         settings: Settings | None = None,
         demoted: Mapping[str, str] | None = None,
         policy: SelectionPolicy | None = None,
-        bars_layers: bool = False,
+        without_layer: bool = False,
     ) -> Trace:
         """Every candidate of `op` with what was decided about it.
 
@@ -201,9 +205,9 @@ class OpManager:
             mode: the engine's mode.
             engine: whether vLLM's own path is a candidate.
             settings: an engine's settings, policy included; by default the process's.
-            demoted: impl id -> why it is out for this engine; by default the process's demotions.
+            demoted: impl id -> why an engine demoted it; by default the process's demotions.
             policy: the policy; by default the one in force.
-            bars_layers: reject implementations that need a layer, as `call_op` does.
+            without_layer: reject implementations that need a layer, since there is none.
 
         Raises:
             UnknownOpError: neither a contract nor a plugin names `op`.
@@ -217,13 +221,13 @@ class OpManager:
         impls = snapshot.impls_by_op.get(op, ())
         if not impls and op not in contracts() and op != "attention_backend":
             raise self._unknown(op)
-        barred = rejections(self._registry.plugins, settings or self.settings, op, impls)
-        barred |= self._demoted[op] if demoted is None else demoted
-        if bars_layers:
-            barred |= {
+        rejected = rejections(self._registry.plugins, settings or self.settings, op, impls)
+        rejected |= self._record.demoted(op) if demoted is None else demoted
+        if without_layer:
+            rejected |= {
                 i.impl_id: NEEDS_LAYER for i in impls if isinstance(i, OpImpl) and i.needs_layer
             }
-        trace = resolve(op, impls, policy, mode=mode, barred=barred, engine=engine)
+        trace = resolve(op, impls, policy, mode=mode, rejections=rejected, engine=engine)
         self._check_named(trace, impls)
         return trace
 
@@ -246,7 +250,7 @@ class OpManager:
 
     def resolve_candidates(self, op: str) -> list[OpImpl]:
         """The implementations of `op` that `call` would try, in order."""
-        return self._candidates(self.trace(op, bars_layers=True))
+        return self._candidates(self.trace(op, without_layer=True))
 
     def resolve(self, op: str) -> Bound:
         """The function that a call of `op` runs, with the rules of fallback around it.
@@ -261,7 +265,7 @@ class OpManager:
 
     def get_selected_impl_id(self, op: str) -> str:
         """The id of the implementation that a call of `op` tries first."""
-        return self._candidates(self.trace(op, bars_layers=True))[0].impl_id
+        return self._candidates(self.trace(op, without_layer=True))[0].impl_id
 
     def _candidates(self, trace: Trace) -> list[OpImpl]:
         impls = [i for i in trace.admitted if isinstance(i, OpImpl)]
@@ -269,14 +273,15 @@ class OpManager:
             raise self._nothing_for(trace)
         return impls
 
-    def _chain(self, op: str, *, bars_layers: bool, grants: frozenset[str] = frozenset()) -> Chain:
+    def _chain(
+        self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
+    ) -> Chain:
         policy = override.get() or self.policy
-        trace = self.trace(op, policy=policy, bars_layers=bars_layers)
+        trace = self.trace(op, policy=policy, without_layer=without_layer)
         impls = self._candidates(trace)
-        self._announce(op, impls[0], trace)
-        return Chain(
-            op, tuple(impls), contracts().get(op), policy.strict, _Failures(self, op), grants
-        )
+        self._record.announce(op, impls[0])
+        log.debug("%s", trace)
+        return Chain(op, tuple(impls), contracts().get(op), policy.strict, self._record, grants)
 
     def _bound(self, op: str) -> Bound:
         policy = override.get()
@@ -285,7 +290,7 @@ class OpManager:
             tables = self._tables
             bound = tables.get(policy, {}).get(op)
             if bound is None:
-                chain = self._chain(op, bars_layers=True)
+                chain = self._chain(op, without_layer=True)
                 bound = self._counted(call_guard(chain), op, chain.impls[0])
                 self._table(tables, policy)[op] = bound
             return bound
@@ -300,15 +305,9 @@ class OpManager:
         return tables.setdefault(policy, {})
 
     def _counted(self, bound: Bound, op: str, impl: OpImpl) -> Bound:
-        if not (self._startup and self._startup.settings.debug):
-            return bound
-
-        @functools.wraps(bound)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.calls[op, impl.impl_id] += 1
-            return bound(*args, **kwargs)
-
-        return counted
+        if self._startup and self._startup.settings.debug:
+            return self._record.counting(bound, op, impl.impl_id)
+        return bound
 
     # Calling.
 
@@ -359,7 +358,7 @@ class OpManager:
             table = self._table(self._tables, policy)
             method = table.get(key)
             if method is None:
-                chain = self._chain(op, bars_layers=False, grants=grants)
+                chain = self._chain(op, without_layer=False, grants=grants)
                 method = table[key] = self._counted(method_guard(chain), op, chain.impls[0])
         return MethodType(method, instance)
 
@@ -389,7 +388,7 @@ class OpManager:
                 self._startup = dataclasses.replace(self._startup, settings=settings, problem=None)
                 policy = settings.policy
             self._policy = policy if policy is not None else self._given[1]
-            self._end_demotions()
+            self._record.end_demotions()
             self._forget()
             return before
 
@@ -401,22 +400,33 @@ class OpManager:
         """
         with self._lock:
             self._refuse_if_sealed("demotions")
-            self._end_demotions(op)
+            self._record.end_demotions(op)
             self._forget()
 
-    def _end_demotions(self, op: str | None = None) -> None:
-        for name, demoted in list(self._demoted.items()):
-            if op in (None, name):
-                demoted.clear()
+    def _demote(self, op: str, impl_id: str, why: str) -> bool:
+        if self._seals:
+            return False  # an engine relies on the plan: nothing could take the demotion back
+        with self._lock:
+            if impl_id not in self._record.demoted(op):
+                self._record.demote(op, impl_id, why)
+                self._forget()
+        return True
 
-    def seal(self, by: str) -> None:
-        """From now on the policy stands: `by` says who relies on it."""
-        self._sealed = by
+    def seal(self, by: str) -> Callable[[], object]:
+        """From now on the policy stands: `by` says who relies on it.
+
+        Returns:
+            What ends this seal again; a second call does nothing.
+        """
+        key = object()
+        self._seals[key] = by
+        return partial(self._seals.pop, key, None)
 
     def _refuse_if_sealed(self, what: str) -> None:
-        if self._sealed:
+        if self._seals:
+            by = next(iter(self._seals.values()))
             raise PolicySealedError(
-                f"{what} cannot change any more: {self._sealed} is bound to the sealed plan, and "
+                f"{what} cannot change any more: {by} is bound to the sealed plan, and "
                 "compiled code would not see the change. Set it before the engine starts "
                 "(VLLM_FL_CONFIG, VLLM_FL_*); `with policy_context(...)` still steers call_op."
             )
@@ -446,30 +456,15 @@ class OpManager:
         return self.epoch
 
     def get_failed_impls(self, op: str | None = None) -> dict[str, set[str]]:
-        """Deprecated: op -> the ids that are out since they failed; see `demotions`."""
+        """Deprecated: op -> the ids of what was demoted; see `demotions`."""
         outdated("OpManager.get_failed_impls", "demotions")
-        return {
-            name: set(demoted)
-            for name, demoted in list(self._demoted.items())
-            if demoted and op in (None, name)
-        }
+        failed: dict[str, set[str]] = {}
+        for name, impl_id in self.demotions:
+            if op in (None, name):
+                failed.setdefault(name, set()).add(impl_id)
+        return failed
 
     # What is said.
-
-    def _announce(self, op: str, impl: OpImpl, trace: Trace) -> None:
-        before = self._announced.get(op)
-        if before is None:
-            log.info("Op '%s' using %s", op, describe(impl))
-        elif before != impl.impl_id:
-            log.info("Op '%s' switched from '%s' to %s", op, before, describe(impl))
-        self._announced[op] = impl.impl_id
-        log.debug("%s", trace)
-
-    def _once(self, *what: str) -> bool:
-        if what in self._said or len(self._said) >= SAID_AT_MOST:
-            return False
-        self._said.add(what)
-        return True
 
     def _unknown(self, op: str) -> UnknownOpError:
         known = sorted({*contracts(), *self._registry.snapshot().impls_by_op})
@@ -523,43 +518,6 @@ def set_global_policy(policy: SelectionPolicy | None) -> None:
         manager.set_policy(policy)
 
 
-class _Failures:
-    """The manager as a chain sees it: one op's demotions and fallbacks."""
-
-    def __init__(self, manager: OpManager, op: str) -> None:
-        self.manager = manager
-        self.op = op
-        self.demoted = manager._demoted[op]
-
-    def refused(self, impl: OpImpl, reason: str) -> None:
-        if self.manager._once("refused", self.op, impl.impl_id, reason):
-            log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, self.op, reason)
-
-    def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
-        manager = self.manager
-        if manager._sealed:
-            return False  # an engine relies on the plan: nothing could take the demotion back
-        with manager._lock:
-            if impl.impl_id not in self.demoted:
-                self.demoted[impl.impl_id] = f"failed earlier: {quote(error)}"
-                manager._forget()
-        if last:
-            line = "Last implementation '%s' failed for op '%s': %s"
-            log.error(line, impl.impl_id, self.op, error)
-        else:
-            line = "Implementation '%s' failed for op '%s': %s"
-            log.warning(line, impl.impl_id, self.op, error)
-        return True
-
-    def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
-        manager = self.manager
-        manager.fallbacks[self.op, impl.impl_id] += 1
-        if manager._once("fallback", self.op, first.impl_id, impl.impl_id):
-            log.info("Op '%s' fallback to %s", self.op, describe(impl))
-        if first.impl_id in self.demoted:
-            manager._announced[self.op] = impl.impl_id
-
-
 def _blame_signature(
     op: str, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
 ) -> None:
@@ -599,11 +557,7 @@ def _start_clean_in_child() -> None:
     for manager in _managers:
         manager._lock = threading.RLock()
         manager._registry._lock = threading.Lock()  # perhaps held by a thread that is not here
-        manager._end_demotions()
-        manager._announced.clear()
-        manager._said.clear()
-        manager.fallbacks.clear()
-        manager.calls.clear()
+        manager._record.clear()
         manager._forget()
 
 

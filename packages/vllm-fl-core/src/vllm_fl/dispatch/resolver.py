@@ -1,4 +1,4 @@
-"""Resolving: (what is installed, policy, what is barred) -> the candidates in order, with reasons.
+"""Resolving: (what is installed, policy, rejections) -> the candidates in order, with reasons.
 
 One pure function. Log lines, errors, the command line and the engine's plan all render its trace.
 """
@@ -87,22 +87,22 @@ def resolve(
     policy: SelectionPolicy,
     *,
     mode: Mode = "eager",
-    barred: Mapping[str, str] | None = None,
+    rejections: Mapping[str, str] | None = None,
     engine: bool = False,
     availability: Callable[[OpImpl | AttentionImpl], Availability] = availability_of,
 ) -> Trace:
     """Order the candidates of one op.
 
-    A vendor filter or a bar rejects first, then a list that does not name the candidate, then the
-    machine. Only listed tokens count; inside a token the higher priority comes first, then the
-    impl id; priority never crosses tokens.
+    A vendor filter or a given rejection comes first, then a list that does not name the candidate,
+    then the machine. Only listed tokens count; inside a token the higher priority comes first, then
+    the impl id; priority never crosses tokens.
 
     Args:
         op: the op's name.
         impls: what is installed for it.
         policy: what decides.
         mode: the engine's mode; lists may differ by it.
-        barred: impl id -> why it is out whatever the policy says (demoted, blacklisted).
+        rejections: impl id -> why it is rejected whatever the policy says (demoted, blacklisted).
         engine: whether `stock` is a candidate: where the order names it, else at the end. In strict
             mode a list of the user's that does not name it leaves it out.
         availability: how to ask an implementation whether the machine can run it.
@@ -110,12 +110,12 @@ def resolve(
     order = policy.order(op, mode, engine=engine)
     listed = policy.listed(op, mode)
     left_out = listed.left_out if listed is not None else frozenset()
-    barred = barred or {}
+    rejections = rejections or {}
     admitted: list[tuple[tuple[int, int, str], OpImpl | AttentionImpl, str]] = []
     rejected: list[Candidate] = []
     for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
         place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
-        rejection = policy.refuses(impl) or barred.get(impl.impl_id)
+        rejection = policy.refuses(impl) or rejections.get(impl.impl_id)
         if rejection is None and (mode, impl.impl_id) in left_out:
             rejection = "not listed by its own distribution, whose policy file orders this op"
         if rejection is None and place is None:

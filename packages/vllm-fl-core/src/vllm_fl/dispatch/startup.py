@@ -95,7 +95,7 @@ def start(
     env: Mapping[str, str] | None = None,
     *,
     platform: str | None = None,
-    patient: bool = False,
+    defer_errors: bool = False,
     engine: Settings | None = None,
 ) -> Startup:
     """Load the plugins into `registry` and read the settings.
@@ -104,7 +104,7 @@ def start(
         registry: what plugins register into.
         env: the environment; None is the process's own.
         platform: the platform, where the caller knows it; VLLM_FL_PLATFORM beats it.
-        patient: keep what is wrong with the settings instead of raising it.
+        defer_errors: keep what is wrong with the settings instead of raising it.
         engine: the settings of the engine whose worker this is: they say which plugins are
             loaded, whatever the environment of this process says.
 
@@ -126,7 +126,7 @@ def start(
             log.warning("%s", remark)
         _report(plugin.error, strict=early.strict_plugins)
     settings, problem = try_settings(registry, plugins, env, platform=platform)
-    if problem is not None and not patient:
+    if problem is not None and not defer_errors:
         raise problem
     _warn(settings.warnings)
     return Startup(plugins, settings, problem, asked.plugins, asked.plugin_modules)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -14,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 from ..contracts import contracts
 from ..dispatch.context import current_binder
 from ..dispatch.guard import Chain, call_guard, method_guard
-from ..dispatch.resolver import Stock, Trace, describe
-from ..logs import SAID_AT_MOST, get_logger
+from ..dispatch.record import Record
+from ..dispatch.resolver import Stock, Trace
+from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.types import AttentionImpl, OpImpl
 from ..settings.policy import Mode
 
 if TYPE_CHECKING:
     from ..dispatch.manager import OpManager
-    from ..settings.layers import Settings
+    from .facts import EngineFacts
 
 __all__ = ["Plan", "PlanEntry", "active_plan", "leave_place", "make_plan", "take_place"]
 
@@ -36,7 +36,7 @@ class PlanEntry:
     Args:
         op: the op's name.
         trace: every candidate with what was decided about it.
-        note: why vLLM's own path is kept against the trace (a setting of vLLM's), or empty.
+        note: why vLLM's own path runs against the trace (a setting of vLLM's), or empty.
     """
 
     op: str
@@ -108,8 +108,7 @@ class Plan:
         entries: by op name.
         strict: whether a failure is raised instead of falling to the next candidate.
         counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
-        calls, fallbacks: (op, impl id) -> how often.
-        demotions: (op, impl id) -> why it was taken out at start.
+        record: what was counted while the plan served, and what was demoted at start.
         kept_layers: classes of vLLM's that the user leaves alone, though their op is planned.
         place: its place among the plans that serve compiled engines of this process, from 1 on
             (`take_place`). Operators of torch are one per process and name; those of two plans
@@ -120,14 +119,22 @@ class Plan:
     entries: Mapping[str, PlanEntry]
     strict: bool = False
     counts_calls: bool = False
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
-    demotions: dict[tuple[str, str], str] = field(default_factory=dict)
+    record: Record = field(default_factory=lambda: Record(log))
     kept_layers: frozenset[str] = frozenset()
     place: int = 1
     _bound: dict[tuple[str, frozenset[str], bool], tuple[Callable[..., Any], bool]] = field(
         default_factory=dict, init=False, repr=False
     )
+
+    @property
+    def calls(self) -> Counter[tuple[str, str]]:
+        """(op, impl id) -> calls, where they are counted."""
+        return self.record.calls
+
+    @property
+    def fallbacks(self) -> Counter[tuple[str, str]]:
+        """(op, impl id) -> calls that this later candidate took over."""
+        return self.record.fallbacks
 
     def is_stock(self, op: str) -> bool:
         """Whether the op's layers are left to vLLM."""
@@ -152,7 +159,7 @@ class Plan:
         """
         impls = self.entries[op].impls
         impls = (*impls[impls.index(first) if first else 0 :], *((last,) if last else ()))
-        return Chain(op, impls, contracts()[op], self.strict, _Sealed(self, op), grants)
+        return Chain(op, impls, contracts()[op], self.strict, self.record, grants)
 
     def bind(
         self,
@@ -204,7 +211,7 @@ class Plan:
 
         For verification: it counts nothing, and its operators are those of no engine (place 0).
         """
-        plan = dataclasses.replace(self, counts_calls=False, fallbacks=Counter(), place=0)
+        plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
         chain = plan.chain(op, contracts()[op].consumable)
         return plan._guard(chain, asks_layer=False, compiled=True)
 
@@ -215,26 +222,7 @@ class Plan:
         """
         if not self.counts_calls:
             return bound
-        count = self._counter((op, impl_id))
-
-        @functools.wraps(bound)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            count()
-            return bound(*args, **kwargs)
-
-        return counted
-
-    def _counter(self, key: tuple[str, str]) -> Callable[[], int]:
-        def count() -> int:
-            self.calls[key] += 1
-            return 0
-
-        if self.mode == "eager":
-            return count
-        from torch._dynamo import assume_constant_result
-
-        marked: Callable[[], int] = assume_constant_result(count)  # runs while Dynamo traces
-        return marked
+        return self.record.counting(bound, op, impl_id, traced=self.mode != "eager")
 
     def line(self, *remarks: str) -> str:
         """The plan in one line, for the log at start, with what else is worth a word."""
@@ -246,35 +234,9 @@ class Plan:
         )
 
 
-class _Sealed:
-    """A plan as a chain sees it: a refusal is counted, and nothing is demoted any more."""
-
-    def __init__(self, plan: Plan, op: str) -> None:
-        self.plan = plan
-        self.op = op
-        self.demoted = None
-        self._said: set[tuple[str, str]] = set()
-
-    def refused(self, impl: OpImpl, reason: str) -> None:
-        if (impl.impl_id, reason) not in self._said and len(self._said) < SAID_AT_MOST:
-            self._said.add((impl.impl_id, reason))
-            log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, self.op, reason)
-
-    def demote(self, impl: OpImpl, error: Exception, *, last: bool) -> bool:
-        log.error("Implementation '%s' failed for op '%s': %s", impl.impl_id, self.op, error)
-        return False
-
-    def fell_back(self, first: OpImpl, impl: OpImpl) -> None:
-        self.plan.fallbacks[self.op, impl.impl_id] += 1
-        if ("fallback", impl.impl_id) not in self._said:
-            self._said.add(("fallback", impl.impl_id))
-            log.info("Op '%s' fallback to %s", self.op, describe(impl))
-
-
 def make_plan(
     manager: OpManager,
-    mode: Mode,
-    settings: Settings,
+    facts: EngineFacts,
     *,
     demoted: Mapping[tuple[str, str], str] | None = None,
     notes: Mapping[str, str] | None = None,
@@ -284,30 +246,30 @@ def make_plan(
 
     Args:
         manager: what is installed.
-        mode: how the engine runs the model.
-        settings: the engine's settings, policy included.
-        demoted: (op, impl id) -> why it is out for this engine.
+        facts: what the engine's configuration says.
+        demoted: (op, impl id) -> why it is demoted for this engine.
         notes: op -> why it is left to vLLM whatever the policy says.
         kept_layers: classes of vLLM's that the user leaves alone.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
     for op in (*contracts(), ATTENTION):
-        out = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
+        of_op = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
         trace = manager.trace(
             op,
-            mode=mode,
+            mode=facts.mode,
             engine=True,
-            settings=settings,
-            demoted=out,
-            bars_layers=mode == "compiled",  # an operator in a graph cannot be handed a layer
+            settings=facts.settings,
+            demoted=of_op,
+            without_layer=facts.mode
+            == "compiled",  # an operator in a graph cannot be handed a layer
         )
         entries[op] = PlanEntry(op, trace, notes.get(op, ""))
     return Plan(
-        mode,
+        facts.mode,
         entries,
-        strict=settings.policy.strict,
-        counts_calls=settings.debug,
+        strict=facts.settings.policy.strict,
+        counts_calls=facts.settings.debug,
         kept_layers=frozenset(kept_layers),
     )
 

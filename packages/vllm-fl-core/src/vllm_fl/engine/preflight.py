@@ -12,8 +12,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -23,7 +22,7 @@ import torch
 
 from ..contracts import ModelSizes, OpSpec, Sample, contracts
 from ..logs import get_logger
-from ..plugins.breadcrumb import running
+from ..plugins import breadcrumb
 from ..plugins.forms import asked_for
 from ..text import quote
 from . import process_state
@@ -50,10 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["Findings", "find_faults", "token_counts"]
 
 log = get_logger("engine")
-
-SLOW = 10.0
-"""Seconds after which the log names the implementation that is running. One that takes as long a
-second time, when nothing is left to compile, is taken out: it would stall the engine."""
 
 POOL = 256
 """Rows for which the oracle is computed; a batch consists of them, repeated and permuted."""
@@ -130,7 +125,7 @@ def find_faults(
     impls = list(impls)
     share = seconds / max(1, len(impls))
     compiling = _Compiling(backend)
-    with _Watch() as watch:
+    with breadcrumb.Watchdog(log) as watch:
         for impl in impls:
             key = impl.op_name, impl.impl_id
             trial = trials.get(impl.op_name)
@@ -139,7 +134,7 @@ def find_faults(
                 trial = trials[impl.op_name] = _Trials(spec, dtype, device, sizes, seed)
             run = _Run(trial, impl, compares, layer_for, compiled.get(key), compiling, watch, share)
             whose = f" of {owners[key].name}" if key in owners else ""
-            with running(f"the verification of {key[0]}={key[1]}{whose}", named=False):
+            with breadcrumb.running(f"the verification of {key[0]}={key[1]}{whose}", named=False):
                 fault = run.fault()
             if fault is not None:
                 findings.faults[key] = fault
@@ -239,20 +234,16 @@ class _Form:
         return Guarded(ordered, (*activations.storages, *self.static.storages))
 
 
+@dataclass
 class _Trials:
     """What every implementation of one op is tried with. The oracle is asked once."""
 
-    def __init__(
-        self,
-        spec: OpSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        sizes: ModelSizes | None,
-        seed: int,
-    ) -> None:
-        self.spec, self.dtype, self.device, self.sizes = spec, dtype, device, sizes
-        self.seed = seed
-        self._exact: dict[int, Any] = {}
+    spec: OpSpec
+    dtype: torch.dtype
+    device: torch.device
+    sizes: ModelSizes | None
+    seed: int
+    _exact: dict[int, Any] = field(default_factory=dict, init=False)
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -314,41 +305,37 @@ class _Stop(Exception):
         self.why, self.error = why, error
 
 
+@dataclass
 class _Run:
     """One implementation on all trials of its op."""
 
-    def __init__(
-        self,
-        trials: _Trials,
-        impl: OpImpl,
-        compares: bool,
-        layer_for: LayerFactory | None,
-        compiled: Callable[..., Any] | None,
-        compiling: _Compiling,
-        watch: _Watch,
-        seconds: float,
-    ) -> None:
-        self.seconds = seconds
-        self.compiling = compiling
-        self.watch, self.was_slow = watch, False
-        self.trials, self.impl, self.compares = trials, impl, compares
-        self.spec, self.layer_for = trials.spec, layer_for
-        self.call = as_call(impl, trials.spec, layer_for)
-        self.compiled = compiled
-        self.refusals: list[str] = []
-        self.served = 0
-        self.thinned = False
+    trials: _Trials
+    impl: OpImpl
+    compares: bool
+    layer_for: LayerFactory | None
+    compiled: Callable[..., Any] | None
+    compiling: _Compiling
+    watch: breadcrumb.Watchdog
+    seconds: float
+    refusals: list[str] = field(default_factory=list)
+    served: int = 0
+    thinned: bool = False
+    was_slow: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec = self.trials.spec
+        self.call = as_call(self.impl, self.spec, self.layer_for)
 
     def fault(self) -> Fault | None:
         """Why it must not serve, or None."""
         before = process_state.state_of(self.trials.device)
         try:
             with torch.inference_mode():
-                self._contract()
-                self._state(before)
-                self._served()
-                self._compiled()
-                self._state(before)
+                self._run_samples()
+                self._check_state(before)
+                self._run_served()
+                self._run_compiled()
+                self._check_state(before)
         except _Stop as stop:
             return stop.why, stop.error
         except Exception as error:  # of ours, where the implementation has spoiled what we rely on
@@ -360,18 +347,18 @@ class _Run:
             process_state.restore(before, self.trials.device)
         return None
 
-    def _state(self, before: dict[str, Any]) -> None:
+    def _check_state(self, before: dict[str, Any]) -> None:
         problem = self._changed(before)
         if problem is not None:
             raise _Stop(problem)
 
     def _changed(self, before: dict[str, Any]) -> str | None:
         """What it has changed of the process, in words."""
-        with torch.inference_mode(False), torch.set_grad_enabled(before["the grad mode"]):
+        with torch.inference_mode(False):
             problem = process_state.changed(before, self.trials.device)
         return None if problem is None else f"it changed {problem} of the whole process"
 
-    def _contract(self) -> None:
+    def _run_samples(self) -> None:
         """The contract's own samples: edges that every caller may bring."""
         for index, sample in enumerate(self.trials.samples):
             exact = self.trials.exact(index)
@@ -384,20 +371,20 @@ class _Run:
                 what = "it is wrong: " if result.status == "wrong" else ""
                 raise _Stop(f"{what}{result.reason} ({sample.name}, {result.dtype})", result.error)
 
-    def _served(self) -> None:
+    def _run_served(self) -> None:
         """The served model's calls, with many token counts."""
         always, further = token_counts(self.trials.largest, self.trials.seed)
         for form in self.trials.forms:
             form.switch(large=False)
             for count in always:
-                self._batch(form, count, large=False, calls=3 if count <= 64 else 2)
-            self._elsewhere(form)
-            self._intact(form)
+                self._run_batch(form, count, large=False, calls=3 if count <= 64 else 2)
+            self._in_another_thread(form)
+            self._check_intact(form)
             form.switch(large=True)
             for count in LARGE_COUNTS:
                 if count <= self.trials.largest:
-                    self._batch(form, count, large=True)
-            self._intact(form)
+                    self._run_batch(form, count, large=True)
+            self._check_intact(form)
         deadline = time.monotonic() + self.seconds
         for form in self.trials.forms:
             form.switch(large=False)
@@ -406,13 +393,13 @@ class _Run:
                 self.thinned = True
                 break
             for form in self.trials.forms:
-                self._batch(form, count, large=False)
+                self._run_batch(form, count, large=False)
         for form in self.trials.forms:
-            self._intact(form)
+            self._check_intact(form)
         if self.trials.forms and not self.served:
             raise _Stop(f"it refuses the served model's own sizes ({self.refusals[0]})")
 
-    def _batch(self, form: _Form, count: int, *, large: bool, calls: int = 2) -> None:
+    def _run_batch(self, form: _Form, count: int, *, large: bool, calls: int = 2) -> None:
         """Batches one after the other in the same memory, their results kept to the end."""
         trials = self.trials
         where = f"{count} x {form.name}, {dtype_name(trials.dtype)}" + ", large values" * large
@@ -421,7 +408,7 @@ class _Run:
         for salt in range(calls):
             order = trials.order(count, salt)[:count]
             laid = rows_of(form.pool(large), _repeated(order, count), into=laid)
-            got = self._once(form, laid, where)
+            got = self._call_once(form, laid, where)
             if got is None:
                 return
             results.append((order, _kept(got, laid)))
@@ -431,7 +418,7 @@ class _Run:
                 said = ", same buffers again" if number else ""
                 raise _Stop(f"it is wrong: {problem} ({where}{said})")
 
-    def _elsewhere(self, form: _Form) -> None:
+    def _in_another_thread(self, form: _Form) -> None:
         """A batch in another thread than the one that builds the model, as micro-batches have."""
         stopped: list[BaseException] = []
 
@@ -441,7 +428,7 @@ class _Run:
                 torch.get_device_module(device).set_device(device)
             try:
                 with torch.inference_mode():
-                    self._batch(form, min(7, self.trials.largest), large=False)
+                    self._run_batch(form, min(7, self.trials.largest), large=False)
             except BaseException as error:
                 stopped.append(error)
 
@@ -453,7 +440,7 @@ class _Run:
         if stopped:
             raise stopped[0]
 
-    def _once(self, form: _Form, laid: Guarded, where: str) -> Any:
+    def _call_once(self, form: _Form, laid: Guarded, where: str) -> Any:
         """One call; its result, or None when it was refused."""
         impl, spec = self.impl, self.spec
         call = form.call(laid)
@@ -494,26 +481,26 @@ class _Run:
             torch.get_device_module(self.trials.device).synchronize()
         return got
 
-    def _intact(self, form: _Form) -> None:
+    def _check_intact(self, form: _Form) -> None:
         """Weights and tables are as they were before all these calls."""
         problem = misuse(form.static, (), self.impl, self.spec)
         if problem and self.compares:
             raise _Stop(f"it is wrong: {problem} ({form.name})")
 
-    def _compiled(self) -> None:
+    def _run_compiled(self) -> None:
         """The form that the compiler will get, in one graph for all batches."""
         if self.compiled is None:
             return
         for form in self.trials.forms:
             form.switch(large=False)
-            self._lowered(form, "aot_eager")
+            self._run_lowered(form, "aot_eager")
             if self.compiling.backend == "inductor":
                 if self.compiling.has_time():
-                    self._lowered(form, "inductor")
+                    self._run_lowered(form, "inductor")
                 else:
                     self.compiling.skipped.add(f"{self.spec.name} of {self.impl.impl_id}")
 
-    def _lowered(self, form: _Form, backend: str) -> None:
+    def _run_lowered(self, form: _Form, backend: str) -> None:
         torch._dynamo.reset()
         call = torch.compile(self.compiled, fullgraph=True, dynamic=True, backend=backend)
         for count in COMPILED_COUNTS:
@@ -539,55 +526,20 @@ class _Run:
                     raise _Stop(f"it is wrong: {problem} ({where})")
 
     def _timed(self, where: str, run: Callable[[], Any], *, compiles: bool = False) -> Any:
-        """Run it, named in the log while it takes long; two slow calls in a row end its candidacy.
+        """Run it, named in the log while it takes long. Two slow calls in a row are a fault: it
+        would stall the engine.
 
         One that `compiles` may take as long as it likes.
         """
-        with self.watch.over(self.impl, where):
+        line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
+        impl = self.impl
+        with self.watch.over(line, impl.impl_id, impl.op_name, breadcrumb.SLOW, where):
             result = run()
-        slow = self.watch.seconds > SLOW and not compiles
+        slow = self.watch.seconds > breadcrumb.SLOW and not compiles
         if slow and self.was_slow:
             raise _Stop(f"takes {self.watch.seconds:.0f} s for one call ({where})")
         self.was_slow = slow
         return result
-
-
-class _Watch:
-    """Names in the log what has been running for longer than SLOW seconds."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """What the last call took."""
-        self._what: tuple[OpImpl, str, float] | None = None
-        self._ended = threading.Event()
-
-    def __enter__(self) -> _Watch:
-        threading.Thread(target=self._look, name="vllm-fl watch", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-
-    @contextmanager
-    def over(self, impl: OpImpl, where: str) -> Iterator[None]:
-        """The block is one call of `impl`."""
-        start = time.monotonic()
-        self._what = impl, where, start
-        try:
-            yield
-        finally:
-            self._what = None
-            self.seconds = time.monotonic() - start
-
-    def _look(self) -> None:
-        said = None
-        while not self._ended.wait(min(0.5, SLOW / 4)):
-            what = self._what
-            if what is None or what is said or time.monotonic() - what[2] < SLOW:
-                continue
-            said = what
-            line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
-            log.warning(line, what[0].impl_id, what[0].op_name, SLOW, what[1])
 
 
 def _kept(result: Any, laid: Guarded) -> Any:

@@ -1,5 +1,8 @@
 """What of the whole process a kernel must leave as it was: torch's modes and random numbers, the
-working directory, the signal handlers."""
+working directory, the signal handlers.
+
+The grad mode is none of it: a kernel is called in inference mode, which puts it back.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ def state_of(device: torch.device) -> dict[str, Any]:
     state = {
         "the default dtype": torch.get_default_dtype(),
         "the number of threads": torch.get_num_threads(),
-        "the grad mode": torch.is_grad_enabled(),
         "the deterministic mode": torch.are_deterministic_algorithms_enabled(),
         "the precision of float32 products": torch.get_float32_matmul_precision(),
         "the random numbers of the CPU": torch.get_rng_state(),
@@ -49,7 +51,6 @@ def restore(before: dict[str, Any], device: torch.device) -> None:
     """Set everything as it was."""
     torch.set_default_dtype(before["the default dtype"])
     torch.set_num_threads(before["the number of threads"])
-    torch.set_grad_enabled(before["the grad mode"])
     torch.use_deterministic_algorithms(before["the deterministic mode"])
     torch.set_float32_matmul_precision(before["the precision of float32 products"])
     torch.set_rng_state(before["the random numbers of the CPU"])

@@ -34,58 +34,67 @@ UNTAGGED = (0, 1)
 FORMER_LAYERS = frozenset({"fused_moe", "FusedMoE"})
 """Layer names of vLLM releases that are gone, which users' lists of layers may still hold."""
 
+_NAMES = {
+    "platforms": ("builtin_platform_plugins current_platform",),
+    "platforms.interface": (
+        "Platform: check_and_update_config get_attn_backend_cls "
+        "get_default_ir_op_priority get_device_communicator_cls import_ir_kernels",
+    ),
+    "envs": ("environment_variables",),
+    "config.attention": ("AttentionConfig: backend",),
+    "config.cache": ("CacheConfig: block_size cache_dtype",),
+    "config.compilation": ("CompilationConfig: backend custom_ops mode", "CompilationMode: NONE"),
+    "config.kernel": (
+        "IrOpPriorityConfig: fused_add_rms_norm rms_norm set_default",
+        "KernelConfig: ir_op_priority",
+    ),
+    "config.model": (
+        "ModelConfig: dtype get_head_size get_hidden_size get_num_attention_heads "
+        "get_num_kv_heads hf_text_config max_model_len use_mla",
+    ),
+    "config.parallel": ("ParallelConfig: tensor_parallel_size worker_cls",),
+    "config.scheduler": ("SchedulerConfig: max_num_batched_tokens",),
+    "config.vllm": (
+        "VllmConfig: additional_config attention_config cache_config "
+        "compilation_config kernel_config model_config parallel_config "
+        "scheduler_config",
+        "get_current_vllm_config",
+    ),
+    "distributed.parallel_state": ("GroupCoordinator: cpu_group world_size", "get_world_group"),
+    "ir.op": ("IrOp: impls register_impl", "IrOpImpl: impl_fn uuid"),
+    "ir.ops.layernorm": ("fused_add_rms_norm rms_norm",),
+    "model_executor.custom_op": (
+        "CustomOp: dispatch_forward forward_cpu forward_cuda forward_native "
+        "forward_oot register_oot",
+        "op_registry op_registry_oot",
+    ),
+    "model_executor.layers.activation": (
+        "GeluAndMul: forward_native",
+        "SiluAndMul: forward_native",
+    ),
+    "model_executor.layers.layernorm": ("GemmaRMSNorm: forward_native", "RMSNorm: forward_native"),
+    "model_executor.layers.rotary_embedding": ("RotaryEmbedding _ROPE_DICT",),
+    "model_executor.layers.rotary_embedding.base": (
+        "RotaryEmbedding: forward_native forward_static",
+        "RotaryEmbeddingBase: _match_cos_sin_cache_dtype head_size is_neox_style",
+    ),
+    "v1.attention.backends.registry": ("AttentionBackendEnum",),
+    "v1.worker.worker_base": ("WorkerBase: device load_model rank shutdown vllm_config",),
+}
+"""Module below `vllm` -> `Class: attribute attribute`, and names of the module itself."""
+
 OVERRIDDEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "platforms": ("builtin_platform_plugins",),
-        "platforms.interface": (
-            "Platform.check_and_update_config",
-            "Platform.get_attn_backend_cls",
-            "Platform.get_default_ir_op_priority",
-            "Platform.get_device_communicator_cls",
-            "Platform.import_ir_kernels",
-        ),
-        "envs": ("environment_variables",),
-        "config.compilation": ("CompilationConfig.custom_ops", "CompilationMode.NONE"),
-        "config.kernel": (
-            "IrOpPriorityConfig.fused_add_rms_norm",
-            "IrOpPriorityConfig.rms_norm",
-            "IrOpPriorityConfig.set_default",
-            "KernelConfig.ir_op_priority",
-        ),
-        "config.parallel": ("ParallelConfig.worker_cls",),
-        "config.vllm": ("VllmConfig.additional_config",),
-        "distributed.parallel_state": ("get_world_group",),
-        "ir.op": ("IrOp.register_impl", "IrOpImpl.uuid"),
-        "ir.ops.layernorm": ("fused_add_rms_norm", "rms_norm"),
-        "model_executor.custom_op": (
-            "CustomOp.dispatch_forward",
-            "CustomOp.forward_cpu",
-            "CustomOp.forward_cuda",
-            "CustomOp.forward_native",
-            "CustomOp.forward_oot",
-            "CustomOp.register_oot",
-            "op_registry",
-            "op_registry_oot",
-        ),
-        "model_executor.layers.activation": (
-            "GeluAndMul.forward_native",
-            "SiluAndMul.forward_native",
-        ),
-        "model_executor.layers.layernorm": (
-            "GemmaRMSNorm.forward_native",
-            "RMSNorm.forward_native",
-        ),
-        "model_executor.layers.rotary_embedding": ("RotaryEmbedding", "_ROPE_DICT"),
-        "model_executor.layers.rotary_embedding.base": (
-            "RotaryEmbedding.forward_native",
-            "RotaryEmbedding.forward_static",
-            "RotaryEmbeddingBase._match_cos_sin_cache_dtype",
-        ),
-        "v1.attention.backends.registry": ("AttentionBackendEnum",),
-        "v1.worker.worker_base": ("WorkerBase.load_model", "WorkerBase.shutdown"),
+        module: tuple(
+            ".".join(filter(None, (owner, name)))
+            for owner, _, names in (entry.rpartition(": ") for entry in entries)
+            for name in names.split()
+        )
+        for module, entries in _NAMES.items()
     }
 )
-"""Module below `vllm` -> what of it we override or call; a vLLM that lacks one runs as stock."""
+"""Module below `vllm` -> what of it we override, call, read or patch; a vLLM that lacks one runs as
+stock. What is optional, and asked for with a default, is not here."""
 
 
 def vllm_version() -> str:
@@ -158,6 +167,8 @@ def _names(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
                 yield from _names(inner, f"{prefix}{name}.")
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield prefix + name
+                if name == "__init__":
+                    yield from (prefix + attribute for attribute in _set_on_self(statement))
             case ast.AnnAssign(target=ast.Name(id=name)):
                 yield prefix + name
             case ast.Assign(targets=targets):
@@ -166,6 +177,14 @@ def _names(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
                 yield from (prefix + (alias.asname or alias.name) for alias in aliases)
             case ast.If(body=inner, orelse=rest) | ast.Try(body=inner, orelse=rest):
                 yield from _names([*inner, *rest], prefix)
+
+
+def _set_on_self(method: ast.stmt) -> Iterator[str]:
+    """The attributes that a method sets on its object."""
+    for node in ast.walk(method):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
 
 
 def hide_our_variables() -> None:

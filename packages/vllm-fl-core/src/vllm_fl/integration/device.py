@@ -13,13 +13,13 @@ from ..plugins.calling import devices, find_device
 from ..plugins.installed import ENGINE_GROUPS, identity
 from ..plugins.types import DeviceProfile
 
-__all__ = ["IN_TREE", "adopt_device", "other_platforms", "profile_named"]
+__all__ = ["IN_TREE", "detect_device", "other_platforms", "profile_named"]
 
 IN_TREE = ("cpu", "cuda")
 """The platforms that we know of vLLM's own, as settings name them."""
 
 
-def adopt_device(forced: str | None) -> DeviceProfile | None:
+def detect_device(forced: str | None) -> DeviceProfile | None:
     """The device that a plugin brings to this machine, with the settings of its platform read.
 
     Args:
@@ -29,14 +29,14 @@ def adopt_device(forced: str | None) -> DeviceProfile | None:
         PluginError: two devices claim the machine, or the forced one is not there.
     """
     manager = get_default_manager()
-    manager.ensure_initialized(patient=True)
+    manager.ensure_initialized(defer_errors=True)
     startup = manager.startup
     assert startup is not None  # the default manager finds its own plugins
     profile = find_device(startup.plugins, forced)
     if profile is not None and startup.settings.platform != profile.name:
         registry = manager.registry
         settings, problem = try_settings(registry, startup.plugins, platform=profile.name)
-        manager.adopt(replace(startup, settings=settings, problem=problem), registry)
+        manager.use_startup(replace(startup, settings=settings, problem=problem), registry)
     return profile
 
 

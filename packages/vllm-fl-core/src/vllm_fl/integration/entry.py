@@ -1,4 +1,4 @@
-"""The two doors by which vLLM lets us in. Both are opened in every process, more than once.
+"""vLLM's two plugin entry points. vLLM calls both in every process, possibly more than once.
 
 vLLM hides what a platform plugin raises and dies of what a general plugin raises; so the first one
 says what is wrong, and the second one ends a start that the user's own settings made wrong.

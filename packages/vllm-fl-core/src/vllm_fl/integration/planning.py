@@ -9,27 +9,28 @@ from typing import TYPE_CHECKING, Any
 from ..contracts import contracts
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
+from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, make_plan
 from ..errors import InvalidSettingError, PluginError, SettingsError
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..settings.layers import Settings, check_names
-from ..settings.policy import Mode
 from .seams import attention
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table
+from .sizes import model_sizes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = [
+    "Carried",
     "apply",
-    "engine_mode",
+    "facts_of",
     "is_sealed",
     "load_plugins",
     "note_user_priority",
     "plan_for",
     "seal",
-    "settings_of",
 ]
 
 KEY = "vllm_fl"
@@ -40,7 +41,26 @@ class Carried(dict[str, Any]):
     """What is under `KEY`, on its way between the processes of an engine.
 
     A plain dictionary there was written by hand. It would set what nobody reads from there.
+
+    The settings in it are JSON. A process decodes them once; a copy for another process, which
+    may have another release of vllm-fl-core, has the JSON alone.
     """
+
+    _settings: Settings | None = None
+
+    @property
+    def settings(self) -> Settings | None:
+        """The engine's settings; None where nobody has read them yet, or the plan is sealed."""
+        if self._settings is None and "settings" in self:
+            self._settings = Settings.from_json(self["settings"])
+        return self._settings
+
+    def carry(self, settings: Settings) -> None:
+        """Give the engine's processes these settings."""
+        self["settings"], self._settings = settings.to_json(), settings
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Carried, (dict(self),)
 
 
 LAYER_OPS = ("silu_and_mul", "gelu_and_mul", "rotary_embedding")
@@ -50,72 +70,89 @@ in eager mode; in compiled mode they are ops of its IR, which know no layer."""
 log = get_logger("engine")
 
 
-def engine_mode(vllm_config: VllmConfig) -> Mode:
-    """How the engine runs the model."""
+def facts_of(vllm_config: VllmConfig) -> EngineFacts:
+    """What an engine's configuration says now. vLLM completes it step by step.
+
+    A worker, whose configuration is complete, asks once and keeps the answer.
+
+    Raises:
+        SettingsError: a setting is wrong; the engine must not start with another meaning.
+        PluginError: this process has loaded other plugins already than the settings allow.
+    """
+    from vllm import envs
     from vllm.config import CompilationMode
 
-    compilation = vllm_config.compilation_config
-    return "eager" if compilation.mode in (None, CompilationMode.NONE) else "compiled"
+    try:
+        settings = _settings_of(vllm_config)
+    except InvalidSettingError as error:
+        # vLLM's configuration is pydantic's, which dresses a ValueError up as an error of its own.
+        raise SettingsError(str(error), key=error.key, origin=error.origin, op=error.op) from error
+    compilation, model = vllm_config.compilation_config, vllm_config.model_config
+    backend = vllm_config.attention_config.backend
+    entry = _entry(vllm_config)
+    priority = entry.get("user_priority", {}) if entry is not None else {}
+    return EngineFacts(
+        settings,
+        "eager" if compilation.mode in (None, CompilationMode.NONE) else "compiled",
+        dtype=model.dtype if model else None,
+        sizes=model_sizes(vllm_config) if model else None,
+        attention=attention.model_request(vllm_config) if model else None,
+        custom_ops=tuple(compilation.custom_ops),
+        ir_priority={op: tuple(providers) for op, providers in priority.items()},
+        attention_backend=None if backend is None else backend.name,
+        batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
+        compile_backend=compilation.backend,
+    )
 
 
-def settings_of(vllm_config: VllmConfig) -> Settings:
+def _settings_of(vllm_config: VllmConfig) -> Settings:
     """The engine's settings: read once, where its configuration is made.
 
     They travel in `additional_config`, as JSON, so that a worker that does not inherit the
     environment has them too, and so that two engines of one process have each their own. A process
     that could not read settings of its own takes the engine's over.
-
-    Raises:
-        SettingsError: a setting is wrong; the engine must not start with another meaning.
     """
-    try:
-        return _settings_of(vllm_config)
-    except InvalidSettingError as error:
-        # vLLM's configuration is pydantic's, which dresses a ValueError up as an error of its own.
-        raise SettingsError(str(error), key=error.key, origin=error.origin, op=error.op) from error
-
-
-def _settings_of(vllm_config: VllmConfig) -> Settings:
     from vllm.platforms import current_platform
 
-    load_plugins(vllm_config)
-    mine = _ours(vllm_config)
+    settings = load_plugins(vllm_config)
     manager = get_default_manager()
     startup = manager.startup
     assert startup is not None  # the default manager finds its own plugins
-    if mine is not None and "settings" in mine:
-        settings = Settings.from_json(mine["settings"])
-    elif is_sealed(vllm_config):
-        return startup.settings  # the engine's own are gone, and its files may be: ask neither
-    else:
+    if settings is None:
+        if is_sealed(vllm_config):
+            return startup.settings  # the engine's own are gone, and its files may be: ask neither
         settings = _read_settings(current_platform.vllm_fl_platform)
         _check_loaded(settings)
-        if mine is not None:
-            mine["settings"] = settings.to_json()
+        entry = _entry(vllm_config)
+        if entry is not None:
+            entry.carry(settings)
     if startup.problem is not None:
-        manager.adopt(replace(startup, settings=settings, problem=None), manager.registry)
+        manager.use_startup(replace(startup, settings=settings, problem=None), manager.registry)
     return settings
 
 
-def load_plugins(vllm_config: VllmConfig) -> None:
+def load_plugins(vllm_config: VllmConfig) -> Settings | None:
     """Load the plugins, once per process: those that its engine's settings allow, if it has them.
 
     What is wrong with the settings of a process of its own is raised where they are needed: a
     worker's come with its engine's configuration, and its files may be gone.
+
+    Returns:
+        The engine's settings, where its configuration has them.
 
     Raises:
         PluginError: this process has loaded others already.
     """
     from vllm.platforms import current_platform
 
-    manager, platform = get_default_manager(), current_platform.vllm_fl_platform
-    mine = _ours(vllm_config)
-    if mine is None or "settings" not in mine:
-        manager.ensure_initialized(platform, patient=True)
-        return
-    settings = Settings.from_json(mine["settings"])
-    manager.ensure_initialized(platform, patient=True, engine=settings)
-    _check_loaded(settings)
+    entry = _entry(vllm_config)
+    settings = entry.settings if entry is not None else None
+    get_default_manager().ensure_initialized(
+        current_platform.vllm_fl_platform, defer_errors=True, engine=settings
+    )
+    if settings is not None:
+        _check_loaded(settings)
+    return settings
 
 
 def _check_loaded(settings: Settings) -> None:
@@ -150,23 +187,19 @@ def _read_settings(platform: str) -> Settings:
     )
 
 
-def plan_for(vllm_config: VllmConfig, demoted: Mapping[tuple[str, str], str] | None = None) -> Plan:
-    """The plan of an engine with this configuration. What the user told vLLM stands.
+def plan_for(facts: EngineFacts, demoted: Mapping[tuple[str, str], str] | None = None) -> Plan:
+    """The plan of an engine. What the user told vLLM stands.
 
     Args:
-        vllm_config: the engine's configuration.
-        demoted: (op, impl id) -> why it is out for this engine.
+        facts: what the engine's configuration says.
+        demoted: (op, impl id) -> why it is demoted for this engine.
     """
-    mode = engine_mode(vllm_config)
-    settings = settings_of(vllm_config)
-    notes, kept = _left_layers(settings, vllm_config, mode)
-    notes |= {**_kept_by_user(vllm_config, mode), **attention.kept_by_user(vllm_config)}
+    notes, kept = _layers_left_to_vllm(facts)
     return make_plan(
         get_default_manager(),
-        mode,
-        settings,
-        demoted={**attention.refusals(vllm_config), **(demoted or {})},
-        notes=notes,
+        facts,
+        demoted={**attention.refusals(facts), **(demoted or {})},
+        notes=notes | _user_notes(facts),
         kept_layers=kept,
     )
 
@@ -177,9 +210,8 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     The others stay as vLLM and the user have them.
     """
     custom_ops = vllm_config.compilation_config.custom_ops
-    mine = _ours(vllm_config)
-    before = list(mine.get("enabled", ())) if mine is not None else []
-    for name in before:
+    entry = _entry(vllm_config)
+    for name in entry.get("enabled", ()) if entry is not None else ():
         if name in custom_ops:
             custom_ops.remove(name)
     added = [
@@ -188,8 +220,8 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
         if not plan.is_stock(op) and f"+{op}" not in custom_ops and "all" not in custom_ops
     ]
     custom_ops += added
-    if mine is not None:
-        mine["enabled"] = added
+    if entry is not None:
+        entry["enabled"] = added
 
 
 def seal(vllm_config: VllmConfig, digest: str) -> None:
@@ -204,15 +236,15 @@ def seal(vllm_config: VllmConfig, digest: str) -> None:
 
 def is_sealed(vllm_config: VllmConfig) -> bool:
     """Whether a worker of this engine has sealed its plan: nothing of it may change any more."""
-    return "plan" in (_ours(vllm_config) or {})
+    return "plan" in (_entry(vllm_config) or {})
 
 
-def _ours(vllm_config: VllmConfig) -> dict[str, Any] | None:
+def _entry(vllm_config: VllmConfig) -> Carried | None:
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
         return None  # an object of the user's own: nothing can be put into it
-    mine = extra.setdefault(KEY, Carried())
-    if not isinstance(mine, Carried):
+    entry = extra.setdefault(KEY, Carried())
+    if not isinstance(entry, Carried):
         raise SettingsError(
             f"additional_config: {KEY!r} is vllm-fl's own entry and cannot be set by hand; "
             "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl policy` shows them). "
@@ -220,12 +252,10 @@ def _ours(vllm_config: VllmConfig) -> dict[str, Any] | None:
             key=KEY,
             origin="additional_config",
         )
-    return mine
+    return entry
 
 
-def _left_layers(
-    settings: Settings, vllm_config: VllmConfig, mode: Mode
-) -> tuple[dict[str, str], list[str]]:
+def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]:
     """What the OOT settings leave to vLLM, and other plugins have replaced.
 
     In compiled mode the norms are ops of vLLM's IR: a setting that holds for one of their layers
@@ -241,11 +271,11 @@ def _left_layers(
             layer: why
             for layer in layers
             if layer.op == op
-            and (why := _left(layer, settings) or _norm_left(layer, vllm_config, mode))
+            and (why := _oot_note(layer, facts.settings) or _norm_note(layer, facts))
         }
         of_op = [layer for layer in layers if layer.op == op]
-        by_layer = op in LAYER_OPS or mode == "eager"
-        if len(left) == len(of_op) or (left and not by_layer and not settings.oot_whitelist):
+        by_layer = op in LAYER_OPS or facts.mode == "eager"
+        if len(left) == len(of_op) or (left and not by_layer and not facts.settings.oot_whitelist):
             notes[op] = next(iter(left.values()))
         elif all(layer in left or layer.cls in foreign for layer in of_op):
             cls = next(layer.cls for layer in of_op if layer.cls in foreign)
@@ -255,7 +285,7 @@ def _left_layers(
     return notes, kept
 
 
-def _left(layer: Layer, settings: Settings) -> str:
+def _oot_note(layer: Layer, settings: Settings) -> str:
     """The setting that leaves this layer to vLLM, or nothing."""
     names = {layer.cls, layer.registered}
     if not settings.oot_enabled:
@@ -266,35 +296,34 @@ def _left(layer: Layer, settings: Settings) -> str:
     return f"oot_blacklist names {named[0]}" if named else ""
 
 
-def _norm_left(layer: Layer, vllm_config: VllmConfig, mode: Mode) -> str:
+def _norm_note(layer: Layer, facts: EngineFacts) -> str:
     """The entry of `custom_ops` that keeps this norm of an eager engine as it is, or nothing.
 
-    vLLM has two norms under two names; the other ops are judged whole, by `_kept_by_user`.
+    vLLM has two norms under two names; the other ops are judged whole, by `_user_notes`.
     """
-    custom_ops = vllm_config.compilation_config.custom_ops
-    if layer.op in LAYER_OPS or mode != "eager" or f"+{layer.registered}" in custom_ops:
+    if layer.op in LAYER_OPS or facts.mode != "eager" or f"+{layer.registered}" in facts.custom_ops:
         return ""
-    if f"-{layer.registered}" in custom_ops:
+    if f"-{layer.registered}" in facts.custom_ops:
         return f"custom_ops has -{layer.registered}"
-    return "custom_ops has none" if "none" in custom_ops else ""
+    return "custom_ops has none" if "none" in facts.custom_ops else ""
 
 
-def _kept_by_user(vllm_config: VllmConfig, mode: Mode) -> dict[str, str]:
+def _user_notes(facts: EngineFacts) -> dict[str, str]:
     """op -> the setting of vLLM's by which the user keeps its layers as they are."""
-    from vllm import envs
-
-    custom_ops = vllm_config.compilation_config.custom_ops
+    custom_ops = facts.custom_ops
     notes = {}
     for op in LAYER_OPS:
         if f"-{op}" in custom_ops:
             notes[op] = f"custom_ops has -{op}"
-        elif mode == "eager" and "none" in custom_ops and f"+{op}" not in custom_ops:
+        elif facts.mode == "eager" and "none" in custom_ops and f"+{op}" not in custom_ops:
             notes[op] = "custom_ops has none"
-    for op, priority in ((_ours(vllm_config) or {}).get("user_priority") or {}).items():
-        if priority:
-            notes["rms_norm"] = f"ir_op_priority.{op} is {','.join(priority)}"
-    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+    for op, providers in facts.ir_priority.items():
+        if providers:
+            notes["rms_norm"] = f"ir_op_priority.{op} is {','.join(providers)}"
+    if facts.batch_invariant:
         notes["rms_norm"] = "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"
+    if facts.attention_backend is not None:
+        notes[ATTENTION] = f"attention_config.backend is {facts.attention_backend}"
     return notes
 
 
@@ -302,7 +331,7 @@ def note_user_priority(vllm_config: VllmConfig) -> None:
     """Keep what the user wrote in `ir_op_priority`, before vLLM appends its defaults to it."""
     from .seams.ir import IR_OPS
 
-    mine = _ours(vllm_config)
-    if mine is not None and "user_priority" not in mine:
+    entry = _entry(vllm_config)
+    if entry is not None and "user_priority" not in entry:
         config = vllm_config.kernel_config.ir_op_priority
-        mine["user_priority"] = {op: list(getattr(config, op, None) or ()) for op in IR_OPS}
+        entry["user_priority"] = {op: list(getattr(config, op, None) or ()) for op in IR_OPS}

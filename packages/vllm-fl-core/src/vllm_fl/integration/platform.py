@@ -12,7 +12,7 @@ from ..engine.plan import active_plan
 from ..errors import PluginError
 from ..plugins.types import DeviceProfile
 from ..text import quote
-from .device import IN_TREE, adopt_device, other_platforms, profile_named
+from .device import IN_TREE, detect_device, other_platforms, profile_named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,13 +46,13 @@ class PlatformOverlay:
         from ..dispatch import get_default_manager
         from .seams.ir import register_providers
 
-        get_default_manager().ensure_initialized(cls.vllm_fl_platform, patient=True)
+        get_default_manager().ensure_initialized(cls.vllm_fl_platform, defer_errors=True)
         register_providers()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
         """The order of IR providers that the plan gives."""
-        from .planning import is_sealed, load_plugins, note_user_priority, plan_for
+        from .planning import facts_of, is_sealed, load_plugins, note_user_priority, plan_for
         from .seams.ir import prioritise
 
         # A configuration that was made from a sealed engine's, as vLLM's drafters do.
@@ -65,7 +65,7 @@ class PlatformOverlay:
         default = cls.vllm_fl_stock_priority(vllm_config)
         if vllm_config.model_config is None:
             return default
-        return prioritise(default, plan_for(vllm_config))
+        return prioritise(default, plan_for(facts_of(vllm_config)))
 
     @classmethod
     def vllm_fl_stock_priority(cls, vllm_config: VllmConfig) -> Any:
@@ -79,14 +79,14 @@ class PlatformOverlay:
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
-        from .planning import apply, is_sealed, plan_for
+        from .planning import apply, facts_of, is_sealed, plan_for
         from .worker import wrap_worker
 
         # A configuration without a model runs nothing. vLLM also comes here a second time, after
         # the workers have loaded: in one process with them, the plan is sealed by then.
         if vllm_config.model_config is None or is_sealed(vllm_config):
             return
-        apply(plan_for(vllm_config), vllm_config)
+        apply(plan_for(facts_of(vllm_config)), vllm_config)
         wrap_worker(vllm_config)
 
     @classmethod
@@ -96,10 +96,10 @@ class PlatformOverlay:
         """The attention backend that the plan gives; vLLM's own answer where it gives none."""
         from vllm.config import get_current_vllm_config
 
-        from .planning import plan_for
+        from .planning import facts_of, plan_for
         from .seams.attention import choose
 
-        plan = active_plan() or plan_for(get_current_vllm_config())
+        plan = active_plan() or plan_for(facts_of(get_current_vllm_config()))
         path = choose(plan, selected_backend, attn_selector_config, num_heads)
         if path is None:
             path = super().get_attn_backend_cls(  # type: ignore[misc]
@@ -133,7 +133,7 @@ def overlay_path(forced: str | None = None) -> str | None:
     """
     path = _in_tree_path()
     if path is None or (forced is not None and forced not in IN_TREE):
-        profile = adopt_device(None if forced in IN_TREE else forced)
+        profile = detect_device(None if forced in IN_TREE else forced)
         if profile is not None:
             path = f"{__name__}.{DEVICE}{profile.name}"
     others = other_platforms() if path is not None else ()

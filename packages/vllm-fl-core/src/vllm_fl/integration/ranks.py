@@ -1,4 +1,4 @@
-"""Agreement between the ranks of one engine: what failed on one is off on all."""
+"""Agreement between the ranks of one engine: what failed on one is demoted on all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["Verdict", "agree", "differences"]
 
-PATIENCE = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
 """How long the first rank to finish waits for the others: a cold kernel cache may cost one of them
 minutes. One that died is noticed at once, by its closed connection."""
 
@@ -43,7 +43,7 @@ def agree(mine: Verdict) -> list[Verdict]:
     if group.world_size == 1:
         return [mine]
     try:
-        dist.monitored_barrier(group.cpu_group, timeout=PATIENCE, wait_all_ranks=True)
+        dist.monitored_barrier(group.cpu_group, timeout=TIMEOUT, wait_all_ranks=True)
         verdicts: list[Any] = [None] * group.world_size
         dist.all_gather_object(verdicts, mine, group=group.cpu_group)
     except RuntimeError as error:

@@ -28,24 +28,24 @@ def model_sizes(vllm_config: VllmConfig) -> ModelSizes:
     """The served model's sizes; None for each that its configuration does not tell."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text = model.hf_text_config
-    head_size = _told("head_size", model.get_head_size)
+    head_size = _asked("head_size", model.get_head_size)
     largest = int(vllm_config.scheduler_config.max_num_batched_tokens)
     return ModelSizes(
-        hidden=_told("hidden", model.get_hidden_size),
-        intermediate=_told(
+        hidden=_asked("hidden", model.get_hidden_size),
+        intermediate=_asked(
             "intermediate", lambda: max(1, _width(text) // parallel.tensor_parallel_size)
         ),
-        heads=_told("heads", lambda: model.get_num_attention_heads(parallel)),
-        kv_heads=_told("kv_heads", lambda: model.get_num_kv_heads(parallel)),
+        heads=_asked("heads", lambda: model.get_num_attention_heads(parallel)),
+        kv_heads=_asked("kv_heads", lambda: model.get_num_kv_heads(parallel)),
         head_size=head_size,
-        rotary=_told("rotary", lambda: _rotary(text, head_size)),
+        rotary=_asked("rotary", lambda: _rotary(text, head_size)),
         tokens=(1, largest),
         max_position=int(model.max_model_len),
         epsilon=float(_first(text, EPSILON) or 1e-6),
     )
 
 
-def _told(what: str, ask: Callable[[], Any]) -> int | None:
+def _asked(what: str, ask: Callable[[], Any]) -> int | None:
     try:
         return int(ask())
     except (AttributeError, TypeError, ValueError, NotImplementedError, KeyError) as error:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine.digest import code_facts, digest, fingerprint
+from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, leave_place, take_place
 from ..engine.preflight import find_faults
 from ..errors import VllmFLError
@@ -19,7 +21,7 @@ from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import OpImpl, WorkerContext
 from ..text import quote
-from .planning import apply, load_plugins, plan_for, seal, settings_of
+from .planning import apply, facts_of, load_plugins, plan_for, seal
 from .ranks import Verdict, agree, differences
 from .seams import attention
 from .seams.ir import bind_provider, reset_priorities
@@ -30,7 +32,6 @@ from .seams.layers import (
     layer_table,
     replace_layers,
 )
-from .sizes import model_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,10 @@ class PlannedWorker:
     vllm_config: VllmConfig
     device: torch.device
     rank: int
+    vllm_fl_facts: EngineFacts
     vllm_fl_plan: Plan
     vllm_fl_digest: str
+    vllm_fl_unseal: Callable[[], object]
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
@@ -63,13 +66,13 @@ class PlannedWorker:
         joins = bool(kwargs.get("load_dummy_weights"))
         start = time.monotonic()
         replace_layers()
-        reports = _start_plugins(self.vllm_config, self.device, self.rank)
-        settings = settings_of(self.vllm_config)
-        plan, facts, limits = _verified_plan(self, reports, alone=joins)
+        facts = self.vllm_fl_facts = facts_of(self.vllm_config)
+        reports = _start_plugins(self)
+        plan, contents, limits = _verified_plan(self, reports, alone=joins)
         plan = take_place(plan)
         if plan.place > 1:  # its operators have other names: compiled code of another's is not its
-            facts = {**facts, "place": plan.place}
-        self.vllm_fl_plan, self.vllm_fl_digest = plan, digest(facts)
+            contents = {**contents, "place": plan.place}
+        self.vllm_fl_plan, self.vllm_fl_digest = plan, digest(contents)
         bind_provider(plan, self.vllm_fl_digest)
         apply(plan, self.vllm_config)
         reset_priorities(plan, self.vllm_config)
@@ -78,13 +81,14 @@ class PlannedWorker:
                 for line in report["lines"]:
                     log.info("%s", line)
             how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
-            took = f"{how[settings.preflight]} {time.monotonic() - start:.1f} s"
-            refused = attention.refusals(self.vllm_config).items()
+            took = f"{how[facts.settings.preflight]} {time.monotonic() - start:.1f} s"
+            refused = attention.refusals(facts).items()
             remarks = [*limits, *(f"{op}: {impl_id} {why}" for (op, impl_id), why in refused)]
             _warn_of_foreign_layers(plan)
             log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
         seal(self.vllm_config, self.vllm_fl_digest)
-        get_default_manager().seal(f"the engine's worker (rank {self.rank})")
+        manager = get_default_manager()
+        self.vllm_fl_unseal = manager.seal(f"the engine's worker (rank {self.rank})")
         attention.forget_choices()
         forget_shared_layers()
         with building(plan):
@@ -109,7 +113,7 @@ class PlannedWorker:
             },
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
-            "demotions": _nested(plan.demotions),
+            "demotions": _nested(plan.record.demotions),
         }
 
     def shutdown(self) -> None:
@@ -124,6 +128,8 @@ class PlannedWorker:
             )
         if plan is not None:
             leave_place(plan)
+        if hasattr(self, "vllm_fl_unseal"):
+            self.vllm_fl_unseal()
         super().shutdown()  # type: ignore[misc]
 
 
@@ -144,13 +150,12 @@ def _warn_of_foreign_layers(plan: Plan) -> None:
             )
 
 
-def _start_plugins(
-    vllm_config: VllmConfig, device: torch.device, rank: int
-) -> dict[str, dict[str, Any]]:
+def _start_plugins(worker: PlannedWorker) -> dict[str, dict[str, Any]]:
     """Run the plugins' `worker_start` hooks; distribution -> its lines and facts."""
-    settings = settings_of(vllm_config)
-    startup = get_default_manager().startup
-    context = WorkerContext(settings, device, vllm_config.model_config.dtype, rank, vllm_config)
+    facts, startup = worker.vllm_fl_facts, get_default_manager().startup
+    context = WorkerContext(
+        facts.settings, worker.device, facts.dtype, worker.rank, worker.vllm_config
+    )
     found = start_in_worker(startup.plugins if startup else (), context)
     return {
         name: {
@@ -170,20 +175,20 @@ def _verified_plan(
     """Resolve, run and compare, agree; again while an implementation had to be taken out.
 
     Returns:
-        (the plan, what it consists of, what was not looked at).
+        (the plan, what it consists of, what was not verified).
 
     Raises:
         VllmFLError: strict mode and a fault, on whichever rank.
     """
-    config, rank = worker.vllm_config, worker.rank
+    rank = worker.rank
     owners = get_default_manager().registry.snapshot().owners
     worker_facts = {name: report["facts"] for name, report in reports.items()}
     preflight = _Preflight(worker)
     demoted: dict[tuple[str, str], str] = {}
     while True:
-        plan = plan_for(config, demoted)
-        facts = {**fingerprint(plan, owners), "workers": worker_facts}
-        verdict = preflight.verdict(plan, facts)
+        plan = plan_for(worker.vllm_fl_facts, demoted)
+        contents = {**fingerprint(plan, owners), "workers": worker_facts}
+        verdict = preflight.verdict(plan, contents)
         unmet = "; ".join(filter(None, (entry.unmet for entry in plan.entries.values())))
         if unmet and not verdict.failure:
             verdict = dataclasses.replace(verdict, failure=unmet)
@@ -213,36 +218,37 @@ def _verified_plan(
     if rank == 0:
         for line in differences(verdicts):
             log.warning("The ranks differ. %s", line)
-    plan.demotions.update(demoted)
-    return plan, facts, preflight.limits(plan)
+    for (op, impl_id), reason in demoted.items():
+        plan.record.demote(op, impl_id, reason)
+    return plan, contents, preflight.limits(plan)
 
 
 class _Preflight:
     """Runs and compares what a plan may call, each implementation once."""
 
     def __init__(self, worker: PlannedWorker) -> None:
-        self.config, self.rank, self.device = worker.vllm_config, worker.rank, worker.device
-        self.how = settings_of(worker.vllm_config).preflight
-        self.sizes = model_sizes(worker.vllm_config)
+        self.facts, self.rank, self.device = worker.vllm_fl_facts, worker.rank, worker.device
+        self.how = self.facts.settings.preflight
         self.seed = random.SystemRandom().randrange(1 << 32)
         self.remarks: list[str] = []
         self._passed: set[tuple[str, str, bool]] = set()
 
-    def verdict(self, plan: Plan, facts: dict[str, Any]) -> Verdict:
+    def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
-        reasons = attention.faults(plan, self.config)
         try:
-            reasons |= self._faults(plan)
-        except Exception as error:
+            reasons = attention.faults(plan, self.facts) | self._faults(plan)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin may raise anything, SystemExit included
             log.exception("vllm-fl could not verify the plan")
-            return Verdict(self.rank, failure=quote(error), facts=facts)
+            return Verdict(self.rank, failure=quote(error), facts=contents)
         failure = ""
         if plan.strict and reasons:
             failure = "strict mode, and " + "; ".join(
                 f"implementation '{impl_id}' failed for op '{op}': {reason}"
                 for (op, impl_id), reason in reasons.items()
             )
-        return Verdict(self.rank, reasons, failure, facts)
+        return Verdict(self.rank, reasons, failure, contents)
 
     def _faults(self, plan: Plan) -> dict[tuple[str, str], str]:
         """(op, impl id) -> why it must not serve: every candidate that may take over a call."""
@@ -259,14 +265,15 @@ class _Preflight:
                 chosen.append(impl)
                 if is_compiled:
                     compiled[op, impl.impl_id] = plan.as_compiled(op)
+        assert self.facts.dtype is not None  # a worker has a model
         found = find_faults(
             chosen,
-            self.config.model_config.dtype,
+            self.facts.dtype,
             self.device,
-            self.sizes,
+            self.facts.sizes,
+            backend=self.facts.lowering(self.device),
             compares=self.how == "verify",
             compiled=compiled,
-            backend=_lowering(self.config, self.device),
             layer_for=layer_for,
             seed=self.seed,
             owners=get_default_manager().registry.snapshot().owners,
@@ -278,17 +285,14 @@ class _Preflight:
         """What the start could not look at, one phrase each, and the seed of what it drew."""
         if self.how == "off" or not any(entry.impls for entry in plan.entries.values()):
             return []
+        sizes = self.facts.sizes
         unknown = [
-            f.name for f in dataclasses.fields(self.sizes) if getattr(self.sizes, f.name) is None
+            f.name
+            for f in (dataclasses.fields(sizes) if sizes else ())
+            if getattr(sizes, f.name) is None
         ]
         told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
-
-
-def _lowering(vllm_config: VllmConfig, device: torch.device) -> str:
-    """What the compiled model is lowered by, as far as we can call it without vLLM's passes."""
-    ours = vllm_config.compilation_config.backend in ("", "inductor")
-    return "inductor" if ours and device.type in ("cpu", "cuda") else "aot_eager"
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from ..text import clean
 
-__all__ = ["SLOW", "Crumb", "folder", "keep_in", "lost", "read", "running"]
+__all__ = ["SLOW", "Crumb", "Watchdog", "folder", "keep_in", "lost", "read", "running"]
 
 log = logging.getLogger("vllm_fl.plugins.loading")
 
@@ -167,27 +167,59 @@ def running(what: str, *, named: bool = True) -> Iterator[None]:
     """
     what = clean(what)[:1000]
     entry = _notes.push(what)
-    watch = None
-    if named:
-        watch = threading.Timer(SLOW, _name, (what,))
-        watch.daemon = True
-        try:
-            watch.start()
-        except RuntimeError:  # no thread can be started, as while the interpreter ends
-            watch = None
+    line = "%s has been running for %.0f s and has not come back yet"
     try:
-        yield
+        if not named or _notes.kept:  # a parent that keeps the notes says it itself
+            yield
+        else:
+            with Watchdog(log) as watchdog, watchdog.over(line, what, SLOW):
+                yield
         _notes.heal(what)
     finally:
-        if watch is not None:
-            watch.cancel()
         _notes.pop(entry)
 
 
-def _name(what: str) -> None:
-    if _notes.kept:
-        return  # the parent says it
-    log.warning("%s has been running for %.0f s and has not come back yet", what, SLOW)
+class Watchdog:
+    """Names in the log what has been running for longer than `SLOW` seconds, from a thread.
+
+    Args:
+        log: where it is said.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.seconds = 0.0
+        """What the last call took."""
+        self._log = log
+        self._call: tuple[float, tuple[object, ...]] | None = None
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        thread = threading.Thread(target=self._name_slow_calls, name="vllm-fl watch", daemon=True)
+        with contextlib.suppress(RuntimeError):  # as while the interpreter ends
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    @contextlib.contextmanager
+    def over(self, *line: object) -> Iterator[None]:
+        """The block is one call; `line` says so as the arguments of a logging function."""
+        start = time.monotonic()
+        self._call = start, line
+        try:
+            yield
+        finally:
+            self._call = None
+            self.seconds = time.monotonic() - start
+
+    def _name_slow_calls(self) -> None:
+        named = None
+        while not self._ended.wait(min(0.5, SLOW / 4)):
+            call = self._call
+            if call is not None and call is not named and time.monotonic() - call[0] >= SLOW:
+                named = call
+                self._log.warning(*call[1])
 
 
 def keep_in(fd: int) -> None:

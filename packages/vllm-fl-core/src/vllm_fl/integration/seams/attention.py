@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...dispatch import get_default_manager
+from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...errors import AllFailedError
 from ...logs import get_logger
 from ...plugins.attention import ATTENTION, class_path_for, refusal
+from ...plugins.breadcrumb import running
 from ...plugins.types import AttentionImpl, AttentionRequest
 from ...text import quote
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["choose", "faults", "forget_choices", "kept_by_user", "refusals"]
+__all__ = ["choose", "faults", "forget_choices", "model_request", "refusals"]
 
 FIELDS = ("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse")
 """The fields that vLLM's selector has in every release; what else it has are extras."""
@@ -50,9 +53,9 @@ def model_request(vllm_config: VllmConfig) -> AttentionRequest | None:
         return None
 
 
-def refusals(vllm_config: VllmConfig) -> dict[tuple[str, str], str]:
+def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why an installed attention backend does not take this model."""
-    request = model_request(vllm_config)
+    request = facts.attention
     if request is None:
         return {}
     impls = get_default_manager().registry.snapshot().impls_by_op.get(ATTENTION, ())
@@ -61,27 +64,22 @@ def refusals(vllm_config: VllmConfig) -> dict[tuple[str, str], str]:
         for impl in impls
         if isinstance(impl, AttentionImpl)
         and impl.is_available()  # one that is not has a better reason, and may not be asked
-        and (reason := refusal(impl, request)) is not None
+        and (reason := _refusal(impl, request)) is not None
     }
 
 
-def kept_by_user(vllm_config: VllmConfig) -> dict[str, str]:
-    """The note of a backend that vLLM was told to take, by op; empty where it was told none."""
-    backend = vllm_config.attention_config.backend
-    return {} if backend is None else {ATTENTION: f"attention_config.backend is {backend.name}"}
-
-
-def faults(plan: Plan, vllm_config: VllmConfig) -> dict[tuple[str, str], str]:
+def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why the plan's attention backend cannot be used in this process.
 
     The class is imported here, before a layer is built on it.
     """
-    request = model_request(vllm_config)
-    chosen = plan.entries[ATTENTION].attention[:1] if request is not None else ()
+    request = facts.attention
+    if request is None:
+        return {}
     return {
         (ATTENTION, impl.impl_id): problem
-        for impl in chosen
-        if request is not None and (problem := _class_of(impl, request)[1])
+        for impl in plan.entries[ATTENTION].attention[:1]
+        if (problem := _class_of(impl, request)[1])
     }
 
 
@@ -112,7 +110,7 @@ def choose(
     request = _layer_request(attn_selector_config, num_heads)
     causes: list[tuple[str, BaseException | str]] = []
     for impl in entry.attention:
-        reason = refusal(impl, request)
+        reason = _refusal(impl, request)
         if reason is None:
             path, reason = _class_of(impl, request)
             if not reason:
@@ -152,19 +150,32 @@ def _layer_request(config: Any, num_heads: int | None) -> AttentionRequest:
     return AttentionRequest(**known, num_heads=num_heads, extras=MappingProxyType(fields))
 
 
+def _refusal(impl: AttentionImpl, request: AttentionRequest) -> str | None:
+    with _running("the supports", impl):
+        return refusal(impl, request)
+
+
+def _running(what: str, impl: AttentionImpl) -> AbstractContextManager[None]:
+    """While the block runs, this part of a plugin's is noted as what runs."""
+    owner = get_default_manager().registry.snapshot().owners.get((ATTENTION, impl.impl_id))
+    whose = f" of {owner.name}" if owner else ""
+    return running(f"{what} of {ATTENTION}={impl.impl_id}{whose}")
+
+
 def _class_of(impl: AttentionImpl, request: AttentionRequest) -> tuple[str, str]:
     """(class path, empty), or (what there is of a path, why its class cannot be used)."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     path = ""
     try:
-        path = class_path_for(impl, request)
-        module, _, name = path.rpartition(".")
-        cls = getattr(import_module(module), name)
-        missing = [method for method in METHODS if not callable(getattr(cls, method, None))]
-        if missing:
-            return path, f"{path} is no AttentionBackend of vLLM: it has no {', '.join(missing)}"
-        known = cls.get_name()
+        with _running("the class", impl):
+            path = class_path_for(impl, request)
+            module, _, name = path.rpartition(".")
+            cls = getattr(import_module(module), name)
+            lacks = [method for method in METHODS if not callable(getattr(cls, method, None))]
+            known = None if lacks else cls.get_name()
+        if lacks:
+            return path, f"{path} is no AttentionBackend of vLLM: it has no {', '.join(lacks)}"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a plugin's module raises must not end the engine

@@ -1,0 +1,51 @@
+"""What an engine's configuration says, read once: what the plan and its verification go by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..contracts import ModelSizes
+    from ..plugins.types import AttentionRequest
+    from ..settings.layers import Settings
+    from ..settings.policy import Mode
+
+__all__ = ["EngineFacts"]
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """One engine, as its configuration describes it.
+
+    Args:
+        settings: vllm-fl's settings, policy included.
+        mode: how the engine runs the model.
+        dtype: the model's; None without a model.
+        sizes: the model's sizes on one rank; None without a model.
+        attention: what the model's layers will ask of attention; None where that is not told.
+        custom_ops: vLLM's list of custom ops, what we added to it included.
+        ir_priority: the IR providers that the user told vLLM to prefer, by op.
+        attention_backend: the name of the attention backend that vLLM was told to take, or None.
+        batch_invariant: whether vLLM was told to use its batch-invariant kernels.
+        compile_backend: what vLLM compiles the model with; empty for its default.
+    """
+
+    settings: Settings
+    mode: Mode
+    dtype: torch.dtype | None = None
+    sizes: ModelSizes | None = None
+    attention: AttentionRequest | None = None
+    custom_ops: tuple[str, ...] = ()
+    ir_priority: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attention_backend: str | None = None
+    batch_invariant: bool = False
+    compile_backend: str = ""
+
+    def lowering(self, device: torch.device) -> str:
+        """What lowers the compiled model, as far as it can be called without vLLM's passes."""
+        is_inductor = self.compile_backend in ("", "inductor")
+        return "inductor" if is_inductor and device.type in ("cpu", "cuda") else "aot_eager"

@@ -1,0 +1,53 @@
+"""A VllmConfig as far as vllm-fl reads it, for tests that start no engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+__all__ = ["engine_config"]
+
+
+def engine_config(
+    entry: object = None, *, mode: object = None, head_size: int | Exception = 64, **fields: Any
+) -> Any:
+    """The configuration of an engine for a model of 8 query heads.
+
+    Args:
+        entry: vllm-fl's entry in `additional_config`, where it has one.
+        mode: the compilation mode; None is eager.
+        head_size: the model's, or what it raises when it is asked for it.
+        fields: `custom_ops`, `ir_op_priority`, `backend` (of attention), `tensor_parallel_size`;
+            the others are those of the model's text configuration.
+    """
+
+    def told() -> int:
+        if isinstance(head_size, Exception):
+            raise head_size
+        return head_size
+
+    priority = {"rms_norm": [], "fused_add_rms_norm": [], **fields.pop("ir_op_priority", {})}
+    custom_ops = fields.pop("custom_ops", [])
+    backend = fields.pop("backend", None)
+    parallel = fields.pop("tensor_parallel_size", 1)
+    return SimpleNamespace(
+        additional_config={} if entry is None else {"vllm_fl": entry},
+        attention_config=SimpleNamespace(backend=backend),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
+        compilation_config=SimpleNamespace(mode=mode, custom_ops=custom_ops, backend=""),
+        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(**priority)),
+        model_config=SimpleNamespace(
+            dtype=torch.bfloat16,
+            hf_text_config=SimpleNamespace(**fields),
+            max_model_len=4096,
+            use_mla=False,
+            get_head_size=told,
+            get_hidden_size=lambda: 512,
+            get_num_attention_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
+            get_num_kv_heads=lambda parallel: 2 // parallel.tensor_parallel_size,
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=parallel, worker_cls="acme.Worker"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+    )

@@ -1,0 +1,150 @@
+"""The attention seam: what a backend says to a layer's request, and what may go wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from builders import managing, planning
+from configs import engine_config
+
+import vllm_fl.dispatch
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import Plan
+from vllm_fl.errors import AllFailedError
+from vllm_fl.integration.seams import attention
+from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.types import AttentionImpl, AttentionRequest, BackendImplKind
+from vllm_fl.settings.layers import load_settings
+
+KEY = ("attention_backend", "vendor.acme")
+REQUEST = AttentionRequest(head_size=64, dtype="bfloat16")
+FACTS = EngineFacts(load_settings({}), "eager", attention=REQUEST)
+
+
+class Request(NamedTuple):
+    """vLLM's request, of a release that has a field which we do not know."""
+
+    head_size: int = 64
+    dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
+    has_wings: bool = True
+
+
+class Backend:
+    """As much of an AttentionBackend as is looked at."""
+
+    get_impl_cls = get_builder_cls = staticmethod(lambda: None)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+
+class Unnamed(Backend):
+    @staticmethod
+    def get_name() -> str:
+        return "ACME"
+
+
+class Ended(Backend):
+    @staticmethod
+    def get_name() -> str:
+        raise SystemExit(3)
+
+
+PATH = f"{__name__}.Backend"
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+    """`plan(class_path, …)`: one backend is installed, and planned."""
+    monkeypatch.setitem(__import__("sys").modules, __name__, SimpleNamespace(**globals()))
+
+    def make(path: Any = PATH, strict: bool = False, **fields: Any) -> Plan:
+        impl = AttentionImpl("vendor.acme", path, BackendImplKind.VENDOR, "acme", **fields)
+        manager = managing(impl, strict=strict)
+        monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
+        monkeypatch.setattr(attention, "get_default_manager", lambda: manager)
+        return planning(manager)
+
+    return make
+
+
+def test_the_planned_backend_is_taken(plan: Callable[..., Plan]) -> None:
+    made = plan()
+    assert attention.choose(made, None, Request(), 8) == PATH
+    assert attention.faults(made, FACTS) == {} and attention.refusals(FACTS) == {}
+
+
+def test_what_vllm_was_told_to_take_stands(plan: Callable[..., Plan]) -> None:
+    assert attention.choose(plan(), SimpleNamespace(name="TRITON_ATTN"), Request()) is None
+
+
+def test_fields_that_we_do_not_know_reach_the_backend(plan: Callable[..., Plan]) -> None:
+    seen: list[AttentionRequest] = []
+    made = plan(supports=lambda request: bool(seen.append(request)) or "no")
+    assert attention.choose(made, None, Request(), 8) is None
+    assert (seen[0].num_heads, dict(seen[0].extras)) == (8, {"has_wings": True})
+    assert made.fallbacks == {("attention_backend", "stock.vllm"): 1}
+
+
+def test_strict_mode_tries_nothing_else(plan: Callable[..., Plan]) -> None:
+    with pytest.raises(AllFailedError, match="refused op 'attention_backend': no"):
+        attention.choose(plan(strict=True, supports=lambda request: "no"), None, Request())
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("no_such_module.Backend", "failed: ModuleNotFoundError"),
+        (f"{__name__}.Request", "is no AttentionBackend of vLLM: it has no get_name"),
+        (f"{__name__}.Unnamed", "'ACME', which is no key of vLLM's AttentionBackendEnum"),
+        (f"{__name__}.Ended", "failed: SystemExit: 3"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_a_fault(
+    plan: Callable[..., Plan], path: str, why: str
+) -> None:
+    made = plan(path)
+    assert why in attention.faults(made, FACTS)[KEY]
+    assert attention.choose(made, None, Request()) is None
+    assert attention.faults(made, EngineFacts(FACTS.settings, "eager")) == {}
+
+
+def test_a_backend_that_refuses_the_model_says_so(plan: Callable[..., Plan]) -> None:
+    plan(supports=lambda request: "no MLA")
+    assert attention.refusals(FACTS) == {KEY: "refuses this model: no MLA"}
+    assert attention.refusals(EngineFacts(FACTS.settings, "eager")) == {}
+
+
+def test_what_of_a_plugin_runs_is_noted_while_it_runs(plan: Callable[..., Plan]) -> None:
+    """A class whose import ends the process must be named by the next one."""
+    noted: list[str] = []
+
+    def note(request: AttentionRequest) -> Any:
+        noted.append(breadcrumb._notes.stack[-1][0])
+        return PATH if len(noted) > 1 else True
+
+    made = plan(note, supports=note)
+    assert attention.choose(made, None, Request()) == PATH
+    assert [what.partition(" of attention_backend=vendor.acme")[0] for what in noted] == [
+        "the supports",
+        "the class",
+    ]
+
+
+def test_a_model_without_attention_asks_for_nothing() -> None:
+    config = engine_config(head_size=NotImplementedError("no attention"))
+    assert attention.model_request(config) is None
+    asked = attention.model_request(engine_config())
+    assert asked is not None
+    assert (asked.head_size, asked.num_heads, asked.block_size) == (64, 8, None)

@@ -1,0 +1,59 @@
+"""The layer seam: which classes of vLLM's are replaced, by what name, and whose they are."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from vllm.model_executor import custom_op
+
+from vllm_fl.contracts import contracts
+from vllm_fl.integration.seams import layers
+
+
+def test_every_contract_has_a_layer_and_no_layer_two() -> None:
+    table = layers.layer_table()
+    assert {layer.op for layer in table} == set(contracts())
+    assert len({layer.cls for layer in table}) == len(table)
+    for layer in table:
+        assert layer.registered in custom_op.op_registry
+
+
+def test_lists_may_name_layers_by_class_by_registered_name_and_as_they_were() -> None:
+    known = layers.known_layers()
+    for layer in layers.layer_table():
+        assert {layer.cls, layer.registered} <= known
+    assert "fused_moe" in known
+
+
+def test_a_layer_of_another_plugins_is_told_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = type("Theirs", (), {"__module__": "pytest"})
+    monkeypatch.setitem(custom_op.op_registry_oot, "SiluAndMul", theirs)
+    (told,) = [v for k, v in layers.foreign_layers().items() if k == "SiluAndMul"]
+    assert told.startswith("pytest.Theirs of pytest ")
+    nobodys = type("Nobodys", (), {"__module__": "no_such_module"})
+    assert layers.owner_of(nobodys) == "no_such_module.Nobodys"
+
+
+@pytest.mark.parametrize("op", sorted(contracts()))
+def test_a_layer_for_verification_provides_what_the_contract_takes_from_it(op: str) -> None:
+    import torch
+
+    spec = contracts()[op]
+    given: dict[str, Any] = {
+        "weight": torch.ones(4),
+        "epsilon": 1e-6,
+        "variance_size": None,
+        "approximate": "none",
+    }
+    provided = {name: given[name] for name in spec.from_layer}
+    layer = layers.layer_for(spec, provided)
+    for name, read in spec.from_layer.items():
+        got = read(layer)
+        same = torch.equal(got, provided[name]) if name == "weight" else got == provided[name]
+        assert same, name

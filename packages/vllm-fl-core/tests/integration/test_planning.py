@@ -1,0 +1,223 @@
+"""From a configuration to facts and a plan: what is read, carried, and left to the user."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import vllm.platforms
+from builders import silu
+from configs import engine_config
+from vllm.config import CompilationMode
+
+import vllm_fl.dispatch
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.errors import SettingsError
+from vllm_fl.integration import planning
+from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.settings.layers import Settings, load_settings
+
+VENDOR = {"VLLM_FL_PREFER": "vendor"}
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpManager]:
+    """A process of an engine in which one implementation is installed."""
+    registry = OpRegistry()
+    registry.register_impl(silu("vendor.acme"))
+    manager = OpManager(registry)
+    monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
+    monkeypatch.setattr(planning, "foreign_layers", dict)
+    monkeypatch.setattr(
+        vllm.platforms, "_current_platform", SimpleNamespace(vllm_fl_platform="cpu")
+    )
+    return manager
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `Settings.from_json` was given."""
+    seen: list[Any] = []
+    plain = Settings.from_json
+
+    def counting(data: Any) -> Settings:
+        seen.append(data)
+        return plain(data)
+
+    monkeypatch.setattr(Settings, "from_json", counting)
+    return seen
+
+
+def test_the_facts_of_a_model() -> None:
+    config = engine_config(
+        intermediate_size=1536,
+        custom_ops=["none", "-silu_and_mul"],
+        backend=SimpleNamespace(name="TRITON_ATTN"),
+        tensor_parallel_size=2,
+        ir_op_priority={"rms_norm": ["native"]},
+    )
+    note_user_priority(config)
+    facts = facts_of(config)
+    assert facts.mode == "eager" and facts.custom_ops == ("none", "-silu_and_mul")
+    assert facts.sizes is not None and facts.sizes.intermediate == 768
+    assert facts.attention is not None and facts.attention.num_heads == 4
+    assert facts.attention_backend == "TRITON_ATTN"
+    assert facts.ir_priority == {"rms_norm": ("native",), "fused_add_rms_norm": ()}
+    assert facts_of(engine_config(mode=CompilationMode.VLLM_COMPILE)).mode == "compiled"
+    assert facts_of(engine_config(mode=CompilationMode.NONE)).mode == "eager"
+
+
+def test_without_a_model_there_are_facts_too() -> None:
+    config = engine_config()
+    config.model_config = None
+    facts = facts_of(config)
+    assert (facts.dtype, facts.sizes, facts.attention) == (None, None, None)
+
+
+def test_the_process_that_read_the_settings_decodes_nothing(decoded: list[Any]) -> None:
+    config = engine_config()
+    first, second = facts_of(config), facts_of(config)
+    assert first.settings is second.settings and decoded == []
+
+
+@pytest.mark.parametrize("send", [copy.deepcopy, lambda entry: pickle.loads(pickle.dumps(entry))])
+def test_another_process_decodes_them_once(
+    decoded: list[Any], send: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in VENDOR.items():
+        monkeypatch.setenv(name, value)
+    config = engine_config()
+    read = facts_of(config).settings
+    for name in VENDOR:
+        monkeypatch.delenv(name)
+    there = engine_config(send(config.additional_config["vllm_fl"]))
+    assert [facts_of(there).settings == read for _ in range(3)] == [True] * 3
+    assert len(decoded) == 1
+
+
+def test_what_travels_is_json() -> None:
+    config = engine_config()
+    facts_of(config)
+    entry = config.additional_config["vllm_fl"]
+    assert json.loads(json.dumps(entry)) == dict(entry)
+
+
+def test_two_engines_of_one_process_have_each_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = []
+    for prefer in ("vendor", "reference"):
+        monkeypatch.setenv("VLLM_FL_PREFER", prefer)
+        configs.append(engine_config())
+        facts_of(configs[-1])
+    told = [facts_of(config).settings.policy.prefer for config in configs]
+    assert told == ["vendor", "reference"]
+
+
+def test_a_sealed_configuration_is_given_what_the_process_has(
+    process: OpManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    config = engine_config()
+    facts_of(config)
+    planning.seal(config, "digest")
+    assert config.additional_config == {"vllm_fl": {"plan": "digest"}}
+    monkeypatch.setenv("VLLM_FL_PREFER", "no such kind")  # nothing is read any more
+    assert process.settings is not None
+    assert facts_of(config).settings == process.settings
+
+
+def test_settings_of_another_release_are_an_error() -> None:
+    with pytest.raises(SettingsError, match="not what this vllm-fl-core writes"):
+        facts_of(engine_config(Carried(settings={"entries": []})))
+
+
+def test_an_object_of_the_users_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    config = engine_config()
+    config.additional_config = object()
+    note_user_priority(config)
+    facts = facts_of(config)
+    assert facts.settings.policy.prefer == "vendor" and facts.ir_priority == {}
+    apply(plan_for(facts), config)
+    assert config.compilation_config.custom_ops == ["+silu_and_mul"]
+
+
+def reason(entry: Carried | None = None, **fields: Any) -> tuple[str, str]:
+    """What `silu_and_mul` runs with, and why."""
+    config = engine_config(entry, **fields)
+    note_user_priority(config)
+    chosen = plan_for(facts_of(config)).entries["silu_and_mul"]
+    return chosen.label, chosen.reason
+
+
+@pytest.mark.parametrize(
+    ("custom_ops", "expected"),
+    [
+        ([], ("vendor.acme", "token vendor")),
+        (["none"], ("stock", "custom_ops has none")),
+        (["none", "+silu_and_mul"], ("vendor.acme", "token vendor")),
+        (["all", "-silu_and_mul"], ("stock", "custom_ops has -silu_and_mul")),
+    ],
+    ids=str,
+)
+def test_custom_ops_of_the_user_stand(custom_ops: list[str], expected: tuple[str, str]) -> None:
+    assert reason(custom_ops=custom_ops) == expected
+
+
+def test_in_compiled_mode_none_is_vllms_default_and_no_wish_of_the_users() -> None:
+    assert reason(custom_ops=["none"], mode=CompilationMode.VLLM_COMPILE)[0] == "vendor.acme"
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"VLLM_FL_OOT_ENABLED": "0"}, "VLLM_FL_OOT_ENABLED=0"),
+        ({"VLLM_FL_OOT_BLACKLIST": "SiluAndMul"}, "oot_blacklist names SiluAndMul"),
+        ({"VLLM_FL_OOT_WHITELIST": "RMSNorm"}, "oot_whitelist does not name it"),
+    ],
+)
+def test_lists_leave_a_layer_to_vllm(variables: dict[str, str], why: str) -> None:
+    settings = load_settings(variables, platform="cpu")
+    assert reason(Carried(settings=settings.to_json())) == ("stock", why)
+
+
+def test_a_layer_of_another_plugins_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "foreign_layers", lambda: {"SiluAndMul": "acme.Silu of acme 1"})
+    assert reason() == ("stock", "layer SiluAndMul is acme.Silu of acme 1, not vllm-fl's")
+
+
+@pytest.mark.parametrize(
+    ("fields", "op", "why"),
+    [
+        ({"ir_op_priority": {"rms_norm": ["native"]}}, "rms_norm", "ir_op_priority.rms_norm is"),
+        ({"backend": SimpleNamespace(name="X")}, "attention_backend", "attention_config.backend"),
+    ],
+)
+def test_what_the_user_told_vllm_is_the_reason(fields: Any, op: str, why: str) -> None:
+    config = engine_config(**fields)
+    note_user_priority(config)
+    assert plan_for(facts_of(config)).entries[op].note.startswith(why)
+
+
+def test_only_what_we_turned_on_is_turned_off_again() -> None:
+    config = engine_config(custom_ops=["none", "+silu_and_mul"])
+    facts = facts_of(config)
+    apply(plan_for(facts), config)
+    out = {("silu_and_mul", "vendor.acme"): "failed"}
+    apply(plan_for(facts, out), config)
+    assert config.compilation_config.custom_ops == ["none", "+silu_and_mul"]  # the user's own
+    config = engine_config()
+    apply(plan_for(facts_of(config)), config)
+    assert config.compilation_config.custom_ops == ["+silu_and_mul"]
+    apply(plan_for(facts_of(config), out), config)
+    assert config.compilation_config.custom_ops == []

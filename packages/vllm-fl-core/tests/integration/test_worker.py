@@ -1,0 +1,161 @@
+"""The worker's start without an engine: what it reads, and what its preflight answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import managing, planning, silu
+
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.settings.layers import load_settings
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+START = """
+import json, os, pickle, sys
+sys.path.insert(0, os.environ["CONFIGS"])
+import torch
+from configs import engine_config
+from vllm_fl.integration.entry import general_plugin
+general_plugin()
+from vllm.config.kernel import IrOpPriorityConfig
+from vllm.platforms import current_platform
+from vllm_fl.integration.planning import Carried
+from vllm_fl.integration.worker import PlannedWorker
+from vllm_fl.settings.layers import Settings, load_settings
+
+decoded = []
+plain = Settings.from_json.__func__
+
+def counting(cls, data):
+    decoded.append(1)
+    return plain(cls, data)
+
+Settings.from_json = classmethod(counting)
+current_platform.get_default_ir_op_priority = lambda config: IrOpPriorityConfig()
+type(current_platform).vllm_fl_stock_priority = classmethod(
+    lambda cls, config: IrOpPriorityConfig.with_default(["native"])
+)
+
+
+class Worker:
+    def __init__(self, vllm_config):
+        self.vllm_config, self.device, self.rank = vllm_config, torch.device("cpu"), 0
+
+    def load_model(self, **options):
+        return "loaded"
+
+    def shutdown(self):
+        pass
+
+
+settings = load_settings({"VLLM_FL_PREFLIGHT": os.environ.get("HOW", "off")}, platform="cpu")
+carried = pickle.loads(pickle.dumps(Carried(settings=settings.to_json())))
+config = engine_config(carried)
+config.kernel_config.ir_op_priority = IrOpPriorityConfig()
+worker = type("Planned", (PlannedWorker, Worker), {})(config)
+assert worker.load_model(load_dummy_weights=True) == "loaded"
+told = {
+    "decoded": len(decoded),
+    "report": worker.vllm_fl_report(),
+    "entry": config.additional_config["vllm_fl"],
+    "reset": [],
+}
+from vllm_fl.dispatch import reset_default_manager
+from vllm_fl.errors import PolicySealedError
+
+for _ in range(2):
+    try:
+        reset_default_manager()
+        told["reset"].append("done")
+    except PolicySealedError:
+        told["reset"].append("sealed")
+    worker.shutdown()
+print(json.dumps(told))
+"""
+
+
+def start(code: str = START, **variables: str) -> Any:
+    """What a worker's start in a process of its own prints."""
+    here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **here, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_start_decodes_its_settings_once() -> None:
+    told = start()
+    assert told["decoded"] == 1
+    assert told["entry"] == {"plan": told["report"]["digest"]}
+    assert told["reset"] == ["sealed", "done"], "the seal ends with the engine"
+
+
+def worker_of(**fields: Any) -> Any:
+    """What a preflight asks of its worker."""
+    settings = load_settings({"VLLM_FL_PREFLIGHT": "run", **fields.pop("env", {})})
+    facts = EngineFacts(settings, "eager", **{"dtype": torch.bfloat16, **fields})
+    return SimpleNamespace(vllm_fl_facts=facts, rank=1, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom")], ids=repr)
+@pytest.mark.parametrize("where", ["attention", "ops"])
+def test_whatever_a_plugin_raises_is_this_ranks_verdict(
+    error: BaseException, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait for it, minutes, if it never comes."""
+    from vllm_fl.integration import worker
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    if where == "attention":
+        monkeypatch.setattr(worker.attention, "faults", fails)
+    else:
+        monkeypatch.setattr(worker, "find_faults", fails)
+    preflight = worker._Preflight(worker_of())
+    verdict = preflight.verdict(planning(managing(silu("vendor.acme"))), {"mode": "eager"})
+    assert verdict.rank == 1 and type(error).__name__ in verdict.failure
+    assert verdict.facts == {"mode": "eager"}
+
+
+def test_an_interrupt_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_fl.integration import worker
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "find_faults", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker._Preflight(worker_of()).verdict(planning(managing()), {})
+
+
+def test_the_worker_that_vllm_chose_is_wrapped_once() -> None:
+    from vllm_fl.integration import worker
+
+    parallel = SimpleNamespace(worker_cls="collections.OrderedDict")
+    for _ in range(2):
+        worker.wrap_worker(SimpleNamespace(parallel_config=parallel))  # type: ignore[arg-type]
+    module, _, name = parallel.worker_cls.rpartition(".")
+    assert module == worker.__name__
+    wrapped = getattr(worker, name)
+    assert [c.__name__ for c in wrapped.__mro__[1:3]] == ["PlannedWorker", "OrderedDict"]
+    for path in ("auto", OrderedDict):
+        parallel.worker_cls = path  # type: ignore[assignment]
+        worker.wrap_worker(SimpleNamespace(parallel_config=parallel))  # type: ignore[arg-type]
+        assert parallel.worker_cls is path
