@@ -31,7 +31,7 @@ from vllm_fl.dispatch.context import building
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.plugins.registry import Owner
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 
 __all__ = ["measure"]
 

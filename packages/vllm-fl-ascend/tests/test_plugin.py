@@ -16,7 +16,7 @@ import yaml
 
 from vllm_fl import BackendImplKind
 from vllm_fl.contracts import contracts
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 from vllm_fl_ascend import npu, plugin
 from vllm_fl_ascend.plugin import POLICY, policy, register_ops
 

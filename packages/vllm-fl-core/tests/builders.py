@@ -14,7 +14,7 @@ from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import Found, load
 from vllm_fl.plugins.registry import OpRegistry, Owner
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl, SettingSpec
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import Mode, SelectionPolicy
 
 X = torch.ones(2, 8)

@@ -24,7 +24,7 @@ from vllm_fl.plugins.loading import discover, load
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings import layers
-from vllm_fl.settings.layers import load_startup
+from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import SelectionPolicy
 from vllm_fl.settings.schema import Settings
 

@@ -15,7 +15,7 @@ import yaml
 import vllm_fl_cuda.impl as shared
 from vllm_fl import BackendImplKind
 from vllm_fl.contracts import contracts
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 from vllm_fl_cuda import plugin
 from vllm_fl_cuda.plugin import POLICY, policy, register_ops
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_fl import SettingsError, WorkerContext
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 from vllm_fl_flaggems import aten, loading
 from vllm_fl_flaggems.settings import SETTINGS
 

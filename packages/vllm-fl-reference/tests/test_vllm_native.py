@@ -16,7 +16,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.context import building
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 from vllm_fl_reference import plugin
 
 pytest.importorskip("vllm", reason="vllm is not installed: there is no native form to compare with")

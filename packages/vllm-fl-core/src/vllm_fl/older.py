@@ -22,7 +22,7 @@ HOME = f"{PACKAGE}.older"
 MODULES = ("builtin_ops", "discovery", "logger_manager", "method_dispatch", "ops")
 
 MOVED = {
-    "config": "vllm_fl.settings.layers",
+    "config": "vllm_fl.settings.loading",
     "logs": "vllm_fl.logs",
     "settings": "vllm_fl.settings.schema",
 }

@@ -14,7 +14,7 @@ import yaml
 from vllm_fl.cli import main
 from vllm_fl.contracts import contracts
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 
 
 def files(folder: Path) -> set[str]:

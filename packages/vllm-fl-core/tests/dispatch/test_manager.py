@@ -25,7 +25,7 @@ from vllm_fl.errors import (
 )
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import SelectionPolicy
 
 OP = "silu_and_mul"

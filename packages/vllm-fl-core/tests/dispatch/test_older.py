@@ -36,7 +36,7 @@ from vllm_fl.dispatch import (
 )
 from vllm_fl.errors import PluginError, PolicySealedError, SettingsError
 from vllm_fl.older import MODULES, NAMES
-from vllm_fl.settings.layers import check_names, load_settings
+from vllm_fl.settings.loading import check_names, load_settings
 
 X = torch.ones(2, 8)
 

@@ -21,7 +21,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.plugins.registry import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 
 SOURCE = "def silu_and_mul(x):\n    return x[..., : x.shape[-1] // 2] {operator} 2\n"
 

@@ -23,7 +23,7 @@ def register_ops():
 WORKER = """
 import json, os
 from types import SimpleNamespace
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 from vllm_fl.integration.entry import general_plugin
 from vllm_fl.integration.planning import KEY, Carried, load_plugins
 from vllm_fl.errors import VllmFLError

@@ -22,7 +22,7 @@ from vllm_fl.errors import AllFailedError
 from vllm_fl.integration.seams import attention
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import AttentionImpl, AttentionRequest, BackendImplKind
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 
 KEY = ("attention_backend", "vendor.acme")
 REQUEST = AttentionRequest(head_size=64, dtype="bfloat16")

@@ -13,7 +13,7 @@ from vllm_fl.errors import PluginError
 from vllm_fl.integration import device
 from vllm_fl.plugins.registry import OpRegistry, Owner
 from vllm_fl.plugins.types import DeviceProfile
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 
 ACME = DeviceProfile("acme", "acme.Platform", "acme.Worker", detect=lambda: True)
 OWNER = Owner("acme", "vllm-acme", "1.0")

@@ -26,7 +26,7 @@ from vllm_fl.errors import SettingsError
 from vllm_fl.integration import planning
 from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.settings.layers import Settings, load_settings
+from vllm_fl.settings.loading import Settings, load_settings
 
 VENDOR = {"VLLM_FL_PREFER": "vendor"}
 

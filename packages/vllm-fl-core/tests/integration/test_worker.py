@@ -17,7 +17,7 @@ import torch
 from builders import managing, planning, silu
 
 from vllm_fl.engine.facts import EngineFacts
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -32,7 +32,7 @@ from vllm.config.kernel import IrOpPriorityConfig
 from vllm.platforms import current_platform
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.worker import PlannedWorker
-from vllm_fl.settings.layers import Settings, load_settings
+from vllm_fl.settings.loading import Settings, load_settings
 
 decoded = []
 plain = Settings.from_json.__func__

@@ -20,7 +20,7 @@ from vllm_fl.plugins.loading import Found, discover, load, unmatched
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.plugins.registry import OpRegistry, Owner
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, DeviceProfile, OpImpl
-from vllm_fl.settings.layers import load_settings
+from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import OpOrder, SelectionPolicy
 
 HEAD = "from vllm_fl import AttentionImpl, BackendImplKind, OpImpl, PolicyDefaults, hookimpl\n"

@@ -10,7 +10,7 @@ import pytest
 from builders import PLUGIN_SETTINGS
 
 from vllm_fl.settings import layers
-from vllm_fl.settings.layers import check_names, load_startup, policy_from_config
+from vllm_fl.settings.loading import check_names, load_startup, policy_from_config
 from vllm_fl.settings.policy import OpOrder
 
 load_settings = partial(layers.load_settings, plugins=PLUGIN_SETTINGS)

@@ -29,25 +29,25 @@ BEAT = 0.2
 def surviving(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `work` gives, as JSON-able data, from a forked child.
 
-    A plugin that ends the child (`os._exit`, an abort) or hangs is barred by name, so that it is
+    A plugin that ends the child (`os._exit`, an abort) or hangs is noted by name, so that it is
     shown as failed, and the work begins again without it.
 
     Raises:
         UsageError: a setting is wrong.
         VllmFLError: the child ended where no plugin of a known name ran.
     """
-    barred: dict[str, str] = {}
+    ended: dict[str, str] = {}
     while True:
-        answer, end, what = _once(work, barred)
+        answer, end, what = _once(work, ended)
         if answer is not None:
             break
         whose = what.partition(" of ")[2]
-        if not whose.startswith("plugin ") or whose in barred:
+        if not whose.startswith("plugin ") or whose in ended:
             raise VllmFLError(
                 f"the process that loads the plugins {end}"
                 + (f" while it ran {what}." if what else "; no plugin ran at that moment.")
             )
-        barred[whose] = f"{what.partition(' of ')[0]} {end}"
+        ended[whose] = f"{what.partition(' of ')[0]} {end}"
     kind, value = answer
     if kind == "settings":
         raise UsageError(value)
@@ -58,7 +58,7 @@ def surviving(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _once(
-    work: Callable[[], dict[str, Any]], barred: dict[str, str]
+    work: Callable[[], dict[str, Any]], ended: dict[str, str]
 ) -> tuple[tuple[str, Any] | None, str, str]:
     """One child: (what it answers or None, how it ended, what it ran then)."""
     with (
@@ -73,7 +73,7 @@ def _once(
         if pid == 0:
             os.close(reader)
             breadcrumb.keep_in(notes.fileno())
-            calling.BARRED.update(barred)
+            calling.ENDED.update(ended)
             _answer(work, writer)
         os.close(writer)
         try:

@@ -24,7 +24,7 @@ from ..plugins.calling import LEAVE_OUT, devices, find_device, policy_files
 from ..plugins.finding import Finding
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
-from ..settings.layers import load_startup
+from ..settings.loading import load_startup
 from ..settings.schema import CONFIG, TAKEN, Settings
 from ..settings.values import OP_CONFIG
 from ..text import clean, quote
@@ -77,25 +77,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _look() -> dict[str, Any]:
     """The checks that run plugins' code, as JSON-able data."""
-    patient = _Patient()
+    examined = _Examined()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
         findings = [
             finding
-            for check, find in {**CHECKS, **patient.checks}.items()
+            for check, find in {**CHECKS, **examined.checks}.items()
             for finding in contained(check, find)
         ]
-    facts = _facts({name for plugin in patient.plugins for name in plugin.owner.kernels})
-    if patient.device is not None or patient.absent:
-        facts["device of a plugin"] = patient.device or "; ".join(patient.absent)
+    facts = _facts({name for plugin in examined.plugins for name in plugin.owner.kernels})
+    if examined.device is not None or examined.absent:
+        facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
     return {
         "facts": facts,
-        "plugins": plugins_verb.as_rows(patient.plugins),
-        "unchecked": list(patient.settings.unchecked) if patient.settings else [],
+        "plugins": plugins_verb.as_rows(examined.plugins),
+        "unchecked": list(examined.settings.unchecked) if examined.settings else [],
         "findings": [vars(finding) for finding in findings],
     }
 
 
-class _Patient:
+class _Examined:
     """What a process would start with, found step by step so that each may fail on its own."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from ..plugins.types import (
     OpImpl,
     PolicyDefaults,
 )
-from ..settings.layers import load_startup, policy_from_config
+from ..settings.loading import load_startup, policy_from_config
 from ..settings.policy import SelectionPolicy
 from ..settings.schema import TAKEN as _TAKEN
 from . import manager as _manager

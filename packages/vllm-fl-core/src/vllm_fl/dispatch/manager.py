@@ -26,7 +26,7 @@ from ..older import lookup, outdated
 from ..plugins.calling import rejections
 from ..plugins.registry import OpRegistry
 from ..plugins.types import AttentionImpl, OpImpl
-from ..settings.layers import Settings
+from ..settings.loading import Settings
 from ..settings.policy import Mode, SelectionPolicy, closest
 from ..settings.unmatched import meant
 from .context import chosen, override

@@ -16,7 +16,7 @@ from ..plugins.calling import devices, policy_files
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
-from ..settings.layers import Settings, check_names, load_settings, load_startup
+from ..settings.loading import Settings, check_names, load_settings, load_startup
 from ..settings.schema import TAKEN
 from ..settings.values import PLATFORMS
 

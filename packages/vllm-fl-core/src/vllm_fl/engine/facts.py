@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from ..contracts import ModelSizes
     from ..plugins.types import AttentionRequest
-    from ..settings.layers import Settings
+    from ..settings.loading import Settings
     from ..settings.policy import Mode
 
 __all__ = ["EngineFacts"]

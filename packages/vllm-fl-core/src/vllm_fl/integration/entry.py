@@ -12,7 +12,7 @@ import os
 from ..errors import PluginError, VllmFLError
 from ..logs import get_logger, speaks_for_all
 from ..plugins.installed import rivals
-from ..settings.layers import load_startup
+from ..settings.loading import load_startup
 from ..text import quote
 
 __all__ = ["general_plugin", "platform_plugin"]

@@ -14,7 +14,7 @@ from ..engine.plan import Plan, make_plan
 from ..errors import InvalidSettingError, PluginError, SettingsError
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
-from ..settings.layers import Settings, check_names
+from ..settings.loading import Settings, check_names
 from .seams import attention
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table
 from .sizes import model_sizes

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .finding import Finding
 
 __all__ = [
-    "BARRED",
+    "ENDED",
     "LEAVE_OUT",
     "call_hook",
     "contained",
@@ -41,7 +41,7 @@ log = get_logger("plugins")
 
 LEAVE_OUT = "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
 
-BARRED: dict[str, str] = {}
+ENDED: dict[str, str] = {}
 """Whose code ended a process of this command before -> how; it is not run again."""
 
 

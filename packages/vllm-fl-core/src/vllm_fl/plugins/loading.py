@@ -21,7 +21,7 @@ import pluggy
 from ..errors import PluginError
 from ..text import clean
 from . import hookspecs
-from .calling import BARRED, contained, whose
+from .calling import ENDED, contained, whose
 from .hookspecs import HOOK_API, PROJECT
 from .installed import CORE, canonical, entry_points, identity
 from .plugin import Plugin, Status
@@ -165,7 +165,7 @@ def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
     specs: list[Any] = []
     manager = None
     try:
-        if (ended := BARRED.get(whose(owner))) is not None:
+        if (ended := ENDED.get(whose(owner))) is not None:
             raise PluginError(
                 f"{owner.who} failed: {ended}. {LOAD_FAILED}",
                 plugin=owner.plugin,

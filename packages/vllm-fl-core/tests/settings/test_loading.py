@@ -22,7 +22,7 @@ from vllm_fl.dispatch.resolver import resolve
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings import layers
-from vllm_fl.settings.layers import (
+from vllm_fl.settings.loading import (
     Settings,
     check_names,
     load_startup,
@@ -849,7 +849,7 @@ def test_settings_are_a_read_only_mapping() -> None:
 def test_reading_no_file_imports_no_yaml() -> None:
     program = (
         "import sys\n"
-        "from vllm_fl.settings.layers import load_settings\n"
+        "from vllm_fl.settings.loading import load_settings\n"
         "load_settings({})\n"
         "assert not {'yaml', 'torch', 'vllm'} & set(sys.modules)\n"
     )
