@@ -29,7 +29,7 @@ from vllm_fl import dispatch, errors  # noqa: E402
 from vllm_fl.contracts import contracts  # noqa: E402
 from vllm_fl.plugins import hookspecs  # noqa: E402
 from vllm_fl.plugins.loading import GROUP  # noqa: E402
-from vllm_fl.settings import layers  # noqa: E402
+from vllm_fl.settings import loading  # noqa: E402
 from vllm_fl.settings.policy import DEFAULT_ORDERS  # noqa: E402
 from vllm_fl.settings.schema import CONFIG, ITEMS, file_keys, variables  # noqa: E402
 from vllm_fl.settings.values import OP_CONFIG, PER_OP  # noqa: E402
@@ -39,7 +39,7 @@ from vllm_fl_flaggems.settings import BLACKLIST, SETTINGS  # noqa: E402
 
 DECLARED = {**ITEMS, **{spec.key: spec for spec in SETTINGS}}
 VARIABLES = variables(DECLARED)
-load_settings = partial(layers.load_settings, plugins=SETTINGS)
+load_settings = partial(loading.load_settings, plugins=SETTINGS)
 
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 EVERY_PAGE = [

@@ -23,12 +23,12 @@ from vllm_fl.errors import CallError, SettingsError
 from vllm_fl.plugins.loading import discover, load
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings import layers
+from vllm_fl.settings import loading
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import SelectionPolicy
 from vllm_fl.settings.schema import Settings
 
-load_settings = partial(layers.load_settings, plugins=PLUGIN_SETTINGS)
+load_settings = partial(loading.load_settings, plugins=PLUGIN_SETTINGS)
 OP = "silu_and_mul"
 X = torch.ones(2, 8)
 

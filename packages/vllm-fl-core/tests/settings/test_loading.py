@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from vllm_fl.dispatch.resolver import resolve
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings import layers
+from vllm_fl.settings import loading
 from vllm_fl.settings.loading import (
     Settings,
     check_names,
@@ -35,7 +35,7 @@ from vllm_fl.settings.schema import ITEMS, file_keys, overridden, variables
 OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding", "attention_backend")
 DECLARED = {**ITEMS, **{spec.key: spec for spec in PLUGIN_SETTINGS}}
 VARIABLES = variables(DECLARED)
-load_settings = partial(layers.load_settings, plugins=PLUGIN_SETTINGS)
+load_settings = partial(loading.load_settings, plugins=PLUGIN_SETTINGS)
 BOOLEANS = [item.variable for item in DECLARED.values() if isinstance(item.default, bool)]
 
 Write = Callable[[str, str], str]
@@ -752,7 +752,7 @@ def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -
     env = {"USE_FLAGGEMS": "maybe", "VLLM_FL_FLAGOS_BLACKLIST_APPEND": "a b"}
     a = write("a.yaml", "flagos_whitelist: [rms_nrom, mm]\nflagos_mode: fast\n")
     b = write("b.yaml", "flagos_whitelist: [add]\nvendor_acme_streams: true\n")
-    settings = layers.load_settings(env, platform_files=[("a 1", a), ("b 2", b)])
+    settings = loading.load_settings(env, platform_files=[("a 1", a), ("b 2", b)])
     assert settings.unowned == (
         "flagos_whitelist",
         "flagos_mode",
@@ -766,7 +766,7 @@ def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -
     assert settings["USE_FLAGGEMS"].named == "USE_FLAGGEMS=maybe"
     assert settings.warnings == check_names(settings, ops=OPS, vendors=()).warnings == ()
     assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
-    mine = layers.load_settings({"VLLM_FL_CONFIG": a})
+    mine = loading.load_settings({"VLLM_FL_CONFIG": a})
     assert set(mine.chosen) == {"config", "platform_files", "flagos_whitelist", "flagos_mode"}
     assert mine.policy == policy_from_config(a)
 
@@ -774,7 +774,7 @@ def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -
 @pytest.mark.parametrize("text", ["flagos_whitelist: {a: b}", "flags_blacklist: [a]"])
 def test_what_is_no_plugins_setting_is_an_unknown_key(write: Write, text: str) -> None:
     with pytest.raises(SettingsError, match="unknown key"):
-        layers.load_settings({"VLLM_FL_CONFIG": write("c.yaml", text)})
+        loading.load_settings({"VLLM_FL_CONFIG": write("c.yaml", text)})
 
 
 def test_names_that_begin_as_an_installed_plugins_are_checked(write: Write) -> None:

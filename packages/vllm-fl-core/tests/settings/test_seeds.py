@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from builders import PLUGIN_SETTINGS
 
-from vllm_fl.settings import layers
+from vllm_fl.settings import loading
 from vllm_fl.settings.loading import check_names, load_startup, policy_from_config
 from vllm_fl.settings.policy import OpOrder
 
-load_settings = partial(layers.load_settings, plugins=PLUGIN_SETTINGS)
+load_settings = partial(loading.load_settings, plugins=PLUGIN_SETTINGS)
 SEEDS = Path(__file__).parent / "seeds"
 OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding", "attention_backend")
 
