@@ -81,7 +81,7 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
     assert OWNER in said[0] and "'vendor.cpu' of vllm-fl-cpu " in said[0]
     # The half plugin is refused by name, in the same words by each process that loads plugins.
     lines = [line for line in log.splitlines() if "vllm_fl_half-3.0.dist-info has no" in line]
-    (refused,) = {line.partition("[vllm_fl.plugins.loading] ")[2] for line in lines}
+    (refused,) = {line.partition("[vllm_fl.plugins] ")[2] for line in lines}
     assert refused.startswith("Plugin 'half' of vllm-fl-half 3.0")
     worst, magnitude = largest_difference(engine("qwen3", "stock-native"), result)
     assert worst <= 0.05 * magnitude  # as for any right plan

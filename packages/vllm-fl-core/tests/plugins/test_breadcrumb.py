@@ -162,9 +162,9 @@ def test_what_takes_long_is_named_while_it_runs(
                 named.set()
 
     handler = Told()
-    logging.getLogger("vllm_fl.plugins.loading").addHandler(handler)
+    logging.getLogger("vllm_fl.plugins").addHandler(handler)
     try:
         with breadcrumb.running("the import of acme"):
             assert named.wait(60)
     finally:
-        logging.getLogger("vllm_fl.plugins.loading").removeHandler(handler)
+        logging.getLogger("vllm_fl.plugins").removeHandler(handler)

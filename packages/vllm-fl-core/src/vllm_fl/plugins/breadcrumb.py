@@ -27,7 +27,7 @@ from ..text import clean
 
 __all__ = ["SLOW", "Crumb", "Watchdog", "folder", "keep_in", "lost", "read", "running"]
 
-log = logging.getLogger("vllm_fl.plugins.loading")
+log = logging.getLogger("vllm_fl.plugins")
 
 SLOW = 10.0
 """Seconds after which what runs is named in the log."""
