@@ -435,7 +435,7 @@ def test_what_is_wrong_when_compiled_only() -> None:
 
     assert fault("silu_and_mul", fn, traceable=True) is None
     said = fault("silu_and_mul", fn, compiled=fn, traceable=True)
-    assert said is not None and "(compiled by aot_eager, 5 x" in said
+    assert said is not None and "(compiled by inductor, 5 x" in said
 
 
 def test_one_that_takes_the_layer_is_given_one() -> None:

@@ -61,6 +61,10 @@ COMPILE_SECONDS = 2.0
 """How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
 seconds for each when its cache is cold."""
 
+TRACE_SECONDS = 4.0
+"""How long forms are compiled at all; what comes later is left out, but for an implementation's
+first form, which is traced whatever it takes."""
+
 LARGE_COUNTS = (1, 7, 64, 256)
 """Token counts of the large values: what they show lies in the numbers, not in the sizes."""
 
@@ -107,8 +111,8 @@ def find_faults(
         sizes: the model's sizes; None where its configuration does not tell them.
         compares: whether results are compared with the oracle; otherwise they must only run.
         compiled: (op, impl id) -> the implementation as it is handed to the compiler, a function of
-            the contract's parameters: for those that the model will be compiled with. All are
-            traced; they are lowered, too, while time is left for it.
+            the contract's parameters: for those that the model will be compiled with. They are
+            lowered while time is left for it, and traced after that.
         backend: what lowers them: `inductor`, or `aot_eager`, which traces only.
         layer_for: who makes the layer for an implementation that needs one; None takes the
             contract's stand-in.
@@ -144,8 +148,11 @@ def find_faults(
         torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
     trials.clear()
     _release(device)
-    if compiling.skipped:
-        findings.remarks.append(f"traced, not lowered: {', '.join(sorted(compiling.skipped))}")
+    if compiling.traced_only:
+        findings.remarks.append(f"traced, not lowered: {', '.join(sorted(compiling.traced_only))}")
+    if compiling.left_out:
+        forms = ", ".join(sorted(compiling.left_out))
+        findings.remarks.append(f"compiled in fewer forms than usual: {forms}")
     if thinned:
         whose = (
             ", ".join(sorted(thinned)) if len(thinned) < 3 else f"{len(thinned)} implementations"
@@ -287,14 +294,15 @@ class _Compiling:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self.skipped: set[str] = set()
-        self._until: float | None = None
+        self.traced_only: set[str] = set()
+        self.left_out: set[str] = set()
+        self._begun: float | None = None
 
-    def has_time(self) -> bool:
-        """Whether another form may be lowered; the first one always may."""
-        if self._until is None:
-            self._until = time.monotonic() + COMPILE_SECONDS
-        return time.monotonic() < self._until
+    def has_time(self, seconds: float) -> bool:
+        """Whether less than `seconds` have gone since the first form, which always has time."""
+        if self._begun is None:
+            self._begun = time.monotonic()
+        return time.monotonic() - self._begun < seconds
 
 
 class _Stop(Exception):
@@ -491,14 +499,18 @@ class _Run:
         """The form that the compiler will get, in one graph for all batches."""
         if self.compiled is None:
             return
-        for form in self.trials.forms:
+        compiling, whose = self.compiling, f"{self.spec.name} of {self.impl.impl_id}"
+        for number, form in enumerate(self.trials.forms):
             form.switch(large=False)
+            if compiling.has_time(COMPILE_SECONDS):
+                self._run_lowered(form, compiling.backend)
+                continue
+            if number and not compiling.has_time(TRACE_SECONDS):
+                compiling.left_out.add(whose)
+                break
             self._run_lowered(form, "aot_eager")
-            if self.compiling.backend == "inductor":
-                if self.compiling.has_time():
-                    self._run_lowered(form, "inductor")
-                else:
-                    self.compiling.skipped.add(f"{self.spec.name} of {self.impl.impl_id}")
+            if compiling.backend != "aot_eager":
+                compiling.traced_only.add(whose)
 
     def _run_lowered(self, form: _Form, backend: str) -> None:
         torch._dynamo.reset()
