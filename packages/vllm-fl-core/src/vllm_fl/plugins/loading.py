@@ -252,9 +252,9 @@ def _key(impl: object) -> tuple[str, str] | None:
 
 def _not_its_own(key: tuple[str, str], owner: Owner, claimants: Sequence[Owner]) -> str:
     """Why `owner` may not register this (op, id); empty when it may."""
-    barred = reservation(key[1], owner)
-    if barred:
-        return f"{barred}; leave {owner.name} out with VLLM_FL_PLUGINS, or uninstall it"
+    reserved = reservation(key[1], owner)
+    if reserved:
+        return f"{reserved}; leave {owner.name} out with VLLM_FL_PLUGINS, or uninstall it"
     others = [other for other in claimants if other != owner and not reservation(key[1], other)]
     if not others:
         return ""

@@ -180,9 +180,9 @@ class OpRegistry:
                     )
                 key = (impl.op_name, impl.impl_id)
                 # Whose the other reserved ids are is decided where distributions are loaded.
-                barred = reservation(impl.impl_id, SCRIPT)
-                if barred:
-                    raise _refusal(owner, impl, barred)
+                reserved = reservation(impl.impl_id, SCRIPT)
+                if reserved:
+                    raise _refusal(owner, impl, reserved)
                 if key in owners:
                     raise _refusal(
                         owner,
