@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import test_attention as tests
+import test_attention_backend as tests
 from emulated.calls import VARIABLE as COUNTS
 from mutating import Mutant, made_anew
 
