@@ -1,0 +1,156 @@
+"""Where vLLM runs an op: its places there, the sizes that it has in a model, what is not reached.
+
+A binding is data and small functions. It names vLLM's classes and operators by strings and imports
+vllm and torch inside functions only, so that the command line and the documentation read bindings
+where neither is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .spec import OpSpec
+
+__all__ = [
+    "AttentionPlace",
+    "Binding",
+    "Bound",
+    "Contract",
+    "IrPlace",
+    "LayerPlace",
+    "OperatorPlace",
+    "Place",
+    "SizeRule",
+]
+
+Bound = Callable[..., Any]
+"""An op as something calls it: by the contract's parameters, or by those of its place."""
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """A class of vLLM's layers (a CustomOp): a subclass takes its place, its forwards the op's.
+
+    Args:
+        path: the class, as `vllm.model_executor.layers.activation.SiluAndMul`.
+        native: vLLM's own form of the op, by the contract's parameters: what runs when every
+            candidate refused a call. Without it such a call is an error.
+        grants: the arguments that the layer owns, so that an implementation may overwrite them.
+        adapt: (layer, the op without the parameters that a layer provides) -> the method, for a
+            layer whose own parameters are not the contract's.
+        stand_in: layer -> what is asked in its place for the parameters that a layer provides, for
+            a layer whose attributes mean something else than the contract's.
+        subclasses: whether vLLM's own subclasses that inherit every forward are places, too.
+    """
+
+    path: str
+    native: Bound | None = None
+    grants: tuple[str, ...] = ()
+    adapt: Callable[[Any, Bound], Bound] | None = None
+    stand_in: Callable[[Any], object] | None = None
+    subclasses: bool = False
+
+    @property
+    def cls(self) -> str:
+        """The class's name, as `SiluAndMul`."""
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class OperatorPlace:
+    """A torch operator of vLLM's: its kernel is overridden while an engine's plan has the op.
+
+    Only pure operators may be named: no collective, and nothing that computes more than the op.
+
+    Args:
+        name: the operator, as `_C::silu_and_mul`.
+        parameters: the operator's parameters, in its schema's order. A release may have further
+            ones behind them; a call that gives one of these another value than its default is left
+            to the replaced kernel.
+        route: the op by the contract's parameters -> a kernel with `parameters`, which leaves the
+            results where the operator does (`put`).
+        native: the replaced kernel, with `parameters` -> the op by the contract's parameters: what
+            runs when every candidate refused a call.
+        grants: the contract's arguments that the operator overwrites, so that an implementation
+            may, too.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    route: Callable[[Bound], Bound]
+    native: Callable[[Bound], Bound]
+    grants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class IrPlace:
+    """An op of vLLM's IR (`vllm.ir`, in the releases that have it).
+
+    Args:
+        name: the IR op, as `fused_add_rms_norm`.
+        route: the op by the contract's parameters -> a provider, with the IR op's own signature.
+        grants: the contract's arguments that a provider may overwrite.
+    """
+
+    name: str
+    route: Callable[[Bound], Bound]
+    grants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AttentionPlace:
+    """The attention backends of a model's layers, which vLLM is given by class path."""
+
+
+Place = LayerPlace | OperatorPlace | IrPlace | AttentionPlace
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """A size of the served model, for the samples of its own shapes.
+
+    Args:
+        name: a field of `ModelSizes`, or a name of the binding's own, which goes to its `more`.
+        ask: vLLM's VllmConfig -> the size on one rank, in whole features, heads or experts, or a
+            number such as the norms' epsilon. Whatever it raises means that the configuration does
+            not tell the size.
+    """
+
+    name: str
+    ask: Callable[[Any], float]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An op's places in vLLM.
+
+    Args:
+        places: where vLLM calls it.
+        sizes: the sizes that the contract's `served` needs.
+        not_reached: where vLLM computes the same past every place; one phrase each.
+    """
+
+    places: tuple[Place, ...] = ()
+    sizes: tuple[SizeRule, ...] = ()
+    not_reached: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Contract:
+    """An op that a plugin brings.
+
+    Args:
+        spec: what the op is.
+        binding: the module that has its `BINDING`, as `acme.bindings.acme_op`; None for an op that
+            vLLM has no place for, and that scripts call.
+    """
+
+    spec: OpSpec
+    binding: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The op's name."""
+        return self.spec.name
