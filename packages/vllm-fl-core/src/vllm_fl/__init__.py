@@ -48,7 +48,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .contracts import OpSpec
+    from .contracts import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+    from .contracts.binding import (
+        AttentionPlace,
+        Binding,
+        Contract,
+        IrPlace,
+        LayerPlace,
+        OperatorPlace,
+        SizeRule,
+    )
     from .contracts.rotary_embedding import joint_cos_sin
     from .errors import PluginError, SettingsError, VllmFLError
     from .logs import get_logger
@@ -70,19 +79,31 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AttentionImpl": ".plugins.types",
+    "AttentionPlace": ".contracts.binding",
     "AttentionRequest": ".plugins.types",
     "Availability": ".plugins.types",
     "BackendImplKind": ".plugins.types",
     "BackendPriority": ".plugins.types",
+    "BadInput": ".contracts",
+    "Binding": ".contracts.binding",
+    "Contract": ".contracts.binding",
     "DeviceProfile": ".plugins.types",
     "Finding": ".plugins.finding",
     "HOOK_API": ".plugins.hookspecs",
+    "IrPlace": ".contracts.binding",
+    "LayerPlace": ".contracts.binding",
+    "ModelSizes": ".contracts",
+    "OperatorPlace": ".contracts.binding",
     "OpImpl": ".plugins.types",
     "OpSpec": ".contracts",
     "PluginError": ".errors",
     "PolicyDefaults": ".plugins.types",
+    "Sample": ".contracts",
     "SettingSpec": ".plugins.types",
     "SettingsError": ".errors",
+    "SizeRule": ".contracts.binding",
+    "Tolerance": ".contracts",
+    "Variant": ".contracts",
     "VllmFLError": ".errors",
     "WorkerContext": ".plugins.types",
     "WorkerReport": ".plugins.types",
@@ -94,18 +115,30 @@ _HOMES = {
 __all__ = [
     "HOOK_API",
     "AttentionImpl",
+    "AttentionPlace",
     "AttentionRequest",
     "Availability",
     "BackendImplKind",
     "BackendPriority",
+    "BadInput",
+    "Binding",
+    "Contract",
     "DeviceProfile",
     "Finding",
+    "IrPlace",
+    "LayerPlace",
+    "ModelSizes",
     "OpImpl",
     "OpSpec",
+    "OperatorPlace",
     "PluginError",
     "PolicyDefaults",
+    "Sample",
     "SettingSpec",
     "SettingsError",
+    "SizeRule",
+    "Tolerance",
+    "Variant",
     "VllmFLError",
     "WorkerContext",
     "WorkerReport",

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from ..contracts import contracts
 from ..dispatch.manager import OpManager
 from ..dispatch.startup import Startup, detect_platform, read_settings
 from ..errors import PluginError, SettingsError, VllmFLError
@@ -194,7 +193,7 @@ class _Examined:
         """Settings without effect, and names that nobody knows."""
         if self.settings is None:
             return
-        yield from find_idle(self.settings, self.plugins)
+        yield from find_idle(self.settings, self.plugins, self.registry.snapshot().contracts)
         yield from find_unknown(self.settings)
         yield from find_disagreements(self.settings)
 
@@ -204,7 +203,7 @@ class _Examined:
             return
         manager = OpManager()
         manager.use_startup(Startup(self.plugins, self.settings), self.registry)
-        for op in contracts():
+        for op in self.registry.snapshot().contracts:
             trace = manager.trace(op, without_layer=True)
             if trace.selected is None:
                 yield Finding(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..contracts import contracts
 from ..dispatch import get_default_manager
 from ..plugins.attention import ATTENTION
 from ._candidates import as_rows
@@ -19,9 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when an op has no implementation that may run."""
     manager = get_default_manager()
-    names = sorted({*contracts(), *manager.registry.snapshot().impls_by_op})
     ops: list[dict[str, Any]] = []
-    for name in names:
+    for name in manager.registry.snapshot().ops:
         trace = manager.trace(name, engine=name == ATTENTION)  # where vLLM's own is the last
         selected = trace.selected.impl_id if trace.selected else None
         ops.append({"op": name, "selected": selected, "candidates": as_rows(manager, trace)})

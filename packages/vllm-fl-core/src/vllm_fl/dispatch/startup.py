@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..contracts import contracts
 from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb
@@ -185,7 +184,7 @@ def read_settings(
     )
     return check_names(
         settings,
-        ops={*contracts(), *snapshot.impls_by_op, "attention_backend"},
+        ops={*snapshot.ops, "attention_backend"},
         vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
         impls=snapshot.impls_by_op,
     )

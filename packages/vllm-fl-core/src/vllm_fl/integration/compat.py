@@ -18,6 +18,7 @@ __all__ = [
     "OLDEST",
     "OVERRIDDEN",
     "TOO_NEW",
+    "has_ir",
     "hide_our_variables",
     "missing",
     "obstacle",
@@ -43,7 +44,10 @@ _NAMES = {
     "envs": ("environment_variables",),
     "config.attention": ("AttentionConfig: backend",),
     "config.cache": ("CacheConfig: block_size cache_dtype",),
-    "config.compilation": ("CompilationConfig: backend custom_ops mode", "CompilationMode: NONE"),
+    "config.compilation": (
+        "CompilationConfig: backend custom_ops mode pass_config",
+        "CompilationMode: NONE",
+    ),
     "config.kernel": (
         "IrOpPriorityConfig: fused_add_rms_norm rms_norm set_default",
         "KernelConfig: ir_op_priority",
@@ -61,7 +65,7 @@ _NAMES = {
         "get_current_vllm_config",
     ),
     "distributed.parallel_state": ("GroupCoordinator: cpu_group world_size", "get_world_group"),
-    "ir.op": ("IrOp: impls register_impl", "IrOpImpl: impl_fn uuid"),
+    "ir.op": ("IrOp: allow_inplace impls register_impl", "IrOpImpl: impl_fn inplace uuid"),
     "ir.ops.layernorm": ("fused_add_rms_norm rms_norm",),
     "model_executor.custom_op": (
         "CustomOp: dispatch_forward forward_cpu forward_cuda forward_native "
@@ -69,13 +73,13 @@ _NAMES = {
         "op_registry op_registry_oot",
     ),
     "model_executor.layers.activation": (
-        "GeluAndMul: forward_native",
+        "GeluAndMul",
         "SiluAndMul: forward_native",
     ),
-    "model_executor.layers.layernorm": ("GemmaRMSNorm: forward_native", "RMSNorm: forward_native"),
+    "model_executor.layers.layernorm": ("GemmaRMSNorm RMSNorm",),
     "model_executor.layers.rotary_embedding": ("RotaryEmbedding _ROPE_DICT",),
     "model_executor.layers.rotary_embedding.base": (
-        "RotaryEmbedding: forward_native forward_static",
+        "RotaryEmbedding: forward_static",
         "RotaryEmbeddingBase: _match_cos_sin_cache_dtype head_size is_neox_style",
     ),
     "v1.attention.backends.registry": ("AttentionBackendEnum",),
@@ -185,6 +189,11 @@ def _set_on_self(method: ast.stmt) -> Iterator[str]:
         match node:
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
                 yield name
+
+
+def has_ir() -> bool:
+    """Whether this vLLM has an IR of its own: deprecated in 0.33, to be gone in 0.34."""
+    return find_spec("vllm.ir") is not None
 
 
 def hide_our_variables() -> None:
