@@ -14,8 +14,14 @@ import torch
 
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
-from vllm_fl.errors import PluginError, VllmFLError
-from vllm_fl.plugins.calling import find_device, policy_files, start_in_worker
+from vllm_fl.errors import PluginError, SettingsError, VllmFLError
+from vllm_fl.plugins.calling import (
+    find_device,
+    findings,
+    policy_files,
+    rejections,
+    start_in_worker,
+)
 from vllm_fl.plugins.loading import Found, discover, load, unmatched
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.plugins.registry import OpRegistry, Owner
@@ -400,6 +406,7 @@ PLACES = {
     "generator": "@hookimpl\ndef register_ops():\n    evil()\n    yield",
     "attention_backend": "@hookimpl\ndef attention_backend():\n    evil()",
     "older form": "def register_builtins(registry):\n    evil()",
+    "settings": "@hookimpl\ndef settings():\n    evil()",
     "attribute": "def __getattr__(name):\n    evil()",
     "signature": (
         "class Fn:\n    def __call__(self, x): return x\n"
@@ -442,6 +449,82 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
         assert "fl-acme 1.0" in str(failure) and failure.plugin == "acme"
     if "forged" not in error:  # an error of ours is for the user as it is
         assert "fl-acme 1.0" in str(worker.value) and type(worker.value) is PluginError
+
+
+@pytest.mark.parametrize("error", EVIL)
+@pytest.mark.parametrize("place", ["hook", "reason"])
+def test_whatever_it_raises_while_it_rejects_is_one_error_with_its_name(
+    write: Write, error: str, place: str
+) -> None:
+    body = {"hook": "evil()", "reason": "return {'vendor.x': type('R', (), {'__str__': evil})()}"}
+    hooks = f"""
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec("acme_mode", "ACME_MODE", False)]
+
+@hookimpl
+def rejections(settings, op, impls):
+    {body[place]}
+
+@hookimpl
+def doctor(settings):
+    evil()
+"""
+    plugin, registry = one(write(EVIL_HEAD.replace("{error}", error) + hooks))
+    assert plugin.status == "ok"
+    found = load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
+    for ask in (
+        lambda: rejections(registry.plugins, found, "silu_and_mul", ()),
+        lambda: findings(plugin, found),
+    ):
+        with pytest.raises(PluginError) as caught:
+            ask()
+        assert "fl-acme 1.0" in str(caught.value) and caught.value.plugin == "acme"
+
+
+@pytest.mark.parametrize("error", [*EVIL, "TypeError('no')", "KeyError('x')", "ValueError(Mute())"])
+def test_whatever_reads_a_plugins_setting_raises_is_an_error_of_that_setting(
+    write: Write, error: str
+) -> None:
+    hooks = """
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec("acme_mode", "ACME_MODE", None, read=evil)]
+"""
+    plugin, _ = one(write(EVIL_HEAD.replace("{error}", error) + hooks))
+    with pytest.raises(SettingsError, match="environment ACME_MODE: acme_mode: "):
+        load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
+    load_settings({}, platform="cpu", plugins=plugin.settings)  # it is not asked where none is set
+
+
+@pytest.mark.parametrize(
+    ("declared", "given"),
+    [
+        ("None", "7"),
+        ("None", "object()"),
+        ("True", "'true'"),
+        ("'auto'", "None"),
+        ("None, names='op'", "['silu_and_mul']"),
+        ("'a', choices=('a', 'b')", "'c'"),
+    ],
+)
+def test_what_reads_a_plugins_setting_must_give_what_the_setting_takes(
+    write: Write, declared: str, given: str
+) -> None:
+    hooks = f"""
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec("acme_mode", "ACME_MODE", {declared}, read=lambda text: {given})]
+"""
+    plugin, _ = one(write(hooks))
+    with pytest.raises(SettingsError, match=r"environment ACME_MODE: acme_mode: .*; expected "):
+        load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
 
 
 @pytest.mark.parametrize("error", EVIL)
