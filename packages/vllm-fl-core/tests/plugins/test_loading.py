@@ -527,6 +527,106 @@ def settings():
         load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "5, 'ACME', True",
+        "'acme mode', 'ACME', True",
+        "'acme', None, True",
+        "'acme', '', True",
+        "'acme', 'ACME', 1.5",
+        "'acme', 'ACME', ('a',)",  # a list of what?
+        "'acme', 'ACME', True, names='op'",
+        "'acme', 'ACME', 'a', choices=('b', 'c')",
+        "'acme', 'ACME', 'a', choices='abc'",
+        "'acme', 'ACME', 'a', read=7",
+        "'acme', 'ACME', None, names='op', excludes=7",
+        "'acme', 'ACME', None, names='op', excludes='nowhere'",
+        "'acme', 'ACME', True, append='ACME_MORE'",
+        "'acme', 'ACME', True, append=''",
+        "'acme', 'ACME', (), names='op', append='ACME'",
+        "'acme', 'ACME', (), names=7",
+        "'acme', 'ACME', (1,), names='op'",
+        "'acme', 'ACME', 'ab', names='op'",  # text, whose letters are no names
+        "'acme', 'ACME', True, choices=('a', 'b')",
+        "'acme', 'ACME', None, names='op', choices=('a', 'b')",
+        "'acme', 'ACME', 'a', choices=('a', 1)",
+        "'vendor_acme_x', 'ACME', True, in_file='no'",
+        "'acme', 'ACME', None, names='op', excludes='acme'",
+        "'acme', 'ACME', (), names='op', excludes='acme'",
+        "'acme', 'ACME', None, names='op', excludes='oot_blacklist'",  # core's
+        "'acme', 'ACME', None, names='op', excludes='b'), SettingSpec('b', 'B', True",
+        "'acme', 'ACME', None, names='op', excludes='b'), SettingSpec('b', 'B', None, names='op'",
+        "'acme', 'ACME', None, names='op', excludes='vendor_acme_b'), "
+        "SettingSpec('vendor_acme_b', 'B', (), names='op', in_file=True",
+    ],
+)
+def test_a_setting_that_makes_no_sense_costs_its_plugin_only(write: Write, spec: str) -> None:
+    source = f"""
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec({spec})]
+"""
+    registry = OpRegistry()
+    first, second = load(registry, [write(source, "broken"), write(SOUND, "sound")])
+    assert (first.status, second.status, first.settings) == ("failed", "ok", ())
+    assert "fl-broken 1.0" in str(first.error)
+    declared = [spec for plugin in registry.plugins for spec in plugin.settings]
+    load_settings({"ACME": "1"}, platform="cpu", plugins=declared)
+
+
+@pytest.mark.parametrize(
+    ("second", "name"),
+    [
+        ("'acme', 'ACME_2', False", "'acme'"),
+        ("'acme_2', 'ACME', False", "'ACME'"),
+        ("'acme_2', 'ACME_2', (), names='op', append='ACME'", "'ACME'"),
+    ],
+)
+def test_a_setting_that_is_declared_twice_by_one_plugin_is_its_error(
+    write: Write, second: str, name: str
+) -> None:
+    error = failure(
+        write(
+            f"""
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec("acme", "ACME", True), SettingSpec({second})]
+"""
+        )
+    )
+    assert name in str(error) and "twice" in str(error)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "'acme', 'ACME', None",
+        "'acme', 'ACME', ''",
+        "'ACME', 'ACME', False",
+        "'acme', 'ACME', None, choices=('a', 'b')",
+        "'acme', 'ACME', None, names='op'",
+        "'acme', 'ACME', ('a',), names='op', append='ACME_MORE'",
+        "'acme', 'ACME', None, names='op', excludes='b'), "
+        "SettingSpec('b', 'B', (), names='op', append='B_MORE'",
+    ],
+)
+def test_a_setting_that_makes_sense_is_declared(write: Write, spec: str) -> None:
+    source = f"""
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec({spec})]
+"""
+    plugin, _ = one(write(source))
+    assert plugin.error is None and plugin.settings[0].variable == "ACME"
+
+
 @pytest.mark.parametrize("error", EVIL)
 def test_whatever_a_probe_raises_is_a_negative_with_a_reason(write: Write, error: str) -> None:
     source = EVIL_HEAD.replace("{error}", error) + (
