@@ -15,8 +15,9 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+import vllm.envs
 import vllm.platforms
-from builders import silu
+from builders import registry_with_settings, silu
 from configs import engine_config
 from vllm.config import CompilationMode
 
@@ -24,6 +25,7 @@ import vllm_fl.dispatch
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.errors import SettingsError
 from vllm_fl.integration import planning
+from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.settings.loading import Settings, load_settings
@@ -134,6 +136,27 @@ def test_a_sealed_configuration_is_given_what_the_process_has(
     monkeypatch.setenv("VLLM_FL_PREFER", "no such kind")  # nothing is read any more
     assert process.settings is not None
     assert facts_of(config).settings == process.settings
+
+
+@pytest.mark.parametrize(
+    "variable", ["VLLM_FL_FLAGOS_WHITELIST", "VLLM_FL_FLAGOS_BLACKLIST_APPEND", "USE_FLAGGEMS"]
+)
+def test_a_plugins_setting_leaves_vllms_compile_key_alone(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setattr(vllm_fl.dispatch, "_default", OpManager(registry_with_settings()))
+    plain = dict(vllm.envs.environment_variables)
+
+    def factors() -> dict[str, object]:
+        """What a worker's environment brings to the key, its plugins loaded."""
+        monkeypatch.setattr(vllm.envs, "environment_variables", dict(plain))
+        hide_our_variables()
+        planning.load_plugins(engine_config())
+        return vllm.envs.compile_factors()
+
+    unset = factors()
+    monkeypatch.setenv(variable, "0")
+    assert factors() == unset
 
 
 def test_settings_of_another_release_are_an_error() -> None:

@@ -102,6 +102,7 @@ class _Examined:
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
         self.device: str | None = None
+        self.failing: list[PluginError] = []
         self.absent: list[str] = []
         self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
             "plugins": self.load_plugins,
@@ -149,6 +150,7 @@ class _Examined:
             return
         if forced in IN_TREE:
             return
+        known, self.failing = devices(self.plugins)
         try:
             profile = find_device(self.plugins, forced)
         except PluginError as error:
@@ -161,7 +163,6 @@ class _Examined:
             return
         self.device = profile.name if profile is not None else None
         if profile is None:
-            known, _ = devices(self.plugins)
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
     def read_settings(self) -> Iterator[Finding]:
@@ -177,7 +178,10 @@ class _Examined:
             # Said already: it must not end the reading of the rest.
             env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
             self.settings = read_settings(
-                self.registry, self.plugins, env if errors else os.environ, platform=where
+                self.registry,
+                self.plugins,
+                env if errors or self.failing else os.environ,
+                platform=where,
             )
         except SettingsError as error:
             yield Finding(

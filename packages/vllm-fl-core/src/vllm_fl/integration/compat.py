@@ -196,8 +196,11 @@ def has_ir() -> bool:
     return find_spec("vllm.ir") is not None
 
 
-def hide_our_variables() -> None:
+def hide_our_variables(more: Iterable[str] = ()) -> None:
     """Make our variables known to vLLM, so that it neither warns of them nor fails.
+
+    Args:
+        more: the variables of plugins' settings, once these are loaded.
 
     Up to 0.30 `vllm.envs.validate_environ` asks, from 0.31 on `Platform.validate_environ`; both
     look into one table. The getters return None, since values would enter vLLM's compile key,
@@ -206,6 +209,6 @@ def hide_our_variables() -> None:
     import vllm.envs
 
     table = getattr(vllm.envs, "environment_variables", {})  # a vLLM out of range may lack it
-    for name in sorted({*VARIABLES, *os.environ}):
+    for name in sorted({*VARIABLES, *more, *os.environ}):
         if name.startswith("VLLM_FL_"):
             table.setdefault(name, lambda: None)

@@ -17,6 +17,7 @@ from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..settings.loading import Settings, check_names
 from .bindings import all_bindings
+from .compat import hide_our_variables
 from .seams import attention
 from .seams.ir import ir_ops
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table
@@ -151,6 +152,8 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
     What is wrong with the settings of a process of its own is raised where they are needed: a
     worker's come with its engine's configuration, and its files may be gone.
 
+    The variables that the plugins declare are made known to vLLM, as core's own were before.
+
     Returns:
         The engine's settings, where its configuration has them.
 
@@ -161,9 +164,12 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
 
     entry = _entry(vllm_config)
     settings = entry.settings if entry is not None else None
-    get_default_manager().ensure_initialized(
+    manager = get_default_manager()
+    manager.ensure_initialized(
         current_platform.vllm_fl_platform, defer_errors=True, engine=settings
     )
+    declared = [spec for plugin in manager.registry.plugins for spec in plugin.settings]
+    hide_our_variables(name for spec in declared for name in spec.variables)
     if settings is not None:
         _check_loaded(settings)
     return settings

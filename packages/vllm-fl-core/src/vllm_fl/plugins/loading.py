@@ -387,7 +387,10 @@ def _undo(
     return remarks
 
 
-def _check_settings(specs: Iterable[object]) -> None:
+def _check_settings(specs: Sequence[object]) -> None:
+    """Check what one plugin declares; what it shares with others is checked when all are known."""
+    keys: set[str] = set()
+    variables: set[str] = set()
     for spec in specs:
         if not isinstance(spec, SettingSpec):
             raise TypeError(f"settings returned {spec!r}; expected SettingSpec")
@@ -395,6 +398,28 @@ def _check_settings(specs: Iterable[object]) -> None:
             raise ValueError(
                 f"a file may have its setting {spec.key!r}, whose key must then begin with "
                 "flagos_, reference_ or vendor_<vendor>_"
+            )
+        if spec.key in keys:
+            raise ValueError(f"it declares the setting {spec.key!r} twice")
+        keys.add(spec.key)
+        for name in spec.variables:
+            if name in variables:
+                raise ValueError(f"it declares the variable {name!r} twice")
+            variables.add(name)
+    declared = [spec for spec in specs if isinstance(spec, SettingSpec)]
+    blacklists = {spec.key: spec for spec in declared if spec.names and spec.default is not None}
+    for spec in declared:
+        if not spec.excludes:
+            continue
+        if spec.excludes not in blacklists:
+            raise ValueError(
+                f"its setting {spec.key!r} excludes {spec.excludes!r}, which is no list of its own "
+                "with a tuple as its default"
+            )
+        if blacklists[spec.excludes].in_file is not spec.in_file:
+            raise ValueError(
+                f"its settings {spec.key!r} and {spec.excludes!r} exclude each other: a file may "
+                "have both or neither"
             )
 
 
