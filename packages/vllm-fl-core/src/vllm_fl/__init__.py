@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         SizeRule,
     )
     from .contracts.rotary_embedding import joint_cos_sin
+    from .contracts.sampling import Source
     from .errors import PluginError, SettingsError, VllmFLError
     from .logs import get_logger
     from .plugins.finding import Finding
@@ -102,6 +103,7 @@ _HOMES = {
     "SettingSpec": ".plugins.types",
     "SettingsError": ".errors",
     "SizeRule": ".contracts.binding",
+    "Source": ".contracts.sampling",
     "Tolerance": ".contracts",
     "Variant": ".contracts",
     "VllmFLError": ".errors",
@@ -137,6 +139,7 @@ __all__ = [
     "SettingSpec",
     "SettingsError",
     "SizeRule",
+    "Source",
     "Tolerance",
     "Variant",
     "VllmFLError",
