@@ -62,8 +62,8 @@ class Subject:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes in which the contract holds, by name."""
-        return tuple(self.spec.tolerances)
+        """What the contract's inputs may be, by name."""
+        return self.spec.dtypes
 
     def all_samples(self, dtype: str) -> tuple[Sample, ...]:
         """The contract's samples and the served model's. Shared: copy before use."""
