@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Exact", "Output", "QuantisedPair", "Routing", "Tolerance", "Tolerances", "Within"]
+__all__ = ["Exact", "Output", "QuantisedPair", "Routing", "Tolerance", "Within"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,7 @@ class Tolerance:
     reason: str
 
 
-Tolerances = Mapping[str, Tolerance]
-"""Per dtype of the output (`float32`, `bfloat16`), by name."""
-
-
-def _contracts() -> Tolerances:
+def _contracts() -> Mapping[str, Tolerance]:
     """No tolerances of an output's own: the contract's hold."""
     return MappingProxyType({})
 
@@ -43,10 +39,11 @@ class Within:
     """One result, each element of which lies within a tolerance of the oracle's.
 
     Args:
-        tolerances: this result's own; where there are none, the contract's hold.
+        tolerances: this result's own, by the name of its dtype (`float32`, `bfloat16`); where there
+            are none, the contract's hold.
     """
 
-    tolerances: Tolerances = field(default_factory=_contracts)
+    tolerances: Mapping[str, Tolerance] = field(default_factory=_contracts)
 
     results: ClassVar[int] = 1
 
@@ -81,7 +78,7 @@ class QuantisedPair:
     """
 
     steps: float = 1.0
-    tolerances: Tolerances = field(default_factory=_contracts)
+    tolerances: Mapping[str, Tolerance] = field(default_factory=_contracts)
 
     results: ClassVar[int] = 2
 
@@ -111,7 +108,7 @@ class Routing:
 
     scores: Callable[..., torch.Tensor]
     margin: float
-    tolerances: Tolerances = field(default_factory=_contracts)
+    tolerances: Mapping[str, Tolerance] = field(default_factory=_contracts)
 
     results: ClassVar[int] = 2
 
@@ -126,7 +123,9 @@ Output = Within | Exact | QuantisedPair | Routing
 """How one result, or two that belong together, are compared."""
 
 
-def tolerances_of(output: Output, contract: Tolerances) -> Tolerances | None:
+def tolerances_of(
+    output: Output, contract: Mapping[str, Tolerance]
+) -> Mapping[str, Tolerance] | None:
     """Those that hold for an output; None for one that has no room.
 
     Args:
