@@ -24,6 +24,18 @@ _PARAMETER = re.compile(
 """One parameter of a torch schema with its default, which may be quoted and hold a comma."""
 
 
+def differs(value: object, default: object) -> bool:
+    """Whether a call gives a parameter another value than its default; a tensor is another one."""
+    if value is default:
+        return False
+    if not isinstance(value, (bool, int, float, complex, str, type(default))):
+        return True  # a tensor would be compared by element, and on its device
+    try:
+        return bool(value != default)
+    except Exception:  # a default that cannot be compared
+        return True
+
+
 @dataclass(frozen=True)
 class Sample:
     """One call that every implementation must get right.
@@ -164,7 +176,8 @@ class OpSpec:
             of vLLM's would: for implementations that take the layer, where there is no model.
         plain: the parameters -> True, or why an implementation that takes the layer is not given
             this call. Such an implementation reads the layer itself, and the older form's know a
-            plain one; None: any layer is plain.
+            plain one; None: any layer is plain. A parameter that layers begin to provide is refused
+            here, since those written before do not read it.
         dtypes: what the inputs may be, by name (`float32`, `float16`, `bfloat16`; a contract of
             integers alone names theirs): samples are made and run in each. Empty: those of
             `tolerances`.
