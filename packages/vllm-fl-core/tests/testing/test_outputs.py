@@ -117,17 +117,21 @@ def test_an_op_that_is_for_other_dtypes_than_the_model_is_left_out() -> None:
 
 PLUGIN = f"""
 import sys
-import vllm_fl.contracts
-from vllm_fl import BackendImplKind, OpImpl
+from importlib import import_module
 
-vllm_fl.contracts.__path__.append({str(FOLDER)!r})
-vllm_fl.contracts.contracts.cache_clear()
 sys.path.append({str(FOLDER.parent)!r})
 
-def register(registry):
-    from sample_ops import RIGHT, WRONG, impl_of
-    for op, fn in {{**dict(RIGHT), **dict([WRONG[name] for name in WRONGS])}}.items():
-        registry.register_impl(impl_of(op, fn))
+from sample_ops import RIGHT, WRONG, impl_of
+from vllm_fl import Contract, hookimpl
+
+@hookimpl
+def contracts():
+    return [Contract(import_module("sample_contracts." + op).SPEC) for op in dict(RIGHT)]
+
+@hookimpl
+def register_ops():
+    fns = {{**dict(RIGHT), **dict([WRONG[name] for name in WRONGS])}}
+    return [impl_of(op, fn) for op, fn in fns.items()]
 """
 TEST = """
 from vllm_fl.testing import ModelSizes, OpConformance
