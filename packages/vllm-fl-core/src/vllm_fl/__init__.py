@@ -48,7 +48,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .contracts import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+    from .contracts import (
+        BadInput,
+        Exact,
+        ModelSizes,
+        OpSpec,
+        QuantisedPair,
+        Routing,
+        Sample,
+        Tolerance,
+        Variant,
+        Within,
+    )
     from .contracts.binding import (
         AttentionPlace,
         Binding,
@@ -89,6 +100,7 @@ _HOMES = {
     "Binding": ".contracts.binding",
     "Contract": ".contracts.binding",
     "DeviceProfile": ".plugins.types",
+    "Exact": ".contracts",
     "Finding": ".plugins.finding",
     "HOOK_API": ".plugins.hookspecs",
     "IrPlace": ".contracts.binding",
@@ -99,6 +111,8 @@ _HOMES = {
     "OpSpec": ".contracts",
     "PluginError": ".errors",
     "PolicyDefaults": ".plugins.types",
+    "QuantisedPair": ".contracts",
+    "Routing": ".contracts",
     "Sample": ".contracts",
     "SettingSpec": ".plugins.types",
     "SettingsError": ".errors",
@@ -107,6 +121,7 @@ _HOMES = {
     "Tolerance": ".contracts",
     "Variant": ".contracts",
     "VllmFLError": ".errors",
+    "Within": ".contracts",
     "WorkerContext": ".plugins.types",
     "WorkerReport": ".plugins.types",
     "get_logger": ".logs",
@@ -126,6 +141,7 @@ __all__ = [
     "Binding",
     "Contract",
     "DeviceProfile",
+    "Exact",
     "Finding",
     "IrPlace",
     "LayerPlace",
@@ -135,6 +151,8 @@ __all__ = [
     "OperatorPlace",
     "PluginError",
     "PolicyDefaults",
+    "QuantisedPair",
+    "Routing",
     "Sample",
     "SettingSpec",
     "SettingsError",
@@ -143,6 +161,7 @@ __all__ = [
     "Tolerance",
     "Variant",
     "VllmFLError",
+    "Within",
     "WorkerContext",
     "WorkerReport",
     "get_logger",
