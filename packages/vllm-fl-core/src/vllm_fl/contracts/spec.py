@@ -94,7 +94,9 @@ class ModelSizes:
     tokens: tuple[int, ...] = (1,)
     max_position: int = 2048
     epsilon: float = 1e-6
-    more: Mapping[str, float | None] = field(default_factory=lambda: MappingProxyType({}))
+    more: Mapping[str, float | None] = field(
+        default_factory=lambda: MappingProxyType({}), hash=False
+    )
 
     @property
     def unknown(self) -> tuple[str, ...]:
