@@ -36,7 +36,9 @@ def engine_config(
         additional_config={} if entry is None else {"vllm_fl": entry},
         attention_config=SimpleNamespace(backend=backend),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
-        compilation_config=SimpleNamespace(mode=mode, custom_ops=custom_ops, backend=""),
+        compilation_config=SimpleNamespace(
+            mode=mode, custom_ops=custom_ops, backend="", static_forward_context={}
+        ),
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(**priority)),
         model_config=SimpleNamespace(
             dtype=torch.bfloat16,

@@ -43,7 +43,10 @@ _NAMES = {
     "envs": ("environment_variables",),
     "config.attention": ("AttentionConfig: backend",),
     "config.cache": ("CacheConfig: block_size cache_dtype",),
-    "config.compilation": ("CompilationConfig: backend custom_ops mode", "CompilationMode: NONE"),
+    "config.compilation": (
+        "CompilationConfig: backend custom_ops mode static_forward_context",
+        "CompilationMode: NONE",
+    ),
     "config.kernel": (
         "IrOpPriorityConfig: fused_add_rms_norm rms_norm set_default",
         "KernelConfig: ir_op_priority",
@@ -61,6 +64,10 @@ _NAMES = {
         "get_current_vllm_config",
     ),
     "distributed.parallel_state": ("GroupCoordinator: cpu_group world_size", "get_world_group"),
+    "forward_context": (
+        "ForwardContext: no_compile_layers",
+        "get_forward_context is_forward_context_available",
+    ),
     "ir.op": ("IrOp: impls register_impl", "IrOpImpl: impl_fn uuid"),
     "ir.ops.layernorm": ("fused_add_rms_norm rms_norm",),
     "model_executor.custom_op": (
@@ -79,7 +86,9 @@ _NAMES = {
         "RotaryEmbeddingBase: _match_cos_sin_cache_dtype head_size is_neox_style",
     ),
     "v1.attention.backends.registry": ("AttentionBackendEnum",),
-    "v1.worker.worker_base": ("WorkerBase: device load_model rank shutdown vllm_config",),
+    "v1.worker.worker_base": (
+        "WorkerBase: compile_or_warm_up_model device load_model rank shutdown vllm_config",
+    ),
 }
 """Module below `vllm` -> `Class: attribute attribute`, and names of the module itself."""
 
