@@ -1,9 +1,9 @@
 """Every number that this project promises, measured: prints one table of figure, spread and bar.
 
-    python benchmarks/run.py [callpath] [startup] [engine] [--save] [--rounds N] …
+    python benchmarks/run.py [callpath] [operators] [startup] [engine] [--save] [--rounds N] …
 
-Parts run in the order callpath, startup, engine; all of them by default. A bar that is missed does
-not change the exit status: a shared machine may do that. What cannot be measured does.
+Parts run in the order callpath, operators, startup, engine; all of them by default. A bar that is
+missed does not change the exit status: a shared machine may do that. What cannot be measured does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import callpath
 import engine
+import operators
 import startup
 from figures import Figure, MeasurementFailed, as_json, host, table
 
@@ -25,6 +26,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
     "callpath": callpath.measure,
+    "operators": operators.measure,
     "startup": startup.measure,
     "engine": engine.measure,
 }

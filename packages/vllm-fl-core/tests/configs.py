@@ -38,7 +38,11 @@ def engine_config(
         attention_config=SimpleNamespace(backend=backend),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         compilation_config=SimpleNamespace(
-            mode=mode, custom_ops=custom_ops, backend="", pass_config=SimpleNamespace(**passes)
+            mode=mode,
+            custom_ops=custom_ops,
+            backend="",
+            pass_config=SimpleNamespace(**passes),
+            static_forward_context={},
         ),
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(**priority)),
         model_config=SimpleNamespace(

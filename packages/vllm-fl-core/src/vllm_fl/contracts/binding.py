@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .spec import OpSpec
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "AttentionPlace",
@@ -24,6 +27,7 @@ __all__ = [
     "OperatorPlace",
     "Place",
     "SizeRule",
+    "put",
 ]
 
 Bound = Callable[..., Any]
@@ -174,3 +178,48 @@ class Contract:
     def name(self) -> str:
         """The op's name."""
         return self.spec.name
+
+
+def put(
+    target: torch.Tensor | tuple[torch.Tensor | None, ...] | None,
+    result: torch.Tensor | tuple[torch.Tensor | None, ...] | None,
+) -> None:
+    """Leave an op's results where its operator leaves them: for `OperatorPlace.route`.
+
+    What an implementation has computed in place is not copied. Everything that must be copied is
+    apart from all targets before the first one is written.
+
+    Args:
+        target: the operator's tensor, or several; None for one that this call has not.
+        result: what the op returned, in the targets' order, of their shapes and dtypes.
+    """
+    if result is target:
+        return
+    targets = target if isinstance(target, tuple) else (target,)
+    results = result if isinstance(result, tuple) else (result,)
+    pairs = [
+        (to, part)
+        for to, part in zip(targets, results, strict=False)
+        if to is not None and part is not None and not _is_same(to, part)
+    ]
+    if not pairs:
+        return
+    import torch
+
+    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    written = [to for to in targets if to is not None]
+    apart = [
+        (to, part.clone() if any(aliases(part, other) for other in written) else part)
+        for to, part in pairs
+    ]
+    for to, part in apart:
+        to.copy_(part)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the two are one tensor, or two views of the same elements in the same order."""
+    return one is other or (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..contracts import OpSpec, Variant
+from ..contracts.binding import put
 from ..dispatch.guard import Chain, call_guard
 from ..plugins.types import OpImpl
 
@@ -116,13 +117,9 @@ def _mutating(
 
     def body(*args: Any) -> None:
         result = guard(*args)
-        parts = result if isinstance(result, tuple) else (result,)
-        pairs = [(args[at], part) for at, part in zip(targets, parts, strict=False)]
         # An implementation may find an argument unfit to write to, and a later candidate may write
-        # to none. What must be copied is apart from all arguments before the first one is written.
-        elsewhere = [(to, part) for to, part in pairs if not _is_same(to, part)]
-        for to, part in [(to, _fresh(part, args)) for to, part in elsewhere]:
-            to.copy_(part)
+        # to none.
+        put(tuple(args[at] for at in targets), result)
 
     return _operator(spec, variant, variant.mutating_schema, name, body, lambda *args: None)
 
@@ -203,12 +200,3 @@ def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
         taken.append(fresh)
         parts.append(fresh)
     return tuple(parts) if isinstance(result, tuple) else parts[0]
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the two are one tensor, or two views of the same elements in the same order."""
-    return one is other or (
-        one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-    )

@@ -45,7 +45,7 @@ _NAMES = {
     "config.attention": ("AttentionConfig: backend",),
     "config.cache": ("CacheConfig: block_size cache_dtype",),
     "config.compilation": (
-        "CompilationConfig: backend custom_ops mode pass_config",
+        "CompilationConfig: backend custom_ops mode pass_config static_forward_context",
         "CompilationMode: NONE",
     ),
     "config.kernel": (
@@ -65,6 +65,10 @@ _NAMES = {
         "get_current_vllm_config",
     ),
     "distributed.parallel_state": ("GroupCoordinator: cpu_group world_size", "get_world_group"),
+    "forward_context": (
+        "ForwardContext: no_compile_layers",
+        "get_forward_context is_forward_context_available",
+    ),
     "ir.op": ("IrOp: allow_inplace impls register_impl", "IrOpImpl: impl_fn inplace uuid"),
     "ir.ops.layernorm": ("fused_add_rms_norm rms_norm",),
     "model_executor.custom_op": (
@@ -83,7 +87,9 @@ _NAMES = {
         "RotaryEmbeddingBase: _match_cos_sin_cache_dtype head_size is_neox_style",
     ),
     "v1.attention.backends.registry": ("AttentionBackendEnum",),
-    "v1.worker.worker_base": ("WorkerBase: device load_model rank shutdown vllm_config",),
+    "v1.worker.worker_base": (
+        "WorkerBase: compile_or_warm_up_model device load_model rank shutdown vllm_config",
+    ),
 }
 """Module below `vllm` -> `Class: attribute attribute`, and names of the module itself."""
 

@@ -21,9 +21,11 @@ from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import OpImpl, WorkerContext
 from ..text import quote
+from . import serving
+from .bindings import all_bindings
 from .planning import apply, facts_of, load_plugins, plan_for, seal
 from .ranks import Verdict, agree, differences
-from .seams import attention
+from .seams import attention, operators
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     foreign_layers,
@@ -54,6 +56,15 @@ class PlannedWorker:
     vllm_fl_plan: Plan
     vllm_fl_digest: str
     vllm_fl_unseal: Callable[[], object]
+    vllm_fl_operators: operators.Overrides
+    vllm_fl_overriders: dict[str, str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the methods of vLLM's worker that run the model say for which engine they do."""
+        super().__init_subclass__(**kwargs)
+        for name in serving.RUNS_MODEL:
+            if hasattr(cls, name):
+                setattr(cls, name, serving.with_own_plan(getattr(cls, name)))
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
@@ -72,7 +83,10 @@ class PlannedWorker:
         plan = take_place(plan)
         if plan.place > 1:  # its operators have other names: compiled code of another's is not its
             contents = {**contents, "place": plan.place}
+        chosen = _overrides(self, plan)
+        contents = {**contents, "operators": chosen.names}
         self.vllm_fl_plan, self.vllm_fl_digest = plan, digest(contents)
+        self.vllm_fl_operators, self.vllm_fl_overriders = chosen, {}
         bind_provider(plan, self.vllm_fl_digest)
         apply(plan, self.vllm_config)
         reset_priorities(plan, self.vllm_config)
@@ -91,8 +105,22 @@ class PlannedWorker:
         self.vllm_fl_unseal = manager.seal(f"the engine's worker (rank {self.rank})")
         attention.forget_choices()
         forget_shared_layers()
-        with building(plan):
-            return super().load_model(*args, **kwargs)  # type: ignore[misc]
+        serving.begin(plan, self.vllm_config)
+        try:
+            operators.take(plan, chosen, self.device)
+            with building(plan), serving.calling(plan):
+                loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            _leave_operators(self)
+            raise
+        _name_overriders(self)
+        return loaded
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm vLLM's worker up, and name who has overridden an operator after us meanwhile."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        _name_overriders(self)
+        return times
 
     def vllm_fl_report(self) -> dict[str, Any]:
         """What this worker runs with, and what it counted: for `collective_rpc`.
@@ -100,7 +128,8 @@ class PlannedWorker:
         Returns:
             JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, `calls` and
             `fallbacks` {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are
-            counted under VLLM_FL_DISPATCH_DEBUG=1.
+            counted under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of
+            it}}, as `seams.operators.report` says.
         """
         plan = self.vllm_fl_plan
         return {
@@ -114,6 +143,7 @@ class PlannedWorker:
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
             "demotions": _nested(plan.record.demotions),
+            "operators": operators.report(plan, self.vllm_fl_operators),
         }
 
     def shutdown(self) -> None:
@@ -127,10 +157,39 @@ class PlannedWorker:
                 _nested(plan.calls) or "not counted",
             )
         if plan is not None:
+            _leave_operators(self)
             leave_place(plan)
         if hasattr(self, "vllm_fl_unseal"):
             self.vllm_fl_unseal()
         super().shutdown()  # type: ignore[misc]
+
+
+def _overrides(worker: PlannedWorker, plan: Plan) -> operators.Overrides:
+    """Which operators the worker's plan overrides."""
+    dtype = worker.vllm_fl_facts.dtype
+    assert dtype is not None  # a worker has a model
+    table = all_bindings(get_default_manager().registry.snapshot())
+    return operators.choose(plan, table, worker.device, dtype)
+
+
+def _name_overriders(worker: PlannedWorker) -> None:
+    """Say, once for each, whose kernels now run in the place of the plan's."""
+    plan = getattr(worker, "vllm_fl_plan", None)
+    for name, who in operators.overriders(plan).items() if plan is not None else ():
+        if worker.vllm_fl_overriders.get(name) != who:
+            worker.vllm_fl_overriders[name] = who
+            log.warning(
+                "Operator %s was overridden after vllm-fl, by %s: the plan's implementation runs "
+                "in it only if that calls it",
+                name,
+                who,
+            )
+
+
+def _leave_operators(worker: PlannedWorker) -> None:
+    """Give vLLM its operators back."""
+    operators.remove(worker.vllm_fl_plan)
+    serving.end(worker.vllm_fl_plan)
 
 
 def _warn_of_foreign_layers(plan: Plan) -> None:

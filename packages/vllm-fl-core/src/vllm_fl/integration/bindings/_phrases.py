@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["HW_AGNOSTIC", "MOE"]
+__all__ = ["EXPERTS", "HW_AGNOSTIC"]
 
-MOE = "MoE experts: vLLM's fused_moe calls its own kernels, the activation included"
+EXPERTS = (
+    "experts whose kernel computes the activation, too: vLLM's quantised ones, and its CPU build's"
+)
 HW_AGNOSTIC = (
     "the Transformers backend under VLLM_USE_HW_AGNOSTIC=1 (vLLM 0.28 on): its layers have a "
     "registry of their own"

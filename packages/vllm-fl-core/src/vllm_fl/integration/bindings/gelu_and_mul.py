@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...contracts.binding import Binding, LayerPlace
+from ...contracts.binding import Binding, LayerPlace, OperatorPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._phrases import HW_AGNOSTIC, MOE
+from ._gated import native, route
+from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,21 @@ def _native(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 BINDING = Binding(
-    places=(LayerPlace("vllm.model_executor.layers.activation.GeluAndMul", _native),),
+    places=(
+        LayerPlace("vllm.model_executor.layers.activation.GeluAndMul", _native),
+        *(
+            OperatorPlace(
+                name,
+                ("out", "input"),
+                route(approximate=approximate),
+                native(approximate=approximate),
+            )
+            for name, approximate in (
+                ("_C::gelu_and_mul", "none"),
+                ("_C::gelu_tanh_and_mul", "tanh"),
+            )
+        ),
+    ),
     sizes=(INTERMEDIATE,),
-    not_reached=(MOE, HW_AGNOSTIC),
+    not_reached=(EXPERTS, HW_AGNOSTIC),
 )

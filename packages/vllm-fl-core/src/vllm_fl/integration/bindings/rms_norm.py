@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...contracts.binding import Binding, Bound, IrPlace, LayerPlace
+from ...contracts.binding import Binding, Bound, IrPlace, LayerPlace, OperatorPlace, put
 from ...contracts.sizes import EPSILON, HIDDEN
 
 if TYPE_CHECKING:
@@ -81,6 +81,49 @@ def _fused(bound: Bound) -> Bound:
     return fused_add_rms_norm
 
 
+def _to_operator(op: Bound) -> Bound:
+    def kernel(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
+        put(result, op(input, None, weight, epsilon))
+
+    return kernel
+
+
+def _from_operator(replaced: Bound) -> Bound:
+    def rms_norm(
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Tensor:
+        result = x.new_empty(x.shape)
+        replaced(result, x, weight, epsilon)
+        return result
+
+    return rms_norm
+
+
+def _to_fused_operator(op: Bound) -> Bound:
+    def kernel(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
+        put((input, residual), op(input, residual, weight, epsilon))
+
+    return kernel
+
+
+def _from_fused_operator(replaced: Bound) -> Bound:
+    def rms_norm(
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Any:
+        replaced(x, residual, weight, epsilon)
+        return x, residual
+
+    return rms_norm
+
+
 _NORMS = "vllm.model_executor.layers.layernorm"
 
 BINDING = Binding(
@@ -90,6 +133,23 @@ BINDING = Binding(
         LayerPlace(f"{_NORMS}.GemmaRMSNorm", _native, stand_in=_GemmaAsRMSNorm, enabled=False),
         IrPlace("rms_norm", _plain),
         IrPlace("fused_add_rms_norm", _fused, grants=("x", "residual")),
+        # The parameters of vLLM's CUDA build, and of its CPU one.
+        *(
+            OperatorPlace(
+                "_C::rms_norm",
+                (target, "input", "weight", "epsilon"),
+                _to_operator,
+                _from_operator,
+            )
+            for target in ("result", "out")
+        ),
+        OperatorPlace(
+            "_C::fused_add_rms_norm",
+            ("input", "residual", "weight", "epsilon"),
+            _to_fused_operator,
+            _from_fused_operator,
+            grants=("x", "residual"),
+        ),
     ),
     sizes=(HIDDEN, EPSILON),
     not_reached=(

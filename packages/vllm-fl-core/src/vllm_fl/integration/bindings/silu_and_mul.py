@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...contracts.binding import Binding, LayerPlace
+from ...contracts.binding import Binding, LayerPlace, OperatorPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._phrases import HW_AGNOSTIC, MOE
+from ._gated import native, route
+from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,10 +23,15 @@ def _native(x: Tensor) -> Tensor:
 
 
 BINDING = Binding(
-    places=(LayerPlace("vllm.model_executor.layers.activation.SiluAndMul", _native),),
+    places=(
+        LayerPlace("vllm.model_executor.layers.activation.SiluAndMul", _native),
+        # What mixtures of experts call: the parameters of vLLM's CUDA build, and of its CPU one.
+        OperatorPlace("_C::silu_and_mul", ("result", "input"), route(), native()),
+        OperatorPlace("_C::silu_and_mul", ("out", "input"), route(), native()),
+    ),
     sizes=(INTERMEDIATE,),
     not_reached=(
-        MOE,
+        EXPERTS,
         "quantised models: vLLM's passes and kernels that fuse activation and quantisation take "
         "both",
         HW_AGNOSTIC,

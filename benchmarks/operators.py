@@ -1,0 +1,83 @@
+"""What an overridden operator of vLLM's costs the host over a direct call, in an eager engine.
+
+The same operator is called round after round without the override and with it. The implementation
+does nothing: what counts is the way to it, and the copy of its result to where the operator leaves
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from callpath import Case
+from figures import Figure, MeasurementFailed, figure, paired, ratios
+
+__all__ = ["measure"]
+
+ROUNDS, CALLS = 100, 2_000
+
+
+def measure(options: argparse.Namespace) -> list[Figure]:
+    """The figures of the operator seam.
+
+    Raises:
+        MeasurementFailed: vLLM's operators are not here.
+    """
+    try:
+        import torch
+        from vllm.platforms import current_platform
+
+        from vllm_fl.integration import serving
+        from vllm_fl.integration.bindings._operators_draft import bindings
+        from vllm_fl.integration.seams import operators
+    except ImportError as error:
+        raise MeasurementFailed(f"vLLM cannot be imported: {error}") from error
+    from vllm_fl.dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry
+    from vllm_fl.engine.facts import EngineFacts
+    from vllm_fl.engine.plan import make_plan
+    from vllm_fl.settings.loading import load_settings
+
+    current_platform.import_kernels()
+    torch.set_num_threads(1)
+    x, out, ready = torch.randn(1, 64), torch.empty(1, 32), torch.ones(1, 32)
+    device = torch.device("cpu")
+
+    def silu_and_mul(x: Any) -> Any:
+        return ready
+
+    registry = OpRegistry()
+    registry.register_impl(
+        OpImpl("silu_and_mul", "vendor.v0", BackendImplKind.VENDOR, silu_and_mul, "v0")
+    )
+    plan = make_plan(OpManager(registry), EngineFacts(load_settings({}), "eager"))
+    chosen = operators.choose(plan, bindings(), device, torch.float32)
+    if not chosen.taken:
+        raise MeasurementFailed(f"the operator cannot be overridden: {dict(chosen.left)}")
+
+    def called() -> Case:
+        return Case("f(out, x)", f=torch.ops._C.silu_and_mul, out=out, x=x)
+
+    direct, ours, others = called(), called(), called()
+    copy = Case("out.copy_(ready)", out=out, ready=ready)
+    asking = Case("f()", f=serving.plan_now)
+    for _ in range((options.rounds or ROUNDS) + 1):
+        direct.run(CALLS)
+        copy.run(CALLS)
+        operators.take(plan, chosen, device)
+        try:
+            others.run(CALLS)
+            with serving.calling(plan):
+                ours.run(CALLS)
+                asking.run(CALLS)
+        finally:
+            operators.remove(plan)
+    every = [case.times[1:] for case in (direct, ours, others, copy, asking)]
+    plain, mine, foreign, copied, asked = every
+    return [
+        figure("overridden operator over a direct call", "ns", paired(mine, plain), at_most=5000),
+        figure("  of this the copy of the result", "ns", copied),
+        figure("  called by no engine, over a direct call", "ns", paired(foreign, plain)),
+        figure("  as a multiple of a direct call", "", ratios(mine, plain)),
+        figure("which engine is calling", "ns", asked, at_most=300),
+    ]

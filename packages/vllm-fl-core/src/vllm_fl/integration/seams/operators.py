@@ -1,0 +1,470 @@
+"""Places that we take: the kernels of torch operators of vLLM's.
+
+What calls an operator by name (fused mixtures of experts, models without CustomOp layers) reaches
+the planned implementation. A kernel is one per process, operator and dispatch key: there is one
+override for all engines, which finds the plan by who is calling (`serving.plan_now`). Who has no
+plan for the operator gets the kernel that was there before.
+
+It is a kernel, behind every compiler: calls are guarded as in eager mode, and graphs that a
+compiler made, or loaded from its cache, call it like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...contracts import OpSpec
+from ...contracts.binding import Binding, Bound, OperatorPlace
+from ...dispatch.guard import call_guard
+from ...engine.plan import Plan
+from ...errors import VllmFLError
+from ...logs import get_logger
+from ...plugins.forms import asked_for
+from ...plugins.types import BackendImplKind, OpImpl
+from ..serving import plan_now
+from .layers import layer_table
+
+__all__ = ["Overrides", "choose", "operator_note", "overriders", "remove", "report", "take"]
+
+log = get_logger("engine")
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What a plan does with the operators that its ops' bindings name.
+
+    Args:
+        taken: op -> the places to override.
+        left: op -> operator -> why vLLM's kernel stays.
+    """
+
+    taken: Mapping[str, tuple[OperatorPlace, ...]]
+    left: Mapping[str, Mapping[str, str]]
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """op -> the operators that are overridden, for the digest."""
+        return {op: [place.name for place in places] for op, places in self.taken.items()}
+
+
+def operator_note(plan: Plan, op: str) -> str:
+    """Why none of a planned op's operators is overridden; empty where they may be.
+
+    vLLM's own layers call these operators: one that the user leaves to vLLM must not get ours
+    through them.
+    """
+    kept = [
+        layer.cls for layer in layer_table() if layer.op == op and layer.cls in plan.kept_layers
+    ]
+    if kept:
+        return f"layer {min(kept)} is left to vLLM, and calls its operators"
+    if not _callable(plan, op):
+        return "its implementations take the calling layer, and an operator has none"
+    return ""
+
+
+def choose(
+    plan: Plan, bindings: Mapping[str, Binding], device: torch.device, dtype: torch.dtype
+) -> Overrides:
+    """Which operators the engine of `plan` overrides. Changes nothing.
+
+    Args:
+        plan: the sealed plan.
+        bindings: op -> its places.
+        device: the worker's.
+        dtype: the model's.
+
+    Raises:
+        VllmFLError: two planned ops name one operator.
+    """
+    taken: dict[str, tuple[OperatorPlace, ...]] = {}
+    left: dict[str, dict[str, str]] = {}
+    owners: dict[str, str] = {}
+    for op, binding in bindings.items():
+        places = [place for place in binding.places if isinstance(place, OperatorPlace)]
+        if not places or plan.is_stock(op):
+            continue
+        names = list(dict.fromkeys(place.name for place in places))
+        note = operator_note(plan, op)
+        if note:
+            left[op] = dict.fromkeys(names, note)
+            continue
+        found, why = _fitting(places, _dispatch_key(device))
+        left[op] = why
+        first = _callable(plan, op)[0]
+        own = _calls_of(first, plan.contracts[op], {p.name for p in found}, device, dtype)
+        left[op] |= dict.fromkeys(sorted(own), f"{first.impl_id} calls it itself")
+        taken[op] = tuple(place for place in found if place.name not in own)
+        for place in taken[op]:
+            other = owners.setdefault(place.name, op)
+            if other != op:
+                raise VllmFLError(
+                    f"Operator {place.name} is a place of two ops that are planned, '{other}' and "
+                    f"'{op}': their bindings must not both name it. Leave one of them to vLLM "
+                    f"(VLLM_FL_PER_OP='{op}=stock').",
+                    op=op,
+                )
+    return Overrides({op: places for op, places in taken.items() if places}, left)
+
+
+def _callable(plan: Plan, op: str) -> tuple[OpImpl, ...]:
+    """The op's candidates that can be called without a layer."""
+    return tuple(impl for impl in plan.entries[op].impls if not impl.needs_layer)
+
+
+def _dispatch_key(device: torch.device) -> str:
+    """The dispatch key of a device's kernels, as `CPU`."""
+    key: str = torch._C._dispatch_key_for_device(device.type)
+    return key
+
+
+def _schema(name: str) -> Any:
+    """The schema of an operator; None where no library has defined it."""
+    namespace, _, operator = name.partition("::")
+    operator, _, overload = operator.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), operator)
+        return getattr(packet, overload or "default")._schema
+    except AttributeError:
+        return None
+
+
+def _fitting(
+    places: Iterable[OperatorPlace], key: str
+) -> tuple[list[OperatorPlace], dict[str, str]]:
+    """The places whose operators are there and have the parameters that the binding knows.
+
+    A binding may name an operator more than once, with the parameters that it has in one release
+    and in another: the first that fits is taken.
+
+    Returns:
+        (places, operator -> why none of its places fits).
+    """
+    found: dict[str, OperatorPlace] = {}
+    why: dict[str, str] = {}
+    for place in places:
+        if place.name in found:
+            continue
+        problem = _misfit(place, key)
+        if problem:
+            why[place.name] = problem
+        else:
+            found[place.name] = place
+            why.pop(place.name, None)
+    return list(found.values()), why
+
+
+def _misfit(place: OperatorPlace, key: str) -> str:
+    """Why a place is not to be taken in this vLLM, or nothing."""
+    schema = _schema(place.name)
+    if schema is None:
+        return "this vLLM has no such operator"
+    has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    if not has_kernel(place.name, key):
+        return f"this vLLM has no kernel of it for {key}"
+    names = tuple(argument.name for argument in schema.arguments)
+    if names[: len(place.parameters)] != place.parameters:
+        return f"its parameters are {', '.join(names)}; known are {', '.join(place.parameters)}"
+    required = [a.name for a in schema.arguments[len(place.parameters) :] if not _is_optional(a)]
+    if required:
+        return f"it has further parameters without default: {', '.join(required)}"
+    return ""
+
+
+def _is_optional(argument: Any) -> bool:
+    is_optional: bool = argument.has_default_value()
+    return is_optional
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes which of some operators are called inside the block."""
+
+    def __init__(self, wanted: set[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.wanted, self.seen = wanted, set[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name: str = func.name()
+        if name in self.wanted:
+            self.seen.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _calls_of(
+    impl: OpImpl, spec: OpSpec, wanted: set[str], device: torch.device, dtype: torch.dtype
+) -> set[str]:
+    """Which of the `wanted` operators an implementation calls itself.
+
+    There nothing is to be overridden: the kernel that is there already is what would run, and only
+    the way to it would be longer, for vLLM's layers, too.
+    """
+    recorder = _Recorder(wanted)
+    asked = asked_for(impl, spec)
+    for sample in spec.samples(dtype, device) if wanted else ():
+        try:
+            if asked is None or asked(*sample.args) is True:
+                with recorder, torch.inference_mode():
+                    impl.fn(*sample.args)
+        except Exception as error:  # the preflight has judged it, and its guard will
+            log.debug("%s of %s, asked what it calls: %s", impl.impl_id, spec.name, error)
+        if recorder.seen == wanted:
+            break
+    return recorder.seen
+
+
+class _Inside(threading.local):
+    """The call of one operator that a thread is in: with which dispatch keys it came."""
+
+    keyset: Any = None
+
+
+@dataclass(eq=False)
+class _Override:
+    """The one override of an operator in this process.
+
+    Args:
+        name: the operator.
+        key: the dispatch key of its kernel.
+        count: how many parameters the binding knows.
+        defaults: the values of all parameters that have some, by name.
+        parameters: the names of all parameters, in order.
+        replaced: the kernel that was there before.
+        before: who had registered that, and those beneath it, the active one first.
+    """
+
+    name: str
+    key: str
+    count: int
+    parameters: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    replaced: Any
+    before: tuple[str, ...]
+    routes: dict[Plan | None, Bound] = field(default_factory=dict)
+    inside: _Inside = field(default_factory=_Inside)
+    without_engine: int = 0
+    other_arguments: int = 0
+    library: Any = None
+
+    def install(self) -> None:
+        """Put the override in front of the kernel that is there."""
+        namespace, _, operator = self.name.partition("::")
+        self.library = torch.library.Library(namespace, "IMPL")
+        with warnings.catch_warnings():
+            # torch says so at the first override of a process, and never again.
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            self.library.impl(
+                operator, self._kernel(), self.key, with_keyset=True, allow_override=True
+            )
+
+    def _kernel(self) -> Bound:
+        """What torch calls. Trailing arguments that equal the schema's defaults are left out."""
+        routes, inside, count, otherwise = self.routes, self.inside, self.count, self._otherwise
+
+        def overridden(keyset: Any, *args: Any, **more: Any) -> Any:
+            run = routes.get(plan_now())
+            if run is None or inside.keyset is not None or more or len(args) != count:
+                return otherwise(keyset, args, more)
+            inside.keyset = keyset
+            try:
+                return run(*args)
+            finally:
+                inside.keyset = None
+
+        return overridden
+
+    def _otherwise(self, keyset: Any, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+        """A call that is not the plain one of a planned engine."""
+        if self.inside.keyset is None and self.routes:
+            plan = plan_now()
+            run = self.routes.get(plan)
+            if run is not None:
+                known = self._known(args, more)
+                if known is not None:
+                    self.inside.keyset = keyset
+                    try:
+                        return run(*known)
+                    finally:
+                        self.inside.keyset = None
+                self.other_arguments += 1
+            elif plan is None:
+                self.without_engine += 1
+        return self._call_replaced(keyset, *args, **more)
+
+    def _known(self, args: tuple[Any, ...], more: Mapping[str, Any]) -> list[Any] | None:
+        """A call's arguments as the binding knows them; None if it gives others a meaning."""
+        given = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **more}
+        for name in self.parameters[self.count :]:
+            value, default = given[name], self.defaults[name]
+            if value is not default and (type(value) is not type(default) or value != default):
+                return None
+        return [given[name] for name in self.parameters[: self.count]]
+
+    def call(self, *args: Any) -> Any:
+        """The replaced kernel, inside a call of the operator: what `stock` means in it."""
+        return self._call_replaced(self.inside.keyset, *args)
+
+    def _call_replaced(self, keyset: Any, *args: Any, **more: Any) -> Any:
+        try:
+            return self.replaced.call_boxed(keyset, *args, **more)
+        except RuntimeError as error:
+            if "SafeKernelFunction has been invalidated" not in str(error):
+                raise
+            raise VllmFLError(
+                f"The kernel of {self.name} that vllm-fl replaced is gone: {self.before[0]}, who "
+                "had overridden it first, took its own back while an engine served. It must stay "
+                "until that engine is shut down.",
+                cause=error,
+            ) from error
+
+    @property
+    def after(self) -> str:
+        """Who has overridden the operator after us; empty if nobody has."""
+        now = _registered(self.name, self.key)
+        return now[0] if len(now) > len(self.before) + 1 else ""
+
+
+_overrides: dict[tuple[str, str], _Override] = {}
+"""(operator, dispatch key) -> its override, for as long as an engine's plan has it."""
+
+_left_behind: list[_Override] = []
+"""Overrides that nobody needs any more, but that another one stands on: they pass every call on."""
+
+_changing = threading.Lock()
+
+
+def _registered(name: str, key: str) -> tuple[str, ...]:
+    """Where an operator's kernels for a dispatch key were registered, the active one first."""
+    dump: str = torch._C._dispatch_dump(name)
+    found = re.findall(rf"^{key}(?: \(inactive\))?: (?:registered at )?(.*?) :: ", dump, re.M)
+    return tuple(found)
+
+
+def take(plan: Plan, chosen: Overrides, device: torch.device) -> None:
+    """Override the operators that `choose` chose, for calls of the plan's engine."""
+    key = _dispatch_key(device)
+    with _changing:
+        for op, places in chosen.taken.items():
+            for place in places:
+                override = _overrides.get((place.name, key))
+                if override is None:
+                    override = _overrides[place.name, key] = _installed(place, key)
+                override.routes[plan] = _route(plan, op, place, override)
+    for op, left in chosen.left.items():
+        for name, why in left.items():
+            log.debug("Op '%s': operator %s is left to vLLM: %s", op, name, why)
+
+
+def _installed(place: OperatorPlace, key: str) -> _Override:
+    for former in list(_left_behind):
+        if (former.name, former.key) == (place.name, key) and not former.after:
+            former.library._destroy()
+            _left_behind.remove(former)
+    schema = _schema(place.name)
+    override = _Override(
+        place.name,
+        key,
+        len(place.parameters),
+        tuple(argument.name for argument in schema.arguments),
+        {a.name: a.default_value for a in schema.arguments if _is_optional(a)},
+        torch.library.get_kernel(place.name, key),
+        _registered(place.name, key) or ("an unknown place",),
+    )
+    if len(override.before) > 1:
+        log.warning(
+            "Operator %s had been overridden already, by %s: that is what `stock` means there",
+            place.name,
+            override.before[0],
+        )
+    override.install()
+    return override
+
+
+def _route(plan: Plan, op: str, place: OperatorPlace, override: _Override) -> Bound:
+    """The op of `plan`, as a kernel of the operator."""
+    grants = frozenset(place.grants)
+    last = OpImpl(
+        op,
+        "stock.vllm",
+        BackendImplKind.REFERENCE,
+        place.native(override.call),
+        consumes=grants,
+    )
+    chain = plan.chain(op, grants, last=last)
+    impls = tuple(impl for impl in chain.impls if not impl.needs_layer)
+    chain = dataclasses.replace(chain, impls=impls)
+    bound = call_guard(chain)
+    if plan.counts_calls:
+        bound = plan.record.counting(bound, op, impls[0].impl_id)
+    return place.route(bound)
+
+
+def remove(plan: Plan) -> None:
+    """The engine of `plan` has ended: vLLM's kernels are back where no other engine needs ours.
+
+    An override that somebody else stands on is left where it is, and passes every call on.
+    """
+    with _changing:
+        for key, override in list(_overrides.items()):
+            if override.routes.pop(plan, None) is None or override.routes:
+                continue
+            del _overrides[key]
+            after = override.after
+            if after:
+                _left_behind.append(override)
+                log.warning(
+                    "Operator %s was overridden after vllm-fl, by %s: vllm-fl's override stays "
+                    "beneath it, and passes every call on",
+                    override.name,
+                    after,
+                )
+            else:
+                override.library._destroy()
+
+
+def overriders(plan: Plan) -> dict[str, str]:
+    """Operator -> who has overridden it after the engine of `plan` did."""
+    return {
+        override.name: override.after
+        for override in list(_overrides.values())
+        if plan in override.routes and override.after
+    }
+
+
+def report(plan: Plan, chosen: Overrides) -> dict[str, dict[str, dict[str, Any]]]:
+    """op -> operator -> what became of it, JSON-able.
+
+    Returns:
+        For an operator that is overridden: `replaced`, where the kernel was registered that `stock`
+        means there; `overridden_by`, who has overridden it after us, or None; and, counted for all
+        engines of the process, the calls left to that kernel: `without_engine`, which no engine of
+        ours made, and `other_arguments`, which gave parameters that the binding does not know
+        another value than their default. For one that is left to vLLM: `left`, why.
+    """
+    told: dict[str, dict[str, dict[str, Any]]] = {
+        op: {name: {"left": why} for name, why in left.items()}
+        for op, left in chosen.left.items()
+        if left
+    }
+    by_name = {o.name: o for o in list(_overrides.values()) if plan in o.routes}
+    for op, names in chosen.names.items():
+        for name in names:
+            override = by_name.get(name)
+            if override is not None:
+                told.setdefault(op, {})[name] = {
+                    "replaced": override.before[0],
+                    "overridden_by": override.after or None,
+                    "without_engine": override.without_engine,
+                    "other_arguments": override.other_arguments,
+                }
+    return told

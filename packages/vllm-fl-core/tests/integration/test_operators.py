@@ -1,0 +1,655 @@
+"""The operator seam: kernels of torch operators that an engine's plan overrides.
+
+Most tests override operators of a library of their own; those of the four ops override vLLM's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from builders import failing, half, managing, planning, refusing, silu
+from torch import Tensor
+
+from vllm_fl.contracts import contracts
+from vllm_fl.contracts.binding import Binding, LayerPlace, OperatorPlace, put
+from vllm_fl.engine.plan import Plan
+from vllm_fl.errors import AllFailedError, CallError, VllmFLError
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.seams import operators
+from vllm_fl.integration.serving import calling
+
+CPU = torch.device("cpu")
+
+X = torch.arange(32.0).reshape(4, 8)
+
+LIBRARY = torch.library.Library("fl_test_operators", "DEF")
+for schema in (
+    "gated(Tensor(a!) out, Tensor input) -> ()",
+    "longer(Tensor(a!) out, Tensor input, float scale=1.0, bool flip=False, *, int n=0) -> ()",
+    "demanding(Tensor(a!) out, Tensor input, float scale) -> ()",
+    "without_kernel(Tensor(a!) out, Tensor input) -> ()",
+    "asking(Tensor(a!) out, Tensor input) -> ()",
+):
+    LIBRARY.define(schema)
+
+
+def _own(out: Tensor, input: Tensor, *further: Any, **more: Any) -> None:
+    """vLLM's kernel, as far as these tests go: the second half of the features."""
+    out.copy_(input[..., input.shape[-1] // 2 :])
+
+
+for name in ("gated", "longer", "demanding"):
+    LIBRARY.impl(name, _own, "CPU")
+
+
+def _asking(keyset: Any, out: Tensor, input: Tensor) -> None:
+    assert keyset.has(torch._C.DispatchKey.CPU)
+    _own(out, input)
+
+
+LIBRARY.impl("asking", _asking, "CPU", with_keyset=True)
+
+
+def _routed(op: Callable[..., Tensor]) -> Callable[..., None]:
+    def kernel(out: Tensor, input: Tensor) -> None:
+        put(out, op(input))
+
+    return kernel
+
+
+def _native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+        replaced(out, x)
+        return out
+
+    return silu_and_mul
+
+
+def place(name: str = "gated", *parameters: str) -> OperatorPlace:
+    """An operator of this file's library as a place of silu_and_mul."""
+    names = parameters or ("out", "input")
+    return OperatorPlace(f"fl_test_operators::{name}", names, _routed, _native)
+
+
+def binding(*places: Any) -> dict[str, Binding]:
+    return {"silu_and_mul": Binding(places or (place(),))}
+
+
+def call(name: str = "gated", *further: Any, x: Tensor = X, **more: Any) -> Tensor:
+    """The operator, called by name."""
+    out = torch.full((*x.shape[:-1], x.shape[-1] // 2), -1.0)
+    getattr(torch.ops.fl_test_operators, name)(out, x, *further, **more)
+    return out
+
+
+STOCK = X[..., 4:]
+FIRST = half(X)
+
+
+@contextmanager
+def serving(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[operators.Overrides]:
+    """An engine that serves with this plan, in this thread."""
+    chosen = operators.choose(plan, bound or binding(), CPU, torch.float32)
+    operators.take(plan, chosen, CPU)
+    try:
+        with calling(plan):
+            yield chosen
+    finally:
+        operators.remove(plan)
+
+
+@contextmanager
+def overridden(fn: Callable[..., None], name: str = "gated") -> Iterator[torch.library.Library]:
+    """Somebody else's override."""
+    library = torch.library.Library("fl_test_operators", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl(name, fn, "CPU", allow_override=True)
+    try:
+        yield library
+    finally:
+        library._destroy()
+
+
+def told(plan: Plan, chosen: operators.Overrides, name: str = "gated") -> dict[str, Any]:
+    report = operators.report(plan, chosen)
+    json.dumps(report)
+    return report["silu_and_mul"][f"fl_test_operators::{name}"]
+
+
+def plan_of(*impls: Any, **options: Any) -> Plan:
+    return replace(planning(managing(*impls)), **options)
+
+
+def test_a_call_by_name_reaches_the_plans_first_choice_and_shutdown_gives_it_back() -> None:
+    assert torch.equal(call(), STOCK)
+    with serving(plan_of(silu("vendor.a", 10.0))):
+        assert torch.equal(call(), FIRST + 10)
+    assert torch.equal(call(), STOCK)
+    assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
+
+
+def test_an_op_that_is_stock_overrides_nothing() -> None:
+    plan = planning(managing())
+    with serving(plan) as chosen:
+        assert chosen.names == {} and operators.report(plan, chosen) == {}
+        assert torch.equal(call(), STOCK)
+
+
+def test_a_caller_without_engine_gets_the_replaced_kernel_and_is_counted() -> None:
+    plan = plan_of(silu("vendor.a"))
+    with serving(plan) as chosen:
+        with calling(None):
+            assert torch.equal(call(), STOCK)
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        call()
+        assert told(plan, chosen)["without_engine"] == 2
+
+
+def test_calls_are_counted_where_the_user_asked_for_it_in_compiled_mode_too() -> None:
+    for mode in ("eager", "compiled"):
+        plan = plan_of(silu("vendor.a"), counts_calls=True, mode=mode)
+        with serving(plan):
+            call()
+            call()
+        assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
+
+
+@pytest.mark.parametrize("name", ["gated", "asking"])
+def test_a_refused_call_falls_to_the_next_candidate_and_last_to_the_kernel(name: str) -> None:
+    plan = plan_of(refusing("vendor.a", "no"), refusing("vendor.b", "nor I"))
+    with serving(plan, binding(place(name))):
+        assert torch.equal(call(name), STOCK)
+    assert plan.fallbacks == {("silu_and_mul", "stock.vllm"): 1}
+    plan = plan_of(refusing("vendor.a", "no"), silu("vendor.b", 5.0))
+    with serving(plan, binding(place(name))):
+        assert torch.equal(call(name), FIRST + 5)
+    assert plan.fallbacks == {("silu_and_mul", "vendor.b"): 1}
+
+
+def test_strict_mode_raises_the_refusal() -> None:
+    plan = plan_of(refusing("vendor.a", "no"), silu("vendor.b"), strict=True)
+    with serving(plan), pytest.raises(AllFailedError) as failure:
+        call()
+    assert failure.value.op == "silu_and_mul" and failure.value.causes == (("vendor.a", "no"),)
+
+
+def test_an_exception_is_raised_and_the_next_call_is_served_again() -> None:
+    broken = [True]
+
+    def fn(x: Tensor) -> Tensor:
+        if broken[0]:
+            raise ArithmeticError("boom")
+        return half(x)
+
+    with serving(plan_of(silu("vendor.a", fn=fn))):
+        with pytest.raises(ArithmeticError):
+            call()
+        broken[0] = False
+        assert torch.equal(call(), FIRST)
+
+
+def test_a_callers_mistake_is_the_callers() -> None:
+    plan = plan_of(failing("vendor.a", ValueError("odd")))
+    with serving(plan), pytest.raises(CallError) as failure:
+        torch.ops.fl_test_operators.gated(torch.empty(1), torch.ones(3))
+    assert failure.value.argument == "x"
+
+
+def test_an_implementation_that_falls_to_the_operator_itself_gets_the_replaced_kernel() -> None:
+    """As a later candidate; for a first one the operator stays vLLM's (below)."""
+    own = silu("vendor.b", fn=_native(torch.ops.fl_test_operators.gated))
+    plan = plan_of(refusing("vendor.a", "no"), own, counts_calls=True)
+    with serving(plan) as chosen:
+        assert chosen.names == {"silu_and_mul": ["fl_test_operators::gated"]}
+        assert torch.equal(call(), STOCK)
+    assert plan.fallbacks == {("silu_and_mul", "vendor.b"): 1}
+
+
+def test_entered_again_is_per_thread_and_per_operator() -> None:
+    """An implementation that waits must not send another thread's calls to vLLM's kernel."""
+    inside, go, nested = threading.Event(), threading.Event(), threading.Event()
+
+    def fn(x: Tensor) -> Tensor:
+        if x is one_row:
+            inside.set()
+            assert go.wait(10)
+        elif nested.is_set():
+            return call("asking", x=x) + 100
+        return half(x)
+
+    one_row = X[:1]
+    plan = plan_of(silu("vendor.a", fn=fn))
+    with serving(plan, binding(place(), place("asking"))):
+
+        def waits() -> None:
+            with calling(plan):
+                call(x=one_row)
+
+        thread = threading.Thread(target=waits)
+        thread.start()
+        assert inside.wait(10)
+        assert torch.equal(call(), FIRST)
+        go.set()
+        thread.join()
+        # Of another operator it is a call like any: that one's override runs, and enters once more.
+        nested.set()
+        assert torch.equal(call(), STOCK + 200)
+
+
+def test_nothing_is_overridden_by_what_calls_the_operator_itself() -> None:
+    own = silu("vendor.a", fn=_native(torch.ops.fl_test_operators.gated))
+    plan = plan_of(own)
+    with serving(plan, binding(place(), place("asking"))) as chosen:
+        assert chosen.names == {"silu_and_mul": ["fl_test_operators::asking"]}
+        assert told(plan, chosen) == {"left": "vendor.a calls it itself"}
+        assert torch.equal(call(), STOCK)
+
+
+def test_each_of_two_engines_has_its_own_plan_and_the_last_takes_the_override_away() -> None:
+    one, other = plan_of(silu("vendor.a", 1.0)), plan_of(silu("vendor.b", 2.0))
+    stock = planning(managing())
+    with serving(one):
+        with serving(other):
+            assert torch.equal(call(), FIRST + 2)
+            with calling(one):
+                assert torch.equal(call(), FIRST + 1)
+            with calling(stock):
+                assert torch.equal(call(), STOCK)
+            # One override for both.
+            assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 2
+        with calling(other):
+            assert torch.equal(call(), STOCK)
+        assert torch.equal(call(), FIRST + 1)
+    assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
+
+
+def test_removing_twice_and_what_was_never_taken_changes_nothing() -> None:
+    one, other = plan_of(silu("vendor.a", 1.0)), plan_of(silu("vendor.b", 2.0))
+    with serving(one):
+        operators.remove(other)
+        assert torch.equal(call(), FIRST + 1)
+    operators.remove(one)
+
+
+def test_who_overrode_before_us_is_what_stock_means_and_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def theirs(out: Tensor, input: Tensor) -> None:
+        out.fill_(7.0)
+
+    plan = plan_of(refusing("vendor.a", "no"))
+    with overridden(theirs):
+        with caplog.at_level(logging.WARNING), serving(plan) as chosen:
+            assert call().eq(7).all()
+            assert Path(__file__).name in told(plan, chosen)["replaced"]
+        assert Path(__file__).name in caplog.text
+        assert call().eq(7).all()
+    assert torch.equal(call(), STOCK)
+
+
+def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = plan_of(silu("vendor.a", 1.0))
+    with serving(plan) as chosen:
+        assert operators.overriders(plan) == {}
+        assert told(plan, chosen)["overridden_by"] is None
+        beneath = torch.library.get_kernel("fl_test_operators::gated", "CPU")
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+        def theirs(out: Tensor, input: Tensor) -> None:
+            beneath.call_boxed(keys, out, input)
+            out.add_(1000)
+
+        theirs_is_on_top = overridden(theirs)
+        library = theirs_is_on_top.__enter__()
+        assert torch.equal(call(), FIRST + 1001)
+        who = operators.overriders(plan)
+        assert Path(__file__).name in who["fl_test_operators::gated"]
+        assert told(plan, chosen)["overridden_by"] == who["fl_test_operators::gated"]
+    assert Path(__file__).name in caplog.text
+    # Ours is still there, for theirs to call, and means nothing any more.
+    assert torch.equal(call(), STOCK + 1000)
+    # The next engine stands on theirs.
+    after = plan_of(refusing("vendor.a", "no"))
+    with serving(after):
+        assert torch.equal(call(), STOCK + 1000)
+    library._destroy()
+    assert torch.equal(call(), STOCK)
+    # What was left behind goes where it can.
+    with serving(plan_of(silu("vendor.b", 2.0))):
+        assert torch.equal(call(), FIRST + 2)
+        assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 2
+    assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
+
+
+def test_who_takes_the_kernel_away_that_stock_is_is_named() -> None:
+    plan = plan_of(refusing("vendor.a", "no"))
+    theirs = overridden(_own)
+    library = theirs.__enter__()
+    with serving(plan):
+        library._destroy()
+        with pytest.raises(VllmFLError, match=Path(__file__).name) as failure:
+            call()
+        assert isinstance(failure.value.cause, RuntimeError)
+    assert torch.equal(call(), STOCK)
+
+
+def test_torchs_one_warning_is_not_shown_and_others_are() -> None:
+    code = (
+        "import warnings\n"
+        "import test_operators as t\n"
+        "warnings.simplefilter('error')\n"
+        "with t.serving(t.plan_of(t.silu('vendor.a', 1.0))):\n"
+        "    assert t.torch.equal(t.call(), t.FIRST + 1)\n"
+        "try:\n"
+        "    warnings.warn('another', UserWarning)\n"
+        "except UserWarning:\n"
+        "    print('shown')\n"
+    )
+    assert in_a_process(code).endswith("shown\n")
+
+
+def in_a_process(code: str) -> str:
+    """What a script prints that may import this file."""
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+# What a release may lack, and what it may have more.
+
+
+def test_further_parameters_with_defaults_are_vllms_where_they_say_something() -> None:
+    plan = plan_of(silu("vendor.a", 1.0))
+    with serving(plan, binding(place("longer"))) as chosen:
+        assert torch.equal(call("longer"), FIRST + 1)
+        assert torch.equal(call("longer", 1.0, False, n=0), FIRST + 1)
+        for args, more in (((2.0,), {}), ((1.0, True), {}), ((), {"n": 1}), ((), {"flip": True})):
+            assert torch.equal(call("longer", *args, **more), STOCK), (args, more)
+        assert told(plan, chosen, "longer")["other_arguments"] == 4
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (place("no_such_thing"), "this vLLM has no such operator"),
+        (place("without_kernel"), "this vLLM has no kernel of it for CPU"),
+        (place("demanding"), "it has further parameters without default: scale"),
+        (place("gated", "input", "out"), "its parameters are out, input; known are input, out"),
+        (
+            place("gated", "out", "input", "scale"),
+            "its parameters are out, input; known are out, input, scale",
+        ),
+    ],
+)
+def test_an_operator_that_does_not_fit_is_said_by_name(
+    found: OperatorPlace, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_of(silu("vendor.a", 1.0))
+    caplog.set_level(logging.DEBUG, logger="vllm_fl.engine")
+    with serving(plan, binding(found, place("asking"))) as chosen:
+        assert chosen.left == {"silu_and_mul": {found.name: why}}
+        assert torch.equal(call("asking"), FIRST + 1), "the others are taken"
+        assert operators.report(plan, chosen)["silu_and_mul"][found.name] == {"left": why}
+    assert f"operator {found.name} is left to vLLM: {why}" in caplog.text
+
+
+def test_of_two_forms_of_an_operator_the_one_that_fits_is_taken() -> None:
+    plan = plan_of(silu("vendor.a", 1.0))
+    with serving(plan, binding(place("gated", "result", "input"), place())) as chosen:
+        assert chosen.left == {"silu_and_mul": {}}
+        assert torch.equal(call(), FIRST + 1)
+
+
+def test_two_ops_that_name_one_operator_are_an_error_that_names_both() -> None:
+    other = replace(silu("vendor.a"), op_name="gelu_and_mul")
+    plan = planning(managing(silu("vendor.a"), other))
+    bound = {**binding(), "gelu_and_mul": Binding((place(),))}
+    with pytest.raises(VllmFLError, match=r"'silu_and_mul' and 'gelu_and_mul'") as failure:
+        operators.choose(plan, bound, CPU, torch.float32)
+    assert failure.value.op == "gelu_and_mul"
+
+
+def test_a_layer_that_the_user_leaves_to_vllm_gets_nothing_through_its_operator() -> None:
+    layer = LayerPlace("vllm.model_executor.layers.activation.SiluAndMul")
+    bound = binding(layer, place())
+    plan = plan_of(silu("vendor.a", 1.0), kept_layers=frozenset({"SiluAndMul"}))
+    note = operators.operator_note(plan, "silu_and_mul")
+    assert "SiluAndMul is left to vLLM" in note
+    with serving(plan, bound) as chosen:
+        assert chosen.names == {} and told(plan, chosen) == {"left": note}
+        assert torch.equal(call(), STOCK)
+    free = plan_of(silu("vendor.a", 1.0), kept_layers=frozenset({"RMSNorm"}))
+    assert operators.operator_note(free, "silu_and_mul") == ""
+
+
+def test_implementations_that_take_the_layer_are_passed_over() -> None:
+    def layered(self: Any, x: Tensor) -> Tensor:
+        raise AssertionError("an operator has no layer")
+
+    first = silu("vendor.a", fn=layered)
+    plan = plan_of(first, silu("vendor.b", 2.0))
+    with serving(plan):
+        assert torch.equal(call(), FIRST + 2)
+    alone = plan_of(first)
+    with serving(alone) as chosen:
+        assert "take the calling layer" in told(alone, chosen)["left"]
+
+
+# Compilers and forks.
+
+
+def test_compiled_code_calls_the_override_and_after_it_the_kernel() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        out = y.new_empty((x.shape[0], x.shape[1] // 2))
+        torch.ops.fl_test_operators.gated(out, y)
+        return out + 1
+
+    compiled = torch.compile(model, fullgraph=True, backend="inductor")
+    plan = plan_of(silu("vendor.a", 10.0), mode="compiled", counts_calls=True)
+    with serving(plan):
+        assert torch.equal(compiled(X), 2 * FIRST + 11)
+        assert torch.equal(compiled(X), 2 * FIRST + 11)
+    assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
+    assert torch.equal(compiled(X), 2 * STOCK + 1)
+
+
+def test_an_artefact_compiled_ahead_of_time_calls_what_is_there_when_it_runs(
+    tmp_path: Path,
+) -> None:
+    """It holds the operator's name: another process's implementation runs, or vLLM's kernel."""
+    file = tmp_path / "model.bin"
+    head = "import torch, test_operators as t\n"
+    made = head + (
+        "def model(x):\n"
+        "    y = x * 2\n"
+        "    out = y.new_empty((x.shape[0], x.shape[1] // 2))\n"
+        "    torch.ops.fl_test_operators.gated(out, y)\n"
+        "    return out + 1\n"
+        "with t.serving(t.plan_of(t.silu('vendor.a', 10.0))):\n"
+        "    done = torch.compile(model, fullgraph=True).aot_compile(((t.X,), {}))\n"
+        "    assert t.torch.equal(done(t.X), 2 * t.FIRST + 11)\n"
+        f"    done.save_compiled_function({str(file)!r})\n"
+    )
+    (tmp_path / "made.py").write_text(made)
+    in_a_process(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import made")
+    loaded = head + (
+        f"with open({str(file)!r}, 'rb') as f:\n"
+        "    model = torch.compiler.load_compiled_function(f)\n"
+        "with t.serving(t.plan_of(t.silu('vendor.b', 20.0))):\n"
+        "    assert t.torch.equal(model(t.X), 2 * t.FIRST + 21)\n"
+        "assert t.torch.equal(model(t.X), 2 * t.STOCK + 1)\n"
+        "print('reloaded')\n"
+    )
+    assert in_a_process(loaded).endswith("reloaded\n")
+
+
+FORKED = """
+import os, sys, torch
+import test_operators as t
+torch.set_num_threads(1)
+
+def child(run):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+            os._exit(0)
+        except BaseException as error:
+            print("child:", repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+def without():
+    with t.calling(None):
+        assert torch.equal(t.call(), t.STOCK)
+    with t.calling(parents):
+        assert torch.equal(t.call(), t.FIRST + 1)
+
+def with_its_own():
+    with t.serving(t.plan_of(t.silu('vendor.b', 2.0))):
+        assert torch.equal(t.call(), t.FIRST + 2)
+    operators = t.operators
+    operators.remove(parents)
+    assert torch.equal(t.call(), t.STOCK)
+    with t.serving(t.plan_of(t.silu('vendor.c', 3.0))):
+        assert torch.equal(t.call(), t.FIRST + 3)
+
+parents = t.plan_of(t.silu('vendor.a', 1.0))
+with t.serving(parents):
+    assert torch.equal(t.call(), t.FIRST + 1)
+    child(without)
+    child(with_its_own)
+    assert torch.equal(t.call(), t.FIRST + 1)
+assert torch.equal(t.call(), t.STOCK)
+print("forked")
+"""
+
+
+def test_a_child_that_is_forked_meanwhile_works_with_and_without_its_own_engine() -> None:
+    assert in_a_process(FORKED).endswith("forked\n")
+
+
+# The four ops: their operators in the vLLM that is installed, against its own kernels.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+
+
+OPERATORS = sorted(
+    {(op, p.name) for op, b in bindings().items() for p in b.places if isinstance(p, OperatorPlace)}
+)
+
+
+def test_every_operator_of_the_four_ops_fits_this_vllm() -> None:
+    for op, bound in bindings().items():
+        places = [p for p in bound.places if isinstance(p, OperatorPlace)]
+        found, why = operators._fitting(places, "CPU")
+        assert not why and {p.name for p in found} == {p.name for p in places}, op
+
+
+def arguments(name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]:
+    """Calls of an operator: (arguments, which of them it writes to)."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 64)
+    empty = x[:0]
+    if name.endswith("_and_mul"):
+        return [((torch.empty(len(y), 32), y), (0,)) for y in (x, empty)]
+    weight = torch.rand(64)
+    if name == "_C::rms_norm":
+        return [((torch.empty(*y.shape), y, w, 1e-6), (0,)) for y, w in ((x, weight), (x, None))]
+    if name == "_C::fused_add_rms_norm":
+        return [((x, torch.randn(5, 64), w, 1e-6), (0, 1)) for w in (weight, None)]
+    cache = torch.randn(32, 16)
+    at = torch.tensor([3, 1, 31, 0, 7])
+    qkv = torch.randn(5, 4 * 16 + 2 * 16)
+    q, k = qkv[:, :64], qkv[:, 64:]
+    return [
+        ((at, query, key, 16, cache, neox), (1, 2))
+        for query, key in ((q.clone(), k.clone()), (q.clone(), None), (q, k))
+        for neox in (True, False)
+    ]
+
+
+def alike(tensor: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return copied.copy_(tensor)
+
+
+@pytest.mark.parametrize(("op", "name"), OPERATORS)
+@pytest.mark.parametrize("stock", [False, True], ids=["oracle", "refused"])
+def test_an_overridden_operator_of_vllms_computes_what_its_kernel_does(
+    op: str, name: str, stock: bool
+) -> None:
+    """By the contract's oracle, and by vLLM's own kernel behind a candidate that refuses."""
+    from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
+    spec = contracts()[op]
+
+    def in_the_dtype(*args: Any) -> Any:
+        result = spec.oracle(*args)
+        if not isinstance(result, tuple):
+            return result.to(args[0].dtype)
+        return tuple(None if r is None else r.to(args[0].dtype).contiguous() for r in result)
+
+    in_the_dtype.__signature__ = spec.signature  # type: ignore[attr-defined]
+    refuse: Any = (lambda *args: "never") if stock else None
+    if refuse:
+        refuse.__signature__ = spec.signature
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, in_the_dtype, "acme", supports=refuse)
+    plan = replace(planning(managing(impl)), counts_calls=True)
+    namespace, _, short = name.partition("::")
+    operator = getattr(getattr(torch.ops, namespace), short)
+    bound = {op: bindings()[op]}
+    for args, written in arguments(name):
+        wanted = [alike(a) if isinstance(a, Tensor) else a for a in args]
+        if all(a.numel() for a in args if isinstance(a, Tensor)):
+            operator(*wanted)
+        with serving(plan, bound) as chosen:
+            assert name in chosen.names[op]
+            operator(*args)
+        for at in written:
+            if wanted[at] is not None:
+                torch.testing.assert_close(args[at], wanted[at], rtol=2e-5, atol=2e-5)
+                assert torch.equal(args[at], wanted[at]) or not stock
+    assert plan.calls or name == "_C::rotary_embedding"
+    if stock:
+        assert set(plan.fallbacks) == {(op, "stock.vllm")}

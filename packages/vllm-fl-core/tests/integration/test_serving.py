@@ -1,0 +1,145 @@
+"""Which engine is calling: by vLLM's forward context, else by what the thread is doing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from builders import managing, planning, silu
+from configs import engine_config
+from vllm.forward_context import ForwardContext, override_forward_context
+
+from vllm_fl.engine.plan import Plan
+from vllm_fl.integration import serving
+from vllm_fl.integration.worker import PlannedWorker
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[tuple[Plan, Any], tuple[Plan, Any]]]:
+    """Two engines that serve: (plan, configuration) of each."""
+    found = tuple(
+        (planning(managing(silu(name))), engine_config()) for name in ("vendor.a", "vendor.b")
+    )
+    for plan, config in found:
+        serving.begin(plan, config)
+    yield found  # type: ignore[misc]
+    for plan, _ in found:
+        serving.end(plan)
+
+
+def forward(config: Any) -> Any:
+    """vLLM's forward context of an engine's forward pass."""
+    layers = config.compilation_config.static_forward_context
+    return override_forward_context(ForwardContext(layers, attn_metadata=None, slot_mapping={}))
+
+
+def test_nobody_is_calling() -> None:
+    assert serving.plan_now() is None
+
+
+def test_the_forward_context_tells_two_engines_apart(engines: Any) -> None:
+    (first, one), (second, other) = engines
+    with forward(one):
+        assert serving.plan_now() is first
+        with forward(other):
+            assert serving.plan_now() is second
+        assert serving.plan_now() is first
+    assert serving.plan_now() is None
+
+
+def test_it_goes_before_what_the_thread_is_in_and_reaches_other_threads(engines: Any) -> None:
+    """vLLM's micro-batches run in threads that the worker's method never entered."""
+    (first, one), (second, _) = engines
+    seen = []
+    with serving.calling(second), forward(one):
+        assert serving.plan_now() is first
+        thread = threading.Thread(target=lambda: seen.append(serving.plan_now()))
+        thread.start()
+        thread.join()
+    assert seen == [first]
+
+
+def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(engines: Any) -> None:
+    """As a drafter's may be: its worker's method is what is known."""
+    (first, _), _ = engines
+    with forward(engine_config()):
+        assert serving.plan_now() is None
+        with serving.calling(first):
+            assert serving.plan_now() is first
+
+
+def test_what_one_thread_is_in_is_not_anothers(engines: Any) -> None:
+    (first, _), _ = engines
+    seen = []
+    with serving.calling(first):
+        thread = threading.Thread(target=lambda: seen.append(serving.plan_now()))
+        thread.start()
+        thread.join()
+        assert serving.plan_now() is first
+    assert seen == [None]
+
+
+def test_an_engine_that_has_ended_calls_no_more() -> None:
+    plan, config = planning(managing(silu("vendor.a"))), engine_config()
+    serving.begin(plan, config)
+    serving.end(plan)
+    with forward(config):
+        assert serving.plan_now() is None
+    serving.end(plan)  # a second shutdown
+
+
+def test_a_table_of_layers_that_is_gone_lends_its_identity_to_no_other() -> None:
+    """A dictionary made after one that was freed may have its id."""
+    plan, config = planning(managing(silu("vendor.a"))), engine_config()
+    serving.begin(plan, config)
+    known = id(config.compilation_config.static_forward_context)
+    del config
+    assert all(id({}) != known for _ in range(1000))
+    serving.end(plan)
+
+
+class Worker:
+    """What vLLM's worker has, as far as it runs the model."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def execute_model(self, scheduled: str, *, more: int = 0) -> tuple[str, int]:
+        self.seen.append(serving.plan_now())
+        return scheduled, more
+
+    def determine_available_memory(self) -> None:
+        raise MemoryError
+
+    def get_model(self) -> Any:
+        return serving.plan_now()
+
+
+def test_the_workers_methods_that_run_the_model_call_for_its_plan() -> None:
+    planned = type("Planned", (PlannedWorker, Worker), {})
+    worker = object.__new__(planned)
+    Worker.__init__(worker)
+    worker.execute_model("early")
+    worker.vllm_fl_plan = plan = SimpleNamespace()
+    assert worker.execute_model("batch", more=2) == ("batch", 2)
+    assert worker.seen == [None, plan]
+    with pytest.raises(MemoryError):
+        worker.determine_available_memory()
+    assert worker.get_model() is None and serving.plan_now() is None
+    assert not hasattr(planned, "sample_tokens"), "vLLM asks workers what they have"
+
+
+def test_every_method_that_is_named_is_one_of_vllms_workers() -> None:
+    """Names that no release has would be forgotten ones."""
+    from vllm.v1.worker.gpu_worker import Worker as GpuWorker
+
+    missing = [name for name in serving.RUNS_MODEL if not hasattr(GpuWorker, name)]
+    assert not missing

@@ -1,0 +1,105 @@
+"""Overridden operators on the GPU: eager, in a CUDA graph, where no Python runs, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["cases"]
+
+
+def cases(folder: Path) -> Iterator[tuple[str, str]]:
+    """(operator, what is wrong or empty)."""
+    import torch
+    from vllm.platforms import current_platform
+
+    import vllm_fl_reference.plugin
+    from vllm_fl.contracts.binding import OperatorPlace
+    from vllm_fl.dispatch.manager import OpManager
+    from vllm_fl.engine.facts import EngineFacts
+    from vllm_fl.engine.plan import make_plan
+    from vllm_fl.integration.bindings import bindings
+    from vllm_fl.integration.seams import operators
+    from vllm_fl.integration.serving import calling
+    from vllm_fl.plugins.registry import OpRegistry
+    from vllm_fl.settings.loading import load_settings
+
+    current_platform.import_kernels()
+    device = torch.device("cuda")
+    registry = OpRegistry()
+    registry.register_many(vllm_fl_reference.plugin.register_ops())
+    settings = load_settings({"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_PREFER": "reference"})
+    plan = make_plan(OpManager(registry), EngineFacts(settings, "eager"))
+    chosen = operators.choose(plan, bindings(), device, torch.bfloat16)
+    known = {p.name for b in bindings().values() for p in b.places if isinstance(p, OperatorPlace)}
+    taken = {name for names in chosen.names.values() for name in names}
+    yield "every operator is there", f"left: {chosen.left}" if taken != known else ""
+    for name in sorted(taken):
+        op: Callable[..., None] = getattr(torch.ops._C, name.partition("::")[2])
+        args, written = _arguments(name, device)
+        want = _after(op, args, written)
+        operators.take(plan, chosen, device)
+        try:
+            with calling(plan):
+                eager = _after(op, args, written)
+                before = sum(plan.calls.values())
+                graph, copies = torch.cuda.CUDAGraph(), _copies(args)
+                with torch.cuda.graph(graph):
+                    op(*copies)
+                captured = sum(plan.calls.values()) - before
+            for into, arg in zip(copies, args, strict=True):
+                if isinstance(arg, torch.Tensor):
+                    into.copy_(arg)
+            graph.replay()
+            torch.cuda.synchronize()
+            replayed = [copies[at] for at in written]
+            python = sum(plan.calls.values()) - before - captured
+        finally:
+            operators.remove(plan)
+        after = _after(op, args, written)
+        problems = [
+            what
+            for what, got in (("eager", eager), ("graph", replayed))
+            for g, w in zip(got, want, strict=True)
+            if not torch.allclose(g.float(), w.float(), rtol=2e-2, atol=2e-2)
+        ]
+        problems += ["captured without the override"] * (captured != 1)
+        problems += ["Python ran in the replay"] * (python != 0)
+        problems += [
+            "vLLM's kernel did not come back"
+            for g, w in zip(after, want, strict=True)
+            if not torch.equal(g, w)
+        ]
+        yield name, "; ".join(problems)
+
+
+def _copies(args: tuple[Any, ...]) -> list[Any]:
+    return [arg.clone() if hasattr(arg, "clone") else arg for arg in args]
+
+
+def _after(op: Callable[..., None], args: tuple[Any, ...], written: tuple[int, ...]) -> list[Any]:
+    """What the operator leaves in the arguments that it writes to."""
+    copies = _copies(args)
+    op(*copies)
+    return [copies[at] for at in written]
+
+
+def _arguments(name: str, device: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """A call of an operator, and which of its arguments it writes to."""
+    import torch
+
+    torch.manual_seed(0)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    x = normal(33, 2048)
+    if name.endswith("_and_mul"):
+        return (torch.empty_like(x[:, :1024].contiguous()), x), (0,)
+    if name == "_C::rms_norm":
+        return (torch.empty_like(x), x, normal(2048), 1e-6), (0,)
+    if name == "_C::fused_add_rms_norm":
+        return (x, normal(33, 2048), normal(2048), 1e-6), (0, 1)
+    positions = torch.arange(33, device=device) * 7
+    return (positions, x, normal(33, 512), 128, normal(256, 128), True), (1, 2)
