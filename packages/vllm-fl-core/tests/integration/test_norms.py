@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -27,6 +28,7 @@ from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
+from vllm_fl.integration import serving
 from vllm_fl.integration.seams import ir as norms
 from vllm_fl.integration.seams.layers import forget_shared_layers, replace_layers
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -213,10 +215,61 @@ class TestEager:
         layer = built(planning(use(norm("vendor.acme", 5)), "eager"), Grouped)
         assert layer(X)[0, 0] == pytest.approx(-1, abs=1e-3)
 
-    def test_nothing_of_ours_is_named_to_the_ir(self, use: Any) -> None:
-        plan = planning(use(norm("vendor.acme"), norm("reference.torch")), "eager")
+    def test_who_calls_the_ir_directly_gets_the_plan_of_the_engine_that_is_calling(
+        self, use: Any
+    ) -> None:
+        impls = (norm("vendor.acme", 5), norm("reference.torch", 7))
+        plans = [
+            planning(use(*impls, per_op_order={"rms_norm": [kind]}), "eager")
+            for kind in ("vendor", "reference")
+        ]
+        for plan in plans:
+            served(plan)
+        weight, residual = torch.ones(HIDDEN), X.clone()
+        for plan, mark in zip(plans, (5, 7), strict=True):
+            with serving.calling(plan):
+                assert ir.ops.rms_norm(X, weight, 1e-6).eq(1 + mark).all()
+                normed, total = ir.ops.fused_add_rms_norm(X, residual, weight, 1e-6)
+            assert normed.eq(1 + mark).all() and total.eq(2).all() and residual.eq(1).all()
+        native = ir.ops.rms_norm.impls["native"].impl_fn(X, weight, 1e-6)
+        assert torch.equal(ir.ops.rms_norm(X, weight, 1e-6), native)  # no engine of ours calls
+
+    def test_a_direct_call_that_all_refuse_is_vllms_and_counted(self, use: Any) -> None:
+        plan = planning(use(norm("vendor.acme", supports=refuses)), "eager")
+        served(plan)
+        with serving.calling(plan):
+            got = ir.ops.rms_norm(X, None, 1e-6)
+        assert torch.equal(got, ir.ops.rms_norm.impls["native"].impl_fn(X, None, 1e-6))
+        assert plan.fallbacks == {("rms_norm", "stock.vllm"): 1}
+
+    def test_a_direct_call_overwrites_nothing(self, use: Any) -> None:
+        def rms_norm(
+            x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+        ) -> Any:
+            return x.zero_() if residual is None else (x.zero_(), residual.zero_())
+
+        plan = planning(use(norm("vendor.acme", fn=rms_norm, consumes={"x", "residual"})), "eager")
+        served(plan)
+        x, residual = X.clone(), X.clone()
+        with serving.calling(plan):
+            ir.ops.fused_add_rms_norm(x, residual, None, 1e-6)
+        assert x.eq(1).all() and residual.eq(1).all()
+
+    @pytest.mark.parametrize(
+        "fields", [{"kept_layers": ["RMSNorm"]}, {"notes": {"rms_norm": "so"}}]
+    )
+    def test_what_the_user_leaves_to_vllm_leaves_it_the_ir(self, use: Any, fields: Any) -> None:
+        plan = planning(use(norm("vendor.acme"), norm("reference.torch")), "eager", **fields)
         priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
         assert priority.rms_norm == priority.fused_add_rms_norm == ["native"]
+
+    def test_an_engine_that_has_ended_is_forgotten(self, use: Any) -> None:
+        plan = planning(use(norm("vendor.acme")), "eager")
+        served(plan)
+        assert plan in norms._eager
+        del plan
+        gc.collect()
+        assert not norms._eager
 
     def test_an_op_left_to_vllm_is_vllms_own_method(self, use: Any) -> None:
         plan = planning(use(norm("vendor.acme", 5)), "eager", notes={"rms_norm": "the user's"})

@@ -155,8 +155,8 @@ BINDING = Binding(
     not_reached=(
         "norms that a fusion pass of vLLM matched (with quantisation, all-reduce, or rope), in "
         "compiled mode on CUDA: the pass puts its own kernel there",
-        "in eager mode subclasses of RMSNorm and GemmaRMSNorm (the Transformers backend's, "
-        "K2-Horizon's) and direct calls of vllm.ir",
+        "subclasses of RMSNorm and GemmaRMSNorm (the Transformers backend's, K2-Horizon's), in "
+        "releases of vLLM without an IR",
         "gated norms of Mamba and linear attention, and LayerNorm: other formulas",
     ),
 )

@@ -1,23 +1,28 @@
 """Ops of vLLM's IR, in the releases that have it: one provider of ours stands for the plan.
 
 vLLM lowers an IR op while it compiles, to the provider that comes first. What ours calls there is
-what the plan of the engine that compiles has made of the op. Releases without `vllm.ir` compile the
-layers' own forwards, as all others (`layers.py`).
+what the plan of the engine that compiles has made of the op. In eager engines, whose norms are
+layers bound to the plan (`layers.py`), it serves who calls the IR directly, by the plan of the
+engine that is calling. Releases without `vllm.ir` compile the layers' own forwards.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from ...contracts.binding import IrPlace, LayerPlace
 from ...dispatch import get_default_manager
+from ...dispatch.guard import call_guard
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl
 from ..bindings import all_bindings, places, stock_form
 from ..compat import has_ir
+from ..serving import plan_now
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,6 +34,9 @@ PROVIDER = "vllm_fl"
 
 _bound: dict[str, Callable[..., Any]] = {}
 """IR op -> what our provider calls: what the plan made of it, for the engine that compiles next."""
+
+_eager: WeakKeyDictionary[Plan, Mapping[str, Callable[..., Any]]] = WeakKeyDictionary()
+"""The plan of an eager engine -> the same for direct calls in it."""
 
 
 def ir_ops() -> dict[str, list[IrPlace]]:
@@ -64,19 +72,24 @@ def _provider(name: str, op: Any) -> Callable[..., Any]:
     _bound[name] = native
 
     def vllm_fl(*args: Any, **named: Any) -> Any:
-        return _bound[name](*args, **named)
+        plan = plan_now() if _eager else None
+        own = _eager.get(plan) if plan is not None else None
+        return (_bound if own is None else own)[name](*args, **named)
 
     vllm_fl.__signature__ = inspect.signature(native)  # type: ignore[attr-defined]
     return vllm_fl
 
 
 def prioritise(default: Any, plan: Plan) -> Any:
-    """vLLM's default priorities, in compiled mode with our provider in front of planned ops.
+    """vLLM's default priorities, with our provider in front of planned ops.
 
-    The candidates of the plan are not named: they stand in the plan's own chain.
+    The candidates of the plan are not named: they stand in the plan's own chain. In eager mode a
+    layer that the user leaves to vLLM calls the IR, which then is left to vLLM, too.
     """
+    table = all_bindings(get_default_manager().registry.snapshot())
+    kept = {op for op, place in places(table, LayerPlace) if place.cls in plan.kept_layers}
     for op, of_op in ir_ops().items():
-        if plan.mode == "compiled" and not plan.is_stock(op):
+        if not plan.is_stock(op) and (plan.mode == "compiled" or op not in kept):
             for place in of_op:
                 others = [p for p in getattr(default, place.name) if p != PROVIDER]
                 setattr(default, place.name, [PROVIDER, *others])
@@ -111,6 +124,7 @@ def bind_provider(plan: Plan, digest: str) -> None:
             that what is behind its name has changed.
     """
     register_provider()
+    direct: dict[str, Callable[..., Any]] = {}
     table = all_bindings(get_default_manager().registry.snapshot())
     natives = {op: place.native for op, place in reversed(places(table, LayerPlace))}
     for op, of_op in ir_ops().items():
@@ -127,6 +141,20 @@ def bind_provider(plan: Plan, digest: str) -> None:
             # Such a provider may write over activations; vLLM copies what it still needs.
             ours.inplace = bool(ir_op.allow_inplace and impl is not None and impl.consumes)
             ours.uuid = lambda: digest
+        if plan.mode == "eager" and (call := _called(plan, op, last)) is not None:
+            direct |= {place.name: place.route(call) for place in of_op}
+    if direct:
+        _eager[plan] = {**_bound, **direct}
+
+
+def _called(plan: Plan, op: str, last: OpImpl | None) -> Callable[..., Any] | None:
+    """The op by the contract's parameters, as somebody without a layer calls it; None: stock."""
+    if plan.is_stock(op):
+        return None
+    chain = plan.chain(op, last=last)
+    impls = tuple(impl for impl in chain.impls if not impl.needs_layer)
+    guard = call_guard(dataclasses.replace(chain, impls=impls)) if impls else None
+    return guard and plan.counting(guard, op, impls[0].impl_id)
 
 
 def _compiled(
