@@ -26,7 +26,7 @@ __all__ = [
     "vllm_version",
 ]
 
-OLDEST, TOO_NEW = (0, 26), (0, 33)
+OLDEST, TOO_NEW = (0, 26), (0, 34)
 """Supported: from `OLDEST` up to, not including, `TOO_NEW`."""
 
 UNTAGGED = (0, 1)
