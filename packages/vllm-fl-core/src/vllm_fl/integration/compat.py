@@ -52,6 +52,7 @@ _NAMES = {
     "config.compilation": (
         "CompilationConfig: backend custom_ops mode pass_config",
         "CompilationMode: NONE",
+        "PassConfig: fuse_act_quant fuse_norm_quant",
     ),
     "config.kernel": (
         "IrOpPriorityConfig: fused_add_rms_norm rms_norm set_default",
@@ -227,6 +228,5 @@ def leave_out_cuda_fusions(vllm_config: VllmConfig) -> None:
     What a user sets stands.
     """
     passes = vllm_config.compilation_config.pass_config
-    for flag in ("fuse_norm_quant", "fuse_act_quant"):
-        if getattr(passes, flag) is None:
-            setattr(passes, flag, False)
+    passes.fuse_norm_quant = passes.fuse_norm_quant or False
+    passes.fuse_act_quant = passes.fuse_act_quant or False
