@@ -30,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venvs"
 WHEELS = ROOT / "build" / "wheels"
+PLUGINS = ROOT / "tests" / "plugins"
 
 TORCH = "2.13.0"
 VLLM = "0.32.0"
@@ -257,9 +258,9 @@ def distributions() -> Mapping[str, Path]:
 
 
 def wheels(*names: str) -> list[Path]:
-    """The wheels of the named distributions; of all of them when none is named."""
+    """The wheels of these distributions or folders of tests/plugins; of all distributions."""
     folders = distributions()
-    return [wheel(folders[name]) for name in names or folders]
+    return [wheel(folders.get(name, PLUGINS / name)) for name in names or folders]
 
 
 def wheel(folder: Path) -> Path:
