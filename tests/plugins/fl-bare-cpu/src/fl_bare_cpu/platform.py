@@ -85,7 +85,7 @@ class BareCpuPlatform(Platform):
         cache, compilation = vllm_config.cache_config, vllm_config.compilation_config
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
-        compilation.compile_sizes = []
+        compilation.compile_sizes = []  # vLLM settles them only where there are graphs
         # Inductor's kernels for several outputs at once are for GPUs.
         compilation.inductor_compile_config["combo_kernels"] = False
         compilation.inductor_compile_config["benchmark_combo_kernel"] = False
