@@ -198,6 +198,17 @@ def engine(session: nox.Session, vllm: str) -> None:
     pytest(session, env, "tests/engine", "-m", chosen, **ENGINE)
 
 
+@timed("tests-empty")
+@nox.parametrize("vllm", envs.EMPTY_RANGE)
+def tests_empty(session: nox.Session, vllm: str) -> None:
+    """Run vLLM without compiled operators, on a device that a plugin brings, beside stock."""
+    stock = with_vllm(session)
+    env = over(session, envs.empty(vllm), CORE, REFERENCE, "fl-bare-cpu")
+    chosen = ("-k", "" if vllm == envs.EMPTY_RANGE[-1] else "not gemma3")
+    tests = "tests/engine/test_empty_builds.py"
+    pytest(session, env, tests, *chosen, STOCK_PYTHON=stock.python, **ENGINE)
+
+
 @timed("quickstart")
 def quickstart(session: nox.Session) -> None:
     """Generate with stock vLLM and with vllm-fl, and print the plan, calls, speed, difference."""

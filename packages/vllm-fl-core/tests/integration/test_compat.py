@@ -8,11 +8,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_fl.integration.compat import OVERRIDDEN, missing, outside
+from vllm_fl.integration.compat import OVERRIDDEN, leave_out_cuda_fusions, missing, outside
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -42,20 +43,30 @@ def write_vllm(folder: Path, *, without: str = "") -> Path:
 
 @pytest.mark.parametrize(
     "version",
-    ["0.26.0", "0.27.1", "0.32.0+cpu", "0.32.1rc1", "0.27.2.dev3+g0123abc.cpu", "0.32"],
+    ["0.26.0", "0.27.1", "0.27.2.dev3+g0123abc.cpu", "0.32.0+cpu", "0.33.0+empty", "0.33.1rc1"],
 )
 def test_a_release_of_the_range_is_supported(version: str) -> None:
     assert outside(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "0.33.0rc1", "1.0", "0.2.0", "0.100.0"])
+@pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "0.34.0rc1", "1.0", "0.2.0", "0.100.0"])
 def test_another_release_is_named_with_the_range(version: str) -> None:
-    assert outside(version) == f"vLLM {version} is outside the supported range 0.26 to 0.32"
+    assert outside(version) == f"vLLM {version} is outside the supported range 0.26 to 0.33"
 
 
 @pytest.mark.parametrize("version", ["dev", "0.1.dev1+g0123abc"])
 def test_a_build_that_does_not_know_its_release_is_judged_by_what_it_has(version: str) -> None:
     assert outside(version) is None
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(None, False), (False, False), (True, True)])
+def test_a_fusion_that_vllm_has_for_cuda_is_left_out_unless_the_user_asks(
+    asked: bool | None, kept: bool
+) -> None:
+    passes = SimpleNamespace(fuse_norm_quant=asked, fuse_act_quant=asked)
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(pass_config=passes))
+    leave_out_cuda_fusions(config)
+    assert vars(passes) == {"fuse_norm_quant": kept, "fuse_act_quant": kept}
 
 
 def test_nothing_is_missing_where_all_names_are_there(tmp_path: Path) -> None:

@@ -10,8 +10,12 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..settings.schema import VARIABLES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 __all__ = [
     "FORMER_LAYERS",
@@ -20,13 +24,14 @@ __all__ = [
     "TOO_NEW",
     "has_ir",
     "hide_our_variables",
+    "leave_out_cuda_fusions",
     "missing",
     "obstacle",
     "outside",
     "vllm_version",
 ]
 
-OLDEST, TOO_NEW = (0, 26), (0, 33)
+OLDEST, TOO_NEW = (0, 26), (0, 34)
 """Supported: from `OLDEST` up to, not including, `TOO_NEW`."""
 
 UNTAGGED = (0, 1)
@@ -47,6 +52,7 @@ _NAMES = {
     "config.compilation": (
         "CompilationConfig: backend custom_ops mode pass_config static_forward_context",
         "CompilationMode: NONE",
+        "PassConfig: fuse_act_quant fuse_norm_quant",
     ),
     "config.kernel": (
         "IrOpPriorityConfig: fused_add_rms_norm rms_norm set_default",
@@ -218,3 +224,15 @@ def hide_our_variables(more: Iterable[str] = ()) -> None:
     for name in sorted({*VARIABLES, *more, *os.environ}):
         if name.startswith("VLLM_FL_"):
             table.setdefault(name, lambda: None)
+
+
+def leave_out_cuda_fusions(vllm_config: VllmConfig) -> None:
+    """Keep vLLM's pass manager, on hardware that is not vLLM's own, from passes that are not there.
+
+    Where norms and activations are not left to Inductor, it turns their fusion with quantisation on
+    by default, and defines these passes for CUDA and XPU alone: the start would end in a NameError.
+    What a user sets stands.
+    """
+    passes = vllm_config.compilation_config.pass_config
+    passes.fuse_norm_quant = passes.fuse_norm_quant or False
+    passes.fuse_act_quant = passes.fuse_act_quant or False

@@ -12,6 +12,7 @@ from ..engine.plan import active_plan
 from ..errors import PluginError
 from ..plugins.types import DeviceProfile
 from ..text import quote
+from .compat import leave_out_cuda_fusions
 from .device import IN_TREE, detect_device, other_platforms, profile_named
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class PlatformOverlay:
         default = cls.vllm_fl_stock_priority(vllm_config)
         if vllm_config.model_config is None:
             return default
+        if cls.vllm_fl_device is not None:
+            leave_out_cuda_fusions(vllm_config)
         return prioritise(default, plan_for(facts_of(vllm_config)))
 
     @classmethod

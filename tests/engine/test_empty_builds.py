@@ -1,0 +1,105 @@
+"""vLLM without any compiled operator, on a device that a plugin brings: it answers as stock does.
+
+`nox -s tests-empty` installs both, and names the Python that has vLLM's CPU build.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_model
+from engine_run import STOCK, Job, largest_difference, run
+from engines import IN_ONE_PROCESS
+
+pytestmark = pytest.mark.skipif(
+    find_spec("fl_bare_cpu") is None,
+    reason="neither an empty build of vLLM nor fl-bare-cpu is here: nox -s tests-empty",
+)
+
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+CALLED = {
+    "qwen3": {"rms_norm", "rotary_embedding", "silu_and_mul"},
+    "gemma3": {"rms_norm", "rotary_embedding", "gelu_and_mul"},
+}
+OURS = {"VLLM_FL_PREFER": "reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
+
+Start = Callable[..., Future[dict[str, Any]]]
+
+
+def prompt(first: int, length: int) -> list[int]:
+    return [(first + 7 * i) % 500 + 3 for i in range(length)]
+
+
+def batches() -> list[list[list[int]]]:
+    """A short prompt alone, six together, one beyond Gemma's window, and its beginning again."""
+    long = prompt(11, 150)
+    return [[prompt(5, 9)], [prompt(i, 20 + 15 * i) for i in range(6)], [long], [[*long[:140], 9]]]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """`start(family, eager=True, stock=False)`: the run of an engine, two at a time."""
+    folder = tmp_path_factory.mktemp("models")
+    model = cache(lambda family: tiny_model.make(folder, family, **SIZES[family]))
+    with ThreadPoolExecutor(2) as pool:
+
+        @cache
+        def begin(family: str, eager: bool = True, stock: bool = False) -> Future[dict[str, Any]]:
+            job = Job(
+                str(model(family)),
+                batches(),
+                new_tokens=6,
+                eager=eager,
+                # A step of 80 tokens: longer prompts come in chunks, beside decoded tokens.
+                options={"dtype": "float32", "max_num_batched_tokens": 80},
+                prompt_logits=False,  # with them vLLM reads no prefix from the cache
+            )
+            if stock:
+                python = os.environ["STOCK_PYTHON"]
+                return pool.submit(run, job, timeout=300, python=python, **STOCK, **IN_ONE_PROCESS)
+            # One of them with a process for the engine, as users start it.
+            variables = {**OURS, "OMP_NUM_THREADS": "1"} if eager else {**OURS, **IN_ONE_PROCESS}
+            return pool.submit(run, job, timeout=300, **variables)
+
+        yield begin
+
+
+def test_this_vllm_has_no_compiled_operator() -> None:
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    assert list(Path(spec.origin).parent.rglob("*.so")) == []
+
+
+@pytest.mark.parametrize(("family", "eager"), [("qwen3", True), ("gemma3", True), ("qwen3", False)])
+def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: Start) -> None:
+    beside = start(family, stock=True)
+    ours, stock = start(family, eager).result(), beside.result()
+
+    planned = " ".join(
+        f"{op}=reference.torch"
+        for op in ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
+    )
+    mode = "eager" if eager else "compiled"
+    line = f"vllm-fl: 5 ops planned: {planned} attention_backend=vendor.bare_cpu ({mode}; verified"
+    assert ours["log"].count(line) == 1, ours["log"]
+    assert "Cannot access accelerator" not in ours["log"]  # at shutdown
+    (report,) = ours["report"]
+    assert report["demotions"] == report["fallbacks"] == {}
+    for op in CALLED[family]:
+        assert report["calls"][op]["reference.torch"] > 0
+
+    assert ours["tokens"] == stock["tokens"]
+    assert ours["cached"] == stock["cached"] == [*[0] * 8, 128]
+    assert ours["steps"] == stock["steps"]
+    worst, magnitude = largest_difference(stock, ours)
+    assert worst <= 1e-4 * magnitude  # two orders above float32's rounding after two layers

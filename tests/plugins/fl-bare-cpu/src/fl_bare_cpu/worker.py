@@ -1,0 +1,47 @@
+"""The worker: vLLM's GPU worker without a GPU's memory, and the model runner that it brings."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
+from vllm.v1.worker.worker_base import CompilationTimes
+from vllm.v1.worker.workspace import init_workspace_manager
+
+KV_CACHE = 256 << 20
+"""Bytes of KV cache where the user says nothing."""
+
+
+class BareCpuModelRunner(CPUModelRunner):
+    """vLLM's runner with its CUDA streams and events left out: no operator of vLLM's is in it."""
+
+
+class BareCpuWorker(Worker):
+    def init_device(self) -> None:
+        self.device = torch.device("cpu")
+        init_worker_distributed_environment(
+            self.vllm_config,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            current_platform.dist_backend,
+        )
+        set_random_seed(self.model_config.seed)
+        init_workspace_manager(self.device)
+        self.model_runner = BareCpuModelRunner(self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        self.model_runner.warming_up_model()  # which compiles the model
+        return self.cache_config.kv_cache_memory_bytes or KV_CACHE
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        set_random_seed(self.model_config.seed)
+        config = self.vllm_config.compilation_config
+        return CompilationTimes(config.compilation_time, config.encoder_compilation_time)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
+        return nullcontext()
