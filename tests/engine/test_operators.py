@@ -55,7 +55,7 @@ def test_a_call_by_name_runs_the_planned_implementation(model: Path) -> None:
 
 
 def test_an_implementation_that_calls_the_operator_leaves_it_to_vllm(model: Path) -> None:
-    stock = served(model, **STOCK)
+    stock = served(model, VLLM_FL_PER_OP="silu_and_mul=stock")
     ours = served(model, VLLM_FL_PER_OP="silu_and_mul=vendor:cpu")
     (report,) = ours["report"]
     assert report["operators"]["silu_and_mul"][OPERATOR] == {"left": "vendor.cpu calls it itself"}
@@ -161,6 +161,6 @@ def test_engines_of_one_process_have_each_their_own_and_shutdown_gives_it_back(
     # A prompt and three further tokens: four forward passes.
     assert made == [{"vendor.direct": 4 * LAYERS}, {"reference.torch": 4 * LAYERS}, {}]
     assert told["operators"][0]["silu_and_mul"][OPERATOR]["without_engine"] == 1
-    assert told["operators"][2] == {}
+    assert "silu_and_mul" not in told["operators"][2]
     assert len(set(told["digests"])) == 3
     assert told["kernels"] == [2, 2, 1, 1], "one override for all, until the last leaves"
