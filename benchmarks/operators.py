@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         from vllm.platforms import current_platform
 
         from vllm_fl.integration import serving
-        from vllm_fl.integration.bindings._operators_draft import bindings
+        from vllm_fl.integration.bindings import bindings
         from vllm_fl.integration.seams import operators
     except ImportError as error:
         raise MeasurementFailed(f"vLLM cannot be imported: {error}") from error
