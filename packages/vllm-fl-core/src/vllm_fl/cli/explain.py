@@ -52,9 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     manager = get_default_manager()
     op = arguments.op
     modes = [arguments.mode] if arguments.mode else [*WHERE]
-    if op == ATTENTION and not arguments.mode:
+    is_class = op == ATTENTION or op in manager.registry.snapshot().layers
+    if is_class and not arguments.mode:
         modes.remove("script")  # it names a class for vLLM: no script calls it
-    elif op not in contracts() and op != ATTENTION and arguments.mode != "script":
+    elif op not in contracts() and not is_class and arguments.mode != "script":
         manager.trace(op)  # one that nobody knows is another mistake
         if arguments.mode:
             raise UsageError(f"{op}: no contract names it, so that no engine runs it.")
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             replaced=replaced,
         )
     else:
-        _show(op, views, bearing)
+        _show(op, views, bearing, is_layer=op in snapshot.layers)
         if merged and listed:
             say("\nThe order is made of the policy files of several backends:")
             for value, origin in listed.merged:
@@ -154,11 +155,16 @@ def _annotation(annotation: object) -> str:
     return str(annotation).replace("torch.Tensor", "Tensor")
 
 
-def _show(op: str, views: list[dict[str, Any]], bearing: list[dict[str, Any]]) -> None:
+def _show(
+    op: str, views: list[dict[str, Any]], bearing: list[dict[str, Any]], *, is_layer: bool
+) -> None:
     spec = contracts().get(op)
     if op == ATTENTION:
         say(f"{op}: the class that vLLM's attention layers use; an engine also asks each candidate")
         say("whether it supports the served model, and says so in its start line.")
+    elif is_layer:
+        say(f"{op}: a whole layer of vLLM's, by its class; an engine also asks each candidate")
+        say("whether it supports the engine, and says so in its start line. It is not verified.")
     elif spec is None:
         say(f"{op} (no contract of vllm-fl-core names it: scripts call it, and no engine runs it)")
     else:

@@ -19,10 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when an op has no implementation that may run."""
     manager = get_default_manager()
-    names = sorted({*contracts(), *manager.registry.snapshot().impls_by_op})
+    snapshot = manager.registry.snapshot()
+    names = sorted({*contracts(), *snapshot.impls_by_op})
+    of_vllm = {ATTENTION, *snapshot.layers}  # where vLLM's own is the last
     ops: list[dict[str, Any]] = []
     for name in names:
-        trace = manager.trace(name, engine=name == ATTENTION)  # where vLLM's own is the last
+        trace = manager.trace(name, engine=name in of_vllm)
         selected = trace.selected.impl_id if trace.selected else None
         ops.append({"op": name, "selected": selected, "candidates": as_rows(manager, trace)})
     if arguments.json:

@@ -24,7 +24,7 @@ from ..contracts import ModelSizes, contracts
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..plugins.forms import asked_for
-from ..plugins.types import AttentionImpl, OpImpl
+from ..plugins.types import AttentionImpl, Impl, LayerImpl, OpImpl
 from ..settings.policy import closest
 from ..text import quote, scrub
 from ._environment import device_facts, distributions
@@ -168,6 +168,8 @@ def _choose(
         verdict = impl.availability()
         if isinstance(impl, AttentionImpl):
             reason = "an attention backend is a class, not one computation"
+        elif isinstance(impl, LayerImpl):
+            reason = "a whole layer is a class, not one computation"
         elif impl.op_name not in contracts():
             reason = "no contract of vllm-fl-core names its op"
         elif verdict is not True:
@@ -189,7 +191,7 @@ def _check_known(what: str, asked: Sequence[str] | None, known: set[str]) -> Non
             )
 
 
-def _identity(manager: OpManager, impl: OpImpl | AttentionImpl) -> dict[str, Any]:
+def _identity(manager: OpManager, impl: Impl) -> dict[str, Any]:
     owner = manager.registry.snapshot().owners[impl.op_name, impl.impl_id]
     return {
         "op": impl.op_name,

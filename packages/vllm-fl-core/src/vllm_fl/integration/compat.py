@@ -50,14 +50,17 @@ _NAMES = {
     ),
     "config.model": (
         "ModelConfig: dtype get_head_size get_hidden_size get_num_attention_heads "
-        "get_num_kv_heads hf_text_config max_model_len use_mla",
+        "get_num_kv_heads hf_text_config max_model_len quantization use_mla",
     ),
-    "config.parallel": ("ParallelConfig: tensor_parallel_size worker_cls",),
+    "config.parallel": (
+        "ParallelConfig: data_parallel_size enable_expert_parallel pipeline_parallel_size "
+        "tensor_parallel_size worker_cls",
+    ),
     "config.scheduler": ("SchedulerConfig: max_num_batched_tokens",),
     "config.vllm": (
         "VllmConfig: additional_config attention_config cache_config "
-        "compilation_config kernel_config model_config parallel_config "
-        "scheduler_config",
+        "compilation_config kernel_config lora_config model_config "
+        "parallel_config scheduler_config",
         "get_current_vllm_config",
     ),
     "distributed.parallel_state": ("GroupCoordinator: cpu_group world_size", "get_world_group"),
@@ -66,7 +69,7 @@ _NAMES = {
     "model_executor.custom_op": (
         "CustomOp: dispatch_forward forward_cpu forward_cuda forward_native "
         "forward_oot register_oot",
-        "op_registry op_registry_oot",
+        "PluggableLayer op_registry op_registry_oot",
     ),
     "model_executor.layers.activation": (
         "GeluAndMul: forward_native",
@@ -79,7 +82,7 @@ _NAMES = {
         "RotaryEmbeddingBase: _match_cos_sin_cache_dtype head_size is_neox_style",
     ),
     "v1.attention.backends.registry": ("AttentionBackendEnum",),
-    "v1.worker.worker_base": ("WorkerBase: device load_model rank shutdown vllm_config",),
+    "v1.worker.worker_base": ("WorkerBase: device get_model load_model rank shutdown vllm_config",),
 }
 """Module below `vllm` -> `Class: attribute attribute`, and names of the module itself."""
 

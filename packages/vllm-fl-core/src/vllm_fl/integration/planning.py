@@ -15,7 +15,7 @@ from ..errors import InvalidSettingError, PluginError, SettingsError
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..settings.loading import Settings, check_names
-from .seams import attention
+from .seams import attention, whole_layers
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table
 from .sizes import model_sizes
 
@@ -91,12 +91,14 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     backend = vllm_config.attention_config.backend
     entry = _entry(vllm_config)
     priority = entry.get("user_priority", {}) if entry is not None else {}
+    compiled = compilation.mode not in (None, CompilationMode.NONE)
     return EngineFacts(
         settings,
-        "eager" if compilation.mode in (None, CompilationMode.NONE) else "compiled",
+        "compiled" if compiled else "eager",
         dtype=model.dtype if model else None,
         sizes=model_sizes(vllm_config) if model else None,
         attention=attention.model_request(vllm_config) if model else None,
+        layers=whole_layers.request_of(vllm_config, compiled=compiled) if model else None,
         custom_ops=tuple(compilation.custom_ops),
         ir_priority={op: tuple(providers) for op, providers in priority.items()},
         attention_backend=None if backend is None else backend.name,
@@ -183,7 +185,8 @@ def _read_settings(platform: str) -> Settings:
     return check_names(
         read_settings(registry, startup.plugins, platform=platform),
         ops={*contracts(), *registry.snapshot().impls_by_op, ATTENTION},
-        layers=known_layers(),
+        layers=known_layers()
+        | {n for each in whole_layers.known() for n in (each.cls, each.registered)},
     )
 
 
@@ -198,8 +201,8 @@ def plan_for(facts: EngineFacts, demoted: Mapping[tuple[str, str], str] | None =
     return make_plan(
         get_default_manager(),
         facts,
-        demoted={**attention.refusals(facts), **(demoted or {})},
-        notes=notes | _user_notes(facts),
+        demoted={**attention.refusals(facts), **whole_layers.refusals(facts), **(demoted or {})},
+        notes=notes | _user_notes(facts) | _whole_layer_notes(facts),
         kept_layers=kept,
     )
 
@@ -214,11 +217,8 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     for name in entry.get("enabled", ()) if entry is not None else ():
         if name in custom_ops:
             custom_ops.remove(name)
-    added = [
-        f"+{op}"
-        for op in LAYER_OPS
-        if not plan.is_stock(op) and f"+{op}" not in custom_ops and "all" not in custom_ops
-    ]
+    ours = [*(op for op in LAYER_OPS if not plan.is_stock(op)), *whole_layers.custom_ops(plan)]
+    added = [f"+{op}" for op in ours if f"+{op}" not in custom_ops and "all" not in custom_ops]
     custom_ops += added
     if entry is not None:
         entry["enabled"] = added
@@ -294,6 +294,15 @@ def _oot_note(layer: Layer, settings: Settings) -> str:
         return "" if names & set(settings.oot_whitelist) else "oot_whitelist does not name it"
     named = sorted(names & set(settings.oot_blacklist))
     return f"oot_blacklist names {named[0]}" if named else ""
+
+
+def _whole_layer_notes(facts: EngineFacts) -> dict[str, str]:
+    """Layer -> why vLLM's own class, or another plugin's, stays whatever the policy says."""
+    notes = {
+        layer.cls: _oot_note(layer, facts.settings) or whole_layers.note(layer, facts)
+        for layer in whole_layers.known()
+    }
+    return {cls: why for cls, why in notes.items() if why}
 
 
 def _norm_note(layer: Layer, facts: EngineFacts) -> str:

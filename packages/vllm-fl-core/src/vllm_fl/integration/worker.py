@@ -23,7 +23,7 @@ from ..plugins.types import OpImpl, WorkerContext
 from ..text import quote
 from .planning import apply, facts_of, load_plugins, plan_for, seal
 from .ranks import Verdict, agree, differences
-from .seams import attention
+from .seams import attention, whole_layers
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     foreign_layers,
@@ -53,6 +53,7 @@ class PlannedWorker:
     vllm_fl_facts: EngineFacts
     vllm_fl_plan: Plan
     vllm_fl_digest: str
+    vllm_fl_layers: dict[str, int]
     vllm_fl_unseal: Callable[[], object]
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -82,8 +83,9 @@ class PlannedWorker:
                     log.info("%s", line)
             how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
             took = f"{how[facts.settings.preflight]} {time.monotonic() - start:.1f} s"
-            refused = attention.refusals(facts).items()
-            remarks = [*limits, *(f"{op}: {impl_id} {why}" for (op, impl_id), why in refused)]
+            refused = attention.refusals(facts) | whole_layers.refusals(facts)
+            said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
+            remarks = [*limits, *said]
             _warn_of_foreign_layers(plan)
             log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
         seal(self.vllm_config, self.vllm_fl_digest)
@@ -91,16 +93,19 @@ class PlannedWorker:
         self.vllm_fl_unseal = manager.seal(f"the engine's worker (rank {self.rank})")
         attention.forget_choices()
         forget_shared_layers()
-        with building(plan):
-            return super().load_model(*args, **kwargs)  # type: ignore[misc]
+        with building(plan), whole_layers.in_place(plan):
+            loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.vllm_fl_layers = _built_layers(self, plan)
+        return loaded
 
     def vllm_fl_report(self) -> dict[str, Any]:
         """What this worker runs with, and what it counted: for `collective_rpc`.
 
         Returns:
-            JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, `calls` and
-            `fallbacks` {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are
-            counted under VLLM_FL_DISPATCH_DEBUG=1.
+            JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, `layers` {class of
+            vLLM's: how many layers of the model are the plan's class}, `calls` and `fallbacks`
+            {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted under
+            VLLM_FL_DISPATCH_DEBUG=1.
         """
         plan = self.vllm_fl_plan
         return {
@@ -111,6 +116,7 @@ class PlannedWorker:
                 op: {"impl": entry.label, "reason": entry.reason}
                 for op, entry in plan.entries.items()
             },
+            "layers": self.vllm_fl_layers,
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
             "demotions": _nested(plan.record.demotions),
@@ -148,6 +154,28 @@ def _warn_of_foreign_layers(plan: Plan) -> None:
                 impl.impl_id,
                 owners[layer.op, impl.impl_id].name,
             )
+
+
+def _built_layers(worker: PlannedWorker, plan: Plan) -> dict[str, int]:
+    """How many layers of the model are the plan's class, for each whole layer; rank 0 says so."""
+    if not plan.layers:
+        return {}
+    found = whole_layers.served(plan, worker.get_model())  # type: ignore[attr-defined]
+    for name, served in found.items() if worker.rank == 0 else ():
+        impl_id = plan.layers[name].impl_id
+        if not served.ours:
+            log.warning("Layer %s: this model has none, so that '%s' does not run", name, impl_id)
+            continue
+        log.info("Layer %s: '%s' serves in %d places", name, impl_id, served.ours)
+        if served.wrapped:
+            log.warning(
+                "Layer %s: LoRA wraps %d of them and calls their quantisation method, not the "
+                "forward of '%s'",
+                name,
+                served.wrapped,
+                impl_id,
+            )
+    return {name: served.ours for name, served in found.items()}
 
 
 def _start_plugins(worker: PlannedWorker) -> dict[str, dict[str, Any]]:
@@ -236,7 +264,8 @@ class _Preflight:
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
         try:
-            reasons = attention.faults(plan, self.facts) | self._faults(plan)
+            reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
+            reasons |= self._faults(plan)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included

@@ -16,14 +16,12 @@ from ..text import clean
 from .attention import ATTENTION, from_older_form
 from .forms import fitted, shape
 from .installed import canonical
-from .types import AttentionImpl, OpImpl, parameters_of
+from .types import Impl, LayerImpl, OpImpl, parameters_of
 
 if TYPE_CHECKING:
     from .plugin import Plugin
 
 __all__ = ["OpRegistry", "Owner", "RegistrySnapshot", "reservation"]
-
-Impl = OpImpl | AttentionImpl
 
 RESERVED = {
     "reference.": "vllm-fl-reference",
@@ -103,12 +101,17 @@ class RegistrySnapshot:
 
     Args:
         impls_by_op: op -> its implementations, ordered by impl id. Attention backends stand under
-            `attention_backend`.
+            `attention_backend`, whole layers under the name of vLLM's class.
         owners: (op, impl id) -> who brought it.
     """
 
     impls_by_op: Mapping[str, tuple[Impl, ...]]
     owners: Mapping[tuple[str, str], Owner]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The whole layers of vLLM's that have an implementation."""
+        return tuple(op for op, i in self.impls_by_op.items() if isinstance(i[0], LayerImpl))
 
     def find(self, op: str, impl_id: str) -> Impl | None:
         """The implementation of `op` with this id."""
@@ -174,10 +177,9 @@ class OpRegistry:
             owners = dict(self._snapshot.owners)
             for each in impls:
                 impl = _as_it_is_now(each)  # not by `map`, which a StopIteration of a plugin's ends
-                if not isinstance(impl, OpImpl | AttentionImpl):
-                    raise _refusal(
-                        owner, None, f"returned {impl!r}; expected OpImpl or AttentionImpl"
-                    )
+                if not isinstance(impl, Impl):
+                    expected = "expected OpImpl, AttentionImpl or LayerImpl"
+                    raise _refusal(owner, None, f"returned {impl!r}; {expected}")
                 key = (impl.op_name, impl.impl_id)
                 # Whose the other reserved ids are is decided where distributions are loaded.
                 reserved = reservation(impl.impl_id, SCRIPT)
@@ -192,6 +194,7 @@ class OpRegistry:
                         f"{impl.impl_id!r}, from {owners[key]}. Uninstall one of the two, or name "
                         "the ones to load in VLLM_FL_PLUGINS",
                     )
+                _check_namesakes(impl, by_op.get(impl.op_name, []), owner)
                 if isinstance(impl, OpImpl):
                     _check_parameters(impl, by_op.get(impl.op_name, []), owner)
                 by_op.setdefault(impl.op_name, []).append(impl)
@@ -239,6 +242,27 @@ def _as_it_is_now(impl: Impl) -> Impl:
         return from_older_form(impl)
     spec = contracts().get(impl.op_name)
     return impl if spec is None else fitted(impl, spec)
+
+
+def _check_namesakes(impl: Impl, siblings: list[Impl], owner: Owner) -> None:
+    """Check that a name stands for an op or for a layer: what runs is called, or is a class."""
+    is_layer = isinstance(impl, LayerImpl)
+    if is_layer and (impl.op_name == ATTENTION or impl.op_name in contracts()):
+        raise _refusal(
+            owner,
+            impl,
+            f"{impl.op_name} is an op, and a layer goes by the name of vLLM's class, such as "
+            "RowParallelLinear; an op's implementation is an OpImpl",
+        )
+    other = next((i for i in siblings if isinstance(i, LayerImpl) is not is_layer), None)
+    if other is not None:
+        words = {True: "a layer", False: "an op"}
+        raise _refusal(
+            owner,
+            impl,
+            f"to {other.impl_id}, which was registered first, {impl.op_name} is "
+            f"{words[not is_layer]}, and it cannot be {words[is_layer]} too",
+        )
 
 
 def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:
