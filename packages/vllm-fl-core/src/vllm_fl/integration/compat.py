@@ -6,6 +6,7 @@ import ast
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,8 @@ __all__ = [
     "OLDEST",
     "OVERRIDDEN",
     "TOO_NEW",
+    "DeclaredLayer",
+    "declared_layers",
     "hide_our_variables",
     "missing",
     "obstacle",
@@ -188,6 +191,53 @@ def _set_on_self(method: ast.stmt) -> Iterator[str]:
         match node:
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
                 yield name
+
+
+@dataclass(frozen=True, order=True)
+class DeclaredLayer:
+    """A class that vLLM's source registers as a layer.
+
+    Args:
+        registered: the name that it is registered by.
+        cls: the class's name, by which vLLM's table of replacements knows it.
+        kind: `CustomOp` or `PluggableLayer`.
+        module: where it is, below `vllm`.
+    """
+
+    registered: str
+    cls: str
+    kind: str
+    module: str
+
+
+def declared_layers(folders: Iterable[Path]) -> list[DeclaredLayer]:
+    """Every layer that a vLLM registers, read from its source: most are not imported in a process.
+
+    Args:
+        folders: where the package `vllm` lies.
+    """
+    found: list[DeclaredLayer] = []
+    for root in folders:
+        for file in sorted(root.rglob("*.py")):
+            source = file.read_bytes()
+            if b"CustomOp.register(" in source or b"PluggableLayer.register(" in source:
+                module = ".".join(file.relative_to(root).with_suffix("").parts)
+                found += _registered(ast.parse(source), module.removesuffix(".__init__"))
+    return sorted(found)
+
+
+def _registered(source: ast.Module, module: str) -> Iterator[DeclaredLayer]:
+    classes = (node for node in ast.walk(source) if isinstance(node, ast.ClassDef))
+    for cls in classes:
+        for decorator in cls.decorator_list:
+            match decorator:
+                case ast.Call(
+                    func=ast.Attribute(
+                        value=ast.Name(id="CustomOp" | "PluggableLayer" as kind), attr="register"
+                    ),
+                    args=[ast.Constant(value=str(name)), *_],
+                ):
+                    yield DeclaredLayer(name, cls.name, kind, module)
 
 
 def hide_our_variables() -> None:

@@ -182,11 +182,12 @@ def _read_settings(platform: str) -> Settings:
     manager = get_default_manager()
     registry, startup = manager.registry, manager.startup
     assert startup is not None
+    settings = read_settings(registry, startup.plugins, platform=platform)
+    layers = known_layers()
+    if not layers.issuperset((*(settings.oot_whitelist or ()), *settings.oot_blacklist)):
+        layers |= whole_layers.names()  # reads vLLM's source
     return check_names(
-        read_settings(registry, startup.plugins, platform=platform),
-        ops={*contracts(), *registry.snapshot().impls_by_op, ATTENTION},
-        layers=known_layers()
-        | {n for each in whole_layers.known() for n in (each.cls, each.registered)},
+        settings, ops={*contracts(), *registry.snapshot().impls_by_op, ATTENTION}, layers=layers
     )
 
 

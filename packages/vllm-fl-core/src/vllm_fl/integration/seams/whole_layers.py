@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor import custom_op
@@ -27,7 +29,7 @@ from ...plugins.breadcrumb import running
 from ...plugins.types import LayerImpl, LayerRequest
 from ...settings.policy import closest
 from ...text import quote
-from ..compat import vllm_version
+from ..compat import declared_layers, vllm_version
 from .layers import Layer, layer_table, owner_of
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ __all__ = [
     "foreign",
     "in_place",
     "known",
+    "names",
     "note",
     "refusals",
     "request_of",
@@ -118,12 +121,29 @@ def _refusal(impl: LayerImpl, request: LayerRequest) -> str:
 
 
 def known() -> list[Layer]:
-    """The whole layers that plugins bring: by class, and by vLLM's registered name of the class."""
+    """The whole layers that plugins bring: by class, and by vLLM's registered name of the class.
+
+    A subclass has its parent's. Where vLLM has not imported the class yet, its source tells.
+    """
     classes = _vllms_classes()
     return [
-        Layer(name, getattr(classes.get(name), "name", name), name)
+        Layer(name, getattr(classes.get(name), "name", None) or _declared().get(name, name), name)
         for name in get_default_manager().registry.snapshot().layers
     ]
+
+
+def names() -> frozenset[str]:
+    """What a list of layers may hold beside what is imported: names of classes, and registered."""
+    brought = get_default_manager().registry.snapshot().layers
+    return frozenset({*brought, *_declared(), *_declared().values()})
+
+
+@cache
+def _declared() -> dict[str, str]:
+    """The classes that this vLLM's source registers as layers -> the names."""
+    spec = find_spec("vllm")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    return {layer.cls: layer.registered for layer in declared_layers(map(Path, folders))}
 
 
 def note(layer: Layer, facts: EngineFacts) -> str:
@@ -325,7 +345,7 @@ def _why_not(impl: LayerImpl) -> str:
         )
     registered = custom_op.op_registry.get(impl.layer)
     meant = f" Did you mean {registered.__name__!r}?" if registered else ""
-    return (
-        f"vLLM {vllm_version()} has no layer class {impl.layer!r}, as far as it is imported."
-        f"{meant or closest(impl.layer, classes)}"
-    )
+    meant = meant or closest(impl.layer, {*classes, *_declared()})
+    if impl.layer in _declared():  # vLLM has not imported it, so that nothing is made of it
+        return f"{impl.class_path} is no subclass of vLLM's {impl.layer}"
+    return f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{meant}"
