@@ -17,6 +17,7 @@ PLUGINS = Path(__file__).parent / "plugins"
 OPS = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
 
 REFERENCE = ";".join(f"{op}=reference" for op in OPS)
+VENDOR = ";".join(f"{op}=vendor|reference" for op in OPS)
 
 VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "stock": (STOCK, {}),
@@ -30,7 +31,18 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         },
         {},
     ),
-    "vendor": ({"VLLM_FL_PER_OP": ";".join(f"{op}=vendor|reference" for op in OPS)}, {}),
+    "vendor": ({"VLLM_FL_PER_OP": VENDOR}, {}),
+    **{
+        f"{name}-without-ir": (
+            {
+                "VLLM_FL_PLUGIN_MODULES": "no_ir",
+                "PYTHONPATH": str(PLUGINS),
+                "VLLM_FL_PER_OP": orders,
+            },
+            {},
+        )
+        for name, orders in (("reference", REFERENCE), ("vendor", VENDOR))
+    },
 }
 """Name -> environment variables and arguments of vllm.LLM."""
 

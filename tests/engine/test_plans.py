@@ -54,6 +54,26 @@ def test_the_vendor_plan_is_near_stock_and_really_runs(both: Pair, eager: bool) 
     assert ours["kv_blocks"] == stock["kv_blocks"]
 
 
+@pytest.mark.oldest
+def test_without_the_ir_the_eager_reference_plan_is_stock_bit_for_bit(both: Pair) -> None:
+    """Norms are layers then. With the IR, the test above says the same of them."""
+    stock, ours = both("qwen3", "stock-native", "reference-without-ir")
+    assert_same_bits(stock, ours)
+    assert ours["report"][0]["ops"]["rms_norm"]["impl"] == "reference.torch"
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("variant", ["reference", "vendor"])
+def test_without_the_ir_compiled_norms_run_in_the_layers(engine: Runner, variant: str) -> None:
+    ours = engine("qwen3", f"{variant}-without-ir", False)
+    worst, magnitude = largest_difference(engine("qwen3", "stock-native", False), ours)
+    assert worst <= VENDOR_SHARE * magnitude
+    report = ours["report"][0]
+    impl = {"reference": "reference.torch", "vendor": "vendor.cpu"}[variant]
+    assert report["ops"]["rms_norm"]["impl"] == impl and report["calls"]["rms_norm"][impl] > 0
+    assert report["fallbacks"] == {}
+
+
 VENDOR_RUNS = {
     "qwen3": {"rms_norm", "rotary_embedding", "silu_and_mul"},
     "llama": {"rms_norm", "rotary_embedding", "silu_and_mul"},

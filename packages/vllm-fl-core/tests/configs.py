@@ -19,8 +19,8 @@ def engine_config(
         entry: vllm-fl's entry in `additional_config`, where it has one.
         mode: the compilation mode; None is eager.
         head_size: the model's, or what it raises when it is asked for it.
-        fields: `custom_ops`, `ir_op_priority`, `backend` (of attention), `tensor_parallel_size`;
-            the others are those of the model's text configuration.
+        fields: `custom_ops`, `pass_config`, `ir_op_priority`, `backend` (of attention),
+            `tensor_parallel_size`; the others are those of the model's text configuration.
     """
 
     def told() -> int:
@@ -29,6 +29,7 @@ def engine_config(
         return head_size
 
     priority = {"rms_norm": [], "fused_add_rms_norm": [], **fields.pop("ir_op_priority", {})}
+    passes = fields.pop("pass_config", {})
     custom_ops = fields.pop("custom_ops", [])
     backend = fields.pop("backend", None)
     parallel = fields.pop("tensor_parallel_size", 1)
@@ -36,7 +37,9 @@ def engine_config(
         additional_config={} if entry is None else {"vllm_fl": entry},
         attention_config=SimpleNamespace(backend=backend),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
-        compilation_config=SimpleNamespace(mode=mode, custom_ops=custom_ops, backend=""),
+        compilation_config=SimpleNamespace(
+            mode=mode, custom_ops=custom_ops, backend="", pass_config=SimpleNamespace(**passes)
+        ),
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(**priority)),
         model_config=SimpleNamespace(
             dtype=torch.bfloat16,

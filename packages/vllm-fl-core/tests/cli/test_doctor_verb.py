@@ -99,6 +99,17 @@ class TestPlugins:
             assert "no file" in finding["why"]
             assert not found(done, "settings", "ops")
 
+    def test_a_device_hook_that_fails(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR + "\n@hookimpl\ndef device():\n    raise OSError('no driver')\n")
+        for forced in ("", "acme"):
+            done = fl("doctor", "--json", VLLM_FL_STRICT_PLUGINS="1", VLLM_FL_PLATFORM=forced)
+            (finding,) = found(done, "device")
+            assert "no driver" in finding["why"]
+            said = [each["what"] for each in found(done, "settings")]
+            # Nobody has such a platform; and the failure, which is said, ends no other check.
+            assert len(said) == bool(forced) and all("VLLM_FL_PLATFORM=acme" in s for s in said)
+            assert not found(done, "ops")
+
     def test_two_that_claim_the_device(self, fl: Command, plugin: Plugin) -> None:
         device = """
         from vllm_fl import DeviceProfile

@@ -9,7 +9,7 @@ from commands import Command, Distribution, Plugin
 
 from vllm_fl.cli import _replaced
 from vllm_fl.contracts import contracts
-from vllm_fl.integration.bypasses import BYPASSES
+from vllm_fl.integration.bindings import bindings
 
 TWO = """
 @hookimpl
@@ -98,11 +98,11 @@ def test_the_signature_is_readable(fl: Command, plugin: Plugin, op: str) -> None
 def test_what_is_not_reached_inside_vllm(fl: Command, plugin: Plugin, op: str) -> None:
     plugin()
     done = fl("explain", op)
-    assert BYPASSES[op]
-    for bypass in BYPASSES[op]:
+    assert bindings()[op].not_reached
+    for bypass in bindings()[op].not_reached:
         assert bypass in done.out
-    assert fl("explain", op, "--json").json()["bypasses"] == list(BYPASSES[op])
-    assert BYPASSES[op][0] not in fl("explain", op, "--mode", "script").out
+    assert fl("explain", op, "--json").json()["bypasses"] == list(bindings()[op].not_reached)
+    assert bindings()[op].not_reached[0] not in fl("explain", op, "--mode", "script").out
 
 
 ANSWER = """

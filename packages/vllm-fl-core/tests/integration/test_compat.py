@@ -147,10 +147,10 @@ def test_a_vllm_that_lacks_what_we_override_is_stock_with_one_line(tmp_path: Pat
 
 
 FACTORS = """
-import json, os
+import json, os, sys
 from vllm_fl.integration.compat import hide_our_variables
 import vllm.envs
-hide_our_variables()
+hide_our_variables(*map(str.split, sys.argv[1:]))
 ours = [name for name in os.environ if name.startswith("VLLM_FL_")]
 unknown = [name for name in ours if name not in vllm.envs.environment_variables]
 print(json.dumps([len(ours), unknown, vllm.envs.compile_factors()], default=str))
@@ -166,3 +166,13 @@ def test_our_variables_are_known_to_vllm_and_leave_its_compile_key_alone() -> No
     assert some[2] == unset[2]
     unheard_of, _ = run(FACTORS, VLLM_FL_PREFFER="vendor")  # stepping aside reads no settings
     assert unheard_of[:2] == [1, []]
+
+
+@needs_vllm
+def test_the_variables_of_plugins_are_known_to_vllm_and_leave_its_compile_key_alone() -> None:
+    declared = "VLLM_FL_FLAGOS_WHITELIST VLLM_FL_FLAGOS_BLACKLIST_APPEND ACME_MODE"
+    unset, _ = run(FACTORS, declared)
+    some, _ = run(FACTORS, declared, VLLM_FL_FLAGOS_WHITELIST="silu_and_mul", ACME_MODE="1")
+    assert some[:2] == [1, []]
+    assert some[2] == unset[2]
+    assert "ACME_MODE" not in unset[2]  # vLLM takes those for its own that begin with VLLM_

@@ -32,6 +32,7 @@ from vllm_fl.integration.seams.layers import forget_shared_layers, replace_layer
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 HIDDEN = 64
+IR_OPS = ("rms_norm", "fused_add_rms_norm")
 FOLDED = ("vendor.a-b", "vendor.a_b", "vendor.A_B", "vendor.é", "vendor.华为")
 
 
@@ -52,14 +53,12 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
         policy.setdefault("per_op_order", {"rms_norm": ["flagos", "vendor", "reference"]})
         manager = managing(*impls, **policy)
         monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
-        norms.register_providers()
+        norms.register_provider()
         return manager
 
     yield install
-    for op in norms.IR_OPS:
-        ours = [name for name in getattr(ir.ops, op).impls if name.startswith("fl_")]
-        for name in ours:
-            del getattr(ir.ops, op).impls[name]
+    for op in IR_OPS:
+        getattr(ir.ops, op).impls.pop(norms.PROVIDER, None)
         getattr(ir.ops, op).set_default(["native"])
 
 
@@ -93,7 +92,7 @@ def served(plan: Plan, digest: str = "digest") -> None:
     """What a worker does with a sealed plan before it builds the model."""
     norms.bind_provider(plan, digest)
     priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
-    for op in norms.IR_OPS:
+    for op in IR_OPS:
         getattr(ir.ops, op).set_default(getattr(priority, op))
 
 
@@ -268,8 +267,6 @@ class TestCompiled:
             served(planning(manager, "compiled"))
             assert ir.ops.rms_norm(X, None, 1e-6).eq(1 + 10 * n).all()
             assert built(planning(manager, "eager"))(X).eq(1 + 10 * n).all()
-        names = {norms.provider_name(impl_id) for impl_id in FOLDED}
-        assert len(names) == len(FOLDED) and names <= set(ir.ops.rms_norm.impls)
 
     def test_calls_outside_of_compiled_code_take_the_chain(self, use: Any) -> None:
         first = norm("vendor.acme", error=NotImplementedError("not today"), traceable=True)
@@ -310,15 +307,15 @@ class TestCompiled:
         plan = planning(use(norm("vendor.acme")), "compiled")
         for digest in ("one", "other"):
             served(plan, digest)
-            for op in norms.IR_OPS:
+            for op in IR_OPS:
                 (provider, *_) = getattr(ir.ops, op).get_priority()
                 assert getattr(ir.ops, op).impls[provider].uuid() == digest
 
-    def test_no_provider_keeps_what_an_earlier_plan_made_of_it(self, use: Any) -> None:
+    def test_the_provider_keeps_nothing_of_an_earlier_plan(self, use: Any) -> None:
         first = planning(use(norm("vendor.acme", 5)), "compiled")
         served(first)
         served(planning(use(norm("vendor.acme", 5)), "eager"))
-        ir.ops.rms_norm.impls[norms.provider_name("vendor.acme")].impl_fn(X, None, 1e-6)
+        ir.ops.rms_norm.impls[norms.PROVIDER].impl_fn(X, None, 1e-6)
         assert first.calls == {}
 
 
@@ -403,15 +400,12 @@ class TestOlderForm:
         assert got[0].eq(1).all() and got[1].eq(2).all()
         assert query.eq(1).all() and key.eq(2).all() and value.eq(0).all()
 
-    def test_compiled_mode_rejects_them_with_the_reason_and_names_no_provider(
-        self, use: Any
-    ) -> None:
+    def test_compiled_mode_rejects_them_with_the_reason(self, use: Any) -> None:
         plan = planning(use(*Older().impls(), norm("reference.torch", 7)), "compiled")
         rejected = dict(plan.entries["rms_norm"].trace.rejected)
         assert "layer" in rejected["vendor.older"]
         served(plan)
         assert ir.ops.rms_norm(X, None, 1e-6).eq(8).all()
-        assert norms.provider_name("vendor.older") not in ir.ops.rms_norm.impls
 
     @pytest.mark.parametrize("order", [["vendor", "reference"], ["reference", "vendor"]])
     def test_its_being_installed_does_not_end_an_engine(self, use: Any, order: list[str]) -> None:

@@ -15,17 +15,22 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+import vllm.envs
 import vllm.platforms
-from builders import silu
+from builders import registry_with_settings, silu
 from configs import engine_config
 from vllm.config import CompilationMode
 
 import vllm_fl.dispatch
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.errors import SettingsError
 from vllm_fl.integration import planning
+from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
+from vllm_fl.integration.seams import ir as ir_seam
 from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import Settings, load_settings
 
 VENDOR = {"VLLM_FL_PREFER": "vendor"}
@@ -136,6 +141,27 @@ def test_a_sealed_configuration_is_given_what_the_process_has(
     assert facts_of(config).settings == process.settings
 
 
+@pytest.mark.parametrize(
+    "variable", ["VLLM_FL_FLAGOS_WHITELIST", "VLLM_FL_FLAGOS_BLACKLIST_APPEND", "USE_FLAGGEMS"]
+)
+def test_a_plugins_setting_leaves_vllms_compile_key_alone(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setattr(vllm_fl.dispatch, "_default", OpManager(registry_with_settings()))
+    plain = dict(vllm.envs.environment_variables)
+
+    def factors() -> dict[str, object]:
+        """What a worker's environment brings to the key, its plugins loaded."""
+        monkeypatch.setattr(vllm.envs, "environment_variables", dict(plain))
+        hide_our_variables()
+        planning.load_plugins(engine_config())
+        return vllm.envs.compile_factors()
+
+    unset = factors()
+    monkeypatch.setenv(variable, "0")
+    assert factors() == unset
+
+
 def test_settings_of_another_release_are_an_error() -> None:
     with pytest.raises(SettingsError, match="not what this vllm-fl-core writes"):
         facts_of(engine_config(Carried(settings={"entries": []})))
@@ -221,3 +247,62 @@ def test_only_what_we_turned_on_is_turned_off_again() -> None:
     assert config.compilation_config.custom_ops == ["+silu_and_mul"]
     apply(plan_for(facts_of(config), out), config)
     assert config.compilation_config.custom_ops == []
+
+
+def planned_norm(process: OpManager, **fields: Any) -> PlanEntry:
+    """What a compiled engine says of the norms; nothing is turned on for them."""
+    process.registry.register_impl(norm())
+    config = engine_config(mode=CompilationMode.VLLM_COMPILE, custom_ops=["none"], **fields)
+    plan = plan_for(facts_of(config))
+    apply(plan, config)
+    assert "+rms_norm" not in config.compilation_config.custom_ops  # it changes vLLM's fusions
+    return plan.entries["rms_norm"]
+
+
+def norm() -> OpImpl:
+    def rms_norm(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> Any:
+        return x
+
+    return OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme")
+
+
+@pytest.mark.parametrize("has_ir", [True, False])
+def test_compiled_norms_are_planned_with_and_without_the_ir(
+    process: OpManager, monkeypatch: pytest.MonkeyPatch, has_ir: bool
+) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    monkeypatch.setattr(ir_seam, "has_ir", lambda: has_ir)
+    assert planned_norm(process).label == "vendor.acme"
+
+
+@pytest.mark.parametrize("name", planning.NORM_FUSIONS)
+def test_without_the_ir_norms_that_vllm_fuses_itself_are_stock(
+    process: OpManager, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    monkeypatch.setattr(ir_seam, "has_ir", lambda: False)
+    entry = planned_norm(process, pass_config={name: True})
+    assert (entry.label, entry.reason) == ("stock", f"vLLM's own norm fusions are on ({name})")
+
+
+def test_with_the_ir_vllms_fusions_come_first_and_our_norms_are_the_rest(
+    process: OpManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    assert planned_norm(process, pass_config={"fuse_norm_quant": True}).label == "vendor.acme"
+
+
+@pytest.mark.parametrize(
+    ("custom_ops", "label"),
+    [(["none"], "vendor.acme"), (["none", "-rms_norm", "-gemma_rms_norm"], "stock")],
+)
+def test_without_the_ir_a_compiled_norm_that_the_user_turns_off_is_vllms(
+    process: OpManager, monkeypatch: pytest.MonkeyPatch, custom_ops: list[str], label: str
+) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    monkeypatch.setattr(ir_seam, "has_ir", lambda: False)
+    process.registry.register_impl(norm())
+    config = engine_config(mode=CompilationMode.VLLM_COMPILE, custom_ops=custom_ops)
+    assert plan_for(facts_of(config)).entries["rms_norm"].label == label

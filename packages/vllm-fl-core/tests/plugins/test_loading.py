@@ -14,8 +14,14 @@ import torch
 
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
-from vllm_fl.errors import PluginError, VllmFLError
-from vllm_fl.plugins.calling import find_device, policy_files, start_in_worker
+from vllm_fl.errors import PluginError, SettingsError, VllmFLError
+from vllm_fl.plugins.calling import (
+    find_device,
+    findings,
+    policy_files,
+    rejections,
+    start_in_worker,
+)
 from vllm_fl.plugins.loading import Found, discover, load, unmatched
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.plugins.registry import OpRegistry, Owner
@@ -400,6 +406,7 @@ PLACES = {
     "generator": "@hookimpl\ndef register_ops():\n    evil()\n    yield",
     "attention_backend": "@hookimpl\ndef attention_backend():\n    evil()",
     "older form": "def register_builtins(registry):\n    evil()",
+    "settings": "@hookimpl\ndef settings():\n    evil()",
     "attribute": "def __getattr__(name):\n    evil()",
     "signature": (
         "class Fn:\n    def __call__(self, x): return x\n"
@@ -442,6 +449,182 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
         assert "fl-acme 1.0" in str(failure) and failure.plugin == "acme"
     if "forged" not in error:  # an error of ours is for the user as it is
         assert "fl-acme 1.0" in str(worker.value) and type(worker.value) is PluginError
+
+
+@pytest.mark.parametrize("error", EVIL)
+@pytest.mark.parametrize("place", ["hook", "reason"])
+def test_whatever_it_raises_while_it_rejects_is_one_error_with_its_name(
+    write: Write, error: str, place: str
+) -> None:
+    body = {"hook": "evil()", "reason": "return {'vendor.x': type('R', (), {'__str__': evil})()}"}
+    hooks = f"""
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec("acme_mode", "ACME_MODE", False)]
+
+@hookimpl
+def rejections(settings, op, impls):
+    {body[place]}
+
+@hookimpl
+def doctor(settings):
+    evil()
+"""
+    plugin, registry = one(write(EVIL_HEAD.replace("{error}", error) + hooks))
+    assert plugin.status == "ok"
+    found = load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
+    for ask in (
+        lambda: rejections(registry.plugins, found, "silu_and_mul", ()),
+        lambda: findings(plugin, found),
+    ):
+        with pytest.raises(PluginError) as caught:
+            ask()
+        assert "fl-acme 1.0" in str(caught.value) and caught.value.plugin == "acme"
+
+
+@pytest.mark.parametrize("error", [*EVIL, "TypeError('no')", "KeyError('x')", "ValueError(Mute())"])
+def test_whatever_reads_a_plugins_setting_raises_is_an_error_of_that_setting(
+    write: Write, error: str
+) -> None:
+    hooks = """
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec("acme_mode", "ACME_MODE", None, read=evil)]
+"""
+    plugin, _ = one(write(EVIL_HEAD.replace("{error}", error) + hooks))
+    with pytest.raises(SettingsError, match="environment ACME_MODE: acme_mode: "):
+        load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
+    load_settings({}, platform="cpu", plugins=plugin.settings)  # it is not asked where none is set
+
+
+@pytest.mark.parametrize(
+    ("declared", "given"),
+    [
+        ("None", "7"),
+        ("None", "object()"),
+        ("True", "'true'"),
+        ("'auto'", "None"),
+        ("None, names='op'", "['silu_and_mul']"),
+        ("'a', choices=('a', 'b')", "'c'"),
+    ],
+)
+def test_what_reads_a_plugins_setting_must_give_what_the_setting_takes(
+    write: Write, declared: str, given: str
+) -> None:
+    hooks = f"""
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec("acme_mode", "ACME_MODE", {declared}, read=lambda text: {given})]
+"""
+    plugin, _ = one(write(hooks))
+    with pytest.raises(SettingsError, match=r"environment ACME_MODE: acme_mode: .*; expected "):
+        load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "5, 'ACME', True",
+        "'acme mode', 'ACME', True",
+        "'acme', None, True",
+        "'acme', '', True",
+        "'acme', 'ACME', 1.5",
+        "'acme', 'ACME', ('a',)",  # a list of what?
+        "'acme', 'ACME', True, names='op'",
+        "'acme', 'ACME', 'a', choices=('b', 'c')",
+        "'acme', 'ACME', 'a', choices='abc'",
+        "'acme', 'ACME', 'a', read=7",
+        "'acme', 'ACME', None, names='op', excludes=7",
+        "'acme', 'ACME', None, names='op', excludes='nowhere'",
+        "'acme', 'ACME', True, append='ACME_MORE'",
+        "'acme', 'ACME', True, append=''",
+        "'acme', 'ACME', (), names='op', append='ACME'",
+        "'acme', 'ACME', (), names=7",
+        "'acme', 'ACME', (1,), names='op'",
+        "'acme', 'ACME', 'ab', names='op'",  # text, whose letters are no names
+        "'acme', 'ACME', True, choices=('a', 'b')",
+        "'acme', 'ACME', None, names='op', choices=('a', 'b')",
+        "'acme', 'ACME', 'a', choices=('a', 1)",
+        "'vendor_acme_x', 'ACME', True, in_file='no'",
+        "'acme', 'ACME', None, names='op', excludes='acme'",
+        "'acme', 'ACME', (), names='op', excludes='acme'",
+        "'acme', 'ACME', None, names='op', excludes='oot_blacklist'",  # core's
+        "'acme', 'ACME', None, names='op', excludes='b'), SettingSpec('b', 'B', True",
+        "'acme', 'ACME', None, names='op', excludes='b'), SettingSpec('b', 'B', None, names='op'",
+        "'acme', 'ACME', None, names='op', excludes='vendor_acme_b'), "
+        "SettingSpec('vendor_acme_b', 'B', (), names='op', in_file=True",
+    ],
+)
+def test_a_setting_that_makes_no_sense_costs_its_plugin_only(write: Write, spec: str) -> None:
+    source = f"""
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec({spec})]
+"""
+    registry = OpRegistry()
+    first, second = load(registry, [write(source, "broken"), write(SOUND, "sound")])
+    assert (first.status, second.status, first.settings) == ("failed", "ok", ())
+    assert "fl-broken 1.0" in str(first.error)
+    declared = [spec for plugin in registry.plugins for spec in plugin.settings]
+    load_settings({"ACME": "1"}, platform="cpu", plugins=declared)
+
+
+@pytest.mark.parametrize(
+    ("second", "name"),
+    [
+        ("'acme', 'ACME_2', False", "'acme'"),
+        ("'acme_2', 'ACME', False", "'ACME'"),
+        ("'acme_2', 'ACME_2', (), names='op', append='ACME'", "'ACME'"),
+    ],
+)
+def test_a_setting_that_is_declared_twice_by_one_plugin_is_its_error(
+    write: Write, second: str, name: str
+) -> None:
+    error = failure(
+        write(
+            f"""
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec("acme", "ACME", True), SettingSpec({second})]
+"""
+        )
+    )
+    assert name in str(error) and "twice" in str(error)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "'acme', 'ACME', None",
+        "'acme', 'ACME', ''",
+        "'ACME', 'ACME', False",
+        "'acme', 'ACME', None, choices=('a', 'b')",
+        "'acme', 'ACME', None, names='op'",
+        "'acme', 'ACME', ('a',), names='op', append='ACME_MORE'",
+        "'acme', 'ACME', None, names='op', excludes='b'), "
+        "SettingSpec('b', 'B', (), names='op', append='B_MORE'",
+    ],
+)
+def test_a_setting_that_makes_sense_is_declared(write: Write, spec: str) -> None:
+    source = f"""
+from vllm_fl import SettingSpec
+
+@hookimpl
+def settings():
+    return [SettingSpec({spec})]
+"""
+    plugin, _ = one(write(source))
+    assert plugin.error is None and plugin.settings[0].variable == "ACME"
 
 
 @pytest.mark.parametrize("error", EVIL)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from vllm_fl.dispatch.resolver import resolve
 from vllm_fl.errors import SettingsError
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
 from vllm_fl.settings import loading
 from vllm_fl.settings.loading import (
     Settings,
@@ -262,6 +262,63 @@ def test_append_beside_a_whitelist_is_an_error(write: Write) -> None:
     refused({append: "c", "VLLM_FL_FLAGOS_WHITELIST": "d"}, **where)
     refused({append: "c"}, ("acme", write("p.yaml", "flagos_whitelist: [d]")), **where)
     refused({append: "c d"}, **where)
+
+
+LISTS = (
+    SettingSpec("acme_skip", "ACME_SKIP", ("a",), names="op", append="ACME_SKIP_MORE"),
+    SettingSpec("acme_only", "ACME_ONLY", None, names="op", append="ACME_ONLY_MORE"),
+)
+"""Lists that have no whitelist and no blacklist beside them."""
+
+
+@pytest.mark.parametrize("config", [False, True])
+def test_append_needs_no_whitelist(write: Write, config: bool) -> None:
+    env = {"VLLM_FL_CONFIG": write("own.yaml", "strict: true\n")} if config else {}
+    env |= {"ACME_SKIP_MORE": "b, a", "ACME_ONLY_MORE": "c"}
+    settings = loading.load_settings(env, platform="cpu", plugins=LISTS)
+    assert settings["acme_skip"].value == ("a", "b")
+    assert settings["acme_skip"].origin == "default and environment ACME_SKIP_MORE"
+    assert settings["acme_only"].value == ("c",)
+    assert settings["acme_only"].origin == "environment ACME_ONLY_MORE"
+    assert {"acme_skip", "acme_only"} <= set(settings.chosen)
+    env |= {"ACME_SKIP": "z", "ACME_ONLY": "y"}
+    settings = loading.load_settings(env, platform="cpu", plugins=LISTS)
+    assert settings["acme_skip"].value == ("z", "b", "a")
+    assert settings["acme_only"].value == ("y", "c")
+    assert settings["acme_only"].origin == "environment ACME_ONLY and environment ACME_ONLY_MORE"
+
+
+def test_append_of_a_list_that_a_config_overrides_is_named_as_ignored(write: Write) -> None:
+    kept = SettingSpec(
+        "vendor_acme_skip", "ACME_SKIP", (), in_file=True, names="op", append="ACME_SKIP_MORE"
+    )
+    env = {"VLLM_FL_CONFIG": write("own.yaml", "vendor_acme_skip: [a]\n"), "ACME_SKIP_MORE": "b"}
+    settings = loading.load_settings(env, platform="cpu", plugins=[kept])
+    assert settings["vendor_acme_skip"].value == ("a",)
+    assert any("ignored: ACME_SKIP_MORE" in warning for warning in settings.warnings)
+
+
+@pytest.mark.parametrize("text", ["a b", ",", "a\x1b"])
+def test_a_wrong_append_without_a_whitelist_is_an_error(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"^environment ACME_SKIP_MORE: acme_skip: "):
+        loading.load_settings({"ACME_SKIP_MORE": text}, platform="cpu", plugins=LISTS)
+
+
+@pytest.mark.parametrize("config", [False, True])
+def test_a_pair_that_no_file_may_have_is_a_pair_all_the_same(write: Write, config: bool) -> None:
+    pair = (
+        SettingSpec("acme_only", "ACME_ONLY", None, names="op", excludes="acme_skip"),
+        SettingSpec("acme_skip", "ACME_SKIP", (), names="op", append="ACME_SKIP_MORE"),
+    )
+    env = {"VLLM_FL_CONFIG": write("own.yaml", "strict: true\n")} if config else {}
+    for other in ("ACME_SKIP", "ACME_SKIP_MORE"):
+        with pytest.raises(SettingsError, match="acme_only") as caught:
+            both = {**env, "ACME_ONLY": "a", other: "b"}
+            loading.load_settings(both, platform="cpu", plugins=pair)
+        assert f"environment {other}" in str(caught.value)
+    settings = loading.load_settings({**env, "ACME_SKIP": "b"}, platform="cpu", plugins=pair)
+    assert (settings["acme_only"].value, settings["acme_skip"].value) == (None, ("b",))
+    assert "acme_only" not in settings.chosen
 
 
 # Several plugins' files.

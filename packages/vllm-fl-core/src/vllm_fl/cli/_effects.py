@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from ..contracts import contracts
 from ..plugins.finding import Finding
 from ..plugins.loading import unmatched
 from ..plugins.plugin import Plugin
@@ -18,12 +17,15 @@ CHECK = "settings"
 OOT_LISTS = ("oot_whitelist", "oot_blacklist")
 
 
-def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Finding]:
+def find_idle(
+    settings: Settings, plugins: Sequence[Plugin], ops: Collection[str]
+) -> Iterator[Finding]:
     """The settings that somebody set and that change nothing.
 
     Args:
         settings: the effective ones.
         plugins: what was found.
+        ops: every op that has a contract.
     """
     chosen = settings.chosen
 
@@ -59,7 +61,7 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Finding
             f"{settings['debug'].named} logs everything.",
             "unset one of the two",
         )
-    if "prefer" in chosen and all(_pinned(settings, op) for op in contracts()):
+    if "prefer" in chosen and all(_pinned(settings, op) for op in ops):
         yield from idle(
             ["prefer"],
             "Every op has a list of its own that you wrote, and such a list is never re-sorted.",

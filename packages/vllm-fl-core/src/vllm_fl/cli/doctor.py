@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from ..contracts import contracts
 from ..dispatch.manager import OpManager
 from ..dispatch.startup import Startup, detect_platform, read_settings
 from ..errors import PluginError, SettingsError, VllmFLError
@@ -103,6 +102,7 @@ class _Examined:
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
         self.device: str | None = None
+        self.failing: list[PluginError] = []
         self.absent: list[str] = []
         self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
             "plugins": self.load_plugins,
@@ -150,6 +150,7 @@ class _Examined:
             return
         if forced in IN_TREE:
             return
+        known, self.failing = devices(self.plugins)
         try:
             profile = find_device(self.plugins, forced)
         except PluginError as error:
@@ -162,7 +163,6 @@ class _Examined:
             return
         self.device = profile.name if profile is not None else None
         if profile is None:
-            known, _ = devices(self.plugins)
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
     def read_settings(self) -> Iterator[Finding]:
@@ -178,7 +178,10 @@ class _Examined:
             # Said already: it must not end the reading of the rest.
             env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
             self.settings = read_settings(
-                self.registry, self.plugins, env if errors else os.environ, platform=where
+                self.registry,
+                self.plugins,
+                env if errors or self.failing else os.environ,
+                platform=where,
             )
         except SettingsError as error:
             yield Finding(
@@ -194,7 +197,7 @@ class _Examined:
         """Settings without effect, and names that nobody knows."""
         if self.settings is None:
             return
-        yield from find_idle(self.settings, self.plugins)
+        yield from find_idle(self.settings, self.plugins, self.registry.snapshot().contracts)
         yield from find_unknown(self.settings)
         yield from find_disagreements(self.settings)
 
@@ -204,7 +207,7 @@ class _Examined:
             return
         manager = OpManager()
         manager.use_startup(Startup(self.plugins, self.settings), self.registry)
-        for op in contracts():
+        for op in self.registry.snapshot().contracts:
             trace = manager.trace(op, without_layer=True)
             if trace.selected is None:
                 yield Finding(

@@ -6,11 +6,12 @@ import argparse
 import inspect
 from typing import Any
 
-from ..contracts import contracts
+from ..contracts import OpSpec
+from ..contracts.binding import Binding
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import UNORDERED
-from ..integration.bypasses import BYPASSES
+from ..integration.bindings import all_bindings
 from ..plugins.attention import ATTENTION
 from ..settings.policy import Mode, OpOrder
 from ..settings.schema import Settings
@@ -50,19 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when nothing may run."""
     manager = get_default_manager()
-    op = arguments.op
+    op, snapshot = arguments.op, manager.registry.snapshot()
+    spec = snapshot.contracts.get(op)
+    binding = all_bindings(snapshot).get(op, Binding())
     modes = [arguments.mode] if arguments.mode else [*WHERE]
-    is_class = op == ATTENTION or op in manager.registry.snapshot().layers
+    is_class = op == ATTENTION or op in snapshot.layers
     if is_class and not arguments.mode:
         modes.remove("script")  # it names a class for vLLM: no script calls it
-    elif op not in contracts() and not is_class and arguments.mode != "script":
+    elif spec is None and not is_class and arguments.mode != "script":
         manager.trace(op)  # one that nobody knows is another mistake
         if arguments.mode:
             raise UsageError(f"{op}: no contract names it, so that no engine runs it.")
         modes = ["script"]
     views = [_view(manager, op, mode) for mode in modes]
     replaced = replaced_layers(op) if modes != ["script"] else {"layers": [], "error": None}
-    settings, snapshot = manager.settings, manager.registry.snapshot()
+    settings = manager.settings
     assert settings is not None
     listed = settings.get(f"{ORDER_PREFIX}{op}")
     merged = merged_from(listed) if listed and listed.merged else None
@@ -82,16 +85,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(
             op=op,
-            signature=_signature(op),
+            signature=_signature(spec),
             modes=views,
             settings=bearing,
             merged=merged,
             unmatched=slips,
-            bypasses=list(BYPASSES.get(op, ())),
+            bypasses=list(binding.not_reached),
             replaced=replaced,
         )
     else:
-        _show(op, views, bearing, is_layer=op in snapshot.layers)
+        _show(op, spec, views, bearing, is_layer=op in snapshot.layers)
+        if binding.not_reached and modes != ["script"]:
+            say("\nInside vLLM this is not reached, whatever the policy says:")
+            for bypass in binding.not_reached:
+                say(f"  - {bypass}")
         if merged and listed:
             say("\nThe order is made of the policy files of several backends:")
             for value, origin in listed.merged:
@@ -137,13 +144,12 @@ def _origin(settings: Settings, op: str, mode: Mode) -> str:
     return f"prefer={prefer.value}, {prefer.origin}"
 
 
-def _signature(op: str) -> str | None:
+def _signature(spec: OpSpec | None) -> str | None:
     """The contract's parameters, one line; None for an op without a contract."""
-    spec = contracts().get(op)
     if spec is None:
         return None
     parameters = ", ".join(map(_parameter, spec.signature.parameters.values()))
-    return f"{op}({parameters}) -> {_annotation(spec.signature.return_annotation)}"
+    return f"{spec.name}({parameters}) -> {_annotation(spec.signature.return_annotation)}"
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
@@ -156,9 +162,13 @@ def _annotation(annotation: object) -> str:
 
 
 def _show(
-    op: str, views: list[dict[str, Any]], bearing: list[dict[str, Any]], *, is_layer: bool
+    op: str,
+    spec: OpSpec | None,
+    views: list[dict[str, Any]],
+    bearing: list[dict[str, Any]],
+    *,
+    is_layer: bool,
 ) -> None:
-    spec = contracts().get(op)
     if op == ATTENTION:
         say(f"{op}: the class that vLLM's attention layers use; an engine also asks each candidate")
         say("whether it supports the served model, and says so in its start line.")
@@ -166,7 +176,7 @@ def _show(
         say(f"{op}: a whole layer of vLLM's, by its class; an engine also asks each candidate")
         say("whether it supports the engine, and says so in its start line. It is not verified.")
     elif spec is None:
-        say(f"{op} (no contract of vllm-fl-core names it: scripts call it, and no engine runs it)")
+        say(f"{op} (no contract names it: scripts call it, and no engine runs it)")
     else:
         returns = _annotation(spec.signature.return_annotation)
         lines = [f"    {_parameter(p)}," for p in spec.signature.parameters.values()]
@@ -192,10 +202,6 @@ def _show(
                 "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
                 "one of the rejected ones."
             )
-    if op in BYPASSES and any(view["mode"] != "script" for view in views):
-        say("\nInside vLLM this is not reached, whatever the policy says:")
-        for bypass in BYPASSES[op]:
-            say(f"  - {bypass}")
 
 
 def _row(candidate: dict[str, Any]) -> tuple[object, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..contracts import contracts
 from ..dispatch import get_default_manager
 from ..plugins.attention import ATTENTION
 from ._candidates import as_rows
@@ -20,10 +19,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when an op has no implementation that may run."""
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()
-    names = sorted({*contracts(), *snapshot.impls_by_op})
     of_vllm = {ATTENTION, *snapshot.layers}  # where vLLM's own is the last
     ops: list[dict[str, Any]] = []
-    for name in names:
+    for name in snapshot.ops:
         trace = manager.trace(name, engine=name in of_vllm)
         selected = trace.selected.impl_id if trace.selected else None
         ops.append({"op": name, "selected": selected, "candidates": as_rows(manager, trace)})

@@ -17,10 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ..contracts import ModelSizes, contracts
+from ..contracts import ModelSizes, OpSpec
+from ..contracts.sizes import typical_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..plugins.forms import asked_for
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 
     from ..engine.verification import Comparison
 
-SIZES = ModelSizes(1024, 3072, 16, 8, 128, 128, tokens=(256,))
-"""What is timed: a call of Qwen3-0.6B with 256 tokens."""
+TOKENS = 256
+"""What is timed: a call of a model of Qwen3-0.6B's sizes with this many tokens."""
 
 WARM_UP, TIMED_CALLS, TIMED_SECONDS = 4, 30, 1.0
 """Calls that compile, allocate and choose; then those whose median is taken, and after how many
@@ -159,7 +161,7 @@ def _choose(
     """The implementations to run, and those that cannot be, each with its reason."""
     snapshot = manager.registry.snapshot()
     installed = [impl for found in snapshot.impls_by_op.values() for impl in found]
-    _check_known("op", ops, {*contracts(), *snapshot.impls_by_op})
+    _check_known("op", ops, {*snapshot.ops})
     _check_known("impl", impls, {impl.impl_id for impl in installed})
     runnable, not_run = [], []
     for impl in installed:
@@ -170,8 +172,8 @@ def _choose(
             reason = "an attention backend is a class, not one computation"
         elif isinstance(impl, LayerImpl):
             reason = "a whole layer is a class, not one computation"
-        elif impl.op_name not in contracts():
-            reason = "no contract of vllm-fl-core names its op"
+        elif impl.op_name not in snapshot.contracts:
+            reason = "no contract names its op"
         elif verdict is not True:
             reason = f"not available: {verdict}"
         else:
@@ -242,11 +244,14 @@ class _Work:
         timed: bool,
     ) -> None:
         self.manager, self.device, self.timed = manager, device, timed
+        snapshot = manager.registry.snapshot()
+        self.specs = snapshot.contracts
+        self.sizes = replace(typical_sizes(snapshot.bindings.values()), tokens=(TOKENS,))
         self.units = [
             (impl, dtype)
             for impl in impls
             for dtype in dict.fromkeys(dtypes)
-            if dtype in contracts()[impl.op_name].tolerances
+            if dtype in self.specs[impl.op_name].tolerances
         ]
         self.results: list[dict[str, Any]] = []
         self._given_up: Counter[tuple[str, str]] = Counter()
@@ -254,6 +259,7 @@ class _Work:
     def run(self, watch: Watch) -> None:
         """Run every unit, one after the other."""
         for impl, dtype in self.units:
+            spec = self.specs[impl.op_name]
             watch.begin(f"{impl.op_name} {impl.impl_id} {dtype}")
             start = time.perf_counter()
             comparisons = list(self._compare_all(impl, dtype, watch))
@@ -263,7 +269,7 @@ class _Work:
             if self.timed and sound:
                 try:
                     with watch.call("measuring"):
-                        call = _timed(impl, dtype, self.device)
+                        call = _timed(impl, spec, dtype, self.sizes, self.device)
                 except TookTooLong:
                     say(f"{watch.running}: given up; --no-times leaves it out", error=True)
             self.results.append(
@@ -292,7 +298,7 @@ class _Work:
 
         from ..engine.verification import Comparison, compare
 
-        spec = contracts()[impl.op_name]
+        spec = self.specs[impl.op_name]
         dtype = getattr(torch, dtype_name)
         key = (impl.op_name, impl.impl_id)
 
@@ -324,7 +330,9 @@ class _Work:
             yield comparison
 
 
-def _timed(impl: OpImpl, dtype_name: str, device: torch.device) -> dict[str, Any] | None:
+def _timed(
+    impl: OpImpl, spec: OpSpec, dtype_name: str, sizes: ModelSizes, device: torch.device
+) -> dict[str, Any] | None:
     """The median time of one call of a served model, from Python until the device is done.
 
     Returns:
@@ -335,9 +343,8 @@ def _timed(impl: OpImpl, dtype_name: str, device: torch.device) -> dict[str, Any
     from ..engine.verification import as_call
 
     wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
-    spec = contracts()[impl.op_name]
     call, asked = as_call(impl, spec), asked_for(impl, spec)
-    samples = spec.served(SIZES, getattr(torch, dtype_name), device)
+    samples = spec.served(sizes, getattr(torch, dtype_name), device)
     for sample in samples:
         if asked is not None and asked(*sample.args) is not True:
             continue
@@ -425,7 +432,7 @@ def _not_run(found: dict[str, Any]) -> Iterator[str]:
 
 LEGEND = (
     "worst: the worst error as a share of the contract's tolerance (1 is the limit); µs: one call "
-    f"of Qwen3-0.6B with {SIZES.tokens[0]} tokens, the median; s: all of it, with the oracle's."
+    f"of Qwen3-0.6B with {TOKENS} tokens, the median; s: all of it, with the oracle's."
 )
 
 

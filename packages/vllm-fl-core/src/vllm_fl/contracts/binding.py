@@ -7,6 +7,7 @@ where neither is installed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,8 @@ class LayerPlace:
         stand_in: layer -> what is asked in its place for the parameters that a layer provides, for
             a layer whose attributes mean something else than the contract's.
         subclasses: whether vLLM's own subclasses that inherit every forward are places, too.
+        enabled: whether vLLM is told (`custom_ops`) that the layer is on while the op is planned.
+            Every forward is ours either way. Norms are not: that would change what vLLM fuses.
     """
 
     path: str
@@ -51,6 +54,7 @@ class LayerPlace:
     adapt: Callable[[Any, Bound], Bound] | None = None
     stand_in: Callable[[Any], object] | None = None
     subclasses: bool = False
+    enabled: bool = True
 
     @property
     def cls(self) -> str:
@@ -90,7 +94,7 @@ class IrPlace:
 
     Args:
         name: the IR op, as `fused_add_rms_norm`.
-        route: the op by the contract's parameters -> a provider, with the IR op's own signature.
+        route: the op by the contract's parameters -> the same by the IR op's own.
         grants: the contract's arguments that a provider may overwrite.
     """
 
@@ -116,10 +120,12 @@ class SizeRule:
         ask: vLLM's VllmConfig -> the size on one rank, in whole features, heads or experts, or a
             number such as the norms' epsilon. Whatever it raises means that the configuration does
             not tell the size.
+        typical: what `vllm-fl verify` and the conformance kit take, where there is no model.
     """
 
     name: str
     ask: Callable[[Any], float]
+    typical: float
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,20 @@ class Contract:
 
     spec: OpSpec
     binding: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.spec, OpSpec):
+            raise TypeError(f"Contract: spec is {self.spec!r}; expected an OpSpec")
+        if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
+            raise ValueError(
+                f"Contract: the op's name, which is its oracle's, is {self.name!r}; expected "
+                "lower-case letters, digits and underscores"
+            )
+        if not isinstance(self.binding, str | None):
+            raise TypeError(
+                f"Contract of {self.name}: binding is {self.binding!r}; expected a module's path, "
+                "as 'acme.bindings.acme_op', or None"
+            )
 
     @property
     def name(self) -> str:

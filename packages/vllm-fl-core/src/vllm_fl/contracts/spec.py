@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -83,17 +83,25 @@ class ModelSizes:
         tokens: the batch sizes to try, in tokens; the last one is the largest batch.
         max_position: the model's length: positions run from 0 to max_position - 1.
         epsilon: what the model's norms add to the mean of squares.
+        more: what the bindings of ops ask beyond these, by the names of their rules.
     """
 
-    hidden: int | None
-    intermediate: int | None
-    heads: int | None
-    kv_heads: int | None
-    head_size: int | None
-    rotary: int | None
+    hidden: int | None = None
+    intermediate: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_size: int | None = None
+    rotary: int | None = None
     tokens: tuple[int, ...] = (1,)
     max_position: int = 2048
     epsilon: float = 1e-6
+    more: Mapping[str, float | None] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The names of the sizes that are not told."""
+        own = (f.name for f in fields(self) if getattr(self, f.name) is None)
+        return (*own, *(name for name, value in self.more.items() if value is None))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from ..contracts import contracts
 from ..errors import (
     CallError,
     NoImplementationError,
@@ -219,7 +218,7 @@ class OpManager:
         policy = policy or override.get() or self.policy
         snapshot = self._registry.snapshot()
         impls = snapshot.impls_by_op.get(op, ())
-        if not impls and op not in contracts() and op != "attention_backend":
+        if not impls and op not in snapshot.contracts and op != "attention_backend":
             raise self._unknown(op)
         rejected = rejections(self._registry.plugins, settings or self.settings, op, impls)
         rejected |= self._record.demoted(op) if demoted is None else demoted
@@ -281,7 +280,8 @@ class OpManager:
         impls = self._candidates(trace)
         self._record.announce(op, impls[0])
         log.debug("%s", trace)
-        return Chain(op, tuple(impls), contracts().get(op), policy.strict, self._record, grants)
+        spec = self._registry.snapshot().contracts.get(op)
+        return Chain(op, tuple(impls), spec, policy.strict, self._record, grants)
 
     def _bound(self, op: str) -> Bound:
         policy = override.get()
@@ -467,7 +467,7 @@ class OpManager:
     # What is said.
 
     def _unknown(self, op: str) -> UnknownOpError:
-        known = sorted({*contracts(), *self._registry.snapshot().impls_by_op})
+        known = self._registry.snapshot().ops
         return UnknownOpError(
             f"No contract and no installed plugin names the op '{op}'.{closest(op, known)} "
             f"Known: {', '.join(known)}.",

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..contracts import contracts
 from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb
@@ -16,6 +15,7 @@ from ..plugins.calling import devices, policy_files
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
+from ..plugins.types import DeviceProfile
 from ..settings.loading import Settings, check_names, load_settings, load_startup
 from ..settings.schema import TAKEN
 from ..settings.values import PLATFORMS
@@ -67,13 +67,20 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
     return None if allowed is None else frozenset(map(canonical, allowed))
 
 
-def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
+def detect_platform(plugins: Sequence[Plugin] = (), *, strict: bool = False) -> str:
     """The platform that settings files are named after: a plugin's device, `ascend`, `cuda`, `cpu`.
 
     For scripts; inside the engine vLLM knows. Does not import torch for its own sake: without a
     torch that was imported already, nothing could run on a device that no plugin brings.
+
+    Args:
+        plugins: those that are asked for the device that they bring; one that fails is logged.
+        strict: raise what one fails with instead.
+
+    Raises:
+        PluginError: a device hook failed, and `strict`.
     """
-    for _, profile in devices(plugins)[0]:
+    for profile in _profiles(plugins, strict=strict):
         if profile.detection() is True:
             return profile.name
     torch = sys.modules.get("torch")
@@ -85,9 +92,20 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     return "cpu"
 
 
-def known_platforms(plugins: Sequence[Plugin]) -> tuple[str, ...]:
-    """The platforms of settings files, those of plugins' devices included."""
-    return tuple(dict.fromkeys((*PLATFORMS, *(each.name for _, each in devices(plugins)[0]))))
+def known_platforms(plugins: Sequence[Plugin], *, strict: bool = False) -> tuple[str, ...]:
+    """The platforms of settings files, those of plugins' devices included.
+
+    Arguments and errors as for `detect_platform`; no device is looked for.
+    """
+    brought = (profile.name for profile in _profiles(plugins, strict=strict))
+    return tuple(dict.fromkeys((*PLATFORMS, *brought)))
+
+
+def _profiles(plugins: Sequence[Plugin], *, strict: bool) -> list[DeviceProfile]:
+    known, errors = devices(plugins)
+    for error in errors:
+        _report(error, strict=strict)
+    return [profile for _, profile in known]
 
 
 def start(
@@ -146,13 +164,25 @@ def try_settings(
     *,
     platform: str | None = None,
 ) -> tuple[Settings, SettingsError | None]:
-    """The effective settings, or the defaults and what is wrong. Arguments as for `start`."""
+    """The effective settings, or the defaults and what is wrong. Arguments as for `start`.
+
+    Raises:
+        SettingsError: a variable that says how to start is wrong.
+        PluginError: as for `start`.
+    """
+    env = os.environ if env is None else env
+    early = load_startup(env)
+    platform = platform or _detected(early, plugins)
     try:
         return read_settings(registry, plugins, env, platform=platform), None
     except SettingsError as error:
-        forced = load_startup(os.environ if env is None else env).platform
-        only = {"VLLM_FL_PLATFORM": forced} if forced else {}
-        return load_settings(only, platform=platform or detect_platform(plugins)), error
+        only = {"VLLM_FL_PLATFORM": early.platform} if early.platform else {}
+        return load_settings(only, platform=platform), error
+
+
+def _detected(early: Settings, plugins: Sequence[Plugin]) -> str | None:
+    """The platform that was detected; None where the user forces one and nothing is looked for."""
+    return None if early.platform else detect_platform(plugins, strict=early.strict_plugins)
 
 
 def read_settings(
@@ -165,8 +195,10 @@ def read_settings(
     """The effective settings, given what is installed. Arguments and errors as for `start`."""
     env = os.environ if env is None else env
     early = load_startup(env)
-    platform = platform or detect_platform(plugins)
-    files, errors = policy_files(plugins, early.platform or platform)
+    platform = platform or _detected(early, plugins)
+    where = early.platform or platform
+    assert where is not None  # what is not forced is detected
+    files, errors = policy_files(plugins, where)
     for error in errors.values():
         _report(error, strict=early.strict_plugins)
     snapshot = registry.snapshot()
@@ -175,17 +207,20 @@ def read_settings(
         for op, impls in snapshot.impls_by_op.items()
     }
     declared = [spec for plugin in registry.plugins for spec in plugin.settings]
+    known: Sequence[str] = PLATFORMS
+    if not files and early.platform and early.platform not in known:  # or is it a slip?
+        known = known_platforms(plugins, strict=early.strict_plugins)
     settings = load_settings(
         env,
         platform=platform,
         platform_files=files,
         brought=brought,
         plugins=declared,
-        platforms=known_platforms(plugins) if early.platform else (),
+        platforms=known,
     )
     return check_names(
         settings,
-        ops={*contracts(), *snapshot.impls_by_op, "attention_backend"},
+        ops={*snapshot.ops, "attention_backend"},
         vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
         impls=snapshot.impls_by_op,
     )

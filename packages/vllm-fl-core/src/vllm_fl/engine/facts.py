@@ -33,6 +33,7 @@ class EngineFacts:
         attention_backend: the name of the attention backend that vLLM was told to take, or None.
         batch_invariant: whether vLLM was told to use its batch-invariant kernels.
         compile_backend: what vLLM compiles the model with; empty for its default.
+        norm_fusions: vLLM's passes that are on and take norms into a kernel of their own.
     """
 
     settings: Settings
@@ -46,6 +47,7 @@ class EngineFacts:
     attention_backend: str | None = None
     batch_invariant: bool = False
     compile_backend: str = ""
+    norm_fusions: tuple[str, ...] = ()
 
     def lowering(self, device: torch.device) -> str:
         """What lowers the compiled model, as far as it can be called without vLLM's passes."""

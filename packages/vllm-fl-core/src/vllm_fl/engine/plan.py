@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from ..contracts import contracts
+from ..contracts import OpSpec, contracts
 from ..dispatch.context import current_binder
 from ..dispatch.guard import Chain, call_guard, method_guard
 from ..dispatch.record import Record
@@ -116,6 +116,7 @@ class Plan:
         counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
         record: what was counted while the plan served, and what was demoted at start.
         kept_layers: classes of vLLM's that the user leaves alone, though their op is planned.
+        contracts: every op's contract.
         place: its place among the plans that serve compiled engines of this process, from 1 on
             (`take_place`). Operators of torch are one per process and name; those of two plans
             that serve at once differ by it.
@@ -127,10 +128,15 @@ class Plan:
     counts_calls: bool = False
     record: Record = field(default_factory=lambda: Record(log))
     kept_layers: frozenset[str] = frozenset()
+    contracts: Mapping[str, OpSpec] = field(default_factory=contracts)
     place: int = 1
     _bound: dict[tuple[str, frozenset[str], bool], tuple[Callable[..., Any], bool]] = field(
         default_factory=dict, init=False, repr=False
     )
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        """The plan itself: a copy of a layer serves the same engine."""
+        return self
 
     @property
     def calls(self) -> Counter[tuple[str, str]]:
@@ -171,7 +177,7 @@ class Plan:
         """
         impls = self.entries[op].impls
         impls = (*impls[impls.index(first) if first else 0 :], *((last,) if last else ()))
-        return Chain(op, impls, contracts()[op], self.strict, self.record, grants)
+        return Chain(op, impls, self.contracts[op], self.strict, self.record, grants)
 
     def bind(
         self,
@@ -224,7 +230,7 @@ class Plan:
         For verification: it counts nothing, and its operators are those of no engine (place 0).
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
-        chain = plan.chain(op, contracts()[op].consumable)
+        chain = plan.chain(op, plan.contracts[op].consumable)
         return plan._guard(chain, asks_layer=False, compiled=True)
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
@@ -267,7 +273,9 @@ def make_plan(
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
-    for op in (*contracts(), ATTENTION, *manager.registry.snapshot().layers):
+    snapshot = manager.registry.snapshot()
+    specs = snapshot.contracts
+    for op in (*specs, ATTENTION, *snapshot.layers):
         of_op = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
         trace = manager.trace(
             op,
@@ -285,6 +293,7 @@ def make_plan(
         strict=facts.settings.policy.strict,
         counts_calls=facts.settings.debug,
         kept_layers=frozenset(kept_layers),
+        contracts=specs,
     )
 
 

@@ -100,6 +100,7 @@ def find_faults(
     layer_for: LayerFactory | None = None,
     seed: int | None = None,
     owners: Mapping[tuple[str, str], Owner] = MappingProxyType({}),
+    specs: Mapping[str, OpSpec] | None = None,
     seconds: float = SECONDS,
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
@@ -119,6 +120,7 @@ def find_faults(
         seed: for the token counts that are drawn anew at each start; None draws one. It is logged.
         owners: (op, impl id) -> who brought it, for the note that is left by a process which a
             kernel ends.
+        specs: the contracts by op; None takes core's own.
         seconds: how long further token counts are tried, for all implementations together.
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
@@ -134,7 +136,7 @@ def find_faults(
             key = impl.op_name, impl.impl_id
             trial = trials.get(impl.op_name)
             if trial is None:
-                spec = contracts()[impl.op_name]
+                spec = (specs or contracts())[impl.op_name]
                 trial = trials[impl.op_name] = _Trials(spec, dtype, device, sizes, seed)
             run = _Run(trial, impl, compares, layer_for, compiled.get(key), compiling, watch, share)
             whose = f" of {owners[key].name}" if key in owners else ""

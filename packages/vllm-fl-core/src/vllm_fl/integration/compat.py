@@ -21,6 +21,7 @@ __all__ = [
     "TOO_NEW",
     "DeclaredLayer",
     "declared_layers",
+    "has_ir",
     "hide_our_variables",
     "missing",
     "obstacle",
@@ -46,7 +47,10 @@ _NAMES = {
     "envs": ("environment_variables",),
     "config.attention": ("AttentionConfig: backend",),
     "config.cache": ("CacheConfig: block_size cache_dtype",),
-    "config.compilation": ("CompilationConfig: backend custom_ops mode", "CompilationMode: NONE"),
+    "config.compilation": (
+        "CompilationConfig: backend custom_ops mode pass_config",
+        "CompilationMode: NONE",
+    ),
     "config.kernel": (
         "IrOpPriorityConfig: fused_add_rms_norm rms_norm set_default",
         "KernelConfig: ir_op_priority",
@@ -67,7 +71,7 @@ _NAMES = {
         "get_current_vllm_config",
     ),
     "distributed.parallel_state": ("GroupCoordinator: cpu_group world_size", "get_world_group"),
-    "ir.op": ("IrOp: impls register_impl", "IrOpImpl: impl_fn uuid"),
+    "ir.op": ("IrOp: allow_inplace impls register_impl", "IrOpImpl: impl_fn inplace uuid"),
     "ir.ops.layernorm": ("fused_add_rms_norm rms_norm",),
     "model_executor.custom_op": (
         "CustomOp: dispatch_forward forward_cpu forward_cuda forward_native "
@@ -75,15 +79,16 @@ _NAMES = {
         "PluggableLayer op_registry op_registry_oot",
     ),
     "model_executor.layers.activation": (
-        "GeluAndMul: forward_native",
+        "GeluAndMul _ACTIVATION_AND_MUL_REGISTRY _ACTIVATION_REGISTRY",
         "SiluAndMul: forward_native",
     ),
-    "model_executor.layers.layernorm": ("GemmaRMSNorm: forward_native", "RMSNorm: forward_native"),
+    "model_executor.layers.layernorm": ("GemmaRMSNorm RMSNorm",),
     "model_executor.layers.rotary_embedding": ("RotaryEmbedding _ROPE_DICT",),
     "model_executor.layers.rotary_embedding.base": (
-        "RotaryEmbedding: forward_native forward_static",
+        "RotaryEmbedding: forward_static",
         "RotaryEmbeddingBase: _match_cos_sin_cache_dtype head_size is_neox_style",
     ),
+    "utils.collection_utils": ("LazyDict: _dict",),
     "v1.attention.backends.registry": ("AttentionBackendEnum",),
     "v1.worker.worker_base": ("WorkerBase: device get_model load_model rank shutdown vllm_config",),
 }
@@ -240,8 +245,16 @@ def _registered(source: ast.Module, module: str) -> Iterator[DeclaredLayer]:
                     yield DeclaredLayer(name, cls.name, kind, module)
 
 
-def hide_our_variables() -> None:
+def has_ir() -> bool:
+    """Whether this vLLM has an IR of its own: deprecated in 0.33, to be gone in 0.34."""
+    return find_spec("vllm.ir") is not None
+
+
+def hide_our_variables(more: Iterable[str] = ()) -> None:
     """Make our variables known to vLLM, so that it neither warns of them nor fails.
+
+    Args:
+        more: the variables of plugins' settings, once these are loaded.
 
     Up to 0.30 `vllm.envs.validate_environ` asks, from 0.31 on `Platform.validate_environ`; both
     look into one table. The getters return None, since values would enter vLLM's compile key,
@@ -250,6 +263,6 @@ def hide_our_variables() -> None:
     import vllm.envs
 
     table = getattr(vllm.envs, "environment_variables", {})  # a vLLM out of range may lack it
-    for name in sorted({*VARIABLES, *os.environ}):
+    for name in sorted({*VARIABLES, *more, *os.environ}):
         if name.startswith("VLLM_FL_"):
             table.setdefault(name, lambda: None)

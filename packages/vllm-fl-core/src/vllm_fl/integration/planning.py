@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..contracts import contracts
+from ..contracts.binding import Binding
+from ..contracts.sizes import model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
 from ..engine.facts import EngineFacts
@@ -15,9 +16,11 @@ from ..errors import InvalidSettingError, PluginError, SettingsError
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..settings.loading import Settings, check_names
+from .bindings import all_bindings
+from .compat import hide_our_variables
 from .seams import attention, whole_layers
+from .seams.ir import ir_ops
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table
-from .sizes import model_sizes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,9 +66,14 @@ class Carried(dict[str, Any]):
         return Carried, (dict(self),)
 
 
-LAYER_OPS = ("silu_and_mul", "gelu_and_mul", "rotary_embedding")
-"""Ops that vLLM runs as CustomOp layers of the same name in both modes. The norms are such layers
-in eager mode; in compiled mode they are ops of its IR, which know no layer."""
+NORM_FUSIONS = (
+    "fuse_norm_quant",
+    "fuse_allreduce_rms",
+    "fuse_mla_dual_rms_norm",
+    "enable_qk_norm_rope_fusion",
+    "fuse_qk_norm_rope_kvcache",
+)
+"""vLLM's passes that match norms and take them into a kernel of their own; releases have some."""
 
 log = get_logger("engine")
 
@@ -96,7 +104,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         settings,
         "compiled" if compiled else "eager",
         dtype=model.dtype if model else None,
-        sizes=model_sizes(vllm_config) if model else None,
+        sizes=model_sizes(vllm_config, _bindings().values()) if model else None,
         attention=attention.model_request(vllm_config) if model else None,
         layers=whole_layers.request_of(vllm_config, compiled=compiled) if model else None,
         custom_ops=tuple(compilation.custom_ops),
@@ -104,7 +112,14 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         attention_backend=None if backend is None else backend.name,
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
         compile_backend=compilation.backend,
+        norm_fusions=tuple(
+            name for name in NORM_FUSIONS if getattr(compilation.pass_config, name, False)
+        ),
     )
+
+
+def _bindings() -> Mapping[str, Binding]:
+    return all_bindings(get_default_manager().registry.snapshot())
 
 
 def _settings_of(vllm_config: VllmConfig) -> Settings:
@@ -139,6 +154,8 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
     What is wrong with the settings of a process of its own is raised where they are needed: a
     worker's come with its engine's configuration, and its files may be gone.
 
+    The variables that the plugins declare are made known to vLLM, as core's own were before.
+
     Returns:
         The engine's settings, where its configuration has them.
 
@@ -149,9 +166,12 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
 
     entry = _entry(vllm_config)
     settings = entry.settings if entry is not None else None
-    get_default_manager().ensure_initialized(
+    manager = get_default_manager()
+    manager.ensure_initialized(
         current_platform.vllm_fl_platform, defer_errors=True, engine=settings
     )
+    declared = [spec for plugin in manager.registry.plugins for spec in plugin.settings]
+    hide_our_variables(name for spec in declared for name in spec.variables)
     if settings is not None:
         _check_loaded(settings)
     return settings
@@ -186,9 +206,7 @@ def _read_settings(platform: str) -> Settings:
     layers = known_layers()
     if not layers.issuperset((*(settings.oot_whitelist or ()), *settings.oot_blacklist)):
         layers |= whole_layers.names()  # reads vLLM's source
-    return check_names(
-        settings, ops={*contracts(), *registry.snapshot().impls_by_op, ATTENTION}, layers=layers
-    )
+    return check_names(settings, ops={*registry.snapshot().ops, ATTENTION}, layers=layers)
 
 
 def plan_for(facts: EngineFacts, demoted: Mapping[tuple[str, str], str] | None = None) -> Plan:
@@ -218,8 +236,16 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     for name in entry.get("enabled", ()) if entry is not None else ():
         if name in custom_ops:
             custom_ops.remove(name)
-    ours = [*(op for op in LAYER_OPS if not plan.is_stock(op)), *whole_layers.custom_ops(plan)]
-    added = [f"+{op}" for op in ours if f"+{op}" not in custom_ops and "all" not in custom_ops]
+    layers = (
+        layer.registered
+        for layer in layer_table()
+        if layer.place.enabled and not plan.is_stock(layer.op)
+    )
+    added = [
+        f"+{name}"
+        for name in dict.fromkeys((*layers, *whole_layers.custom_ops(plan)))
+        if f"+{name}" not in custom_ops and "all" not in custom_ops
+    ]
     custom_ops += added
     if entry is not None:
         entry["enabled"] = added
@@ -257,25 +283,28 @@ def _entry(vllm_config: VllmConfig) -> Carried | None:
 
 
 def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]:
-    """What the OOT settings leave to vLLM, and other plugins have replaced.
+    """What settings leave to vLLM, and other plugins have replaced.
 
-    In compiled mode the norms are ops of vLLM's IR: a setting that holds for one of their layers
-    holds for all.
+    An op that compiled code has as an op of vLLM's IR knows no layer there: a setting that holds
+    for one of its layers holds for all.
 
     Returns:
         (op -> why all its layers are left, classes that settings leave to vLLM).
     """
     notes, kept = {}, []
     layers, foreign = layer_table(), foreign_layers()
+    in_ir = ir_ops() if facts.mode == "compiled" else {}
     for op in dict.fromkeys(layer.op for layer in layers):
+        of_op = [layer for layer in layers if layer.op == op]
+        by_layer = op not in in_ir
         left = {
             layer: why
-            for layer in layers
-            if layer.op == op
-            and (why := _oot_note(layer, facts.settings) or _norm_note(layer, facts))
+            for layer in of_op
+            if (
+                why := _oot_note({layer.cls, layer.registered}, facts.settings)
+                or _custom_op_note(layer, facts)
+            )
         }
-        of_op = [layer for layer in layers if layer.op == op]
-        by_layer = op in LAYER_OPS or facts.mode == "eager"
         if len(left) == len(of_op) or (left and not by_layer and not facts.settings.oot_whitelist):
             notes[op] = next(iter(left.values()))
         elif all(layer in left or layer.cls in foreign for layer in of_op):
@@ -286,9 +315,8 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
     return notes, kept
 
 
-def _oot_note(layer: Layer, settings: Settings) -> str:
-    """The setting that leaves this layer to vLLM, or nothing."""
-    names = {layer.cls, layer.registered}
+def _oot_note(names: set[str], settings: Settings) -> str:
+    """The setting that leaves a layer of these names to vLLM, or nothing."""
     if not settings.oot_enabled:
         return "VLLM_FL_OOT_ENABLED=0"
     if settings.oot_whitelist is not None:
@@ -300,36 +328,35 @@ def _oot_note(layer: Layer, settings: Settings) -> str:
 def _whole_layer_notes(facts: EngineFacts) -> dict[str, str]:
     """Layer -> why vLLM's own class, or another plugin's, stays whatever the policy says."""
     notes = {
-        layer.cls: _oot_note(layer, facts.settings) or whole_layers.note(layer, facts)
-        for layer in whole_layers.known()
+        name: _oot_note({name, registered}, facts.settings)
+        or whole_layers.note(name, registered, facts)
+        for name, registered in whole_layers.known().items()
     }
-    return {cls: why for cls, why in notes.items() if why}
+    return {name: why for name, why in notes.items() if why}
 
 
-def _norm_note(layer: Layer, facts: EngineFacts) -> str:
-    """The entry of `custom_ops` that keeps this norm of an eager engine as it is, or nothing.
+def _custom_op_note(layer: Layer, facts: EngineFacts) -> str:
+    """The entry of `custom_ops` by which the user keeps this layer as it is, or nothing.
 
-    vLLM has two norms under two names; the other ops are judged whole, by `_user_notes`.
+    In compiled mode `none` is vLLM's own default and says nothing of the user.
     """
-    if layer.op in LAYER_OPS or facts.mode != "eager" or f"+{layer.registered}" in facts.custom_ops:
-        return ""
+    if facts.mode == "compiled" and layer.op in ir_ops():
+        return ""  # compiled code has no such layer
     if f"-{layer.registered}" in facts.custom_ops:
         return f"custom_ops has -{layer.registered}"
-    return "custom_ops has none" if "none" in facts.custom_ops else ""
+    is_off = "none" in facts.custom_ops and f"+{layer.registered}" not in facts.custom_ops
+    return "custom_ops has none" if is_off and facts.mode == "eager" else ""
 
 
 def _user_notes(facts: EngineFacts) -> dict[str, str]:
-    """op -> the setting of vLLM's by which the user keeps its layers as they are."""
-    custom_ops = facts.custom_ops
+    """op -> the setting of vLLM's by which the user keeps the whole op as it is."""
     notes = {}
-    for op in LAYER_OPS:
-        if f"-{op}" in custom_ops:
-            notes[op] = f"custom_ops has -{op}"
-        elif facts.mode == "eager" and "none" in custom_ops and f"+{op}" not in custom_ops:
-            notes[op] = "custom_ops has none"
-    for op, providers in facts.ir_priority.items():
-        if providers:
-            notes["rms_norm"] = f"ir_op_priority.{op} is {','.join(providers)}"
+    for op, of_op in ir_ops().items():
+        for place in of_op:
+            if providers := facts.ir_priority.get(place.name):
+                notes[op] = f"ir_op_priority.{place.name} is {','.join(providers)}"
+    if facts.mode == "compiled" and facts.norm_fusions and "rms_norm" not in ir_ops():
+        notes["rms_norm"] = f"vLLM's own norm fusions are on ({', '.join(facts.norm_fusions)})"
     if facts.batch_invariant:
         notes["rms_norm"] = "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"
     if facts.attention_backend is not None:
@@ -339,9 +366,8 @@ def _user_notes(facts: EngineFacts) -> dict[str, str]:
 
 def note_user_priority(vllm_config: VllmConfig) -> None:
     """Keep what the user wrote in `ir_op_priority`, before vLLM appends its defaults to it."""
-    from .seams.ir import IR_OPS
-
     entry = _entry(vllm_config)
     if entry is not None and "user_priority" not in entry:
         config = vllm_config.kernel_config.ir_op_priority
-        entry["user_priority"] = {op: list(getattr(config, op, None) or ()) for op in IR_OPS}
+        names = [place.name for of_op in ir_ops().values() for place in of_op]
+        entry["user_priority"] = {name: list(getattr(config, name, None) or ()) for name in names}

@@ -41,13 +41,13 @@ class PlatformOverlay:
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Register the installed norms as providers of vLLM's IR ops."""
+        """Register our provider of vLLM's IR ops."""
         super().import_ir_kernels()  # type: ignore[misc]
         from ..dispatch import get_default_manager
-        from .seams.ir import register_providers
+        from .seams.ir import register_provider
 
         get_default_manager().ensure_initialized(cls.vllm_fl_platform, defer_errors=True)
-        register_providers()
+        register_provider()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:

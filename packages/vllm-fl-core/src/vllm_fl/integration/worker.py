@@ -306,6 +306,7 @@ class _Preflight:
             layer_for=layer_for,
             seed=self.seed,
             owners=get_default_manager().registry.snapshot().owners,
+            specs=plan.contracts,
         )
         self.remarks += found.remarks
         return {key: reason for key, (reason, _) in found.faults.items()}
@@ -315,11 +316,7 @@ class _Preflight:
         if self.how == "off" or not any(entry.impls for entry in plan.entries.values()):
             return []
         sizes = self.facts.sizes
-        unknown = [
-            f.name
-            for f in (dataclasses.fields(sizes) if sizes else ())
-            if getattr(sizes, f.name) is None
-        ]
+        unknown = sizes.unknown if sizes else ()
         told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
 

@@ -142,8 +142,10 @@ def rejections(
         set_here = (settings.get(spec.key) for spec in plugin.settings)
         if any(setting is not None and setting.origin != "default" for setting in set_here):
             arguments = {"settings": settings, "op": op, "impls": impls}
-            for found in call_hook(plugin, "rejections", Mapping, LEAVE_OUT, **arguments):
-                rejected |= {str(impl_id): clean(str(why)) for impl_id, why in found.items()}
+            told = call_hook(plugin, "rejections", Mapping, LEAVE_OUT, **arguments)
+            with contained(plugin.owner, "its rejections hook", LEAVE_OUT):
+                for found in told:
+                    rejected |= {str(impl_id): clean(str(why)) for impl_id, why in found.items()}
     return rejected
 
 

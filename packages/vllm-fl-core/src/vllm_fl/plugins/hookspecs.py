@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from ..contracts.binding import Contract
     from .finding import Finding
     from .types import (
         AttentionImpl,
@@ -28,6 +29,7 @@ __all__ = [
     "HOOK_API",
     "PROJECT",
     "attention_backend",
+    "contracts",
     "device",
     "doctor",
     "hookimpl",
@@ -98,6 +100,22 @@ def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
             return [LayerImpl("RowParallelLinear", "acme.linear.AcmeRowParallelLinear",
                               BackendImplKind.VENDOR, "acme",
                               supports=lambda r: r.quantization is None or "unquantised only")]
+    """
+
+
+@hookspec
+def contracts() -> Iterable[Contract]:  # type: ignore[empty-body]
+    """Return the ops that this backend brings, beside those that core has.
+
+    Called once per process, with `register_ops`. Such an op has all that core's own have: plan,
+    verification, digest, explain and the conformance kit. Any plugin may bring implementations of
+    it. An op that two bring is loaded from neither, and one of core's cannot be replaced.
+
+    Example::
+
+        @hookimpl
+        def contracts():
+            return [Contract(ACME_OP, binding="vllm_fl_acme.bindings.acme_op")]
     """
 
 

@@ -18,9 +18,11 @@ from typing import Any
 
 import pluggy
 
+from ..contracts.binding import Binding, Contract
 from ..errors import PluginError
 from ..text import clean
 from . import hookspecs
+from .attention import ATTENTION
 from .calling import ENDED, contained, whose
 from .hookspecs import HOOK_API, PROJECT
 from .installed import CORE, canonical, entry_points, identity
@@ -39,6 +41,7 @@ RETURNED = {
     "attention_backend": AttentionImpl,
     "layers": LayerImpl,
     "settings": SettingSpec,
+    "contracts": Contract,
 }
 """Hook -> what it returns an iterable of."""
 
@@ -120,14 +123,15 @@ def load(
     declared = {name for spec in specs for name in spec.variables}
     remarks = _undo(environments, {*variables, *declared}, found)
     brought = _without_clashes(brought, variables)
+    refused = _add_contracts(registry, [plugin for plugin, _ in brought])
     claims: dict[tuple[str, str], list[Owner]] = {}
     for plugin, impls in brought:
         for key in dict.fromkeys(map(_key, impls)):
             if key is not None:
                 claims.setdefault(key, []).append(plugin.owner)
     plugins = [
-        _register(registry, plugin, impls, claims) if plugin.status == "ok" else plugin
-        for plugin, impls in brought
+        _register(registry, plugin, impls, claims, why) if plugin.status == "ok" else plugin
+        for (plugin, impls), why in zip(brought, refused, strict=True)
     ]
     loaded = tuple(replace(p, remarks=each) for p, each in zip(plugins, remarks, strict=True))
     registry.plugins += loaded
@@ -153,7 +157,9 @@ def _without_clashes(
             plugin=plugin.owner.plugin,
             distribution=plugin.owner.release,
         )
-        failed = replace(plugin, status="failed", error=error, manager=None, settings=())
+        failed = replace(
+            plugin, status="failed", error=error, manager=None, settings=(), contracts=()
+        )
         checked.append((failed, []))
     return checked
 
@@ -164,6 +170,7 @@ def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
     hooks: tuple[str, ...] = ()
     impls: list[Any] = []
     specs: list[Any] = []
+    contracts: list[tuple[Contract, Binding]] = []
     manager = None
     try:
         if (ended := ENDED.get(whose(owner))) is not None:
@@ -189,9 +196,67 @@ def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
                     impls += _results(manager, hook)
                 specs = _results(manager, "settings")
                 _check_settings(specs)
+                contracts = [(c, _binding(c)) for c in _results(manager, "contracts")]
     except PluginError as error:
         return Plugin(owner, found.target, "failed", hooks, error=error), []
-    return Plugin(owner, found.target, "ok", hooks, manager=manager, settings=tuple(specs)), impls
+    plugin = Plugin(
+        owner,
+        found.target,
+        "ok",
+        hooks,
+        manager=manager,
+        settings=tuple(specs),
+        contracts=tuple(contracts),
+    )
+    return plugin, impls
+
+
+def _binding(contract: object) -> Binding:
+    """The places in vLLM of an op that a plugin brings."""
+    if not isinstance(contract, Contract):
+        raise TypeError(f"contracts returned {contract!r}; expected Contract")
+    if contract.binding is None:
+        return Binding()
+    binding = getattr(import_module(contract.binding), "BINDING", None)
+    if not isinstance(binding, Binding):
+        raise TypeError(
+            f"the module {contract.binding!r} of the op {contract.name!r} has {binding!r} for its "
+            "BINDING; expected a Binding"
+        )
+    return binding
+
+
+def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list[str]]:
+    """Register the ops that plugins bring; for each plugin, which were refused and why.
+
+    An op that two of them bring is loaded from neither.
+    """
+    claims: dict[str, list[Owner]] = {}
+    for plugin in plugins:
+        for contract, _ in plugin.contracts:
+            claims.setdefault(contract.name, []).append(plugin.owner)
+    known = registry.snapshot()
+    refused: list[list[str]] = []
+    for plugin in plugins:
+        refused.append([])
+        for contract, binding in plugin.contracts:
+            name = contract.name
+            others = [each for each in claims[name] if each != plugin.owner]
+            if name in known.contracts or name == ATTENTION:
+                refused[-1].append(
+                    f"the contract of op {name!r}: {known.authors.get(name, CORE)} has this op; "
+                    "give yours another name"
+                )
+            elif len(claims[name]) > 1:
+                named = ", ".join(clean(str(other)) for other in others) or "the same plugin"
+                refused[-1].append(
+                    f"the contract of op {name!r}: {named} brings one of this name too, and it is "
+                    "loaded from none of them; uninstall all but one, or name the ones to load in "
+                    "VLLM_FL_PLUGINS"
+                )
+            else:
+                registry.add_contract(contract, binding, plugin.owner)
+    return refused
 
 
 def _register(
@@ -199,8 +264,17 @@ def _register(
     plugin: Plugin,
     impls: list[Any],
     claims: Mapping[tuple[str, str], Sequence[Owner]],
+    refused: Sequence[str],
 ) -> Plugin:
-    """Register what one plugin brings, without the ids that are not its own."""
+    """Register what one plugin brings, without the ids that are not its own.
+
+    Args:
+        registry: what it is registered into. Its contracts are there already.
+        plugin: the plugin.
+        impls: its implementations.
+        claims: (op, impl id) -> who brings it.
+        refused: which of its contracts are not loaded, and why.
+    """
     owner = plugin.owner
     kept, lost = [], {}
     for impl in impls:
@@ -212,12 +286,12 @@ def _register(
             lost[key] = why
     claimed = tuple(dict.fromkeys(key[1] for key in map(_key, impls) if key is not None))
     error = None
-    if lost:
-        (op, impl_id), _ = next(iter(lost.items()))
+    if lost or refused:
+        op, impl_id = next(iter(lost), (None, None))
+        told = (f"{o} implementation {i!r}: {why}" for (o, i), why in lost.items())
         error = PluginError(
-            f"{owner.who}: not loaded: "
-            + "; ".join(f"{o} implementation {i!r}: {why}" for (o, i), why in lost.items())
-            + ". What else it brings is loaded.",
+            f"{owner.who}: not loaded: {'; '.join((*refused, *told))}. "
+            "What else it brings is loaded.",
             op=op,
             impl=impl_id,
             plugin=owner.plugin,
@@ -227,14 +301,17 @@ def _register(
         with contained(owner, "the registration", LOAD_FAILED):
             try:
                 registry.register_many(kept, owner)
-            except PluginError as refused:
-                if refused.plugin != owner.plugin:
+            except PluginError as refusal:
+                if refusal.plugin != owner.plugin:
                     raise  # from code of the plugin's that was asked for its parameters
                 # The registry's own: it says whose it is.
-                return replace(plugin, status="failed", claims=claimed, error=refused, manager=None)
+                registry.remove(owner)
+                return replace(plugin, status="failed", claims=claimed, error=refusal, manager=None)
     except PluginError as failed:
+        registry.remove(owner)
         return replace(plugin, status="failed", claims=claimed, error=failed, manager=None)
-    status: Status = "ok" if error is None else "partial" if kept else "failed"
+    is_left = bool(kept) or len(refused) < len(plugin.contracts)
+    status: Status = "ok" if error is None else "partial" if is_left else "failed"
     return replace(
         plugin,
         status=status,
@@ -311,7 +388,10 @@ def _undo(
     return remarks
 
 
-def _check_settings(specs: Iterable[object]) -> None:
+def _check_settings(specs: Sequence[object]) -> None:
+    """Check what one plugin declares; what it shares with others is checked when all are known."""
+    keys: set[str] = set()
+    variables: set[str] = set()
     for spec in specs:
         if not isinstance(spec, SettingSpec):
             raise TypeError(f"settings returned {spec!r}; expected SettingSpec")
@@ -319,6 +399,28 @@ def _check_settings(specs: Iterable[object]) -> None:
             raise ValueError(
                 f"a file may have its setting {spec.key!r}, whose key must then begin with "
                 "flagos_, reference_ or vendor_<vendor>_"
+            )
+        if spec.key in keys:
+            raise ValueError(f"it declares the setting {spec.key!r} twice")
+        keys.add(spec.key)
+        for name in spec.variables:
+            if name in variables:
+                raise ValueError(f"it declares the variable {name!r} twice")
+            variables.add(name)
+    declared = [spec for spec in specs if isinstance(spec, SettingSpec)]
+    blacklists = {spec.key: spec for spec in declared if spec.names and spec.default is not None}
+    for spec in declared:
+        if not spec.excludes:
+            continue
+        if spec.excludes not in blacklists:
+            raise ValueError(
+                f"its setting {spec.key!r} excludes {spec.excludes!r}, which is no list of its own "
+                "with a tuple as its default"
+            )
+        if blacklists[spec.excludes].in_file is not spec.in_file:
+            raise ValueError(
+                f"its settings {spec.key!r} and {spec.excludes!r} exclude each other: a file may "
+                "have both or neither"
             )
 
 
@@ -426,7 +528,7 @@ class _Collector:
 
     def snapshot(self) -> RegistrySnapshot:
         impls = {op: tuple(self.get_implementations(op)) for op in self.list_operators()}
-        return RegistrySnapshot(MappingProxyType(impls), self.registered.snapshot().owners)
+        return replace(self.registered.snapshot(), impls_by_op=MappingProxyType(impls))
 
     def register_impl(self, impl: OpImpl) -> None:
         self.impls.append(impl)

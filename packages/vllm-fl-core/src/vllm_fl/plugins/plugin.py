@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pluggy
 
+from ..contracts.binding import Binding, Contract
 from ..errors import PluginError
 from .registry import Owner
 from .types import SettingSpec
@@ -33,6 +34,7 @@ class Plugin:
         remarks: what it did that is the user's to do and was undone, one sentence each.
         lost: the (op, id)s that were refused to one that is `partial`.
         settings: the settings that it declares.
+        contracts: the ops that it brings, each with its places in vLLM.
     """
 
     owner: Owner
@@ -45,6 +47,7 @@ class Plugin:
     remarks: tuple[str, ...] = ()
     lost: tuple[tuple[str, str], ...] = ()
     settings: tuple[SettingSpec[Any], ...] = ()
+    contracts: tuple[tuple[Contract, Binding], ...] = ()
 
     def may_bring(self, name: str, op: str | None = None) -> bool:
         """Whether an impl id or vendor called `name` would have come from this plugin, for `op`."""

@@ -5,23 +5,26 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ..contracts import contracts
+from ..contracts import OpSpec, contracts
+from ..contracts.binding import Binding, Contract
 from ..errors import DuplicateError, PluginError
 from ..text import clean
 from .attention import ATTENTION, from_older_form
 from .forms import fitted, shape
-from .installed import canonical
+from .installed import CORE, canonical
 from .types import Impl, LayerImpl, OpImpl, parameters_of
 
 if TYPE_CHECKING:
     from .plugin import Plugin
 
-__all__ = ["OpRegistry", "Owner", "RegistrySnapshot", "reservation"]
+__all__ = ["SCRIPT", "OpRegistry", "Owner", "RegistrySnapshot", "reservation"]
+
+T = TypeVar("T")
 
 RESERVED = {
     "reference.": "vllm-fl-reference",
@@ -103,10 +106,21 @@ class RegistrySnapshot:
         impls_by_op: op -> its implementations, ordered by impl id. Attention backends stand under
             `attention_backend`, whole layers under the name of vLLM's class.
         owners: (op, impl id) -> who brought it.
+        contracts: every op's contract by name: core's own, and those that plugins brought.
+        bindings: op -> its places in vLLM, for the ops that plugins brought.
+        authors: op -> who brought its contract, for these.
     """
 
     impls_by_op: Mapping[str, tuple[Impl, ...]]
     owners: Mapping[tuple[str, str], Owner]
+    contracts: Mapping[str, OpSpec] = field(default_factory=contracts)
+    bindings: Mapping[str, Binding] = field(default_factory=lambda: MappingProxyType({}))
+    authors: Mapping[str, Owner] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Every op that has a contract or an implementation, in order of their names."""
+        return tuple(sorted({*self.contracts, *self.impls_by_op}))
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -176,7 +190,8 @@ class OpRegistry:
             by_op = {op: list(found) for op, found in self._snapshot.impls_by_op.items()}
             owners = dict(self._snapshot.owners)
             for each in impls:
-                impl = _as_it_is_now(each)  # not by `map`, which a StopIteration of a plugin's ends
+                # Not by `map`, which a StopIteration of a plugin's ends.
+                impl = _as_it_is_now(each, self._snapshot.contracts)
                 if not isinstance(impl, Impl):
                     expected = "expected OpImpl, AttentionImpl or LayerImpl"
                     raise _refusal(owner, None, f"returned {impl!r}; {expected}")
@@ -194,37 +209,78 @@ class OpRegistry:
                         f"{impl.impl_id!r}, from {owners[key]}. Uninstall one of the two, or name "
                         "the ones to load in VLLM_FL_PLUGINS",
                     )
-                _check_namesakes(impl, by_op.get(impl.op_name, []), owner)
+                _check_namesakes(impl, self._snapshot.contracts, by_op.get(impl.op_name, []), owner)
                 if isinstance(impl, OpImpl):
-                    _check_parameters(impl, by_op.get(impl.op_name, []), owner)
+                    spec = self._snapshot.contracts.get(impl.op_name)
+                    _check_parameters(impl, spec, by_op.get(impl.op_name, []), owner)
                 by_op.setdefault(impl.op_name, []).append(impl)
                 owners[key] = owner
             self._change(
-                RegistrySnapshot(
-                    MappingProxyType(
+                replace(
+                    self._snapshot,
+                    impls_by_op=MappingProxyType(
                         {
                             op: tuple(sorted(found, key=lambda i: i.impl_id))
                             for op, found in sorted(by_op.items())
                         }
                     ),
-                    MappingProxyType(owners),
+                    owners=MappingProxyType(owners),
+                )
+            )
+
+    def add_contract(self, contract: Contract, binding: Binding, owner: Owner) -> None:
+        """Add an op that a plugin brings.
+
+        Raises:
+            PluginError: core or another plugin has a contract of this name.
+        """
+        with self._lock:
+            before, name = self._snapshot, contract.name
+            if name in before.contracts or name == ATTENTION:
+                holder = before.authors.get(name)
+                raise _refusal(
+                    owner,
+                    None,
+                    kind=DuplicateError,
+                    problem=f"its contract names the op {name!r}, which {holder or CORE} has. "
+                    "Give the op another name, uninstall one of the two, or name the ones to load "
+                    "in VLLM_FL_PLUGINS",
+                )
+            specs = {**before.contracts, name: contract.spec}
+            self._change(
+                replace(
+                    before,
+                    contracts=MappingProxyType(dict(sorted(specs.items()))),
+                    bindings=MappingProxyType({**before.bindings, name: binding}),
+                    authors=MappingProxyType({**before.authors, name: owner}),
                 )
             )
 
     def remove(self, owner: Owner) -> None:
         """Take out everything that `owner` brought."""
         with self._lock:
-            gone = {key for key, brought_by in self._snapshot.owners.items() if brought_by == owner}
+            before = self._snapshot
+            gone = {key for key, brought_by in before.owners.items() if brought_by == owner}
+            ops = {op for op, author in before.authors.items() if author == owner}
             kept = {
-                op: tuple(i for i in found if (op, i.impl_id) not in gone)
-                for op, found in self._snapshot.impls_by_op.items()
+                op: left
+                for op, found in before.impls_by_op.items()
+                if (left := tuple(i for i in found if (op, i.impl_id) not in gone))
             }
+
+            def without(table: Mapping[str, T]) -> Mapping[str, T]:
+                return MappingProxyType({op: it for op, it in table.items() if op not in ops})
+
             self._change(
-                RegistrySnapshot(
-                    MappingProxyType({op: found for op, found in kept.items() if found}),
-                    MappingProxyType(
-                        {k: o for k, o in self._snapshot.owners.items() if k not in gone}
+                replace(
+                    before,
+                    impls_by_op=MappingProxyType(kept),
+                    owners=MappingProxyType(
+                        {k: o for k, o in before.owners.items() if k not in gone}
                     ),
+                    contracts=without(before.contracts),
+                    bindings=without(before.bindings),
+                    authors=without(before.authors),
                 )
             )
 
@@ -234,20 +290,22 @@ class OpRegistry:
             self._change(RegistrySnapshot(MappingProxyType({}), MappingProxyType({})))
 
 
-def _as_it_is_now(impl: Impl) -> Impl:
+def _as_it_is_now(impl: Impl, specs: Mapping[str, OpSpec]) -> Impl:
     """Convert an implementation of the older form, so that everything else handles one form."""
     if not isinstance(impl, OpImpl):
         return impl
     if impl.op_name == ATTENTION:
         return from_older_form(impl)
-    spec = contracts().get(impl.op_name)
+    spec = specs.get(impl.op_name)
     return impl if spec is None else fitted(impl, spec)
 
 
-def _check_namesakes(impl: Impl, siblings: list[Impl], owner: Owner) -> None:
+def _check_namesakes(
+    impl: Impl, specs: Collection[str], siblings: list[Impl], owner: Owner
+) -> None:
     """Check that a name stands for an op or for a layer: what runs is called, or is a class."""
     is_layer = isinstance(impl, LayerImpl)
-    if is_layer and (impl.op_name == ATTENTION or impl.op_name in contracts()):
+    if is_layer and (impl.op_name == ATTENTION or impl.op_name in specs):
         raise _refusal(
             owner,
             impl,
@@ -265,11 +323,12 @@ def _check_namesakes(impl: Impl, siblings: list[Impl], owner: Owner) -> None:
         )
 
 
-def _check_parameters(impl: OpImpl, siblings: list[Impl], owner: Owner) -> None:
+def _check_parameters(
+    impl: OpImpl, spec: OpSpec | None, siblings: list[Impl], owner: Owner
+) -> None:
     """Check that the parameters are the contract's: calls pass them by position and by name."""
     if impl.needs_layer:
         return  # the older form: its parameters are the layer's, which the contract does not state
-    spec = contracts().get(impl.op_name)
     if spec is not None:
         wanted, source = tuple(spec.signature.parameters.values()), "the contract"
     else:

@@ -355,8 +355,15 @@ class SettingSpec(Generic[T]):
             that all of them list are left.
         choices: the words that it takes; empty for any text.
         read: reads a variable's text where that takes more; raises ValueError.
-        excludes: of a whitelist, the key of its blacklist: one layer may set one of the two.
-        append: of a list, another variable, whose names are added to those that hold.
+        excludes: of a whitelist, whose default is None, the key of its blacklist: one layer may set
+            one of the two.
+        append: of a list that is no such whitelist, another variable, whose names are added to
+            those that hold.
+
+    Raises:
+        ValueError: a key or variable that is no identifier; choices without the default, or for
+            what is no text; `excludes` or `append` of what is no such list.
+        TypeError: a field has another type.
     """
 
     key: str
@@ -368,6 +375,39 @@ class SettingSpec(Generic[T]):
     read: Callable[[str], T] | None = field(default=None, kw_only=True)
     excludes: str | None = field(default=None, kw_only=True)
     append: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        who = f"SettingSpec({self.key!r})"
+        for name in ("key", "variable", "excludes", "append"):
+            value = getattr(self, name)
+            if value is None and name in ("excludes", "append"):
+                continue
+            if not isinstance(value, str) or not value.isidentifier():
+                raise ValueError(f"{who}: {name} must be an identifier, got {value!r}")
+        for name, kind in (("in_file", bool), ("names", str)):
+            if not isinstance(getattr(self, name), kind):
+                got = getattr(self, name)
+                raise TypeError(f"{who}: {name} must be a {kind.__name__}, got {got!r}")
+        if self.read is not None and not callable(self.read):
+            raise TypeError(f"{who}: read must be callable, got {self.read!r}")
+        default: object = self.default
+        if self.names and default is not None and not _are_words(default):
+            raise TypeError(f"{who}: a list's default is None or a tuple of names, got {default!r}")
+        if not self.names and not isinstance(default, bool | str | None):
+            raise TypeError(
+                f"{who}: default must be a boolean, text or None, got {default!r}; a list needs "
+                "names='<what they are>'"
+            )
+        if not _are_words(self.choices):
+            raise TypeError(f"{who}: choices must be a tuple of words, got {self.choices!r}")
+        if self.choices and (self.names or default not in (None, *self.choices)):
+            raise ValueError(
+                f"{who}: choices are the words that a text takes, its default {default!r} included"
+            )
+        if self.excludes and (not self.names or default is not None):
+            raise ValueError(f"{who}: excludes is for a list of names whose default is None")
+        if self.append and (not self.names or self.excludes):
+            raise ValueError(f"{who}: append is for a list of names without excludes")
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -414,6 +454,10 @@ class WorkerReport:
 
     lines: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def _are_words(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(word, str) for word in value)
 
 
 def _is_name(text: str) -> bool:

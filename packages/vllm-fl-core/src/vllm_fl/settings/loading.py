@@ -111,6 +111,7 @@ def load_settings(
     env = os.environ if env is None else env
     declared = {**ITEMS, **{spec.key: spec for spec in plugins}}
     fixed = _environment(env, _of(declared, in_file=False))
+    close_pairs(fixed, declared)
     if platform is not None:
         detected = Setting("platform", normalise_platform(platform), "detected")
         fixed = _stacked([fixed, {"platform": detected}], {})
@@ -160,8 +161,7 @@ def _layered(
     orders = [read_orders(path)] if (path := _text(env, OP_CONFIG, "op_config")) else []
     plugins = _united(platform_files, brought, declared)
     entries = _stacked([own, *orders, _per_op(env), fixed, plugins], declared)
-    for white, black in pairs(declared):
-        _append(env, entries, declared[black], entries[white])
+    _append_all(env, entries, declared)
     _resort(entries)
     entries["platform_files"] = Setting("platform_files", _shown(platform_files), "plugins")
     return entries, []
@@ -188,6 +188,7 @@ def _overridden(
     except SettingsError as error:  # overridden, so that it harms nobody
         plugins, remark = {}, f" (unreadable: {error})"
     entries = _stacked([own, fixed], declared, ignored=[unread, plugins])
+    _append_all(env, entries, _of(declared, in_file=False))
     files = _shown(platform_files)
     entries["platform_files"] = Setting("platform_files", (), config.origin, ((files, "plugins"),))
     ignored += files
@@ -301,24 +302,42 @@ def _united(platform_files: PlatformFiles, brought: Brought, declared: Declared)
     return unite(files, brought, declared)
 
 
-def _append(env: Mapping[str, str], entries: Layer, spec: SettingSpec[Any], white: Setting) -> None:
-    """Add the names of a blacklist's second variable to those that hold."""
-    text = _text(env, spec.append, spec.key) if spec.append else None
+def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> None:
+    for spec in declared.values():
+        if spec.append:
+            whites = [entries[white] for white, black in pairs(declared) if black == spec.key]
+            _append(env, entries, spec, spec.append, whites)
+
+
+def _append(
+    env: Mapping[str, str],
+    entries: Layer,
+    spec: SettingSpec[Any],
+    variable: str,
+    whites: Iterable[Setting],
+) -> None:
+    """Add the names of a list's second variable to those that hold.
+
+    Beside a whitelist that excludes the list they would have no effect: that is an error.
+    """
+    text = _text(env, variable, spec.key)
     if text is None:
         return
-    origin, black = f"environment {spec.append}", entries[spec.key]
+    origin, held = f"environment {variable}", entries[spec.key]
     try:
         names = cast("tuple[str, ...]", value_of(spec, text))
     except ValueError as error:
-        raise wrong(black.key, origin, str(error)) from error
-    if white.value is not None:
-        raise wrong(
-            black.key, origin, f"has no effect beside {white.key} ({white.origin}); unset one"
-        )
-    value = tuple(dict.fromkeys((*_names(black), *names)))
-    if _names(black):
-        origin = f"{black.origin} and {origin}"
-    entries[black.key] = dataclasses.replace(black, value=value, origin=origin)
+        raise wrong(spec.key, origin, str(error)) from error
+    for white in whites:
+        if white.value is not None:
+            raise wrong(
+                spec.key, origin, f"has no effect beside {white.key} ({white.origin}); unset one"
+            )
+    before = _names(held) or ()  # None, where nobody set a list whose default is no list
+    value = tuple(dict.fromkeys((*before, *names)))
+    if before:
+        origin = f"{held.origin} and {origin}"
+    entries[spec.key] = dataclasses.replace(held, value=value, origin=origin)
 
 
 def _resort(entries: Layer) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidSettingError, SettingsError
 from ..plugins.types import SettingSpec
+from ..text import quote
 from .policy import KINDS, OpOrder, Token, closest
 
 __all__ = [
@@ -114,7 +115,7 @@ def expected(spec: SettingSpec[Any]) -> str:
 def value_of(spec: SettingSpec[Any], text: str) -> object:
     """The value that a text means. Raises ValueError."""
     if spec.read is not None:
-        return spec.read(text)
+        return _read(spec, spec.read, text)
     if isinstance(spec.default, bool):
         if text.lower() not in BOOLEANS:
             raise ValueError(f"expected 0 or 1 (also true, false, yes, no, on, off), got {text!r}")
@@ -132,6 +133,19 @@ def value_of(spec: SettingSpec[Any], text: str) -> object:
     if word not in spec.choices:
         raise ValueError(f"expected {expected(spec)}, got {text!r}.{closest(word, spec.choices)}")
     return word
+
+
+def _read(spec: SettingSpec[Any], read: Callable[[str], object], text: str) -> object:
+    """What a setting's own reader makes of a text. A plugin's may raise or give anything."""
+    try:
+        value = read(text)
+        if not accepts(spec, value):
+            raise TypeError(f"its reader gave {value!r}; expected {expected(spec)}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ValueError(quote(error).removeprefix("ValueError: ")) from error
+    return value
 
 
 def accepts(spec: SettingSpec[Any], value: object) -> bool:

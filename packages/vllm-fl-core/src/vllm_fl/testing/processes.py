@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..contracts import ModelSizes, contracts
+from ..contracts import ModelSizes
 from ..plugins.types import OpImpl
 from ..text import quote
 from .subject import Refused, Subject, digest
@@ -33,10 +33,11 @@ def installed(backend: str) -> tuple[OpImpl, ...]:
     from ..dispatch import get_default_manager
 
     manager = get_default_manager()
-    known = manager.registry.snapshot().impls_by_op
+    snapshot = manager.registry.snapshot()
+    known = snapshot.impls_by_op
     found = tuple(
         impl
-        for op in contracts()
+        for op in snapshot.contracts
         for impl in known.get(op, ())
         if isinstance(impl, OpImpl) and impl.impl_id == backend
     )
@@ -50,7 +51,7 @@ def installed(backend: str) -> tuple[OpImpl, ...]:
     )
     if others:
         raise LookupError(
-            f"Backend {backend!r} brings {', '.join(others)}, for which vllm-fl-core has no "
+            f"Backend {backend!r} brings {', '.join(others)}, for which there is no "
             "contract: there is nothing to judge it by. `vllm-fl ops` lists the contracts."
         )
     ids = sorted({impl.impl_id for impls in known.values() for impl in impls})

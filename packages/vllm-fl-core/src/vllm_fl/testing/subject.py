@@ -9,22 +9,26 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..contracts import BadInput, ModelSizes, OpSpec, Sample, contracts
+from ..contracts.binding import Binding, Contract
+from ..contracts.sizes import typical_sizes
+from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..engine.verification import as_call
 from ..plugins.forms import asked_for
-from ..plugins.registry import OpRegistry
+from ..plugins.registry import SCRIPT, OpRegistry
 from ..plugins.types import OpImpl
 from ..settings.policy import SelectionPolicy
 
 __all__ = ["SIZES", "Refused", "Subject", "digest", "fresh", "pattern", "tensors"]
 
-SIZES = ModelSizes(1024, 3072, 16, 8, 128, 128, tokens=(1, 7, 300))
-"""The sizes of Qwen3-0.6B; the largest batch is beyond one block of rows of any usual kernel."""
+SIZES = dataclasses.replace(typical_sizes(), tokens=(1, 7, 300))
+"""The largest batch is beyond one block of rows of any usual kernel."""
 
 
 class Refused(Exception):
@@ -39,7 +43,8 @@ class Subject:
         impl: the implementation; it takes the contract's parameters, or a layer first and then
             those that the layer does not provide.
         device: where the inputs lie.
-        sizes: the served model's sizes.
+        sizes: the served model's sizes. Those that a plugin's binding asks beyond them are the
+            binding's typical ones, unless they are given.
         left_out: (op, dtype, sample) that are known to be wrong: only `values` looks at them.
         deadline: seconds that a child process may take.
     """
@@ -53,7 +58,7 @@ class Subject:
     @property
     def spec(self) -> OpSpec:
         """The contract."""
-        return contracts()[self.impl.op_name]
+        return contract_of(self.impl.op_name)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -64,7 +69,7 @@ class Subject:
         """The contract's samples and the served model's. Shared: copy before use."""
         op = self.spec.name
         own = _samples(op, None, dtype, self.device)
-        return own + _samples(op, self.sizes, dtype, self.device)
+        return own + _samples(op, self._all_sizes, dtype, self.device)
 
     def sample(self, dtype: str, name: str) -> Sample:
         """A fresh copy of one sample, with its layout: views of one buffer stay that."""
@@ -87,8 +92,17 @@ class Subject:
 
     def served(self, dtype: str, tokens: int) -> tuple[Sample, ...]:
         """The served model's calls with this many tokens."""
-        sizes = dataclasses.replace(self.sizes, tokens=(tokens,))
+        sizes = dataclasses.replace(self._all_sizes, tokens=(tokens,))
         return tuple(self.spec.served(sizes, getattr(torch, dtype), self.device))
+
+    @property
+    def _all_sizes(self) -> ModelSizes:
+        op = self.impl.op_name
+        if op in contracts():
+            return self.sizes
+        binding = get_default_manager().registry.snapshot().bindings.get(op, Binding())
+        own = typical_sizes([binding]).more
+        return dataclasses.replace(self.sizes, more=MappingProxyType({**own, **self.sizes.more}))
 
     def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
         """The calls that break the contract."""
@@ -121,8 +135,20 @@ class Subject:
     def manager(self) -> OpManager:
         """A manager that has this implementation and no other."""
         registry = OpRegistry()
+        if self.spec.name not in registry.snapshot().contracts:
+            registry.add_contract(Contract(self.spec), Binding(), SCRIPT)
         registry.register_impl(self.impl)
         return OpManager(registry, SelectionPolicy())
+
+
+def contract_of(op: str) -> OpSpec:
+    """The contract of an op: core's own, or the one that an installed plugin brings.
+
+    Raises:
+        KeyError: there is none.
+    """
+    known = contracts()
+    return known[op] if op in known else get_default_manager().registry.snapshot().contracts[op]
 
 
 def fresh(sample: Sample) -> Sample:
@@ -166,5 +192,5 @@ def _samples(
     op: str, sizes: ModelSizes | None, dtype: str, device: torch.device
 ) -> tuple[Sample, ...]:
     """A contract's own samples, or those of a served model."""
-    spec, kind = contracts()[op], getattr(torch, dtype)
+    spec, kind = contract_of(op), getattr(torch, dtype)
     return tuple(spec.samples(kind, device) if sizes is None else spec.served(sizes, kind, device))

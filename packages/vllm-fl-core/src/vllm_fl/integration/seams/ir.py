@@ -1,159 +1,138 @@
-"""The norms of compiled engines: planned implementations as providers of vLLM's IR ops.
+"""Ops of vLLM's IR, in the releases that have it: one provider of ours stands for the plan.
 
-`rms_norm` and `fused_add_rms_norm` of `vllm.ir` are the contract's `rms_norm` without and with a
-residual. vLLM lowers them while it compiles, to the provider that comes first. Eager engines do not
-come here: their norms are layers bound to the plan (`layers.py`), as all others are.
+vLLM lowers an IR op while it compiles, to the provider that comes first. What ours calls there is
+what the plan of the engine that compiles has made of the op. Releases without `vllm.ir` compile the
+layers' own forwards, as all others (`layers.py`).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from ...contracts.binding import IrPlace, LayerPlace
 from ...dispatch import get_default_manager
-from ...engine.opaque import is_opaque, opaque_op, unique_name
+from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
-from ...plugins.types import BackendImplKind, OpImpl
+from ...plugins.types import OpImpl
+from ..bindings import all_bindings, places, stock_form
+from ..compat import has_ir
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["bind_provider", "native_norm", "prioritise", "provider_name", "register_providers"]
+__all__ = ["PROVIDER", "bind_provider", "ir_ops", "prioritise", "register_provider"]
 
-IR_OPS = ("rms_norm", "fused_add_rms_norm")
+PROVIDER = "vllm_fl"
+"""Our name among the providers of an IR op."""
 
 _bound: dict[str, Callable[..., Any]] = {}
-"""Provider -> what it calls: what the plan made of it, for the engine that compiles next."""
+"""IR op -> what our provider calls: what the plan made of it, for the engine that compiles next."""
 
 
-def provider_name(impl_id: str) -> str:
-    """An implementation's name in vLLM's IR: `fl_vendor_cpu_` and a hash of the id as it is."""
-    return unique_name(f"fl_{impl_id}")
+def ir_ops() -> dict[str, list[IrPlace]]:
+    """op -> its places in vLLM's IR, as far as this vLLM has one and these ops in it."""
+    found: dict[str, list[IrPlace]] = {}
+    if has_ir():
+        from vllm import ir
+
+        table = all_bindings(get_default_manager().registry.snapshot())
+        for op, place in places(table, IrPlace):
+            if hasattr(ir.ops, place.name):
+                found.setdefault(op, []).append(place)
+    return found
 
 
-def _norms() -> list[OpImpl]:
-    impls = get_default_manager().registry.snapshot().impls_by_op.get("rms_norm", ())
-    return [impl for impl in impls if isinstance(impl, OpImpl) and not impl.needs_layer]
+def register_provider() -> None:
+    """Give vLLM our provider of each IR op that a binding names, once per process.
 
-
-def register_providers() -> None:
-    """Give every installed norm to vLLM as a provider, once per process.
-
-    None that takes the layer is among them: an IR op has none to give.
+    vLLM is told that it supports every call: what refuses one is inside, in the plan's chain.
     """
-    from vllm import ir
+    for of_op in ir_ops().values():
+        for place in of_op:
+            from vllm import ir
 
-    for impl in _norms():
-        name = provider_name(impl.impl_id)
-        if name in ir.ops.rms_norm.impls:
-            continue
-        _bound[name] = impl.fn
-        plain, fused = _provider(name)
-        available = impl.is_available()
-        ir.ops.rms_norm.register_impl(name, supported=available)(plain)
-        ir.ops.fused_add_rms_norm.register_impl(
-            name, supported=available, inplace=bool(impl.consumes)
-        )(fused)
+            op = getattr(ir.ops, place.name)
+            if PROVIDER not in op.impls:
+                op.register_impl(PROVIDER, supported=True)(_provider(place.name, op))
 
 
-def _provider(name: str) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
-    """The provider's functions. Their signatures are vLLM's: it compares them with its own.
+def _provider(name: str, op: Any) -> Callable[..., Any]:
+    """The provider's function. Its signature is the IR op's: vLLM compares the two."""
+    native = op.impls["native"].impl_fn
+    _bound[name] = native
 
-    vLLM is told that they support every call: what refuses one is inside, in the plan's chain.
-    """
+    def vllm_fl(*args: Any, **named: Any) -> Any:
+        return _bound[name](*args, **named)
 
-    def plain(
-        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-    ) -> Tensor:
-        result: Tensor = _bound[name](x, None, weight, epsilon, variance_size)
-        return result
-
-    def fused(
-        x: Tensor,
-        x_residual: Tensor,
-        weight: Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = _bound[name](x, x_residual, weight, epsilon, variance_size)
-        return result
-
-    return plain, fused
+    vllm_fl.__signature__ = inspect.signature(native)  # type: ignore[attr-defined]
+    return vllm_fl
 
 
 def prioritise(default: Any, plan: Plan) -> Any:
-    """vLLM's default priorities, in compiled mode with the plan's first choice in front.
+    """vLLM's default priorities, in compiled mode with our provider in front of planned ops.
 
-    The other candidates of the plan are not named: they stand behind the first in its own chain.
+    The candidates of the plan are not named: they stand in the plan's own chain.
     """
-    impl = plan.entries["rms_norm"].impl
-    if plan.mode == "compiled" and impl is not None:
-        name = provider_name(impl.impl_id)
-        for op in IR_OPS:
-            setattr(default, op, [name, *(p for p in getattr(default, op) if p != name)])
+    for op, of_op in ir_ops().items():
+        if plan.mode == "compiled" and not plan.is_stock(op):
+            for place in of_op:
+                others = [p for p in getattr(default, place.name) if p != PROVIDER]
+                setattr(default, place.name, [PROVIDER, *others])
     return default
 
 
 def reset_priorities(plan: Plan, vllm_config: VllmConfig) -> None:
     """Give vLLM the priorities of the sealed plan: its worker installed those of the first one."""
-    from vllm.config.kernel import IrOpPriorityConfig
     from vllm.platforms import current_platform
 
-    if plan.entries["rms_norm"].note:
-        return  # the user's own priority stands
-    ours = {provider_name(impl.impl_id) for impl in _norms()}
+    planned = ir_ops()
+    if not planned:
+        return
     sealed = prioritise(current_platform.vllm_fl_stock_priority(vllm_config), plan)
-    config: IrOpPriorityConfig = vllm_config.kernel_config.ir_op_priority
-    for op in IR_OPS:
-        kept = [p for p in getattr(config, op) if p not in ours and p not in getattr(sealed, op)]
-        setattr(config, op, [*getattr(sealed, op), *kept])
+    config = vllm_config.kernel_config.ir_op_priority
+    for op, of_op in planned.items():
+        if plan.entries[op].note:
+            continue  # the user's own priority stands
+        for place in of_op:
+            first = getattr(sealed, place.name)
+            kept = [p for p in getattr(config, place.name) if p not in (PROVIDER, *first)]
+            setattr(config, place.name, [*first, *kept])
     config.set_default()
 
 
 def bind_provider(plan: Plan, digest: str) -> None:
-    """Let the plan's first choice be what its provider calls, for the model that is compiled next.
+    """Let our provider call what the plan has made of each op, in the model compiled next.
 
     Args:
         plan: the sealed plan.
         digest: the plan's. The compiler's caches know a provider by it, since they would not see
             that what is behind its name has changed.
     """
-    from vllm import ir
+    register_provider()
+    table = all_bindings(get_default_manager().registry.snapshot())
+    natives = {op: place.native for op, place in reversed(places(table, LayerPlace))}
+    for op, of_op in ir_ops().items():
+        from vllm import ir
 
-    for other in _norms():  # none keeps what an earlier plan made of it
-        _bound[provider_name(other.impl_id)] = other.fn
-    impl = plan.entries["rms_norm"].impl
-    if plan.mode == "eager" or impl is None:
-        return
-    name = provider_name(impl.impl_id)
+        impl = None if plan.mode == "eager" else plan.entries[op].impl
+        last = stock_form(op, natives.get(op))
+        grants = frozenset(name for place in of_op for name in place.grants)
+        run = None if impl is None else _compiled(plan, op, impl, grants, last)
+        for place in of_op:
+            ir_op = getattr(ir.ops, place.name)
+            ours = ir_op.impls[PROVIDER]
+            _bound[place.name] = ir_op.impls["native"].impl_fn if run is None else place.route(run)
+            # Such a provider may write over activations; vLLM copies what it still needs.
+            ours.inplace = bool(ir_op.allow_inplace and impl is not None and impl.consumes)
+            ours.uuid = lambda: digest
+
+
+def _compiled(
+    plan: Plan, op: str, impl: OpImpl, grants: frozenset[str], last: OpImpl | None
+) -> Callable[..., Any]:
+    """The op by the contract's parameters, as compiled code calls it."""
     if is_opaque(impl):
-        # Of vLLM's providers these may write over activations; it copies what it still needs.
-        chain = plan.chain("rms_norm", frozenset({"x", "residual"}), last=native_norm())
-        _bound[name] = opaque_op(chain, plan.counting, plan.place).fn
-    else:
-        _bound[name] = plan.counting(impl.fn, "rms_norm", impl.impl_id)
-    for op in IR_OPS:
-        getattr(ir.ops, op).impls[name].uuid = lambda: digest
-
-
-def native_norm() -> OpImpl:
-    """vLLM's own norm in the contract's form."""
-    from vllm import ir
-
-    plain = ir.ops.rms_norm.impls["native"].impl_fn
-    fused = ir.ops.fused_add_rms_norm.impls["native"].impl_fn
-
-    def rms_norm(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> Any:
-        if residual is None:
-            return plain(x, weight, epsilon, variance_size)
-        return fused(x, residual, weight, epsilon, variance_size)
-
-    return OpImpl("rms_norm", "stock.vllm", BackendImplKind.REFERENCE, rms_norm, traceable=True)
+        return opaque_op(plan.chain(op, grants, last=last), plan.counting, plan.place).fn
+    return plan.counting(impl.fn, op, impl.impl_id)

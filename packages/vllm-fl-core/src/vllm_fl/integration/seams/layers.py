@@ -1,30 +1,32 @@
 """vLLM's layers with their forward methods bound to the plan.
 
 All four forwards are bound, `forward_native` included: in compiled mode a traceable implementation
-is then what the compiler sees, whatever `custom_ops` says of the layer. Norms in compiled code are
-ops of vLLM's IR (`ir.py`); called outside of it they are bound like the others.
+is then what the compiler sees, whatever `custom_ops` says of the layer. An op that compiled code
+has as an op of vLLM's IR (`ir.py`) is bound like the others where it is called outside of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
-from vllm.model_executor.layers import activation, layernorm, rotary_embedding
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers import activation, rotary_embedding
 
 from ...contracts import OpSpec
-from ...dispatch import dispatch_method
+from ...contracts.binding import LayerPlace
+from ...dispatch import dispatch_method, get_default_manager
+from ...logs import get_logger
 from ...plugins.installed import identity
-from ...plugins.types import BackendImplKind, OpImpl
+from ...text import quote
+from ..bindings import all_bindings, places, stock_form
 from ..compat import FORMER_LAYERS
-from .ir import native_norm
+from .ir import ir_ops
 
 __all__ = [
     "Layer",
@@ -36,99 +38,9 @@ __all__ = [
     "replace_layers",
 ]
 
+log = get_logger("engine")
+
 FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
-
-
-def _stock(op: str, fn: Callable[..., Any]) -> OpImpl:
-    """vLLM's own form of an op, for a call that every candidate refused."""
-    return OpImpl(op, "stock.vllm", BackendImplKind.REFERENCE, fn, traceable=True)
-
-
-def _silu_and_mul(x: Tensor) -> Tensor:
-    result: Tensor = activation.SiluAndMul.forward_native(x)
-    return result
-
-
-def _gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    half = x.shape[-1] // 2
-    return F.gelu(x[..., :half], approximate=approximate) * x[..., half:]
-
-
-def _rotary_embedding(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    cache = torch.cat((cos, sin), dim=-1)
-    rotated: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
-        position_ids, query, key, query.shape[-1], cache.shape[-1], cache, not rotary_interleaved
-    )
-    return rotated
-
-
-def _from_positions(layer: Any, rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's rope (positions, flat query, flat key) over the contract's (heads apart, cos, sin).
-
-    cos and sin are views of the layer's one cache, the same ones at every step.
-    """
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-
-    def forward(
-        positions: Tensor, query: Tensor, key: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        nonlocal tables
-        positions = positions.flatten()
-        cache = layer._match_cos_sin_cache_dtype(query)
-        if torch.compiler.is_compiling():  # there views cost nothing
-            cos, sin = cache.chunk(2, dim=-1)
-        else:
-            known, cos, sin = tables
-            if known is not cache:
-                cos, sin = cache.chunk(2, dim=-1)
-                tables = cache, cos, sin
-        heads = (positions.shape[0], -1, layer.head_size)
-        try:
-            q = query.view(heads)
-            k = None if key is None else key.view(heads)
-        except RuntimeError:  # what made them gave another layout than its contract promises
-            return forward(positions, query.contiguous(), None if key is None else key.contiguous())
-        q_out, k_out = rotate(q, k, cos, sin, positions, not layer.is_neox_style)
-        # What was turned in place is there already.
-        return (
-            query if q_out is q else q_out.reshape(query.shape),
-            key if key is None or k_out is k else k_out.reshape(key.shape),
-        )
-
-    return forward
-
-
-class _GemmaAsRMSNorm:
-    """A GemmaRMSNorm as the RMSNorm that it computes: its weight is 1 + w, in float32."""
-
-    has_weight = True
-    variance_size_override = None
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
-    @property
-    def weight(self) -> Tensor:
-        """What the normed x is multiplied with; made at each call, as vLLM does."""
-        weight: Tensor = self.layer.weight.float() + 1.0
-        return weight
-
-    @property
-    def variance_epsilon(self) -> float:
-        epsilon: float = self.layer.variance_epsilon
-        return epsilon
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked of a copy that is not filled yet
-            raise AttributeError(name)
-        return getattr(self.layer, name)
 
 
 @dataclass(frozen=True)
@@ -136,22 +48,67 @@ class Layer:
     """A layer class of vLLM's that an op of ours stands behind.
 
     Args:
-        cls: the class's name.
-        registered: the name in vLLM's registry, as `custom_ops` uses it.
+        base: the class.
         op: the op.
+        place: what the op's binding says of it, or of the class that it is a subclass of.
     """
 
-    cls: str
-    registered: str
+    base: type
     op: str
+    place: LayerPlace
+
+    @property
+    def cls(self) -> str:
+        """The class's name."""
+        return self.base.__name__
+
+    @property
+    def registered(self) -> str:
+        """The name in vLLM's registry, as `custom_ops` uses it."""
+        return str(self.base.name)  # type: ignore[attr-defined]
 
 
 def layer_table() -> list[Layer]:
-    """Every layer class that we replace."""
-    return [
-        Layer(base.__name__, base.name, op)  # type: ignore[attr-defined]
-        for base, op, _ in _replacements()
-    ]
+    """Every layer class that we replace, and that this vLLM has."""
+    return list({layer.cls: layer for layer in reversed(_bound_layers())}.values())[::-1]
+
+
+def _bound_layers() -> list[Layer]:
+    """Every layer class that a binding names, once for each that does."""
+    found = []
+    for op, place in places(all_bindings(get_default_manager().registry.snapshot()), LayerPlace):
+        base = _found(place.path)
+        if base is not None:
+            inheriting = _inheriting(base) if place.subclasses else ()
+            found += [Layer(cls, op, place) for cls in (base, *inheriting)]
+    return found
+
+
+@cache
+def _found(path: str) -> type | None:
+    """The class at `path`; None, said once, where this vLLM has none."""
+    module, _, name = path.rpartition(".")
+    try:
+        cls = getattr(import_module(module), name)
+        if isinstance(cls, type) and issubclass(cls, CustomOp):
+            return cls
+        problem = "it is not a CustomOp of vLLM's"
+    except Exception as error:  # a release without it, or a plugin's module that fails
+        problem = quote(error)
+    log.debug("The layer %s is not replaced: %s", path, problem)
+    return None
+
+
+def _inheriting(base: type) -> list[type]:
+    """The subclasses of `base` in vLLM that inherit every forward of it."""
+    found = [base]
+    for cls in found:  # grows while it is walked: subclasses of subclasses count too
+        subclasses: list[type] = cls.__subclasses__()
+        for subclass in subclasses:
+            own_forward = any(name.startswith("forward") for name in vars(subclass))
+            if subclass.__module__.startswith("vllm.") and not own_forward:
+                found.append(subclass)
+    return found[1:]
 
 
 def known_layers() -> frozenset[str]:
@@ -173,31 +130,53 @@ def replace_layers() -> None:
     """
     from vllm.model_executor import custom_op
 
-    for base, op, options in _replacements():
-        name = base.__name__
-        if name in custom_op.op_registry_oot:
+    in_ir, taken = ir_ops(), dict[str, str]()
+    for layer in _bound_layers():
+        base, place = layer.base, layer.place
+        if layer.cls in taken:
+            log.warning(
+                "Layer %s runs op '%s'; the binding of op '%s' names it too, and that op does not "
+                "run in it",
+                layer.cls,
+                taken[layer.cls],
+                layer.op,
+            )
+        if layer.cls in custom_op.op_registry_oot:
             continue
-        layer = type(
-            f"{name}FL",
+        taken[layer.cls] = layer.op
+        method = partial(
+            dispatch_method,
+            layer.op,
+            place.grants,
+            adapt=place.adapt,
+            last=stock_form(layer.op, place.native),
+            stand_in=place.stand_in,
+            traces_own=layer.op in in_ir,
+        )
+        replaced: Any = type(
+            f"{layer.cls}FL",
             (base,),
             {"__module__": __name__}
-            | {forward: dispatch_method(op, **options) for forward in FORWARDS}
+            | {forward: method() for forward in FORWARDS}
             | {"dispatch_forward": _dispatch_forward(base)},
         )
-        registered_name = base.name  # type: ignore[attr-defined]
-        CustomOp.register_oot(name=name)(layer)
+        registered = layer.registered
+        CustomOp.register_oot(name=layer.cls)(replaced)
         # `custom_ops` speaks of the registered name; register_oot puts the class name there.
-        layer.name = registered_name  # type: ignore[attr-defined]
-        globals()[layer.__name__] = layer
+        replaced.name = registered
+        globals()[replaced.__name__] = replaced
 
 
 def forget_shared_layers() -> None:
-    """Let the model that is built next have ropes of its own.
+    """Let the model that is built next have ropes and activations of its own.
 
-    vLLM gives layers of one process that have the same sizes one rope, which is bound to the plan
-    that it was built under: an engine must not be given that of another. Who has one keeps it.
+    vLLM gives layers of one process that have the same sizes one rope, and those that ask for an
+    activation by name one, which is bound to the plan that it was built under: an engine must not
+    be given that of another. Who has one keeps it.
     """
     rotary_embedding._ROPE_DICT.clear()
+    for made_once in (activation._ACTIVATION_REGISTRY, activation._ACTIVATION_AND_MUL_REGISTRY):
+        made_once._dict.clear()
 
 
 def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
@@ -211,7 +190,7 @@ def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
         provided: the parameters of `spec.from_layer`, by name.
     """
     stand_in = spec.layer(**provided)
-    base = next((base for base, op, _ in _replacements() if op == spec.name), None)
+    base = next((layer.base for layer in layer_table() if layer.op == spec.name), None)
     if base is None:
         return stand_in
     layer: Any = object.__new__(base)
@@ -266,32 +245,3 @@ def owner_of(cls: type) -> str:
         return path
     named = " and ".join(f"{name} {version}" for name, version, _ in owners)
     return f"{path} of {named}" if named else path
-
-
-def _replacements() -> list[tuple[type, str, dict[str, Any]]]:
-    """(vLLM's class, op, how its forwards are bound)."""
-    rope = {
-        "grants": ("query", "key"),  # vLLM's own kernels write into the projections too
-        "adapt": _from_positions,
-        "last": _stock("rotary_embedding", _rotary_embedding),
-    }
-    norm = {"traces_own": True, "last": native_norm()}
-    return [
-        (activation.SiluAndMul, "silu_and_mul", {"last": _stock("silu_and_mul", _silu_and_mul)}),
-        (activation.GeluAndMul, "gelu_and_mul", {"last": _stock("gelu_and_mul", _gelu_and_mul)}),
-        *((cls, "rotary_embedding", rope) for cls in _ropes()),
-        (layernorm.RMSNorm, "rms_norm", norm | {"grants": ("x", "residual")}),  # as vLLM's IR does
-        (layernorm.GemmaRMSNorm, "rms_norm", norm | {"stand_in": _GemmaAsRMSNorm}),
-    ]
-
-
-def _ropes() -> list[type]:
-    """RotaryEmbedding and those of its subclasses that inherit every forward of it."""
-    ropes: list[type] = [RotaryEmbedding]
-    for cls in ropes:  # grows while it is walked: subclasses of subclasses count too
-        subclasses: list[type] = cls.__subclasses__()
-        for rope in subclasses:
-            own_forward = any(name.startswith("forward") for name in vars(rope))
-            if rope.__module__.startswith("vllm.") and not own_forward:
-                ropes.append(rope)
-    return ropes

@@ -30,7 +30,7 @@ from ...plugins.types import LayerImpl, LayerRequest
 from ...settings.policy import closest
 from ...text import quote
 from ..compat import declared_layers, vllm_version
-from .layers import Layer, layer_table, owner_of
+from .layers import layer_table, owner_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -120,16 +120,16 @@ def _refusal(impl: LayerImpl, request: LayerRequest) -> str:
     return str(verdict) if verdict else "its supports said no and gave no reason"
 
 
-def known() -> list[Layer]:
-    """The whole layers that plugins bring: by class, and by vLLM's registered name of the class.
+def known() -> dict[str, str]:
+    """The whole layers that plugins bring: by class -> vLLM's registered name of the class.
 
     A subclass has its parent's. Where vLLM has not imported the class yet, its source tells.
     """
     classes = _vllms_classes()
-    return [
-        Layer(name, getattr(classes.get(name), "name", None) or _declared().get(name, name), name)
+    return {
+        name: getattr(classes.get(name), "name", None) or _declared().get(name, name)
         for name in get_default_manager().registry.snapshot().layers
-    ]
+    }
 
 
 def names() -> frozenset[str]:
@@ -146,16 +146,17 @@ def _declared() -> dict[str, str]:
     return {layer.cls: layer.registered for layer in declared_layers(map(Path, folders))}
 
 
-def note(layer: Layer, facts: EngineFacts) -> str:
-    """What leaves this layer as it is, beside our own settings; or empty."""
-    if layer.cls in foreign():
-        return f"layer {layer.cls} is {foreign()[layer.cls]}, not vllm-fl's"
-    cls = _vllms_classes().get(layer.cls)
+def note(name: str, registered: str, facts: EngineFacts) -> str:
+    """What leaves the layer as it is, beside our own settings; or empty."""
+    owner = foreign().get(name)
+    if owner is not None:
+        return f"layer {name} is {owner}, not vllm-fl's"
+    cls = _vllms_classes().get(name)
     if cls is None or not issubclass(cls, CustomOp):
         return ""  # `custom_ops` speaks of CustomOps alone
-    if f"-{layer.registered}" in facts.custom_ops:
-        return f"custom_ops has -{layer.registered}"
-    is_off = "none" in facts.custom_ops and f"+{layer.registered}" not in facts.custom_ops
+    if f"-{registered}" in facts.custom_ops:
+        return f"custom_ops has -{registered}"
+    is_off = "none" in facts.custom_ops and f"+{registered}" not in facts.custom_ops
     return "custom_ops has none" if is_off and facts.mode == "eager" else ""
 
 

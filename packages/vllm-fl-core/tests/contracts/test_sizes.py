@@ -7,11 +7,19 @@ from typing import Any
 import pytest
 from configs import engine_config
 
-from vllm_fl.integration.sizes import model_sizes
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.contracts.binding import Binding, SizeRule
+from vllm_fl.contracts.sizes import RULES, model_sizes, typical_sizes
+
+ALL = Binding(sizes=RULES)
+
+
+def sizes_of(config: Any, *bindings: Binding) -> ModelSizes:
+    return model_sizes(config, bindings or [ALL])
 
 
 def test_an_ordinary_model() -> None:
-    sizes = model_sizes(
+    sizes = sizes_of(
         engine_config(intermediate_size=1536, rms_norm_eps=1e-5, tensor_parallel_size=2)
     )
     assert (sizes.hidden, sizes.intermediate, sizes.heads, sizes.kv_heads) == (512, 768, 4, 1)
@@ -33,7 +41,7 @@ def test_an_ordinary_model() -> None:
     ids=str,
 )
 def test_how_much_of_a_head_rotates(text: dict[str, Any], rotary: int) -> None:
-    assert model_sizes(engine_config(intermediate_size=1536, **text)).rotary == rotary
+    assert sizes_of(engine_config(intermediate_size=1536, **text)).rotary == rotary
 
 
 @pytest.mark.parametrize(
@@ -48,12 +56,32 @@ def test_how_much_of_a_head_rotates(text: dict[str, Any], rotary: int) -> None:
     ids=str,
 )
 def test_how_wide_the_mlp_is(text: dict[str, Any], intermediate: int | None) -> None:
-    assert model_sizes(engine_config(**text)).intermediate == intermediate
+    assert sizes_of(engine_config(**text)).intermediate == intermediate
 
 
 def test_what_is_not_told_is_none_and_costs_nothing_else() -> None:
-    sizes = model_sizes(
+    sizes = sizes_of(
         engine_config(head_size=NotImplementedError("no attention"), intermediate_size=1536)
     )
     assert sizes.head_size is None and sizes.rotary is None
     assert (sizes.hidden, sizes.intermediate, sizes.heads) == (512, 1536, 8)
+
+
+def test_a_binding_may_ask_sizes_of_its_own() -> None:
+    def broken(config: Any) -> float:
+        raise RuntimeError("no such thing")
+
+    own = Binding(sizes=(SizeRule("experts", lambda config: 64, 8), SizeRule("odd", broken, 3)))
+    sizes = sizes_of(engine_config(), own)
+    assert dict(sizes.more) == {"experts": 64, "odd": None}
+    assert "odd" in sizes.unknown and "experts" not in sizes.unknown
+    assert dict(typical_sizes([own]).more) == {"experts": 8, "odd": 3}
+
+
+def test_of_two_rules_with_one_name_the_first_is_asked() -> None:
+    first, second = (Binding(sizes=(SizeRule("experts", lambda c, n=n: n, n),)) for n in (1, 2))
+    assert sizes_of(engine_config(), first, second).more["experts"] == 1
+
+
+def test_the_typical_sizes_are_complete() -> None:
+    assert typical_sizes().unknown == ()

@@ -1,0 +1,28 @@
+"""Where vLLM runs `gelu_and_mul`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...contracts.binding import Binding, LayerPlace
+from ...contracts.sizes import INTERMEDIATE
+from ._phrases import HW_AGNOSTIC, MOE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+
+def _native(x: Tensor, approximate: str = "none") -> Tensor:
+    from torch.nn.functional import gelu
+
+    half = x.shape[-1] // 2
+    return gelu(x[..., :half], approximate=approximate) * x[..., half:]
+
+
+BINDING = Binding(
+    places=(LayerPlace("vllm.model_executor.layers.activation.GeluAndMul", _native),),
+    sizes=(INTERMEDIATE,),
+    not_reached=(MOE, HW_AGNOSTIC),
+)

@@ -1,0 +1,151 @@
+"""What a process starts with: how often plugins are asked, and what happens if they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_fl.dispatch import startup
+from vllm_fl.dispatch.startup import Startup, detect_platform, known_platforms, start
+from vllm_fl.errors import PluginError, SettingsError
+from vllm_fl.plugins.hookspecs import hookimpl
+from vllm_fl.plugins.loading import Found
+from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.types import DeviceProfile, PolicyDefaults
+
+
+class Acme:
+    """A plugin that brings a device; it counts how often it is asked for it."""
+
+    def __init__(self, policy: Path | None = None) -> None:
+        self.asked = self.detected = 0
+        self.file = policy
+
+    @hookimpl
+    def device(self) -> DeviceProfile:
+        self.asked += 1
+        return DeviceProfile("acme", "acme.Platform", "acme.Worker", detect=self.detect)
+
+    def detect(self) -> bool:
+        self.detected += 1
+        return True
+
+    @hookimpl
+    def policy(self, platform: str) -> PolicyDefaults | None:
+        return PolicyDefaults(self.file) if self.file and platform == "acme" else None
+
+
+class Broken:
+    """A plugin whose device hook raises."""
+
+    @hookimpl
+    def device(self) -> DeviceProfile:
+        raise OSError("no driver")
+
+
+Begin = Callable[..., Startup]
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
+    """`begin(env, plugin, …)`: a start at which these plugins are installed."""
+
+    def begin(env: dict[str, str], *plugins: object, **arguments: object) -> Startup:
+        found = [
+            Found(
+                Owner(type(each).__name__.lower(), "fl-test", "1.0"), "test", lambda each=each: each
+            )
+            for each in plugins
+        ]
+        monkeypatch.setattr(startup.plugin_loader, "discover", lambda modules: found)
+        return start(OpRegistry(), env, **arguments)  # type: ignore[arg-type]
+
+    return begin
+
+
+WRONG = {"VLLM_FL_PREFER": "no such kind"}
+
+
+@pytest.mark.parametrize(
+    ("env", "platform", "asked", "detected", "expected"),
+    [
+        ({}, None, 1, 1, "acme"),
+        (WRONG, None, 1, 1, "acme"),
+        ({}, "cuda", 0, 0, "cuda"),  # the caller knows
+        (WRONG, "cuda", 0, 0, "cuda"),
+        ({"VLLM_FL_PLATFORM": "cpu"}, None, 0, 0, "cpu"),
+        ({"VLLM_FL_PLATFORM": "npu"}, None, 0, 0, "ascend"),
+        ({"VLLM_FL_PLATFORM": "cpu"}, "cuda", 0, 0, "cpu"),
+        ({"VLLM_FL_PLATFORM": "cpu", **WRONG}, None, 0, 0, "cpu"),
+        ({"VLLM_FL_PLATFORM": "acme"}, None, 1, 0, "acme"),  # is there such a platform?
+        ({"VLLM_FL_PLATFORM": "acme", **WRONG}, None, 1, 0, "acme"),
+    ],
+)
+def test_a_start_asks_for_devices_once_at_most_and_only_where_it_must(
+    begin: Begin,
+    env: dict[str, str],
+    platform: str | None,
+    asked: int,
+    detected: int,
+    expected: str,
+) -> None:
+    plugin = Acme()
+    made = begin(env, plugin, platform=platform, defer_errors=True)
+    assert (plugin.asked, plugin.detected) == (asked, detected)
+    assert made.settings.platform == expected
+    assert (made.problem is not None) == ("VLLM_FL_PREFER" in env)
+    assert made.settings.warnings == () or made.problem is not None
+
+
+def test_a_forced_platform_that_has_a_file_is_known_without_its_device(
+    begin: Begin, tmp_path: Path
+) -> None:
+    path = tmp_path / "acme.yaml"
+    path.write_text("strict: true\n")
+    plugin = Acme(path)
+    made = begin({"VLLM_FL_PLATFORM": "acme"}, plugin)
+    assert made.settings.strict and made.settings.warnings == ()
+    assert plugin.asked == 0
+
+
+def test_a_forced_platform_that_nobody_brings_is_warned_of(begin: Begin) -> None:
+    made = begin({"VLLM_FL_PLATFORM": "acmee"}, Acme())
+    (warning,) = made.settings.warnings
+    assert "VLLM_FL_PLATFORM=acmee" in warning and "'acme'" in warning
+
+
+@pytest.mark.parametrize("env", [{}, {"VLLM_FL_PLATFORM": "acme"}, WRONG])
+def test_a_device_hook_that_fails_is_reported_once_and_costs_itself_only(
+    begin: Begin, env: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = begin(env, Broken(), Acme(), defer_errors=True)
+    assert made.settings.platform == "acme"
+    (record,) = [each for each in caplog.records if "device hook" in each.getMessage()]
+    assert record.levelname == "ERROR"
+    assert "Plugin 'broken' of fl-test 1.0: its device hook failed: OSError: no driver" in (
+        record.getMessage()
+    )
+
+
+@pytest.mark.parametrize("env", [{}, {"VLLM_FL_PLATFORM": "acme"}])
+def test_a_device_hook_that_fails_ends_a_strict_start(begin: Begin, env: dict[str, str]) -> None:
+    with pytest.raises(PluginError, match="VLLM_FL_STRICT_PLUGINS=1 makes this an error") as caught:
+        begin({**env, "VLLM_FL_STRICT_PLUGINS": "1"}, Broken(), Acme())
+    assert (caught.value.plugin, caught.value.distribution) == ("broken", "fl-test 1.0")
+    # Where nobody asks it, it has not failed.
+    begin({"VLLM_FL_STRICT_PLUGINS": "1"}, Broken(), platform="cpu")
+
+
+def test_asking_alone_reports_too(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    plugins = begin({}, Broken(), Acme(), platform="cpu").plugins
+    for ask, expected in ((detect_platform, "acme"), (known_platforms, "acme")):
+        caplog.clear()
+        assert expected in ask(plugins)
+        assert "its device hook failed: OSError: no driver" in caplog.text
+
+
+def test_a_wrong_platform_is_an_error_in_any_start(begin: Begin) -> None:
+    with pytest.raises(SettingsError, match="VLLM_FL_PLATFORM"):
+        begin({"VLLM_FL_PLATFORM": "a b"}, Acme(), defer_errors=True)
