@@ -169,8 +169,8 @@ def _built_layers(worker: PlannedWorker, plan: Plan) -> dict[str, int]:
         log.info("Layer %s: '%s' serves in %d places", name, impl_id, served.ours)
         if served.wrapped:
             log.warning(
-                "Layer %s: LoRA wraps %d of them and calls their quantisation method, not the "
-                "forward of '%s'",
+                "Layer %s: LoRA wraps %d of them, and may call their quantisation method in place "
+                "of the forward of '%s'",
                 name,
                 served.wrapped,
                 impl_id,

@@ -204,8 +204,8 @@ class LayerRequest:
         quantization: the name of the model's quantisation method, as vLLM has it; None without.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as vLLM was told.
         expert_parallel_size: over how many ranks the experts are spread; 1 without.
-        lora: whether LoRA adapters may be loaded. vLLM's wrappers for them call the layer's
-            quantisation method, not its forward.
+        lora: whether LoRA adapters may be loaded. Some of vLLM's wrappers for them call the layer's
+            quantisation method in place of its forward.
         compiled: whether the model is compiled.
     """
 
