@@ -253,7 +253,7 @@ class LayerImpl:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(f"{who}: {name} must be callable, got {value!r}")
-        if self.impl_id == "" and self.kind is BackendImplKind.VENDOR and self.vendor:
+        if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
             object.__setattr__(self, "impl_id", f"vendor.{self.vendor}")
         _check_identity(who, self)
 

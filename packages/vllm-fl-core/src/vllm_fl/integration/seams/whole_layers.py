@@ -321,6 +321,7 @@ def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
         if base.__name__ == impl.layer
         and base.__module__.startswith("vllm.")
         and issubclass(base, (CustomOp, PluggableLayer))
+        and base not in (CustomOp, PluggableLayer)
     )
     base = next(is_base, None)
     if base is None:
