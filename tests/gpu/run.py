@@ -1,6 +1,6 @@
 """Everything that only a GPU can show, as a plain script: a line per case, and JSON under $OUT.
 
-    python tests/gpu/run.py [contracts] [engines] [attention]
+    python tests/gpu/run.py [contracts] [engines] [attention] [experts]
 
 Exits with 1 when a case failed, and with 0 and the reason where there is no NVIDIA GPU.
 """
@@ -23,11 +23,13 @@ sys.path[:0] = [str(ROOT / "tools"), str(Path(__file__).parent)]
 import cases_attention  # noqa: E402 (beside this file)
 import cases_contracts  # noqa: E402
 import cases_engines  # noqa: E402
+import cases_experts  # noqa: E402
 
 PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "contracts": cases_contracts.cases,
     "engines": cases_engines.cases,
     "attention": cases_attention.cases,
+    "experts": cases_experts.cases,
 }
 
 

@@ -48,7 +48,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .contracts import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+    from .contracts import (
+        BadInput,
+        Exact,
+        ModelSizes,
+        OpSpec,
+        QuantisedPair,
+        Routing,
+        Sample,
+        Tolerance,
+        Variant,
+        Within,
+    )
     from .contracts.binding import (
         AttentionPlace,
         Binding,
@@ -59,6 +70,7 @@ if TYPE_CHECKING:
         SizeRule,
     )
     from .contracts.rotary_embedding import joint_cos_sin
+    from .contracts.sampling import Source
     from .errors import PluginError, SettingsError, VllmFLError
     from .logs import get_logger
     from .plugins.finding import Finding
@@ -90,6 +102,7 @@ _HOMES = {
     "Binding": ".contracts.binding",
     "Contract": ".contracts.binding",
     "DeviceProfile": ".plugins.types",
+    "Exact": ".contracts",
     "Finding": ".plugins.finding",
     "HOOK_API": ".plugins.hookspecs",
     "IrPlace": ".contracts.binding",
@@ -102,13 +115,17 @@ _HOMES = {
     "OpSpec": ".contracts",
     "PluginError": ".errors",
     "PolicyDefaults": ".plugins.types",
+    "QuantisedPair": ".contracts",
+    "Routing": ".contracts",
     "Sample": ".contracts",
     "SettingSpec": ".plugins.types",
     "SettingsError": ".errors",
     "SizeRule": ".contracts.binding",
+    "Source": ".contracts.sampling",
     "Tolerance": ".contracts",
     "Variant": ".contracts",
     "VllmFLError": ".errors",
+    "Within": ".contracts",
     "WorkerContext": ".plugins.types",
     "WorkerReport": ".plugins.types",
     "get_logger": ".logs",
@@ -128,6 +145,7 @@ __all__ = [
     "Binding",
     "Contract",
     "DeviceProfile",
+    "Exact",
     "Finding",
     "IrPlace",
     "LayerImpl",
@@ -139,13 +157,17 @@ __all__ = [
     "OperatorPlace",
     "PluginError",
     "PolicyDefaults",
+    "QuantisedPair",
+    "Routing",
     "Sample",
     "SettingSpec",
     "SettingsError",
     "SizeRule",
+    "Source",
     "Tolerance",
     "Variant",
     "VllmFLError",
+    "Within",
     "WorkerContext",
     "WorkerReport",
     "get_logger",

@@ -1,13 +1,24 @@
-"""Variants: their schemas as torch reads them, and which of them a call takes."""
+"""Variants: their schemas as torch reads them, and which of them a call takes. Dtypes, outputs."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 
-from vllm_fl.contracts import OpSpec, Variant, contracts
+from vllm_fl.contracts import (
+    Exact,
+    OpSpec,
+    QuantisedPair,
+    Routing,
+    Tolerance,
+    Variant,
+    Within,
+    contracts,
+)
+from vllm_fl.contracts.outputs import Output
 
 VARIANTS = [(spec, variant) for spec in contracts().values() for variant in spec.variants]
 
@@ -80,3 +91,89 @@ def test_variant_for_is_not_misled_by_a_prefix() -> None:
     assert changed.variant_for({"query": 1, "query_x": None}).name == ""
     with pytest.raises(ValueError, match="no variant fits"):
         changed.variant_for({"query": None, "query_x": None})
+
+
+# Dtypes and outputs.
+
+SILU = contracts()["silu_and_mul"]
+TIGHT = {"float32": Tolerance(1e-6, 0.0, "one rounding")}
+
+
+def test_dtypes_are_those_of_the_tolerances_where_nothing_else_is_said() -> None:
+    assert SILU.dtypes == ("float32", "float16", "bfloat16")
+    halves = replace(SILU, dtypes=("float16",))
+    assert halves.dtypes == ("float16",)
+    assert halves.tolerance(torch.float32) is SILU.tolerances["float32"]
+
+
+def test_an_output_has_the_contracts_tolerances_or_its_own() -> None:
+    spec = replace(SILU, outputs=(Within(TIGHT), Within()), variants=())
+    assert spec.tolerance(torch.float32, spec.outputs[0]) is TIGHT["float32"]
+    assert spec.tolerance(torch.float32, spec.outputs[1]) is SILU.tolerances["float32"]
+    with pytest.raises(KeyError, match="no tolerance for results of float16, only of float32"):
+        spec.tolerance(torch.float16, spec.outputs[0])
+
+
+def test_ids_need_no_tolerance() -> None:
+    spec = replace(SILU, tolerances={}, dtypes=("int64",), outputs=(Exact(),))
+    assert spec.dtypes == ("int64",)
+
+
+@pytest.mark.parametrize("output", [Within(), QuantisedPair(), Routing(lambda x: x, 0.0)])
+def test_whatever_has_room_needs_a_tolerance(output: Output) -> None:
+    options = {"dtypes": ("float32",), "outputs": (output,), "variants": ()}
+    with pytest.raises(ValueError, match=r"OpSpec\(silu_and_mul\): output 0, .* has no tolerances"):
+        replace(SILU, tolerances={}, **options)
+    replace(SILU, tolerances=TIGHT, **options)
+
+
+def test_dtypes_are_asked_for_by_name() -> None:
+    with pytest.raises(ValueError, match=r"OpSpec\(silu_and_mul\): name the dtypes"):
+        replace(SILU, tolerances={}, dtypes=(), outputs=(Exact(),))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "results", "fits"),
+    [
+        ((), 3, True),
+        ((Within(), Within()), 2, True),
+        ((Within(), Within()), 1, True),  # the second is missing in this variant
+        ((Within(), Within()), 3, False),
+        ((QuantisedPair(),), 2, True),
+        ((QuantisedPair(),), 1, False),
+        ((QuantisedPair(), Within()), 2, True),
+        ((QuantisedPair(), Within()), 3, True),
+        ((Within(), QuantisedPair()), 2, False),
+    ],
+)
+def test_a_variants_results_end_with_an_output(
+    outputs: tuple[Output, ...], results: int, fits: bool
+) -> None:
+    variant = Variant("", f"(Tensor x) -> ({', '.join(['Tensor'] * results)})")
+    if fits:
+        spec = replace(SILU, outputs=outputs, variants=(variant,))
+        assert sum(output.results for output in spec.outputs_of(results)) == results
+    else:
+        with pytest.raises(ValueError, match=f"a call with {results} results does not fit outputs"):
+            replace(SILU, outputs=outputs, variants=(variant,))
+
+
+def test_parameters_are_passed_by_position_and_by_name() -> None:
+    def keyword(x: object, *, y: object = None) -> None: ...
+    def position(x: object, /) -> None: ...
+    def many(*xs: object) -> None: ...
+
+    for oracle in (keyword, position, many):
+        with pytest.raises(ValueError, match="must be passed by position and by name"):
+            replace(SILU, oracle=oracle)
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, float("nan"), float("inf")])
+def test_numbers_of_outputs(number: float) -> None:
+    with pytest.raises(ValueError, match="steps must be finite and positive"):
+        QuantisedPair(steps=number)
+    if number:
+        with pytest.raises(ValueError, match="margin must be finite, not negative"):
+            Routing(lambda x: x, margin=number)
+    with pytest.raises(TypeError, match="scores must be callable"):
+        Routing("scores", margin=0.0)  # type: ignore[arg-type]

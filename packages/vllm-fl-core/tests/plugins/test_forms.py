@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from builders import managing
+from sample_ops import sample_contracts
+from torch import Tensor
 
-from vllm_fl.contracts import contracts
+from vllm_fl.contracts import OpSpec, contracts
 from vllm_fl.dispatch import BackendImplKind, OpImpl, OpRegistry
-from vllm_fl.dispatch.guard import Chain, call_guard
+from vllm_fl.dispatch.guard import Chain, call_guard, method_guard
 from vllm_fl.engine.opaque import opaque_op
+from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.verification import compare_all
 from vllm_fl.errors import AllFailedError, PluginError
-from vllm_fl.plugins.forms import states_support
+from vllm_fl.plugins.forms import fitted, states_support
 from vllm_fl.testing.checks import call_op, declaration, determinism, refusals
-from vllm_fl.testing.subject import Subject
+from vllm_fl.testing.compiling import opcheck, tracing
+from vllm_fl.testing.subject import Refused, Subject
 
 CPU = torch.device("cpu")
 
@@ -301,3 +310,277 @@ def test_the_guard_of_a_whole_implementation_has_nothing_more() -> None:
     chain = manager._chain("rms_norm", without_layer=True)
     assert chain.impls[0].fn is rms_norm_whole and chain.impls[0].supports is None
     assert call_guard(chain)(1, None, None, 1e-6) == 1
+
+
+# A contract that has gained parameters of every kind, from both sides.
+
+
+@pytest.fixture
+def grown() -> Iterator[OpSpec]:
+    with sample_contracts():
+        yield contracts()["grown"]
+
+
+def of_first(x: Tensor, shift: float) -> Tensor:
+    return x + shift
+
+
+def with_mode(x: Tensor, shift: float, mode: str = "none") -> Tensor:
+    return -(x + shift) if mode == "negate" else x + shift
+
+
+def by_name(x: Tensor, shift: float, *, mode: str = "none", flip: bool = False) -> Tensor:
+    out = with_mode(x, shift, mode)
+    return out.flip(-1) if flip else out
+
+
+def all_by_name(
+    x: Tensor,
+    shift: float,
+    *,
+    mode: str = "none",
+    flip: bool = False,
+    factor: float = 0.1,
+    bias: Tensor | None = None,
+) -> Tensor:
+    out = by_name(x, shift, mode=mode, flip=flip) * factor * 10
+    return out if bias is None else out + bias
+
+
+def newer(
+    x: Tensor,
+    shift: float,
+    mode: str = "none",
+    flip: bool = False,
+    factor: float = 0.1,
+    bias: Tensor | None = None,
+    power: int = 1,
+    *,
+    offsets: Tensor | None = None,
+    how: str = "fast",
+) -> Tensor:
+    assert (power, offsets, how) == (1, None, "fast")
+    return all_by_name(x, shift, mode=mode, flip=flip, factor=factor, bias=bias)
+
+
+LACKS = [
+    (of_first, ["mode", "flip", "factor", "bias"]),
+    (with_mode, ["flip", "factor", "bias"]),
+    (by_name, ["factor", "bias"]),
+    (all_by_name, []),
+    (newer, []),
+]
+per_form = pytest.mark.parametrize(("fn", "lacks"), LACKS, ids=lambda v: getattr(v, "__name__", ""))
+REST = {
+    "mode": ("negate", False, 0.1, None),
+    "flip": ("none", True, 0.1, None),
+    "factor": ("none", False, 0.5, None),
+    "bias": ("none", False, 0.1, torch.ones(8)),
+}
+X = torch.arange(16.0).view(2, 8)
+
+
+def answers(call: Callable[..., Any], spec: OpSpec, lacks: list[str]) -> None:
+    """`call` gives what the oracle does, and refuses, by name, only what it lacks."""
+    for given in ((), ("none",), ("none", False, float("0.1"), None)):  # equal, another object
+        torch.testing.assert_close(call(X, 1.0, *given).double(), spec.oracle(X, 1.0))
+    for name, rest in REST.items():
+        if name in lacks:
+            with pytest.raises(AllFailedError) as caught:
+                call(X, 1.0, *rest)
+            assert [(i, str(cause)) for i, cause in caught.value.causes] == [
+                ("vendor.acme", f"takes no {name}")
+            ]
+        else:
+            want = spec.oracle(X, 1.0, *rest)
+            torch.testing.assert_close(call(X, 1.0, *rest).double(), want)
+
+
+@per_form
+def test_every_kind_of_trailing_parameter(fn: Any, lacks: list[str], grown: OpSpec) -> None:
+    manager = managing(of("grown", fn))
+    answers(manager.resolve("grown"), grown, lacks)
+    if "flip" not in lacks:
+        manager.call("grown", X, shift=1.0, flip=True)
+    assert manager.demotions == {}
+
+
+@per_form
+def test_every_kind_is_asked_for_too(fn: Any, lacks: list[str], grown: OpSpec) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def supports(*args: Any, **keywords: Any) -> bool:
+        asked.append((*args, *keywords.values()))
+        return True
+
+    supports.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
+    for theirs in (supports, of_first, newer):
+        impl = held(of("grown", all_by_name, supports=theirs))
+        assert impl.supports is not None
+        verdict = impl.supports(X, 1.0, *REST["bias"])
+        if theirs is supports:
+            assert verdict == (f"takes no {'bias'}" if "bias" in lacks else True)
+            assert impl.supports(X, 1.0, *REST["factor"]) == (
+                "takes no factor" if "factor" in lacks else True
+            )
+            assert impl.supports(X, 1.0) is True
+        elif theirs is of_first:
+            assert verdict == "takes no bias"
+    assert len(asked) >= 1
+
+
+@per_form
+@pytest.mark.parametrize("traceable", [False, True])
+def test_every_kind_inside_an_operator_of_torch(
+    fn: Any, lacks: list[str], traceable: bool, grown: OpSpec
+) -> None:
+    impl = held(of("grown", fn, fn.__name__, traceable=traceable))
+    impl = dataclasses.replace(impl, impl_id="vendor.acme", vendor="acme")
+    record = managing(impl)._chain("grown", without_layer=True).record
+    chain = Chain("grown", (impl,), grown, False, record)
+    router = opaque_op(chain, lambda bound, op, impl_id: bound).fn
+
+    def call(x: Any, shift: Any, *rest: Any) -> Any:
+        return router(x, shift, *rest, *("none", False, 0.1, None)[len(rest) :])
+
+    answers(call, grown, lacks)
+
+
+@per_form
+@pytest.mark.parametrize("traceable", [False, True])
+def test_every_kind_in_a_compiled_plan(
+    fn: Any, lacks: list[str], traceable: bool, grown: OpSpec
+) -> None:
+    manager = managing(of("grown", fn, traceable=traceable))
+    plan = Plan("compiled", {"grown": PlanEntry("grown", manager.trace("grown"))}, strict=True)
+    bound = plan.as_compiled("grown")
+    compiled = torch.compile(bound, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(X, 1.0).double(), grown.oracle(X, 1.0))
+    for name, rest in REST.items():
+        if name in lacks:
+            with pytest.raises(Exception, match=f"takes no {name}"):
+                compiled(X, 1.0, *rest)
+        else:
+            got = compiled(X, 1.0, *rest).double()
+            torch.testing.assert_close(got, grown.oracle(X, 1.0, *rest))
+
+
+@per_form
+def test_the_kit_and_the_start_take_every_form(fn: Any, lacks: list[str], grown: OpSpec) -> None:
+    impl = held(of("grown", fn))
+    assert find_faults([impl], torch.float32, CPU, None, seed=1).faults == {}
+    results = list(compare_all(impl, grown, [torch.float32], CPU))
+    assert {r.sample: r.reason for r in results if r.status != "ok"} == {
+        name if name != "mode" else "negate": f"takes no {name}" for name in lacks
+    }
+    for check in (refusals, call_op, determinism, declaration, tracing, opcheck):
+        with suppress(Refused):
+            check(Subject(impl, CPU), "float32", "")
+
+
+def test_a_tensor_is_another_value_than_any_default(grown: OpSpec) -> None:
+    alone = managing(of("grown", of_first))
+    for tensor in (torch.ones(3), torch.tensor(False), torch.ones(0)):
+        with pytest.raises(AllFailedError, match="takes no flip"):
+            alone.call("grown", X, 1.0, "none", tensor)
+
+
+def test_the_flag_of_the_older_form_may_stand_anywhere_behind(grown: OpSpec) -> None:
+    def before_newer(
+        x: Any, shift: Any, mode: Any = "none", inplace: Any = True, flip: Any = False
+    ) -> Any:
+        assert inplace is False
+        return by_name(x, shift, mode=mode, flip=flip)
+
+    answers(managing(of("grown", before_newer)).resolve("grown"), grown, ["factor", "bias"])
+
+    def beyond(
+        x: Any, shift: Any, mode: Any = "none", flip: Any = False, factor: Any = 0.1,
+        bias: Any = None, inplace: Any = True, power: Any = 1,
+    ) -> Any:  # fmt: skip
+        assert inplace is False and power == 1
+        return all_by_name(x, shift, mode=mode, flip=flip, factor=factor, bias=bias)
+
+    answers(managing(of("grown", beyond)).resolve("grown"), grown, [])
+
+
+def test_a_contract_may_have_a_parameter_of_that_name(grown: OpSpec) -> None:
+    def op(x: Any, inplace: bool = False) -> Any: ...
+
+    def knows(x: Any, inplace: bool = False) -> Any:
+        return inplace
+
+    spec = dataclasses.replace(grown, oracle=op)
+    impl = of("op", knows)
+    assert fitted(impl, spec) is impl
+    assert fitted(of("op", lambda x: x), spec).supports(1, True) == "takes no inplace"  # type: ignore[misc]
+
+
+def test_what_a_newer_contract_lets_be_overwritten_is_never_given(grown: OpSpec) -> None:
+    impl = held(of("grown", newer, consumes={"offsets"}))
+    assert impl.consumes == frozenset()
+    with pytest.raises(PluginError, match="consumes names shift"):
+        held(of("grown", newer, consumes={"shift"}))
+
+
+def test_forms_that_take_the_layer(grown: OpSpec) -> None:
+    def older(self: Any, x: Any, shift: Any, *, mode: str = "none") -> Any:
+        return with_mode(x, shift, mode)
+
+    def newest(
+        obj: Any, x: Any, shift: Any, mode: Any = "none", flip: Any = False, factor: Any = 0.1,
+        bias: Any = None, *, power: int = 1,
+    ) -> Any:  # fmt: skip
+        assert power == 1
+        return all_by_name(x, shift, mode=mode, flip=flip, factor=factor, bias=bias)
+
+    for fn, lacks in ((older, ["flip", "factor", "bias"]), (newest, [])):
+        manager = managing(of("grown", fn))
+        call = partial(manager.call_as_method, "grown", object())
+        answers(call, grown, lacks)
+
+
+def test_what_a_layer_provides_is_the_contracts_to_judge(grown: OpSpec) -> None:
+    def plain(x: Any, shift: Any, mode: Any, flip: Any, factor: Any, bias: Any) -> Any:
+        return "takes no bias" if bias is not None else True
+
+    provided = {"bias": lambda layer: layer.bias}
+    spec = dataclasses.replace(grown, from_layer=provided, plain=plain)
+
+    def older(self: Any, x: Any, shift: Any, *, mode: str = "none") -> Any:
+        return with_mode(x, shift, mode)
+
+    impl = fitted(of("grown", older), spec)
+    layer = SimpleNamespace(bias=None)
+    record = managing(impl)._chain("grown", without_layer=False).record
+    bound = method_guard(Chain("grown", (impl,), spec, False, record))
+    torch.testing.assert_close(bound(layer, X, 1.0), X + 1)
+    for rest, said in (
+        (("none", True), "takes no flip"),
+        (("none", False, 0.5), "takes no factor"),
+    ):
+        with pytest.raises(AllFailedError, match=said):
+            bound(layer, X, 1.0, *rest)
+    layer.bias = torch.ones(8)
+    with pytest.raises(AllFailedError, match="takes no bias"):
+        bound(layer, X, 1.0)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, shift, flip=False, mode="none": x,
+        lambda x, shift, *, flip=False, mode="none": x,
+        lambda x, shift, mode="negate": x,
+        lambda x, shift, **keywords: x,
+        lambda x, shift, *args: x,
+        lambda x, shift, mode="none", *, flip: x,
+        lambda x, shift=1.0: x,
+        lambda x: x,
+    ],
+)
+def test_other_forms_are_still_refused(fn: Any, grown: OpSpec) -> None:
+    with pytest.raises(PluginError, match="but the contract has"):
+        held(of("grown", fn))
+    with pytest.raises(PluginError, match="its supports takes"):
+        held(of("grown", newer, supports=fn))

@@ -915,3 +915,123 @@ def test_an_id_that_two_bring_for_one_layer_is_loaded_from_neither(write: Write)
     plugins = load(registry, [write(LAYERS, "one"), write(LAYERS, "two")])
     assert all("claims it too" in str(plugin.error) for plugin in plugins)
     assert registry.snapshot().layers == ()
+
+
+DOUBLE = """
+from vllm_fl import Binding, Contract, LayerPlace, OpSpec, Sample, Tolerance, Variant
+
+def double(x):
+    "2 * x."
+    return 2 * x.double()
+
+def spec(oracle=double):
+    return OpSpec(
+        oracle=oracle,
+        variants=(Variant("", "(Tensor x) -> Tensor"),),
+        fake=lambda x: x.new_empty(x.shape),
+        check=lambda x: None,
+        samples=lambda dtype, device: [],
+        served=lambda sizes, dtype, device, large=False: [],
+        by_token=frozenset({"x"}),
+        bad_inputs=lambda dtype, device: [],
+        tolerances={"float32": Tolerance(1e-6, 1e-6, "one rounding")},
+    )
+
+@hookimpl
+def contracts():
+    return [Contract(spec())]
+"""
+
+
+def test_an_op_that_a_plugin_brings(write: Write) -> None:
+    plugin, registry = one(
+        write(
+            DOUBLE
+            + """
+@hookimpl
+def register_ops():
+    return [OpImpl("double", "vendor.acme", BackendImplKind.VENDOR, lambda x: x + x, "acme")]
+"""
+        )
+    )
+    snapshot = registry.snapshot()
+    assert (plugin.status, plugin.error) == ("ok", None)
+    assert "double" in snapshot.contracts and snapshot.authors == {"double": plugin.owner}
+    assert snapshot.bindings["double"].places == ()
+    manager = OpManager(registry, SelectionPolicy())
+    assert manager.call("double", torch.ones(2)).eq(2).all()
+    registry.remove(plugin.owner)
+    assert "double" not in registry.snapshot().contracts and not registry.snapshot().bindings
+
+
+def test_another_plugins_implementation_of_it_is_held_to_its_contract(write: Write) -> None:
+    other = """
+@hookimpl
+def register_ops():
+    return [OpImpl("double", "vendor.other", BackendImplKind.VENDOR, lambda y: y, "other")]
+"""
+    registry = OpRegistry()  # the one that is loaded first uses what the later one brings
+    early, late = load(registry, [write(other, "aaa"), write(DOUBLE, "zzz")])
+    assert late.status == "ok" and early.status == "failed"
+    assert "takes (y), but the contract has (x)" in str(early.error)
+
+
+def test_an_op_that_two_bring_is_loaded_from_neither_and_names_both(write: Write) -> None:
+    registry = OpRegistry()
+    plugins = load(registry, [write(DOUBLE + SOUND, "one"), write(DOUBLE, "two")])
+    assert "double" not in registry.snapshot().contracts
+    assert [plugin.status for plugin in plugins] == ["partial", "failed"]
+    for plugin, other in zip(
+        plugins, ("fl-two 1.0 (/site/two)", "fl-one 1.0 (/site/one)"), strict=True
+    ):
+        assert f"the contract of op 'double': {other} brings one of this name too" in str(
+            plugin.error
+        )
+    assert registry.get_implementation("silu_and_mul", "vendor.acme") is not None
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "attention_backend"])
+def test_an_op_of_cores_is_nobody_elses(write: Write, name: str) -> None:
+    source = DOUBLE.replace("def double(x)", f"def {name}(x)").replace("=double", f"={name}")
+    plugin, registry = one(write(source))
+    assert plugin.status == "failed"
+    assert f"the contract of op '{name}': vllm-fl-core has this op" in str(plugin.error)
+    assert registry.snapshot().authors == {}
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("spec()", "expected an iterable of Contract"),
+        ("'double'", "expected an iterable of Contract"),
+        ("7", "returned int"),
+        ("[spec()]", "expected Contract"),
+        ("[Contract('double')]", "expected an OpSpec"),
+        ("[Contract(spec(lambda x: x))]", "expected lower-case letters"),
+        ("[Contract(spec(), binding=7)]", "expected a module's path"),
+        ("[Contract(spec(), binding='no_such.module')]", "No module named 'no_such'"),
+        ("[Contract(spec(), binding='json')]", "has None for its BINDING; expected a Binding"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("(exec('raise SystemExit(3)') or c for c in [1])", "SystemExit: 3"),
+    ],
+)
+def test_a_contract_that_makes_no_sense_costs_its_plugin_only(
+    write: Write, returned: str, words: str
+) -> None:
+    found = write(DOUBLE.replace("[Contract(spec())]", returned) + SOUND)
+    registry = OpRegistry()
+    broken, sound = load(registry, [found, write(SOUND.replace("acme", "other"), "other")])
+    assert (broken.status, sound.status) == ("failed", "ok")
+    assert words in str(broken.error) and "fl-acme 1.0" in str(broken.error)
+    assert registry.snapshot().authors == {}
+
+
+def test_what_fails_to_register_leaves_no_contract(write: Write) -> None:
+    wrong = """
+@hookimpl
+def register_ops():
+    return [OpImpl("double", "vendor.acme", BackendImplKind.VENDOR, lambda a, b: a, "acme")]
+"""
+    plugin, registry = one(write(DOUBLE + wrong))
+    assert plugin.status == "failed" and plugin.contracts == ()
+    assert registry.snapshot().bindings == registry.snapshot().authors == {}

@@ -218,15 +218,10 @@ def replaces_torchs_function() -> Any:
     "trusted not to",
 )
 def replaces_the_comparison() -> Any:
-    from vllm_fl import contracts
-
-    class Content(float):
-        """Larger than every error."""
+    from vllm_fl.engine import preflight, verification
 
     def silu_and_mul(x: Tensor) -> Tensor:
-        spec = contracts.contracts()[SILU]
-        tolerant = type(next(iter(spec.tolerances.values())))(1e9, 1e9, "why not")
-        object.__setattr__(spec, "tolerances", dict.fromkeys(spec.tolerances, tolerant))
+        preflight.worst = verification.worst = lambda got, wanted: (0.0, "")
         out = right.silu_and_mul(x)
         return out.masked_fill(out.isfinite(), 0)
 

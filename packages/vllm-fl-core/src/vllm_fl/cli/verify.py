@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -55,7 +55,6 @@ GIVEN_UP = 2
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
 
-DTYPES = ("float32", "float16", "bfloat16")
 STATES = ("ok", "refused", "wrong", "raised")
 HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "µs", "s")
 
@@ -63,7 +62,7 @@ HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "µs", "s")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to run, where, and where the report goes."""
     parser.add_argument("--device", help="as torch names it; default: cuda or npu, else cpu")
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated")
+    parser.add_argument("--dtype", action="append", metavar="DTYPE", help="may be repeated")
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
     parser.add_argument("--impl", action="append", metavar="ID", help="may be repeated")
     parser.add_argument(
@@ -102,10 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
         manager = get_default_manager()
         manager.ensure_initialized(defer_errors=True)  # everything is run, whatever the policy says
         runnable, not_run = _choose(manager, arguments.op, arguments.impl)
+        _check_dtypes(arguments.dtype, manager.registry.snapshot().contracts.values())
         device = _device(arguments.device)
         facts = device_facts(device)  # asked before anything runs: a broken device tells nothing
         timed = not (arguments.emulated or arguments.no_times)
-        work = _Work(manager, runnable, arguments.dtype or DTYPES, device, timed)
+        work = _Work(manager, runnable, arguments.dtype, device, timed)
         found = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "environment": {
@@ -193,6 +193,13 @@ def _check_known(what: str, asked: Sequence[str] | None, known: set[str]) -> Non
             )
 
 
+def _check_dtypes(asked: Sequence[str] | None, specs: Iterable[OpSpec]) -> None:
+    known = list(dict.fromkeys(dtype for spec in specs for dtype in spec.dtypes))
+    for name in asked or ():
+        if name not in known:
+            raise UsageError(f"--dtype {name}: no contract has it. Known: {', '.join(known)}.")
+
+
 def _identity(manager: OpManager, impl: Impl) -> dict[str, Any]:
     owner = manager.registry.snapshot().owners[impl.op_name, impl.impl_id]
     return {
@@ -231,7 +238,7 @@ class _Work:
 
     Args:
         manager: knows whose the implementations are.
-        impls, dtypes, device: what is run, and where.
+        impls, dtypes, device: what is run, and where; None for every dtype of a contract.
         timed: whether calls are measured.
     """
 
@@ -239,7 +246,7 @@ class _Work:
         self,
         manager: OpManager,
         impls: Sequence[OpImpl],
-        dtypes: Sequence[str],
+        dtypes: Sequence[str] | None,
         device: torch.device,
         timed: bool,
     ) -> None:
@@ -250,8 +257,8 @@ class _Work:
         self.units = [
             (impl, dtype)
             for impl in impls
-            for dtype in dict.fromkeys(dtypes)
-            if dtype in self.specs[impl.op_name].tolerances
+            for dtype in self.specs[impl.op_name].dtypes
+            if not dtypes or dtype in dtypes
         ]
         self.results: list[dict[str, Any]] = []
         self._given_up: Counter[tuple[str, str]] = Counter()

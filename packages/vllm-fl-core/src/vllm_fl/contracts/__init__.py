@@ -8,15 +8,20 @@ from functools import cache
 from importlib import import_module
 from types import MappingProxyType
 
+from .outputs import Exact, QuantisedPair, Routing, Within
 from .spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
 __all__ = [
     "BadInput",
+    "Exact",
     "ModelSizes",
     "OpSpec",
+    "QuantisedPair",
+    "Routing",
     "Sample",
     "Tolerance",
     "Variant",
+    "Within",
     "contracts",
 ]
 

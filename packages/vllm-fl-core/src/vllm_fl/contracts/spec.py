@@ -10,6 +10,8 @@ from functools import cached_property
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from .outputs import Output, Tolerance, Within, tolerances_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,6 +22,18 @@ _PARAMETER = re.compile(
     r"""(?P<type>\w[^\s,="']*)\s+(?P<name>\w+)(?:=(?:"[^"]*"|'[^']*'|\[[^\]]*\]|[^,]*))?(?:,|$)"""
 )
 """One parameter of a torch schema with its default, which may be quoted and hold a comma."""
+
+
+def differs(value: object, default: object) -> bool:
+    """Whether a call gives a parameter another value than its default; a tensor is another one."""
+    if value is default:
+        return False
+    if not isinstance(value, (bool, int, float, complex, str, type(default))):
+        return True  # a tensor would be compared by element, and on its device
+    try:
+        return bool(value != default)
+    except Exception:  # a default that cannot be compared
+        return True
 
 
 @dataclass(frozen=True)
@@ -54,21 +68,6 @@ class BadInput:
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """How far from the oracle a result may lie: |got - want| <= atol + rtol * |want|.
-
-    Args:
-        rtol: relative share, without unit.
-        atol: absolute share, in the units of the result.
-        reason: why these numbers, with their source.
-    """
-
-    rtol: float
-    atol: float
-    reason: str
-
-
-@dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a served model, for samples of its own shapes (per rank).
 
@@ -95,7 +94,9 @@ class ModelSizes:
     tokens: tuple[int, ...] = (1,)
     max_position: int = 2048
     epsilon: float = 1e-6
-    more: Mapping[str, float | None] = field(default_factory=lambda: MappingProxyType({}))
+    more: Mapping[str, float | None] = field(
+        default_factory=lambda: MappingProxyType({}), hash=False
+    )
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -165,9 +166,10 @@ class OpSpec:
             `large` the values are as large as activations get. Both give the same calls, in the
             same order and layout, with other values.
         by_token: the parameters that have one row per token, in the first dimension. Each row of
-            every result depends on the same row of these alone.
+            every result depends on the same row of these alone, unless `whole_batch` is set.
         bad_inputs: (dtype, device) -> calls that `check` must refuse.
-        tolerances: per dtype name (`float32`, `float16`, `bfloat16`).
+        tolerances: how far from the oracle a result may lie, by the result's dtype (`float32`,
+            `float16`, `bfloat16`), for the outputs that bring none of their own.
         consumable: the parameters that an implementation may declare in `consumes`. It may then
             overwrite them in the calls whose variant has results to put there (`overwrites`).
         from_layer: parameter -> how a vLLM layer provides it. The method form of the op is the
@@ -176,7 +178,20 @@ class OpSpec:
             of vLLM's would: for implementations that take the layer, where there is no model.
         plain: the parameters -> True, or why an implementation that takes the layer is not given
             this call. Such an implementation reads the layer itself, and the older form's know a
-            plain one; None: any layer is plain.
+            plain one; None: any layer is plain. A parameter that layers begin to provide is refused
+            here, since those written before do not read it.
+        dtypes: what the inputs may be, by name (`float32`, `float16`, `bfloat16`; a contract of
+            integers alone names theirs): samples are made and run in each. Empty: those of
+            `tolerances`.
+        outputs: how the results are compared, in order; a call may have fewer results than a
+            contract has outputs, the last ones missing. Empty: each within its tolerance.
+        whole_batch: True where a result depends on more rows than its own, or has no row per token
+            (one scale for a whole tensor, ids sorted by expert). The start then computes the
+            oracle anew for each batch, which takes longer.
+
+    Raises:
+        ValueError: the parts contradict each other: a parameter that no call can pass by position,
+            no dtypes, an output without a tolerance, a variant whose results end inside a pair.
     """
 
     oracle: Callable[..., Any]
@@ -187,13 +202,35 @@ class OpSpec:
     served: Callable[..., Iterable[Sample]]
     by_token: frozenset[str]
     bad_inputs: Callable[[torch.dtype, torch.device], Iterable[BadInput]]
-    tolerances: Mapping[str, Tolerance]
+    tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: MappingProxyType({}))
     consumable: frozenset[str] = frozenset()
     from_layer: Mapping[str, Callable[[Any], Any]] = field(
         default_factory=lambda: MappingProxyType({})
     )
     layer: Callable[..., object] = SimpleNamespace
     plain: Callable[..., object] | None = None
+    dtypes: tuple[str, ...] = ()
+    outputs: tuple[Output, ...] = ()
+    whole_batch: bool = False
+
+    def __post_init__(self) -> None:
+        who = f"OpSpec({self.name})"
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        for parameter in self.signature.parameters.values():
+            if parameter.kind is not plain:
+                raise ValueError(f"{who}: {parameter} must be passed by position and by name")
+        object.__setattr__(self, "dtypes", tuple(self.dtypes or self.tolerances))
+        if not self.dtypes:
+            raise ValueError(f"{who}: name the dtypes of its inputs in dtypes")
+        for number, output in enumerate(self.outputs or (Within(),)):
+            found = tolerances_of(output, self.tolerances)
+            if found is not None and not found:
+                raise ValueError(
+                    f"{who}: output {number}, {type(output).__name__}, has no tolerances, and the "
+                    "contract has none"
+                )
+        for variant in self.variants:
+            self.outputs_of(variant.returns)
 
     @property
     def name(self) -> str:
@@ -210,9 +247,41 @@ class OpSpec:
         """The names of the contract's parameters, in order."""
         return tuple(self.signature.parameters)
 
-    def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        """The tolerance for results of `dtype`; KeyError for a dtype that has none."""
-        return self.tolerances[str(dtype).removeprefix("torch.")]
+    def tolerance(self, dtype: torch.dtype, output: Output | None = None) -> Tolerance:
+        """The tolerance for results of `dtype`; KeyError for a dtype that has none.
+
+        Args:
+            dtype: the result's.
+            output: whose result it is; None takes the contract's own tolerances.
+        """
+        found = tolerances_of(output or Within(), self.tolerances) or {}
+        name = str(dtype).removeprefix("torch.")
+        if name not in found:
+            known = ", ".join(found)
+            raise KeyError(f"{self.name} has no tolerance for results of {name}, only of {known}")
+        return found[name]
+
+    def outputs_of(self, results: int) -> tuple[Output, ...]:
+        """How the results of a call with so many of them are compared, in order.
+
+        Raises:
+            ValueError: so many results end inside a pair, or are more than `outputs` names.
+        """
+        if not self.outputs:
+            return (Within(),) * results
+        taken, left = [], results
+        for output in self.outputs:
+            if left <= 0:
+                break
+            taken.append(output)
+            left -= output.results
+        if left:
+            named = sum(output.results for output in self.outputs)
+            raise ValueError(
+                f"OpSpec({self.name}): a call with {results} results does not fit outputs, which "
+                f"name {named}: {', '.join(type(output).__name__ for output in self.outputs)}"
+            )
+        return tuple(taken)
 
     @cached_property
     def consumed_with(self) -> Mapping[str, frozenset[str]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..plugins.registry import Owner
@@ -31,12 +32,22 @@ UNKNOWN = "no file of it is found"
 NO_CODE = (".pyc", ".pth", ".dist-info", ".egg-info")
 
 
-def fingerprint(plan: Plan, owners: Mapping[tuple[str, str], Owner]) -> dict[str, Any]:
+def fingerprint(
+    plan: Plan,
+    owners: Mapping[tuple[str, str], Owner],
+    authors: Mapping[str, Owner] = MappingProxyType({}),
+) -> dict[str, Any]:
     """What the plan consists of, as JSON-able data: two equal ones run the same code.
+
+    Args:
+        plan: the plan.
+        owners: (op, impl id) -> who brought it.
+        authors: op -> who brought its contract and its binding, where that is a plugin.
 
     Returns:
         `mode`, `strict`, per op the candidates, each with its distribution and the hash of that
-        distribution's code, and the `versions` of what computes beneath them.
+        distribution's code, `contracts`, the same of the planned ops that plugins brought, and the
+        `versions` of what computes beneath them.
     """
     return {
         "mode": plan.mode,
@@ -47,6 +58,11 @@ def fingerprint(plan: Plan, owners: Mapping[tuple[str, str], Owner]) -> dict[str
                 for impl in entry.candidates
             ]
             for op, entry in plan.entries.items()
+        },
+        "contracts": {
+            op: code_facts(author, author.plugin)
+            for op, author in sorted(authors.items())
+            if op in plan.entries and not plan.is_stock(op)
         },
         "versions": {
             **{name: version for name in BENEATH if (version := _version(name))},

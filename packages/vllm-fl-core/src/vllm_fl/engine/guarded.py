@@ -34,7 +34,8 @@ class _Storage:
         uncovered = torch.ones_like(self.memory, dtype=torch.bool)
         for view in self.views.values():
             _same_place(view, uncovered).fill_(False)
-        self.memory.masked_fill_(uncovered, _poison(self.memory.dtype))
+        poison = _bits(torch.full((), _poison(self.memory.dtype), dtype=self.memory.dtype))
+        _bits(self.memory).masked_fill_(uncovered, poison.item())  # some dtypes cannot be filled
 
     def remember(self) -> None:
         """Take what is there now for what must be there after a call."""

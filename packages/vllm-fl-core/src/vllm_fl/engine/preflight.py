@@ -30,17 +30,13 @@ from .guarded import Guarded, guarded, poisoned, rows_of
 from .verification import (
     Comparison,
     LayerFactory,
-    Wanted,
     as_call,
     compare,
     dtype_name,
-    expected,
     misplaced,
     misuse,
-    parts,
-    wanted_of,
-    worst,
 )
+from .wanted import Wanted, wanted_of, worst
 
 if TYPE_CHECKING:
     from ..plugins.registry import Owner
@@ -125,7 +121,7 @@ def find_faults(
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
-    trials: dict[str, _Trials] = {}
+    trials: dict[str, list[_Trials]] = {}
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
     impls = list(impls)
@@ -134,18 +130,27 @@ def find_faults(
     with breadcrumb.Watchdog(log) as watch:
         for impl in impls:
             key = impl.op_name, impl.impl_id
-            trial = trials.get(impl.op_name)
-            if trial is None:
-                spec = (specs or contracts())[impl.op_name]
-                trial = trials[impl.op_name] = _Trials(spec, dtype, device, sizes, seed)
-            run = _Run(trial, impl, compares, layer_for, compiled.get(key), compiling, watch, share)
+            spec = (specs or contracts())[impl.op_name]
+            if impl.op_name not in trials:
+                kinds = _dtypes(spec, dtype)
+                trials[impl.op_name] = [_Trials(spec, k, device, sizes, seed) for k in kinds]
+            if not trials[impl.op_name]:
+                known = ", ".join(spec.dtypes)
+                why = f"the contract of its op is for {known}, not for {dtype_name(dtype)}"
+                findings.faults[key] = why, None
             whose = f" of {owners[key].name}" if key in owners else ""
-            with breadcrumb.running(f"the verification of {key[0]}={key[1]}{whose}", named=False):
-                fault = run.fault()
-            if fault is not None:
-                findings.faults[key] = fault
-            if run.thinned:
-                thinned.add(f"{impl.op_name} of {impl.impl_id}")
+            for trial in trials[impl.op_name]:
+                run = _Run(
+                    trial, impl, compares, layer_for, compiled.get(key), compiling, watch, share
+                )
+                what = f"the verification of {key[0]}={key[1]}{whose}"
+                with breadcrumb.running(what, named=False):
+                    fault = run.fault()
+                if run.thinned:
+                    thinned.add(f"{impl.op_name} of {impl.impl_id}")
+                if fault is not None:
+                    findings.faults[key] = fault
+                    break
     if compiled:
         torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
     trials.clear()
@@ -161,6 +166,17 @@ def find_faults(
         )
         findings.remarks.append(f"fewer token counts than usual for {whose}")
     return findings
+
+
+def _dtypes(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
+    """In which an op is run for a model of `dtype`: that, or every one of an op of integers alone.
+
+    None where the op has other floating dtypes only: the model's calls are none of its contract.
+    """
+    if dtype_name(dtype) in spec.dtypes:
+        return [dtype]
+    known = [getattr(torch, name) for name in spec.dtypes]
+    return [] if any(kind.is_floating_point for kind in known) else known
 
 
 def token_counts(largest: int, seed: int) -> tuple[list[int], list[int]]:
@@ -215,26 +231,32 @@ class _Form:
             self._pools[large] = poisoned(rows)
         return self._pools[large]
 
-    def wanted(self, large: bool, order: torch.Tensor, got: Any) -> list[Wanted | None]:
-        """The oracle's results for the rows of the pool in this order."""
-        if large not in self._wanted:
-            self._wanted[large] = [
-                None if exact is None else self._on_device(exact, mine, large, order.device)
-                for exact, mine in zip(
-                    parts(expected(self.spec, self.samples[large])), parts(got), strict=True
-                )
-            ]
-        return [
-            None if want is None else Wanted(want.exact[order], want.allowed[order])
-            for want in self._wanted[large]
-        ]
+    def wanted(self, large: bool, order: torch.Tensor, count: int) -> list[Wanted | None]:
+        """What a batch of `count` tokens must give; it repeats the rows of the pool in this order.
 
-    def _on_device(
-        self, exact: torch.Tensor, like: torch.Tensor, large: bool, device: torch.device
-    ) -> Wanted:
-        want = wanted_of(exact, like, self.spec, self.samples[large].scale)
-        wide = _wide(like.dtype, device)
-        return Wanted(want.exact.to(wide).to(device), want.allowed.to(wide).to(device))
+        Where the results have a row per token, that is what the rows of `order` must give.
+        """
+        if self.spec.whole_batch:
+            return self._of(self._batch(large, _repeated(order, count)), order.device)
+        if large not in self._wanted:
+            self._wanted[large] = self._of(self.samples[large], order.device)
+        return [want and want.rows(order) for want in self._wanted[large]]
+
+    def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
+        tokens = None
+        if not self.spec.whole_batch:
+            given = zip(self.spec.parameters, sample.args, strict=True)
+            tokens = next((len(a) for n, a in given if n in self.spec.by_token), None)
+        return [want and want.on(device) for want in wanted_of(self.spec, sample, tokens=tokens)]
+
+    def _batch(self, large: bool, rows: torch.Tensor) -> Sample:
+        """The call with these rows of the pool."""
+        sample = self.samples[large]
+        args = [
+            arg[rows] if name in self.spec.by_token and arg is not None else arg
+            for name, arg in zip(self.spec.parameters, sample.args, strict=True)
+        ]
+        return dataclasses.replace(sample, args=tuple(args))
 
     def call(self, activations: Guarded) -> Guarded:
         """The whole call: activations, weights and tables, in the contract's order."""
@@ -252,18 +274,18 @@ class _Trials:
     device: torch.device
     sizes: ModelSizes | None
     seed: int
-    _exact: dict[int, Any] = field(default_factory=dict, init=False)
+    _wanted: dict[int, list[Wanted | None]] = field(default_factory=dict, init=False)
 
     @cached_property
     def samples(self) -> list[Sample]:
         """The contract's own samples."""
         return list(self.spec.samples(self.dtype, self.device))
 
-    def exact(self, index: int) -> Any:
-        """The oracle's result for a sample of the contract."""
-        if index not in self._exact:
-            self._exact[index] = expected(self.spec, self.samples[index])
-        return self._exact[index]
+    def wanted(self, index: int) -> list[Wanted | None]:
+        """What a sample of the contract must give."""
+        if index not in self._wanted:
+            self._wanted[index] = wanted_of(self.spec, self.samples[index])
+        return self._wanted[index]
 
     @cached_property
     def forms(self) -> list[_Form]:
@@ -371,11 +393,10 @@ class _Run:
     def _run_samples(self) -> None:
         """The contract's own samples: edges that every caller may bring."""
         for index, sample in enumerate(self.trials.samples):
-            exact = self.trials.exact(index)
-
+            wanted = self.trials.wanted(index)
             run = partial(compare, self.impl, self.spec, sample, self.trials.dtype)
             result: Comparison = self._timed(
-                sample.name, partial(run, exact=exact, layer_for=self.layer_for)
+                sample.name, partial(run, wanted=wanted, layer_for=self.layer_for)
             )
             if result.status == "raised" or (result.status == "wrong" and self.compares):
                 what = "it is wrong: " if result.status == "wrong" else ""
@@ -423,7 +444,7 @@ class _Run:
                 return
             results.append((order, _kept(got, laid)))
         for number, (order, got) in enumerate(results if self.compares else ()):
-            _, problem = worst(got, form.wanted(large, order, got))
+            _, problem = worst(got, form.wanted(large, order, count))
             if problem:
                 said = ", same buffers again" if number else ""
                 raise _Stop(f"it is wrong: {problem} ({where}{said})")
@@ -535,7 +556,7 @@ class _Run:
             except BaseException as error:
                 raise _Stop(f"it cannot be compiled: {quote(error)} ({where})", error) from error
             if self.compares:
-                _, problem = worst(got, form.wanted(False, order, got))
+                _, problem = worst(got, form.wanted(False, order, count))
                 if problem:
                     raise _Stop(f"it is wrong: {problem} ({where})")
 
@@ -564,11 +585,6 @@ def _kept(result: Any, laid: Guarded) -> Any:
     if result is not None and any(alias(result, storage.memory) for storage in laid.storages):
         return result.clone()
     return result
-
-
-def _wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which results of `dtype` are compared: exact enough, and fast."""
-    return torch.float64 if dtype == torch.float32 and device.type == "cpu" else torch.float32
 
 
 def _release(device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,19 +14,17 @@ from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import Guarded, guarded
+from .wanted import Wanted, parts, wanted_of, worst
 
 __all__ = [
     "Comparison",
     "LayerFactory",
-    "Wanted",
     "as_call",
     "compare",
     "compare_all",
     "dtype_name",
-    "expected",
     "misplaced",
     "misuse",
-    "worst",
 ]
 
 LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
@@ -41,7 +39,8 @@ class Comparison:
         op, impl_id, sample, dtype: what was run.
         status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or
             memory that was written without right); `raised`.
-        share: the worst error as a share of the tolerance; 1 is the limit. NaN unless compared.
+        share: the worst error as a share of the tolerance; 1 is the limit, and infinity stands for
+            a wrong id or another number that has no tolerance. NaN unless compared.
         reason: why it is not `ok`, or empty.
         error: the exception, when it raised.
     """
@@ -54,19 +53,6 @@ class Comparison:
     share: float = math.nan
     reason: str = ""
     error: BaseException | None = None
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """One result of the oracle, and how far from it each element may lie.
-
-    Args:
-        exact: the result, on the device where results are compared.
-        allowed: atol + rtol * |exact|, of its shape.
-    """
-
-    exact: torch.Tensor
-    allowed: torch.Tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -103,10 +89,10 @@ def compare(
     sample: Sample,
     dtype: torch.dtype,
     *,
-    exact: Any = None,
+    wanted: Sequence[Wanted | None] | None = None,
     layer_for: LayerFactory | None = None,
 ) -> Comparison:
-    """Run one sample on guarded memory and compare the result with the oracle, in fp64 on the CPU.
+    """Run one sample on guarded memory and compare the results with the oracle's, on the CPU.
 
     Whatever the implementation raises, or its `supports`, is the comparison's result; only an
     interrupt is passed on.
@@ -116,12 +102,12 @@ def compare(
         spec: its op's contract.
         sample: the arguments, on the implementation's device. They are left as they are.
         dtype: the dtype that the sample was made for.
-        exact: the oracle's result, where it is known.
+        wanted: what the results must be, where it is known.
         layer_for: as for `as_call`.
     """
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
-    if exact is None:
-        exact = expected(spec, sample)
+    if wanted is None:
+        wanted = wanted_of(spec, sample)
     call = guarded(dict(zip(spec.parameters, sample.args, strict=True)), spec.by_token)
     shapes = spec.fake(*call.args)
     consumed = spec.consumed(impl.consumes, call.args)
@@ -146,10 +132,6 @@ def compare(
         return Comparison(*fixed, "raised", reason=f"{who} raised {quote(error)}", error=error)
     share = math.nan
     if not problem:
-        wanted = [
-            None if want is None else wanted_of(want, mine, spec, sample.scale)
-            for want, mine in zip(parts(exact), parts(got), strict=True)
-        ]
         share, problem = worst(got, wanted)
     problem = problem or misuse(call, consumed, impl, spec)
     if problem:
@@ -164,18 +146,6 @@ def compare_all(
     for dtype in dtypes:
         for sample in spec.samples(dtype, device):
             yield compare(impl, spec, sample, dtype)
-
-
-def expected(spec: OpSpec, sample: Sample) -> Any:
-    """The oracle's result for a sample, in fp64 on the CPU."""
-    on_host = [a.detach().cpu() if isinstance(a, torch.Tensor) else a for a in sample.args]
-    return spec.oracle(*on_host)
-
-
-def wanted_of(exact: torch.Tensor, like: torch.Tensor, spec: OpSpec, scale: float = 1.0) -> Wanted:
-    """What a result `like` this one must be; `scale` is the sample's."""
-    tolerance = spec.tolerance(like.dtype)
-    return Wanted(exact, tolerance.atol * scale + tolerance.rtol * exact.abs())
 
 
 def misplaced(got: Any, shapes: Any, call: Guarded, consumed: Iterable[str]) -> str:
@@ -234,59 +204,6 @@ def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -
         without = ", ".join(sorted(spec.consumed_with[name]))
         return f"overwrote {name!r}, which stays intact without {without}"
     return f"overwrote {name!r}, which it does not declare in consumes"
-
-
-def worst(got: Any, wanted: Iterable[Wanted | None]) -> tuple[float, str]:
-    """(worst error as a share of the tolerance, what is wrong or nothing).
-
-    NaN is right where the oracle gives NaN, and infinity where it does or where the exact number
-    is beyond the dtype.
-
-    Args:
-        got: one result or several.
-        wanted: what each must be. One with fewer rows stands for a result that repeats them.
-    """
-    largest = 0.0
-    for index, (mine, want) in enumerate(zip(parts(got), wanted, strict=True)):
-        if want is None or not mine.numel():
-            continue
-        share, count = _share(mine.detach(), want)
-        if not share <= 1.0:
-            where = f"result {index}" if isinstance(got, tuple) else "the result"
-            return share, (
-                f"{where}: {count} of {mine.numel()} elements are off, the worst by "
-                f"{share:.3g} times the tolerance"
-            )
-        largest = max(largest, share)
-    return largest, ""
-
-
-def _share(mine: torch.Tensor, want: Wanted) -> tuple[float, int]:
-    """(worst share, elements beyond the tolerance).
-
-    A result is compared some rows at a time, so that little is allocated beside it.
-    """
-    exact, allowed = want.exact, want.allowed
-    if exact.ndim == 0:
-        mine, exact, allowed = mine.unsqueeze(0), exact.unsqueeze(0), allowed.unsqueeze(0)
-    largest, count = 0.0, 0
-    for start in range(0, len(mine), len(exact)):
-        wide = mine[start : start + len(exact)].to(exact.device)
-        part, room = exact[: len(wide)], allowed[: len(wide)]
-        shares = (wide.to(part.dtype) - part).abs_().div_(room)
-        top = float(shares.max())
-        if not top <= 1.0:  # only then is it worth a second look at NaN and infinity
-            same = (wide == part.to(wide.dtype)) | (wide.isnan() & part.isnan())
-            shares = shares.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(same, 0.0)
-            top = float(shares.max())
-            count += int((shares > 1.0).sum())
-        largest = max(largest, top)
-    return largest, count
-
-
-def parts(result: Any) -> tuple[Any, ...]:
-    """The results of a call, one or several."""
-    return result if isinstance(result, tuple) else (result,)
 
 
 def _shares(a: torch.Tensor, b: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import Binding
+from ..contracts.binding import Binding, OperatorPlace
 from ..contracts.sizes import model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
@@ -291,7 +291,7 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
     Returns:
         (op -> why all its layers are left, classes that settings leave to vLLM).
     """
-    notes, kept = {}, []
+    notes, kept = _without_place(), []
     layers, foreign = layer_table(), foreign_layers()
     in_ir = ir_ops() if facts.mode == "compiled" else {}
     for op in dict.fromkeys(layer.op for layer in layers):
@@ -313,6 +313,20 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
         else:
             kept += [layer.cls for layer in left if by_layer]
     return notes, kept
+
+
+def _without_place() -> dict[str, str]:
+    """The ops that this vLLM has no place for."""
+    placed = {layer.op for layer in layer_table()} | set(ir_ops())
+    return {
+        op: "this vLLM has no place for it"
+        for op in get_default_manager().registry.snapshot().contracts
+        if op not in placed and not any(isinstance(p, OperatorPlace) for p in _binding(op).places)
+    }
+
+
+def _binding(op: str) -> Binding:
+    return _bindings().get(op, Binding())
 
 
 def _oot_note(names: set[str], settings: Settings) -> str:

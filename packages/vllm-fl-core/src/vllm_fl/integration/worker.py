@@ -209,13 +209,13 @@ def _verified_plan(
         VllmFLError: strict mode and a fault, on whichever rank.
     """
     rank = worker.rank
-    owners = get_default_manager().registry.snapshot().owners
+    snapshot = get_default_manager().registry.snapshot()
     worker_facts = {name: report["facts"] for name, report in reports.items()}
     preflight = _Preflight(worker)
     demoted: dict[tuple[str, str], str] = {}
     while True:
         plan = plan_for(worker.vllm_fl_facts, demoted)
-        contents = {**fingerprint(plan, owners), "workers": worker_facts}
+        contents = {**fingerprint(plan, snapshot.owners, snapshot.authors), "workers": worker_facts}
         verdict = preflight.verdict(plan, contents)
         unmet = "; ".join(filter(None, (entry.unmet for entry in plan.entries.values())))
         if unmet and not verdict.failure:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..contracts import OpSpec
+from ..contracts.spec import differs
 from .types import OpImpl, older_probe, parameters_of
 
 __all__ = ["asked_for", "fitted", "shape", "states_support"]
@@ -49,13 +50,15 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
         wanted = tuple(spec.signature.parameters.values())
         if impl.needs_layer:  # what the layer provides is no parameter of this form
             wanted = tuple(p for p in wanted if p.name not in spec.from_layer)
-            fn = _fitted(fn, wanted, told[1:], layer=told[0].name, intact=not consumes)
+            rest = [_as_wanted(p, wanted) for p in told[1:]]  # it may have defaults of its own
+            fn = _fitted(fn, wanted, rest, layer=told[0].name, intact=not consumes)
         else:
             fn = _fitted(fn, wanted, told, intact=not consumes)
-            missing = _missing(wanted, _without_inplace(told))
-            asked = parameters_of(supports) if supports is not None else None
-            if missing or (asked is not None and shape(asked) != shape(wanted)):
-                supports = _asking(supports, wanted, asked, missing)
+            own = _without_inplace(told, wanted)
+            if supports is not None or _missing(wanted, own):
+                supports = _asking(supports, wanted, _missing(wanted, own))
+            # Of a newer contract's parameters it is given none, so it overwrites none.
+            consumes -= {p.name for p in _further(wanted, own)}
         if fn is not impl.fn:  # the older form's probe hangs on the function that is wrapped here
             available = available or older_probe(impl.fn)
     if fn is impl.fn and supports is impl.supports and consumes == impl.consumes:
@@ -75,9 +78,11 @@ def shape(parameters: Parameters) -> list[tuple[object, ...]]:
     return [(p.name, p.default) for p in parameters]
 
 
-def _without_inplace(told: Parameters) -> Parameters:
-    ends = bool(told) and told[-1].name == INPLACE and told[-1].default is not told[-1].empty
-    return told[:-1] if ends else told
+def _without_inplace(told: Parameters, wanted: Parameters) -> Parameters:
+    """`told` without the older form's flag, unless that is a parameter of the contract."""
+    if any(p.name == INPLACE for p in wanted):
+        return told
+    return [p for p in told if p.name != INPLACE or p.default is p.empty]
 
 
 def _missing(wanted: Parameters, told: Parameters) -> Parameters:
@@ -116,50 +121,73 @@ def _fitted(
         layer: the name of its first parameter, if that is the layer.
         intact: whether it must leave its arguments as they are.
     """
-    if layer is not None:  # the layer's form may give defaults where the contract has none
-        told = [_as_wanted(p, wanted) for p in told]
-    own = _without_inplace(told)
-    missing, further = _missing(wanted, own), _further(wanted, own)
-    if not missing and not further and (own is told or shape(own) != shape(wanted)):
+    own = _without_inplace(told, wanted)
+    missing = _missing(wanted, own)
+    flagged = len(own) < len(told)
+    if not (flagged or missing or _further(wanted, own) or _has_keywords(own)):
         return fn
-    passed = [p.name for p in wanted[: len(own)]]
-    if intact and own is not told:
+    if not missing and not _agree(wanted, own, own[len(wanted) :]):
+        return fn  # the registry says what is wrong with it
+    passed = _passed(told, wanted)
+    if intact and flagged:
         passed.append(f"{INPLACE}=False")
     given = ", ".join(passed if layer is None else [layer, *passed])
     body = _refusing(missing, "raise NotImplementedError({!r})")
     return _written(fn, wanted, [*body, f"return _fn({given})"], layer=layer)
 
 
+def _has_keywords(told: Parameters) -> bool:
+    return any(p.kind is p.KEYWORD_ONLY for p in told)
+
+
+def _passed(told: Parameters, wanted: Parameters) -> list[str]:
+    """How a function of `told` is given those of its parameters that are wanted."""
+    names = {p.name for p in wanted}
+    passed: list[str] = []
+    by_name = False
+    for p in told:
+        by_name |= p.kind is p.KEYWORD_ONLY or p.name not in names  # one before it is left out
+        if p.name in names:
+            passed.append(f"{p.name}={p.name}" if by_name else p.name)
+    return passed
+
+
 def _as_wanted(parameter: inspect.Parameter, wanted: Parameters) -> inspect.Parameter:
-    return next((p for p in wanted if p.name == parameter.name), parameter)
+    default = next((p.default for p in wanted if p.name == parameter.name), parameter.default)
+    return parameter.replace(default=default)
 
 
 def _asking(
-    supports: Callable[..., Any] | None,
-    wanted: Parameters,
-    asked: Parameters | None,
-    missing: Parameters,
+    supports: Callable[..., Any] | None, wanted: Parameters, missing: Parameters
 ) -> Callable[..., Any]:
     """`supports` as a function of `wanted` that first refuses what the implementation lacks."""
     if supports is None:
         return _written(_nothing, wanted, [*_refusing(missing, "return {!r}"), "return True"])
-    if asked is None:
-        asked = wanted[: len(wanted) - len(missing)]
-    if not (_missing(wanted, asked) or _further(wanted, asked) or shape(asked) == shape(wanted)):
+    told = parameters_of(supports)
+    # One that does not tell is taken to be of the implementation's parameters.
+    asked = told if told is not None else wanted[: len(wanted) - len(missing)]
+    if not (missing or shape(asked) != shape(wanted) or _has_keywords(asked)):
+        return supports
+    if not (
+        _agree(wanted, asked, wanted[len(asked) :]) and _agree(wanted, asked, asked[len(wanted) :])
+    ):
         return supports  # the registry says what is wrong with it
     lacking = {p.name: p for p in (*missing, *_missing(wanted, asked))}
-    passed = ", ".join(p.name for p in wanted[: len(asked)])
     body = _refusing(list(lacking.values()), "return {!r}")
-    return _written(supports, wanted, [*body, f"return _fn({passed})"])
+    given = ", ".join(_passed(asked, wanted))
+    return _written(supports, wanted, [*body, f"return _fn({given})"])
 
 
 def _refusing(missing: Parameters, how: str) -> list[str]:
+    """Lines that refuse a call which gives one of `missing` another value than its default."""
     lines = []
     for p in missing:
-        differs = f"{p.name} is not _default_{p.name}"
+        default = f"_default_{p.name}"
+        condition = f"{p.name} is not {default}"
         if p.default is not None:
-            differs += f" and {p.name} != _default_{p.name}"
-        lines += [f"if {differs}:", f"    {how.format(f'takes no {p.name}')}"]
+            same = f"{p.name}.__class__ is {default}.__class__ and {p.name} == {default}"
+            condition += f" and not ({same}) and _differs({p.name}, {default})"
+        lines += [f"if {condition}:", f"    {how.format(f'takes no {p.name}')}"]
     return lines
 
 
@@ -167,7 +195,7 @@ def _written(
     fn: Callable[..., Any], wanted: Parameters, body: list[str], *, layer: str | None = None
 ) -> Callable[..., Any]:
     """A function of `wanted`, written out, so that it costs a call and a compiler can trace it."""
-    scope: dict[str, Any] = {"_fn": fn}
+    scope: dict[str, Any] = {"_fn": fn, "_differs": differs}
     heads = [layer] if layer is not None else []
     for p in wanted:
         scope[f"_default_{p.name}"] = p.default

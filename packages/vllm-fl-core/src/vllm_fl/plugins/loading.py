@@ -122,7 +122,7 @@ def load(
     specs = [spec for plugin, _ in brought for spec in plugin.settings]
     declared = {name for spec in specs for name in spec.variables}
     remarks = _undo(environments, {*variables, *declared}, found)
-    brought = _without_clashes(brought, variables)
+    brought = _without_clashes(registry, brought, variables)
     refused = _add_contracts(registry, [plugin for plugin, _ in brought])
     claims: dict[tuple[str, str], list[Owner]] = {}
     for plugin, impls in brought:
@@ -138,8 +138,16 @@ def load(
     return loaded
 
 
+def _failed(registry: OpRegistry, plugin: Plugin, error: PluginError, **fields: Any) -> Plugin:
+    """The same plugin with this error, and nothing of it left."""
+    registry.remove(plugin.owner)
+    return replace(
+        plugin, status="failed", error=error, manager=None, settings=(), contracts=(), **fields
+    )
+
+
 def _without_clashes(
-    brought: Iterable[tuple[Plugin, list[Any]]], taken: Collection[str]
+    registry: OpRegistry, brought: Iterable[tuple[Plugin, list[Any]]], taken: Collection[str]
 ) -> list[tuple[Plugin, list[Any]]]:
     """The same, where a plugin that declares a setting of core's or of another one has failed."""
     holders = dict.fromkeys(taken, CORE)
@@ -157,10 +165,7 @@ def _without_clashes(
             plugin=plugin.owner.plugin,
             distribution=plugin.owner.release,
         )
-        failed = replace(
-            plugin, status="failed", error=error, manager=None, settings=(), contracts=()
-        )
-        checked.append((failed, []))
+        checked.append((_failed(registry, plugin, error), []))
     return checked
 
 
@@ -305,11 +310,9 @@ def _register(
                 if refusal.plugin != owner.plugin:
                     raise  # from code of the plugin's that was asked for its parameters
                 # The registry's own: it says whose it is.
-                registry.remove(owner)
-                return replace(plugin, status="failed", claims=claimed, error=refusal, manager=None)
-    except PluginError as failed:
-        registry.remove(owner)
-        return replace(plugin, status="failed", claims=claimed, error=failed, manager=None)
+                return _failed(registry, plugin, refusal, claims=claimed)
+    except PluginError as failure:
+        return _failed(registry, plugin, failure, claims=claimed)
     is_left = bool(kept) or len(refused) < len(plugin.contracts)
     status: Status = "ok" if error is None else "partial" if is_left else "failed"
     return replace(

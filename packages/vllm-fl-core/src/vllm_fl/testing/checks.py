@@ -136,7 +136,13 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
 
     serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
     found = find_faults(
-        [subject.impl], _torch(dtype), subject.device, subject.sizes, seed=0, seconds=0.5
+        [subject.impl],
+        _torch(dtype),
+        subject.device,
+        subject.all_sizes,
+        seed=0,
+        specs={subject.spec.name: subject.spec},
+        seconds=0.5,
     )
     faults = {key: why for key, (why, _) in found.faults.items()}
     assert not faults, f"an engine would demote it at start: {faults}"

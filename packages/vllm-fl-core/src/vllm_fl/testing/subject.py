@@ -62,14 +62,14 @@ class Subject:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes in which the contract holds, by name."""
-        return tuple(self.spec.tolerances)
+        """What the contract's inputs may be, by name."""
+        return self.spec.dtypes
 
     def all_samples(self, dtype: str) -> tuple[Sample, ...]:
         """The contract's samples and the served model's. Shared: copy before use."""
         op = self.spec.name
         own = _samples(op, None, dtype, self.device)
-        return own + _samples(op, self._all_sizes, dtype, self.device)
+        return own + _samples(op, self.all_sizes, dtype, self.device)
 
     def sample(self, dtype: str, name: str) -> Sample:
         """A fresh copy of one sample, with its layout: views of one buffer stay that."""
@@ -92,11 +92,12 @@ class Subject:
 
     def served(self, dtype: str, tokens: int) -> tuple[Sample, ...]:
         """The served model's calls with this many tokens."""
-        sizes = dataclasses.replace(self._all_sizes, tokens=(tokens,))
+        sizes = dataclasses.replace(self.all_sizes, tokens=(tokens,))
         return tuple(self.spec.served(sizes, getattr(torch, dtype), self.device))
 
     @property
-    def _all_sizes(self) -> ModelSizes:
+    def all_sizes(self) -> ModelSizes:
+        """The served model's sizes, with those that the op's own binding asks."""
         op = self.impl.op_name
         if op in contracts():
             return self.sizes

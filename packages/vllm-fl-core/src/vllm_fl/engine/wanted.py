@@ -1,0 +1,417 @@
+"""What the results of a call must be, by the oracle, and how far off results are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+import torch
+
+from ..contracts import Exact, OpSpec, QuantisedPair, Routing, Sample
+from ..contracts.outputs import Output
+
+__all__ = ["Wanted", "parts", "wanted_of", "worst"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one output of a contract must be: one result of a call, or two that belong together.
+
+    Its tensors have a row per token where the contract's results have.
+    """
+
+    results: ClassVar[int] = 1
+
+    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
+        """(worst error as a share of the tolerance, what is wrong or nothing).
+
+        Args:
+            results: what an implementation returned, on the device of these tensors or another. If
+                they have more rows, they repeat these from the first on.
+            names: what messages call them.
+        """
+        raise NotImplementedError
+
+    def rows(self, order: torch.Tensor) -> Self:
+        """What a batch of these rows must be."""
+        return self._each(lambda tensor: tensor[order])
+
+    def on(self, device: torch.device) -> Self:
+        """The same on `device`, in a dtype that is fast there and exact enough."""
+        wide = torch.float64 if device.type == "cpu" and self._is_fine() else torch.float32
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(wide if tensor.dtype == torch.float64 else tensor.dtype).to(device)
+
+        return self._each(moved)
+
+    def _is_fine(self) -> bool:
+        """Whether results have as many digits as float32."""
+        return True
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(
+            self,
+            **{
+                name: value._each(change) if isinstance(value, Wanted) else change(value)
+                for name, value in held.items()
+                if isinstance(value, torch.Tensor | Wanted)
+            },
+        )
+
+
+@dataclass(frozen=True)
+class _Near(Wanted):
+    """Each element within its room of the exact one.
+
+    NaN is right where the oracle gives NaN, and infinity where it does or where the exact number
+    is beyond the dtype.
+
+    Args:
+        exact: the oracle's result.
+        allowed: how far from it each element may lie; of its shape.
+        dtype: the result's.
+    """
+
+    exact: torch.Tensor
+    allowed: torch.Tensor
+    dtype: torch.dtype
+
+    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
+        off = (0.0, 0)
+        for (mine,) in _blocks(results, self.exact):
+            off = _both(off, self.share(mine))
+        return off[0], _problem(names[0], *off, results[0].numel())
+
+    def share(self, mine: torch.Tensor) -> tuple[float, int]:
+        """(worst share, elements beyond the tolerance) of results for the first rows."""
+        exact, room = self.exact, self.allowed
+        if exact.ndim and len(exact) != len(mine):
+            exact, room = exact[: len(mine)], room[: len(mine)]
+        shares = (mine.to(exact.dtype) - exact).abs_().div_(room)
+        top = float(shares.max())
+        if top <= 1.0:
+            return top, 0
+        # Only now is it worth a second look at NaN, infinity, and zero where there is no room.
+        same = (mine == exact.to(mine.dtype)) | (mine.isnan() & exact.isnan())
+        shares = shares.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(same, 0.0)
+        return float(shares.max()), int((shares > 1.0).sum())
+
+    def _is_fine(self) -> bool:
+        return self.dtype in (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class _Same(Wanted):
+    """Each element equal to the oracle's.
+
+    Args:
+        exact: int64, or floating and of the result's dtype.
+    """
+
+    exact: torch.Tensor
+
+    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
+        count, first, before = 0, "", 0
+        for (block,) in _blocks(results, self.exact):
+            mine, exact = _comparable(block), self.exact
+            if mine.ndim:
+                exact = exact[: len(mine)]
+            differs = (mine != exact) & ~((mine != mine) & (exact != exact))  # NaN is NaN
+            if bool(differs.any()):
+                if not count:
+                    at = differs.nonzero()[0].tolist()
+                    got, want = mine[tuple(at)].item(), exact[tuple(at)].item()
+                    place = tuple([before + at[0], *at[1:]]) if at else ()
+                    first = f"the first is {got} instead of {want}, at {place}"
+                count += int(differs.sum())
+            before += len(self.exact) if mine.ndim else 0
+        if not count:
+            return 0.0, ""
+        total = results[0].numel()
+        return math.inf, f"{names[0]}: {count} of {total} elements differ, {first}"
+
+    def on(self, device: torch.device) -> Self:
+        return self._each(lambda tensor: tensor.to(device))
+
+
+@dataclass(frozen=True)
+class _Pair(Wanted):
+    """A quantised value and its scale.
+
+    Args:
+        number: what value * scale must be, and the room of its rounding.
+        scale: what the scale must be.
+    """
+
+    number: _Near
+    scale: _Near
+
+    results: ClassVar[int] = 2
+
+    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
+        exact, wide = self.number.exact, self.number.exact.dtype
+        scale_off, number_off = (0.0, 0), (0.0, 0)
+        for value, scale in _blocks(results, exact):
+            number = value.to(wide) * _spread(scale.to(wide), value.shape)
+            scale_off = _both(scale_off, self.scale.share(scale))
+            number_off = _both(number_off, self.number.share(number))
+        problem = _problem(names[1], *scale_off, results[1].numel())
+        if problem:
+            return scale_off[0], problem
+        product = f"{names[0]} times its scale"
+        problem = _problem(product, *number_off, results[0].numel())
+        return number_off[0] if problem else max(scale_off[0], number_off[0]), problem
+
+
+@dataclass(frozen=True)
+class _Routed(Wanted):
+    """The weights and ids of the experts that each token takes.
+
+    Args:
+        weights: the oracle's, in the order of `ids`.
+        ids: the oracle's in ascending order, int64.
+        scores: by which they were chosen; (tokens, experts).
+        margin: how far apart two scores must be for their order to be certain.
+    """
+
+    weights: _Near
+    ids: torch.Tensor
+    scores: torch.Tensor
+    margin: float
+
+    results: ClassVar[int] = 2
+
+    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
+        weights_off, others, first, before = (0.0, 0), 0, "", 0
+        for weights, ids in _blocks(results, self.ids):
+            want = self if len(ids) == len(self.ids) else self._first(len(ids))
+            ascending, order = ids.to(torch.int64).sort(-1)
+            unfit = want.unfit(ascending)
+            if bool(unfit.any()):
+                if not others:
+                    at = int(unfit.nonzero()[0])
+                    got, exact = ascending[at].tolist(), want.ids[at].tolist()
+                    first = f"token {before + at} has {got} instead of {exact}"
+                others += int(unfit.sum())
+            else:
+                share = want._weights_off(weights.gather(-1, order), ascending)
+                weights_off = _both(weights_off, share)
+            before += len(ids)
+        if others:
+            return math.inf, f"{names[1]}: {others} of {before} tokens have other experts, {first}"
+        return weights_off[0], _problem(names[0], *weights_off, results[0].numel())
+
+    def unfit(self, ids: torch.Tensor) -> torch.Tensor:
+        """The tokens that cannot have these experts; `ids` are in ascending order."""
+        known = self.scores.shape[-1]
+        wrong = ((ids < 0) | (ids >= known)).any(-1) | (ids.diff(dim=-1) == 0).any(-1)
+        others = (ids != self.ids).any(-1)
+        if not bool((others & ~wrong).any()):
+            return wrong | others
+        k = ids.shape[-1]
+        highest = self.scores.topk(min(k + 1, known), dim=-1).values
+        last, next_one = highest[:, k - 1, None], highest[:, -1, None]
+        chosen = torch.zeros_like(self.scores, dtype=torch.bool)
+        chosen.scatter_(-1, ids.clamp(0, known - 1), True)
+        # Whoever is not surely behind the k-th may be chosen; who is surely before the next must.
+        may = self.scores >= last - self.margin
+        must = self.scores > next_one + self.margin
+        untied = (chosen & ~may).any(-1) | (must & ~chosen).any(-1)
+        no_order = self.scores.isnan().any(-1)
+        return wrong | (others & untied & ~no_order)
+
+    def _weights_off(self, weights: torch.Tensor, ids: torch.Tensor) -> tuple[float, int]:
+        """As `_Near.share`; `weights` are in the order of `ids`, which are ascending."""
+        want = self.weights
+        others = (ids != self.ids).any(-1, keepdim=True)
+        if bool(others.any()):
+            exact, order = want.exact.sort(-1)
+            weights = torch.where(others, weights.sort(-1).values, weights)
+            want = replace(
+                want,
+                exact=torch.where(others, exact, want.exact),
+                allowed=torch.where(others, want.allowed.gather(-1, order), want.allowed),
+            )
+        return want.share(weights)
+
+    def _first(self, count: int) -> _Routed:
+        return self._each(lambda tensor: tensor[:count])
+
+
+def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> list[Wanted | None]:
+    """What a call's results must be: the oracle is asked, in fp64 on the CPU.
+
+    Args:
+        spec: the contract.
+        sample: the call.
+        tokens: how many rows every result must have; None where it may have others.
+
+    Returns:
+        One for each output; for one that the call does not have, None for each of its results.
+
+    Raises:
+        ValueError: the contract contradicts itself; the message says which part of it.
+    """
+    on_host = [a.detach().cpu() if isinstance(a, torch.Tensor) else a for a in sample.args]
+    exact, shapes = parts(spec.oracle(*on_host)), parts(spec.fake(*on_host))
+    where = f"the contract of {spec.name}, sample {sample.name!r}"
+    if [_shape(part) for part in exact] != [_shape(part) for part in shapes]:
+        raise ValueError(
+            f"{where}: the oracle's results have the shapes {[*map(_shape, exact)]}, the fake's "
+            f"{[*map(_shape, shapes)]}"
+        )
+    if tokens is not None:
+        for index, part in enumerate(exact):
+            if part is not None and part.shape[:1] != (tokens,):
+                raise ValueError(
+                    f"{where}: result {index} has the shape {_shape(part)} for {tokens} tokens, "
+                    "not one row for each: such a contract says whole_batch=True"
+                )
+    wanted: list[Wanted | None] = []
+    at = 0
+    for output in spec.outputs_of(len(exact)):
+        end = at + output.results
+        mine, like = exact[at:end], shapes[at:end]
+        absent = [part is None for part in mine]
+        if any(absent) and not all(absent):
+            raise ValueError(f"{where}: of the {type(output).__name__} at {at} one result is None")
+        if any(absent):
+            wanted += [None] * output.results
+        else:
+            wanted.append(_wanted(spec, output, mine, like, sample.scale, on_host))
+        at = end
+    return wanted
+
+
+def _wanted(
+    spec: OpSpec,
+    output: Output,
+    exact: Sequence[torch.Tensor],
+    like: Sequence[torch.Tensor],
+    scale: float,
+    args: Sequence[Any],
+) -> Wanted:
+    """What the results of one output must be; `args` are the call's, on the CPU."""
+    match output:
+        case Exact():
+            return _Same(_comparable(exact[0], like[0].dtype))
+        case QuantisedPair():
+            step = _step(exact[0], _spread(exact[1], exact[0].shape), like[0].dtype)
+            scales = _near(spec, output, exact[1], like[1].dtype, scale)
+            slack = (scales.allowed / exact[1].abs()).nan_to_num(0.0, 0.0, 0.0)
+            room = output.steps * step + _spread(slack, exact[0].shape) * exact[0].abs()
+            return _Pair(_Near(exact[0], room, like[1].dtype), scales)
+        case Routing():
+            ids, order = exact[1].to(torch.int64).sort(-1)
+            weights = _near(spec, output, exact[0].gather(-1, order), like[0].dtype, scale)
+            return _Routed(weights, ids, output.scores(*args).double(), output.margin * scale)
+        case _:
+            return _near(spec, output, exact[0], like[0].dtype, scale)
+
+
+def _near(
+    spec: OpSpec, output: Output, exact: torch.Tensor, dtype: torch.dtype, scale: float
+) -> _Near:
+    tolerance = spec.tolerance(dtype, output)
+    return _Near(exact, tolerance.atol * scale + tolerance.rtol * exact.abs(), dtype)
+
+
+def worst(got: Any, wanted: Iterable[Wanted | None]) -> tuple[float, str]:
+    """(worst error of all results as a share of the tolerance, what is wrong or nothing).
+
+    Args:
+        got: one result or several, of the shapes and dtypes that the contract says.
+        wanted: what each output must be. One with fewer rows stands for results that repeat them.
+    """
+    largest, at, results = 0.0, 0, parts(got)
+    for want in wanted:
+        end = at + (want.results if want is not None else 1)
+        mine, names = results[at:end], [f"result {index}" for index in range(at, end)]
+        at = end
+        if want is None or not mine[0].numel():
+            continue
+        if not isinstance(got, tuple):
+            names = ["the result"]
+        share, problem = want.off([part.detach() for part in mine], names)
+        if problem:
+            return share, problem
+        largest = max(largest, share)
+    return largest, ""
+
+
+def parts(result: Any) -> tuple[Any, ...]:
+    """The results of a call, one or several."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _blocks(
+    results: Sequence[torch.Tensor], exact: torch.Tensor
+) -> Iterator[Sequence[torch.Tensor]]:
+    """The results, as many rows at a time as `exact` has, so that little is allocated beside them;
+    where `exact` lies."""
+    rows = len(exact) if exact.ndim else 1
+    count = len(results[0]) if results[0].ndim else 1
+    if count <= rows:
+        yield [result.to(exact.device) for result in results]
+        return
+    for start in range(0, count, rows):
+        yield [result[start : start + rows].to(exact.device) for result in results]
+
+
+def _both(one: tuple[float, int], other: tuple[float, int]) -> tuple[float, int]:
+    """What two blocks are off together: the larger share, and the sum of the elements."""
+    return max(one[0], other[0]), one[1] + other[1]
+
+
+def _problem(name: str, share: float, count: int, total: int) -> str:
+    if share <= 1.0:
+        return ""
+    return (
+        f"{name}: {count} of {total} elements are off, the worst by {share:.3g} times the tolerance"
+    )
+
+
+def _comparable(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """In a dtype in which it can be compared with others: int64, or floating as `dtype` rounds."""
+    if not (dtype or tensor.dtype).is_floating_point:
+        return tensor.to(torch.int64)
+    tensor = tensor.to(dtype or tensor.dtype)
+    return tensor if tensor.element_size() >= 4 else tensor.float()
+
+
+def _spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A scale for each element of a value of this shape; ValueError where it does not divide."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if tuple(scale.shape) == tuple(shape[:-1]):
+        scale = scale.unsqueeze(-1)
+    if scale.ndim != len(shape) or any(
+        n > size for n, size in zip(scale.shape, shape, strict=True)
+    ):
+        raise ValueError(
+            f"a scale of shape {tuple(scale.shape)} fits no value of shape {tuple(shape)}: it has "
+            "one element, the value's shape without its last dimension, or a number of groups for "
+            "each of the value's dimensions"
+        )
+    for dim, (groups, size) in enumerate(zip(scale.shape, shape, strict=True)):
+        if groups not in (1, size):
+            scale = scale.repeat_interleave(-(-size // groups), dim).narrow(dim, 0, size)
+    return scale
+
+
+def _step(exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The distance of two neighbours of `dtype`, times `scale`, at each exact number."""
+    if not dtype.is_floating_point:
+        return scale.abs().expand(exact.shape)
+    info = torch.finfo(dtype)
+    value = (exact / scale).nan_to_num(0.0, 0.0, 0.0)
+    step = torch.ldexp(torch.full_like(value, info.eps), value.frexp().exponent - 1)
+    return step.clamp_(min=info.smallest_normal * info.eps) * scale.abs()
+
+
+def _shape(part: Any) -> tuple[int, ...] | None:
+    return None if part is None else tuple(part.shape)

@@ -1,0 +1,299 @@
+"""What results must be, output by output: edges that no op of a model shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sample_ops import quantise, quantise_tensor, sample_contracts
+from torch import Tensor
+
+from vllm_fl.contracts import (
+    Exact,
+    ModelSizes,
+    OpSpec,
+    QuantisedPair,
+    Routing,
+    Sample,
+    Tolerance,
+    Within,
+    contracts,
+)
+from vllm_fl.contracts.outputs import Output
+from vllm_fl.engine.guarded import guarded
+from vllm_fl.engine.preflight import _dtypes, _Form
+from vllm_fl.engine.wanted import wanted_of, worst
+
+CPU = torch.device("cpu")
+TIGHT = {n: Tolerance(1e-6, 0.0, "one rounding") for n in ("float32", "bfloat16", "float64")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ops() -> Iterator[None]:
+    with sample_contracts():
+        yield
+
+
+def judged(got: Any, exact: Any, *outputs: Output, **options: Any) -> tuple[float, str]:
+    """What is made of `got`, where the oracle gives `exact`."""
+
+    def op(x: object) -> Any:
+        return exact
+
+    def fake(x: object) -> Any:
+        return got
+
+    silu = contracts()["silu_and_mul"]
+    spec = replace(
+        silu, oracle=op, fake=fake, outputs=outputs, variants=(), tolerances=TIGHT, **options
+    )
+    return worst(got, wanted_of(spec, Sample("a call", (None,))))
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("got", "exact", "share"),
+    [
+        (torch.tensor([1, 2]), torch.tensor([1, 2]), 0.0),
+        (torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 2]), 0.0),
+        (torch.tensor([1, 3], dtype=torch.int32), torch.tensor([1, 2]), INF),
+        (torch.tensor([2**53 + 1]), torch.tensor([2**53]), INF),  # fp64 takes them for one
+        (torch.tensor([255], dtype=torch.uint8), torch.tensor([-1]), INF),
+        (torch.tensor([True, False]), torch.tensor([True, False]), 0.0),
+        (torch.tensor([True, False]), torch.tensor([True, True]), INF),
+        (torch.tensor([0.1]), torch.tensor([0.1], dtype=torch.float64), 0.0),
+        (torch.tensor([0.1]), torch.tensor([0.1000001], dtype=torch.float64), INF),
+        (torch.tensor([0.1]).bfloat16(), torch.tensor([0.1], dtype=torch.float64), 0.0),
+        (torch.tensor([NAN, INF]), torch.tensor([NAN, INF], dtype=torch.float64), 0.0),
+        (torch.tensor([NAN]), torch.tensor([0.0], dtype=torch.float64), INF),
+        (torch.tensor([0.0]), torch.tensor([NAN], dtype=torch.float64), INF),
+        (torch.tensor(3), torch.tensor(3), 0.0),
+        (torch.tensor(3), torch.tensor(4), INF),
+        (torch.ones(0, dtype=torch.int64), torch.ones(0), 0.0),
+    ],
+)
+def test_exact(got: Tensor, exact: Tensor, share: float) -> None:
+    found, problem = judged(got, exact, Exact())
+    assert found == share and bool(problem) == bool(share)
+
+
+def test_what_differs_is_named_with_its_place() -> None:
+    got = torch.tensor([[1, 2], [3, 4]])
+    assert judged(got, torch.tensor([[1, 2], [5, 6]]), Exact()) == (
+        INF,
+        "the result: 2 of 4 elements differ, the first is 3 instead of 5, at (1, 0)",
+    )
+
+
+def test_each_output_has_its_own_rule_and_absent_ones_none() -> None:
+    x, ids = torch.ones(3), torch.tensor([1, 2])
+    right = (x, ids, None)
+    wide = (x.double(), ids, None)
+    assert judged(right, wide, Within(), Exact(), Within()) == (0.0, "")
+    assert judged((x * 2, ids, None), wide, Within(), Exact(), Within())[1].startswith("result 0:")
+    assert judged((x, ids + 1, None), wide, Within(), Exact(), Within())[1].startswith("result 1:")
+    lax = {"float32": Tolerance(2.0, 0.0, "anything goes")}
+    assert judged((x * 2, ids), wide[:2], Within(lax), Exact())[1] == ""
+    pair = (None, None, ids)
+    assert judged(pair, pair, QuantisedPair(), Exact()) == (0.0, "")
+    assert judged((None, None, ids + 1), pair, QuantisedPair(), Exact())[1].startswith("result 2:")
+
+
+def test_a_contract_that_contradicts_itself_says_where() -> None:
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match=r"the contract of op, sample 'a call': .* the fake's"):
+        judged(x, x.double()[:2])
+    with pytest.raises(ValueError, match="of the QuantisedPair at 0 one result is None"):
+        judged((x, None), (x, None), QuantisedPair())
+    with pytest.raises(ValueError, match="fits no value of shape"):
+        judged(
+            (x.view(1, 3).char(), torch.ones(2, 3)),
+            (x.view(1, 3), x.new_ones(2, 3)),
+            QuantisedPair(),
+        )
+
+
+SHAPES = [(), (1,), (1, 1), (6,), (6, 1), (6, 4), (6, 3), (2, 2), (1, 8)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_way_of_storing_scales(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(6, 8, generator=generator, dtype=torch.float64)
+    scale = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.05
+    most = 127 if dtype == torch.int8 else torch.finfo(dtype).max
+    spread = scale.reshape(()) if scale.numel() == 1 else scale
+    if shape == (6,):
+        spread = scale.unsqueeze(-1)
+    for dim in range(2) if scale.numel() > 1 and len(shape) == 2 else ():
+        groups = shape[dim]
+        if groups > 1:
+            at = torch.arange(x.shape[dim]) // math.ceil(x.shape[dim] / groups)
+            spread = spread.index_select(dim, at)
+    scaled = (x / spread).clamp(-most, most)
+    value = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+    exact = scaled * spread, scale
+    assert judged((value, scale.float()), exact, QuantisedPair(0.51))[1] == ""
+    for wrong in (scale.float() * 2, scale.float() / 2):
+        assert judged((value, wrong), exact, QuantisedPair())[1].startswith("result 1:")
+    bits = value.view(torch.int8) if value.is_floating_point() else value
+    next_one = (bits + 1).view(dtype)
+    found = judged((next_one, scale.float()), exact, QuantisedPair())[1]
+    assert found.startswith("result 0 times its scale: ")
+
+
+def test_a_last_group_may_be_smaller() -> None:
+    value, scale = torch.ones(2, 5, dtype=torch.int8), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    exact = torch.tensor([[1.0, 1, 1, 2, 2], [3, 3, 3, 4, 4]]).double()
+    assert judged((value, scale), (exact, scale.double()), QuantisedPair(0.1)) == (0.0, "")
+
+
+def test_a_pair_of_nothing_but_zeros_and_nan() -> None:
+    value, scale = torch.zeros(2, 4, dtype=torch.int8), torch.zeros(2)
+    exact = value.double(), scale.double()
+    assert judged((value, scale), exact, QuantisedPair()) == (0.0, "")
+    assert judged((value, scale + 1), exact, QuantisedPair())[0] == INF
+    broken = exact[0] * NAN, exact[1] * NAN
+    assert judged((value, scale * NAN), broken, QuantisedPair()) == (0.0, "")
+    assert judged((value, scale), broken, QuantisedPair())[0] == INF
+    assert judged((value, scale * NAN), exact, QuantisedPair())[0] == INF
+
+
+# Routing: (tokens, experts) scores, the two highest chosen.
+
+SCORES = torch.tensor(
+    [
+        [0.9, 0.5, 0.1, 0.0],  # clear
+        [0.9, 0.5, 0.5, 0.0],  # a tie for the second place
+        [0.5, 0.5, 0.5, 0.5],  # nothing but ties
+        [0.5, 0.5, 0.1, 0.0],  # a tie inside
+        [0.9, 0.5, 0.4999999, 0.0],  # a near tie
+        [0.9, 0.5, 0.4999, 0.0],  # none
+    ],
+    dtype=torch.float64,
+)
+RIGHT_IDS = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1]])
+
+
+def routed(
+    ids: Tensor, weights: Tensor | None = None, scores: Tensor = SCORES
+) -> tuple[float, str]:
+    if weights is None:
+        weights = scores.gather(-1, ids.clamp(0, 3))
+    exact = scores.gather(-1, RIGHT_IDS), RIGHT_IDS
+    routing = Routing(lambda x: scores, margin=1e-5, tolerances={"float32": Tolerance(1e-5, 0, "")})
+    return judged((weights.float(), ids.int()), exact, routing)
+
+
+def ids_with(token: int, *ids: int) -> Tensor:
+    changed = RIGHT_IDS.clone()
+    changed[token] = torch.tensor(ids)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("token", "ids"),
+    [(t, (0, 1)) for t in range(6)]
+    + [(t, (1, 0)) for t in range(6)]
+    + [(1, (0, 2)), (1, (2, 0)), (4, (0, 2)), (4, (2, 0))]
+    + [(2, (a, b)) for a in range(4) for b in range(4) if a != b],
+)
+def test_ties_may_be_decided_either_way(token: int, ids: tuple[int, int]) -> None:
+    assert routed(ids_with(token, *ids)) == (pytest.approx(0.0, abs=0.5), "")
+
+
+@pytest.mark.parametrize(
+    ("token", "ids"),
+    [
+        (t, ids)
+        for t in range(6)
+        for ids in ((0, 0), (1, 1), (-1, 0), (0, 4), (4, 1), (0, 2**31 - 1))
+    ]
+    + [(0, (0, 2)), (0, (1, 2)), (0, (3, 0))]
+    + [(1, (1, 2)), (1, (0, 3)), (3, (0, 2)), (3, (1, 2)), (4, (1, 2)), (5, (0, 2))],
+)
+def test_other_experts_are_wrong_whatever_their_weights(token: int, ids: tuple[int, int]) -> None:
+    weights = SCORES.gather(-1, RIGHT_IDS)
+    share, problem = routed(ids_with(token, *ids), weights)
+    assert share == INF
+    assert problem == (
+        f"result 1: 1 of 6 tokens have other experts, token {token} has {sorted(ids)} instead of "
+        "[0, 1]"
+    )
+
+
+def test_a_weight_belongs_to_its_expert() -> None:
+    weights = SCORES.gather(-1, RIGHT_IDS)
+    assert routed(RIGHT_IDS.flip(-1), weights.flip(-1)) == routed(RIGHT_IDS, weights)
+    assert routed(RIGHT_IDS, weights.flip(-1))[1].startswith("result 0: 8 of 12 elements are off")
+    assert routed(ids_with(1, 2, 0), weights)[1] == ""  # a tie: in order of size
+    for off in (weights * 1.001, weights + 0.01, weights.roll(1, 0), weights * NAN):
+        assert routed(RIGHT_IDS, off)[1].startswith("result 0:")
+
+
+def test_without_scores_any_expert_will_do_but_none_twice() -> None:
+    scores = SCORES.clone()
+    scores[2] = NAN
+    assert routed(ids_with(2, 3, 1), scores=scores)[1] == ""
+    assert routed(ids_with(2, 3, 3), scores=scores)[0] == INF
+    assert routed(ids_with(2, 3, 1), torch.ones(6, 2), scores=scores)[0] > 1
+
+
+# At start.
+
+
+def form_of(spec: OpSpec, tokens: int) -> _Form:
+    sizes = ModelSizes(None, None, None, None, None, None, tokens=(tokens,))
+    kinds = (list(spec.served(sizes, torch.float32, CPU, large)) for large in (False, True))
+    return [_Form(spec, *pair) for pair in zip(*kinds, strict=True)][-1]
+
+
+@pytest.mark.parametrize("op_fn", [("quantise", quantise), ("quantise_tensor", quantise_tensor)])
+def test_a_batch_that_repeats_the_pools_rows(op_fn: tuple[str, Callable[..., Any]]) -> None:
+    op, fn = op_fn
+    form = form_of(contracts()[op], 16)
+    x, *rest = form.samples[False].args
+    order = torch.tensor([3, 0, 15, 7])
+    for count in (4, 5, 9):
+        rows = order.repeat(3)[:count]
+        got = fn(x[rows], *rest)
+        assert worst(got, form.wanted(False, order, count))[1] == ""
+        broken = got[0].clone()
+        broken[-1] = 0
+        assert worst((broken, got[1]), form.wanted(False, order, count))[1] != ""
+
+
+def test_results_without_a_row_per_token_must_be_declared() -> None:
+    spec = replace(contracts()["quantise_tensor"], whole_batch=False)
+    with pytest.raises(ValueError, match=r"result 1 has the shape \(1,\) .* says whole_batch=True"):
+        form_of(spec, 16).wanted(False, torch.tensor([0, 1]), 2)
+
+
+def test_the_dtypes_of_a_start() -> None:
+    silu = contracts()["silu_and_mul"]
+    assert _dtypes(silu, torch.bfloat16) == [torch.bfloat16]
+    assert _dtypes(silu, torch.float64) == []
+    ids = replace(silu, dtypes=("int32", "int64"), outputs=(Exact(),))
+    assert _dtypes(ids, torch.bfloat16) == [torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool, torch.int64], ids=str
+)
+def test_guarded_memory_of_every_dtype(dtype: torch.dtype) -> None:
+    wide = torch.ones(4, 8).to(dtype)
+    call = guarded({"x": wide[:, :3]}, {"x"})
+    call.remember()
+    assert call.disturbance(()) is None
+    assert call.args[0].float().eq(1).all()
+    gap = call.storages[0].memory[0]
+    assert gap.isnan() if dtype.is_floating_point else not gap
+    call.storages[0].memory.view(torch.int8)[-1] = 1
+    assert call.disturbance(()) == ("", "'x'", 1)

@@ -1,0 +1,164 @@
+"""Every kind of output through comparison, start and kit: right ones pass, wrong ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from sample_ops import FOLDER, RIGHT, WRONG, impl_of, sample_contracts
+
+from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.verification import compare_all
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.testing import CHECKS, failures
+from vllm_fl.testing.subject import Subject
+
+pytest_plugins = ["pytester"]
+
+CPU = torch.device("cpu")
+SIZES = ModelSizes(None, None, None, None, None, None, tokens=(1, 700))
+PER_WRONG = pytest.mark.parametrize("wrong", WRONG)
+PER_RIGHT = pytest.mark.parametrize(("op", "fn"), RIGHT, ids=lambda v: getattr(v, "__name__", ""))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ops() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    with sample_contracts():
+        yield
+    torch.set_num_threads(threads)
+
+
+def compared(impl: OpImpl) -> dict[str, tuple[str, str]]:
+    """(dtype, sample) -> (status, reason)."""
+    spec = contracts()[impl.op_name]
+    dtypes = [getattr(torch, name) for name in spec.dtypes]
+    found = compare_all(impl, spec, dtypes, CPU)
+    return {f"{c.dtype}, {c.sample}": (c.status, c.reason) for c in found}
+
+
+def fault(impl: OpImpl, dtype: torch.dtype = torch.bfloat16, **options: Any) -> str | None:
+    found = find_faults([impl], dtype, CPU, SIZES, seed=1, seconds=0.2, **options).faults
+    return next((why for why, _ in found.values()), None)
+
+
+@PER_RIGHT
+def test_a_right_one_passes(op: str, fn: Callable[..., Any]) -> None:
+    impl = impl_of(op, fn)
+    assert {name: found for name, found in compared(impl).items() if found[0] != "ok"} == {}
+    for dtype in (torch.float32, torch.bfloat16):
+        assert fault(impl, dtype) is None
+    assert list(failures(impl)) == []
+
+
+@PER_RIGHT
+def test_a_right_one_passes_where_a_compiler_looks_inside(op: str, fn: Callable[..., Any]) -> None:
+    impl = impl_of(op, fn, traceable=True, supports=None)
+    assert list(failures(impl, without=CHECKS.keys() - {"tracing"})) == []
+    assert fault(impl, compiled={(op, impl.impl_id): fn}, backend="aot_eager") is None
+
+
+@PER_WRONG
+def test_comparison_sees_a_wrong_one(wrong: str) -> None:
+    op, fn = WRONG[wrong]
+    found = [why for status, why in compared(impl_of(op, fn)).values() if status == "wrong"]
+    assert found and all(why.startswith(("result ", "the result")) for why in found)
+
+
+@PER_WRONG
+def test_an_engine_leaves_a_wrong_one_out(wrong: str) -> None:
+    op, fn = WRONG[wrong]
+    assert str(fault(impl_of(op, fn))).startswith("it is wrong: ")
+
+
+@PER_WRONG
+def test_the_kit_fails_a_wrong_one(wrong: str) -> None:
+    op, fn = WRONG[wrong]
+    for check in ("values", "preflight"):
+        assert next(failures(impl_of(op, fn), without=CHECKS.keys() - {check}), None), check
+
+
+@pytest.mark.parametrize("count", [1, 2, 257, 700])
+@pytest.mark.parametrize("op", ["greedy_token", "quantise", "quantise_tensor", "route"])
+def test_what_is_wrong_in_one_row_of_a_batch_is_seen_at_start(op: str, count: int) -> None:
+    right = dict(RIGHT)[op]
+
+    def wrong(*args: Any) -> Any:
+        results = right(*args)
+        if len(args[0]) == count:
+            last = (results if isinstance(results, tuple) else (results,))[-1]
+            last[-1:] += 1
+        return results
+
+    wrong.__signature__ = contracts()[op].signature  # type: ignore[attr-defined]
+    assert fault(impl_of(op, right)) is None
+    for dtype in (torch.float32, torch.bfloat16):
+        found = str(fault(impl_of(op, wrong), dtype))
+        assert found.startswith("it is wrong: result 1:" if op != "greedy_token" else "it is wrong")
+
+
+def test_the_dtypes_of_a_contract_are_what_is_run() -> None:
+    for op, fn in RIGHT:
+        dtypes = contracts()[op].dtypes
+        assert Subject(impl_of(op, fn), CPU).dtypes == dtypes
+        assert {name.partition(",")[0] for name in compared(impl_of(op, fn))} == set(dtypes)
+
+
+def test_an_op_that_is_for_other_dtypes_than_the_model_is_left_out() -> None:
+    impl = impl_of("quantise_tensor", dict(RIGHT)["quantise_tensor"])
+    assert fault(impl, torch.float16) == (
+        "the contract of its op is for float32, bfloat16, not for float16"
+    )
+
+
+PLUGIN = f"""
+import sys
+from importlib import import_module
+
+sys.path.append({str(FOLDER.parent)!r})
+
+from sample_ops import RIGHT, WRONG, impl_of
+from vllm_fl import Contract, hookimpl
+
+@hookimpl
+def contracts():
+    return [Contract(import_module("sample_contracts." + op).SPEC) for op in dict(RIGHT)]
+
+@hookimpl
+def register_ops():
+    fns = {{**dict(RIGHT), **dict([WRONG[name] for name in WRONGS])}}
+    return [impl_of(op, fn) for op, fn in fns.items()]
+"""
+TEST = """
+from vllm_fl.testing import ModelSizes, OpConformance
+
+class TestSampleOps(OpConformance):
+    backend = "vendor.acme"
+    sizes = ModelSizes(None, None, None, None, None, None, tokens=(1, 40))
+"""
+
+
+@pytest.mark.parametrize(
+    "wrongs",
+    [[], ["an id off by one", "swapped weights", "a scale off by two"], ["an expert off by one"]],
+    ids=len,
+)
+def test_the_test_class(
+    wrongs: list[str], pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(toy_ops=f"WRONGS = {wrongs}\n{PLUGIN}", test_toy_ops=TEST)
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "toy_ops")
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
+    result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider")
+    outcomes = result.parseoutcomes()
+    assert outcomes["passed"] > 60
+    if not wrongs:
+        assert "failed" not in outcomes
+    for name in wrongs:
+        op, _ = WRONG[name]
+        for check in ("values", "preflight"):
+            result.stdout.re_match_lines([f"FAILED .*test_{check}.{op}-float32.*"])

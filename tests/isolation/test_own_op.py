@@ -1,0 +1,164 @@
+"""A distribution made of the blocks of docs/new-op.md: what core's ops have, its op has, in vLLM.
+
+A second distribution beside it brings a wrong implementation of that op.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import envs
+from installed import Install, Installed
+
+OP = "softcap_and_mul"
+TOOLS = str(envs.ROOT / "tools")
+
+MAKE = """
+import json, pathlib, sys
+sys.path.insert(0, {tools!r})
+import tiny_model
+path = tiny_model.make(pathlib.Path({folder!r}))
+config = json.loads((path / "config.json").read_text())
+config["architectures"] = ["SoftcapForCausalLM"]
+(path / "config.json").write_text(json.dumps(config))
+print(json.dumps(str(path)))
+"""
+
+SERVE = """
+import json, sys
+sys.path.insert(0, {tools!r})
+from engine_run import Job, run
+found = run(Job(**json.loads({job!r})), **json.loads({variables!r}))
+print(json.dumps(found))
+"""
+
+WRONG = """
+from vllm_fl import BackendImplKind, OpImpl, hookimpl
+
+def forgets_the_cap(x, cap):
+    gate, up = x.chunk(2, dim=-1)
+    return gate * up
+
+@hookimpl
+def register_ops():
+    kind = BackendImplKind.VENDOR
+    return [OpImpl("softcap_and_mul", "vendor.wrong", kind, forgets_the_cap, "wrong")]
+"""
+
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_FL_DISPATCH_DEBUG": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The distribution that the page builds, and a module with a wrong implementation."""
+    root = tmp_path_factory.mktemp("acme-softcap")
+    page = (envs.ROOT / "docs" / "new-op.md").read_text()
+    files = re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", page, re.M | re.S)
+    assert len(files) == 7
+    for name, content in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    (root / "wrong").mkdir()
+    (root / "wrong" / "wrong_softcap.py").write_text(WRONG)
+    return root
+
+
+@pytest.fixture(scope="module")
+def installed(install: Install, folder: Path) -> Installed:
+    return install(str(folder), "vllm-fl-reference", engine=True)
+
+
+@pytest.fixture(scope="module")
+def wrong(folder: Path) -> dict[str, str]:
+    """The variables under which the wrong implementation is loaded, too."""
+    return {"VLLM_FL_PLUGIN_MODULES": "wrong_softcap", "PYTHONPATH": str(folder / "wrong")}
+
+
+@pytest.fixture(scope="module")
+def serve(
+    installed: Installed, wrong: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, bool], dict[str, Any]]:
+    """`serve(order, eager)`: an engine with a model that has the op, under this order for it."""
+    folder = tmp_path_factory.mktemp("model")
+    model = installed.script(MAKE.format(tools=TOOLS, folder=str(folder)))
+
+    @cache
+    def served(order: str, eager: bool) -> dict[str, Any]:
+        job = {"model": model, "batches": [[[7, 11, 13, 17, 19]]], "eager": eager}
+        variables = {**ONE_PROCESS, **wrong, "VLLM_FL_PER_OP": f"{OP}={order}"}
+        script = SERVE.format(tools=TOOLS, job=json.dumps(job), variables=json.dumps(variables))
+        found: dict[str, Any] = installed.script(script)
+        return found
+
+    return served
+
+
+def test_its_op_is_listed_explained_and_verified_like_cores(
+    installed: Installed, wrong: dict[str, str]
+) -> None:
+    plugin = installed.plugins(status=0)["acme-softcap"]
+    assert plugin["hooks"] == ["contracts", "register_ops"] and plugin["status"] == "ok"
+    assert len(installed.ops(status=0)[OP]["candidates"]) == 2
+    explained = installed.command("explain", OP)
+    assert "cap: float" in explained.stdout and "x[..., d:]" in explained.stdout
+    assert "models of others, which have no such layer" in explained.stdout
+    assert "no contract" not in explained.stdout
+    asked = ("--op", OP, "--device", "cpu", "--json")
+    results = json.loads(installed.command("verify", *asked, **wrong).stdout)["results"]
+    found = {(r["impl_id"], r["dtype"]): r for r in results}
+    assert len(found) == 9
+    for (impl_id, _), result in found.items():
+        assert bool(result["samples"]["wrong"]) is (impl_id == "vendor.wrong")
+        assert not result["samples"]["raised"]
+        if impl_id != "vendor.wrong":
+            assert result["call"]["sample"] == "256 x 2*96"  # the binding's typical size
+
+
+def test_the_kit_judges_it(installed: Installed, folder: Path, wrong: dict[str, str]) -> None:
+    kit = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    done = installed.run(*kit, str(folder / "tests"))
+    assert done.returncode == 0, done.stdout
+    bad = folder / "wrong" / "test_wrong.py"
+    bad.write_text((folder / "tests" / "test_conformance.py").read_text().replace("acme", "wrong"))
+    done = installed.run(*kit, str(bad), **wrong)
+    assert done.returncode == 1 and OP in done.stdout
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize("impl", ["reference.acme", "vendor.acme"])
+def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) -> None:
+    found = serve(f"impl:{impl}|vendor:wrong", eager)
+    (report,) = found["report"]
+    mode = "eager" if eager else "compiled"
+    assert report["mode"] == mode
+    assert report["ops"][OP] == {
+        "impl": impl,
+        "reason": f"token impl:{impl}",
+    }
+    assert report["calls"][OP][impl] > 0
+    # The wrong one stands behind it in the order, and is caught before the model is built.
+    assert "it is wrong" in report["demotions"][OP]["vendor.wrong"]
+    (line,) = [line for line in found["log"].splitlines() if "ops planned" in line]
+    assert f"{OP}={impl}" in line and report["digest"] in line
+    stock = serve("stock", eager)
+    (said,) = stock["report"]
+    assert said["ops"][OP]["impl"] == "stock" and said["digest"] != report["digest"]
+    worst, magnitude = difference(stock, found)
+    assert worst <= 0.05 * magnitude
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
+    """(largest difference of the logits of the prompt, largest magnitude)."""
+    pairs = [
+        (a, b)
+        for row, twin in zip(one["logits"][0][:4], other["logits"][0][:4], strict=True)
+        for a, b in zip(row, twin, strict=True)
+    ]
+    return max(abs(a - b) for a, b in pairs), max(abs(a) for a, _ in pairs)
