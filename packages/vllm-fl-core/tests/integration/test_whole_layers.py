@@ -344,6 +344,18 @@ def test_layers_of_the_model_are_counted(plan: Make) -> None:
     assert built[0](1) == 2 and not made.calls
 
 
+def test_a_class_made_of_anothers_is_counted_as_its_own_layer(
+    plan: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = type("Both", (OwnMixer, BigMixer), {"__module__": "acme"})
+    monkeypatch.setattr(ACME, "Both", both, raising=False)
+    made = plan(impl(), impl("BigMixer", "Both"))
+    with whole_layers.in_place(made):
+        built = model(Mixer(), BigMixer(), BigMixer())
+    counts = {name: each.ours for name, each in whole_layers.served(made, built).items()}
+    assert counts == {"Mixer": 1, "BigMixer": 2}
+
+
 def test_calls_are_counted_where_the_user_asked(plan: Make) -> None:
     made = dataclasses.replace(plan(impl()), counts_calls=True)
     with whole_layers.in_place(made):
@@ -362,3 +374,39 @@ def test_a_layer_that_is_vllms_all_the_same_is_said(
     assert made.fallbacks == {("Mixer", "stock.vllm"): 1}
     with pytest.raises(VllmFLError, match="Strict mode"):
         whole_layers.served(plan(impl(), strict=True), model(Mixer()))
+
+
+def test_the_worker_says_what_serves(
+    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm_fl.integration.worker import _built_layers
+
+    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm_fl")
+
+    class Worker:
+        rank, model = 0, model(OwnMixer())
+
+        def get_model(self) -> torch.nn.Module:
+            return self.model
+
+    class Hidden(Worker):
+        def get_model(self) -> torch.nn.Module:
+            raise NotImplementedError
+
+    class Second(Worker):
+        rank = 1
+
+    made = plan(impl(), impl("BigMixer", "OwnBig"))
+    said = {}
+    for worker in (Worker, Hidden, Second):
+        caplog.clear()
+        counts: Any = _built_layers(worker(), made)  # type: ignore[arg-type]
+        said[worker] = counts, caplog.text
+    counts, text = said[Worker]
+    assert counts == {"Mixer": 1, "BigMixer": 0}
+    assert "Layer Mixer: 'vendor.acme' serves in 1 places" in text
+    assert "Layer BigMixer: this model has none, so that 'vendor.acme' does not run" in text
+    assert said[Second] == (counts, "")
+    assert said[Hidden][0] == {} and "is not known" in said[Hidden][1]
+    assert _built_layers(Hidden(), plan()) == {}  # type: ignore[arg-type]  # it is not asked

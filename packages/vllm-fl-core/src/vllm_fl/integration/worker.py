@@ -160,7 +160,12 @@ def _built_layers(worker: PlannedWorker, plan: Plan) -> dict[str, int]:
     """How many layers of the model are the plan's class, for each whole layer; rank 0 says so."""
     if not plan.layers:
         return {}
-    found = whole_layers.served(plan, worker.get_model())  # type: ignore[attr-defined]
+    try:
+        model = worker.get_model()  # type: ignore[attr-defined]
+    except NotImplementedError:  # a device's worker need not have it
+        log.warning("This worker shows no model: whether whole layers serve in it is not known")
+        return {}
+    found = whole_layers.served(plan, model)
     for name, served in found.items() if worker.rank == 0 else ():
         impl_id = plan.layers[name].impl_id
         if not served.ours:

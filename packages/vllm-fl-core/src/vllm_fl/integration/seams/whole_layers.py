@@ -257,10 +257,10 @@ def served(plan: Plan, model: Any) -> dict[str, Served]:
     for name, impl in plan.layers.items():
         cls, base, _ = _chosen(impl)
         modules = dict(model.named_modules())
-        ours = [module for module in modules.values() if isinstance(module, cls)]
+        ours = [module for module in modules.values() if type(module) is cls]
         stock = tuple(path for path, module in modules.items() if type(module) is base)
         wrapped = sum(
-            isinstance(getattr(module, "base_layer", None), cls) for module in modules.values()
+            type(getattr(module, "base_layer", None)) is cls for module in modules.values()
         )
         for module in ours if plan.counts_calls else ():
             module.forward = plan.counting(module.forward, name, impl.impl_id)
