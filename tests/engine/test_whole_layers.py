@@ -55,7 +55,7 @@ def test_they_serve_and_the_lists_leave_layers_alone(eager: bool, serve: Runner)
     assert report["layers"] == IN_QWEN3
     for layer, number in IN_QWEN3.items():
         assert report["calls"][layer]["vendor.own"] > 0, layer
-        assert f"Layer {layer}: 'vendor.own' serves in {number} places" in ours["log"]
+        assert f"Layer {layer}: {number} in this model, by 'vendor.own'" in ours["log"]
     assert "RowParallelLinear=vendor.own" in ours["log"]
     assert "not verified, as whole layers: QKVParallelLinear RowParallelLinear" in ours["log"]
     assert report["fallbacks"] == report["demotions"] == {}

@@ -405,7 +405,7 @@ def test_the_worker_says_what_serves(
         said[worker] = counts, caplog.text
     counts, text = said[Worker]
     assert counts == {"Mixer": 1, "BigMixer": 0}
-    assert "Layer Mixer: 'vendor.acme' serves in 1 places" in text
+    assert "Layer Mixer: 1 in this model, by 'vendor.acme'" in text
     assert "Layer BigMixer: this model has none, so that 'vendor.acme' does not run" in text
     assert said[Second] == (counts, "")
     assert said[Hidden][0] == {} and "is not known" in said[Hidden][1]

@@ -171,7 +171,7 @@ def _built_layers(worker: PlannedWorker, plan: Plan) -> dict[str, int]:
         if not served.ours:
             log.warning("Layer %s: this model has none, so that '%s' does not run", name, impl_id)
             continue
-        log.info("Layer %s: '%s' serves in %d places", name, impl_id, served.ours)
+        log.info("Layer %s: %d in this model, by '%s'", name, served.ours, impl_id)
         if served.wrapped:
             log.warning(
                 "Layer %s: LoRA wraps %d of them, and may call their quantisation method in place "
