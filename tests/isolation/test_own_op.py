@@ -132,7 +132,7 @@ def test_the_kit_judges_it(installed: Installed, folder: Path, wrong: dict[str, 
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
-@pytest.mark.parametrize("impl", ["reference.acme", "vendor.acme"])
+@pytest.mark.parametrize("impl", ["acme.torch", "vendor.acme"])
 def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) -> None:
     found = serve(f"impl:{impl}|vendor:wrong", eager)
     (report,) = found["report"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from ..logs import get_logger
@@ -116,9 +115,7 @@ def _by_name(rules: Iterable[SizeRule]) -> dict[str, SizeRule]:
 def _with_values(values: Mapping[str, float | None]) -> ModelSizes:
     own = {rule.name for rule in RULES}
     told: dict[str, Any] = {n: v for n, v in values.items() if n in own and v is not None}
-    return ModelSizes(
-        **told, more=MappingProxyType({n: v for n, v in values.items() if n not in own})
-    )
+    return ModelSizes(**told, more={n: v for n, v in values.items() if n not in own})
 
 
 def _asked(rule: SizeRule, config: Any) -> float | None:

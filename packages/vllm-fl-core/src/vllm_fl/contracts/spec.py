@@ -94,9 +94,7 @@ class ModelSizes:
     tokens: tuple[int, ...] = (1,)
     max_position: int = 2048
     epsilon: float = 1e-6
-    more: Mapping[str, float | None] = field(
-        default_factory=lambda: MappingProxyType({}), hash=False
-    )
+    more: Mapping[str, float | None] = field(default_factory=dict, hash=False)
 
     @property
     def unknown(self) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -103,7 +102,7 @@ class Subject:
             return self.sizes
         binding = get_default_manager().registry.snapshot().bindings.get(op, Binding())
         own = typical_sizes([binding]).more
-        return dataclasses.replace(self.sizes, more=MappingProxyType({**own, **self.sizes.more}))
+        return dataclasses.replace(self.sizes, more={**own, **self.sizes.more})
 
     def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
         """The calls that break the contract."""
