@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import layer_table
 import pytest
 import support_matrix
 
@@ -382,6 +383,14 @@ def test_the_support_matrix_is_what_the_runs_say() -> None:
     assert support_matrix.page(RUNS) == support_matrix.PAGE.read_text(), (
         "run tools/support_matrix.py"
     )
+
+
+def test_the_page_of_layers_is_what_the_releases_say() -> None:
+    data = layer_table.releases()
+    assert layer_table.page(data) == layer_table.PAGE.read_text(), "run tools/layer_table.py"
+    assert {"0.26", "0.27", "0.32", "0.33"} <= {release.rpartition(".")[0] for release in data}
+    classes = {layer["cls"] for layer in data["0.32.0"]["layers"]}
+    assert {cls for cls in layer_table.REMARKS if cls not in classes} == set()
 
 
 def test_a_run_on_a_stand_in_is_shown_as_emulated_and_a_wrong_one_as_wrong() -> None:

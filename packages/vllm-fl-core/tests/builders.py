@@ -13,7 +13,7 @@ from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import Found, load
 from vllm_fl.plugins.registry import OpRegistry, Owner
-from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl, SettingSpec
+from vllm_fl.plugins.types import BackendImplKind, Impl, OpImpl, SettingSpec
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import Mode, SelectionPolicy
 
@@ -58,7 +58,7 @@ class _Settings:
         return dict.fromkeys(ids, "flagos_blacklist") if listed else None
 
 
-def registry_with_settings(*impls: OpImpl | AttentionImpl) -> OpRegistry:
+def registry_with_settings(*impls: Impl) -> OpRegistry:
     """A registry into which the plugin that declares `PLUGIN_SETTINGS` was loaded, and these."""
     registry = OpRegistry()
     load(registry, [Found(Owner("settings"), "settings", _Settings)])
@@ -137,7 +137,7 @@ def planning(manager: OpManager, mode: Mode = "eager", **fields: Any) -> Plan:
     return make_plan(manager, EngineFacts(settings, mode), **fields)
 
 
-def managing(*impls: OpImpl | AttentionImpl, **policy: Any) -> OpManager:
+def managing(*impls: Impl, **policy: Any) -> OpManager:
     """A manager that has these, under a policy with these fields."""
     registry = OpRegistry()
     registry.register_many(impls)

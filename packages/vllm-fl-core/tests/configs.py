@@ -47,6 +47,7 @@ def engine_config(
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(**priority)),
         model_config=SimpleNamespace(
             dtype=torch.bfloat16,
+            quantization=None,
             hf_text_config=SimpleNamespace(**fields),
             max_model_len=4096,
             use_mla=False,
@@ -55,6 +56,13 @@ def engine_config(
             get_num_attention_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
             get_num_kv_heads=lambda parallel: 2 // parallel.tensor_parallel_size,
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=parallel, worker_cls="acme.Worker"),
+        lora_config=None,
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=parallel,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            enable_expert_parallel=False,
+            worker_cls="acme.Worker",
+        ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
     )

@@ -262,3 +262,35 @@ def test_a_third_partys_device_is_the_platform(fl: Command, plugin: Plugin, tmp_
     assert mode["order"] == ["vendor", "reference"]
     assert "Did you mean 'acme'?" in fl("policy", VLLM_FL_PLATFORM="acne").out
     assert fl("policy", "--json", VLLM_FL_PLATFORM="acme").json()["warnings"] == []
+
+
+def test_a_whole_layer_of_vllms(fl: Command, plugin: Plugin) -> None:
+    plugin(
+        """
+        from vllm_fl import LayerImpl
+
+        @hookimpl
+        def layers():
+            yield LayerImpl("RowParallelLinear", "a.Row", BackendImplKind.VENDOR, "acme")
+        """
+    )
+    done = fl("explain", "RowParallelLinear", "--json")
+    answer = done.json()
+    assert (done.status, answer["signature"]) == (0, None)
+    assert [view["mode"] for view in answer["modes"]] == ["eager", "compiled"]
+    for view in answer["modes"]:
+        assert view["selected"] == "vendor.acme"
+        assert [c["impl_id"] for c in view["candidates"]] == ["vendor.acme", "stock.vllm"]
+    shown = fl("explain", "RowParallelLinear").out
+    assert "a whole layer of vLLM's" in shown and "It is not verified." in shown
+    orders = {"VLLM_FL_PER_OP": "RowParallelLinear=stock"}
+    left = fl("explain", "RowParallelLinear", "--mode", "eager", "--json", **orders).json()
+    assert left["modes"][0]["selected"] == "stock.vllm"
+    ops = {op["op"]: op for op in fl("ops", "--json").json()["ops"]}
+    assert ops["RowParallelLinear"]["selected"] == "vendor.acme"
+    (reason,) = [
+        left["reason"]
+        for left in fl("verify", "--json", "--op", "RowParallelLinear").json()["not_run"]
+    ]
+    assert reason == "a whole layer is a class, not one computation"
+    assert "RowParallelLinear" not in fl("explain", "rms_norm").out

@@ -842,6 +842,81 @@ def test_a_device_profile_is_checked_when_it_is_made(fields: dict[str, str]) -> 
         DeviceProfile(**{**sound, **fields}, detect=lambda: True)
 
 
+# The hook layers.
+
+LAYERS = """
+from vllm_fl import LayerImpl
+
+@hookimpl
+def layers():
+    yield LayerImpl("RowParallelLinear", "acme.linear.Row", BackendImplKind.VENDOR, "acme")
+    yield LayerImpl("LogitsProcessor", "acme.logits.Processor", BackendImplKind.VENDOR, "acme")
+"""
+
+
+def test_the_hook_for_whole_layers(write: Write) -> None:
+    plugin, registry = one(write(LAYERS))
+    assert (plugin.status, plugin.hooks, plugin.claims) == ("ok", ("layers",), ("vendor.acme",))
+    assert registry.snapshot().layers == ("LogitsProcessor", "RowParallelLinear")
+    assert registry.snapshot().owners["RowParallelLinear", "vendor.acme"] is plugin.owner
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return {'RowParallelLinear': 'acme.Row'}", "layers returned dict"),
+        ("return 'acme.Row'", "layers returned str"),
+        ("return 7", "layers returned int"),
+        ("return LayerImpl('A', 'b.C', BackendImplKind.VENDOR, 'acme')", "returned LayerImpl"),
+        ("return ['acme.Row']", "expected OpImpl, AttentionImpl or LayerImpl"),
+        ("raise SystemExit(4)", "SystemExit: 4"),
+        ("yield LayerImpl('A', 'b.C', BackendImplKind.VENDOR); yield 1", "needs vendor"),
+        (
+            "while True: yield LayerImpl('A', 'b.C', BackendImplKind.VENDOR, 'acme')",
+            "is it endless",
+        ),
+        (
+            "return [LayerImpl('A', p, BackendImplKind.VENDOR, 'acme') for p in ('b.C', 'd.E')]",
+            "already has an implementation 'vendor.acme'",
+        ),
+        (
+            "return [LayerImpl('silu_and_mul', 'b.C', BackendImplKind.VENDOR, 'acme')]",
+            "silu_and_mul is an op",
+        ),
+        (
+            "return [LayerImpl('attention_backend', 'b.C', BackendImplKind.VENDOR, 'acme')]",
+            "attention_backend is an op",
+        ),
+        (
+            "return [LayerImpl('A', 'b.C', BackendImplKind.REFERENCE, impl_id='stock.acme')]",
+            "nobody's to use",
+        ),
+    ],
+)
+def test_a_hook_for_layers_that_fails_costs_its_plugin_only(
+    write: Write, body: str, words: str
+) -> None:
+    source = f"from vllm_fl import LayerImpl\n\n@hookimpl\ndef layers():\n    {body}\n"
+    broken, sound = write(source, "broken"), write(LAYERS, "sound")
+    registry = OpRegistry()
+    first, second = load(registry, [broken, sound])
+    assert (first.status, second.status) == ("failed", "ok")
+    assert words in str(first.error)
+    assert {op for op, _ in registry.snapshot().owners} == {"RowParallelLinear", "LogitsProcessor"}
+
+
+def test_a_hook_for_layers_takes_no_parameter(write: Write) -> None:
+    error = failure(write("@hookimpl\ndef layers(request):\n    return []\n"))
+    assert "request" in str(error)
+
+
+def test_an_id_that_two_bring_for_one_layer_is_loaded_from_neither(write: Write) -> None:
+    registry = OpRegistry()
+    plugins = load(registry, [write(LAYERS, "one"), write(LAYERS, "two")])
+    assert all("claims it too" in str(plugin.error) for plugin in plugins)
+    assert registry.snapshot().layers == ()
+
+
 DOUBLE = """
 from vllm_fl import Binding, Contract, LayerPlace, OpSpec, Sample, Tolerance, Variant
 

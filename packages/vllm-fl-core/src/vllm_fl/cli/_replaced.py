@@ -22,6 +22,8 @@ known, rows = foreign_layers(), []
 for layer in layer_table():
     if layer.cls in known:
         rows.append([layer.op, layer.cls, known[layer.cls]])
+from vllm_fl.integration.seams.whole_layers import foreign
+rows += [[cls, cls, owner] for cls, owner in foreign().items()]
 print("\\n" + json.dumps(rows))
 """
 

@@ -55,9 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     spec = snapshot.contracts.get(op)
     binding = all_bindings(snapshot).get(op, Binding())
     modes = [arguments.mode] if arguments.mode else [*WHERE]
-    if op == ATTENTION and not arguments.mode:
+    is_class = op == ATTENTION or op in snapshot.layers
+    if is_class and not arguments.mode:
         modes.remove("script")  # it names a class for vLLM: no script calls it
-    elif spec is None and op != ATTENTION and arguments.mode != "script":
+    elif spec is None and not is_class and arguments.mode != "script":
         manager.trace(op)  # one that nobody knows is another mistake
         if arguments.mode:
             raise UsageError(f"{op}: no contract names it, so that no engine runs it.")
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             replaced=replaced,
         )
     else:
-        _show(op, spec, views, bearing)
+        _show(op, spec, views, bearing, is_layer=op in snapshot.layers)
         if binding.not_reached and modes != ["script"]:
             say("\nInside vLLM this is not reached, whatever the policy says:")
             for bypass in binding.not_reached:
@@ -161,11 +162,19 @@ def _annotation(annotation: object) -> str:
 
 
 def _show(
-    op: str, spec: OpSpec | None, views: list[dict[str, Any]], bearing: list[dict[str, Any]]
+    op: str,
+    spec: OpSpec | None,
+    views: list[dict[str, Any]],
+    bearing: list[dict[str, Any]],
+    *,
+    is_layer: bool,
 ) -> None:
     if op == ATTENTION:
         say(f"{op}: the class that vLLM's attention layers use; an engine also asks each candidate")
         say("whether it supports the served model, and says so in its start line.")
+    elif is_layer:
+        say(f"{op}: a whole layer of vLLM's, by its class; an engine also asks each candidate")
+        say("whether it supports the engine, and says so in its start line. It is not verified.")
     elif spec is None:
         say(f"{op} (no contract names it: scripts call it, and no engine runs it)")
     else:

@@ -18,9 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when an op has no implementation that may run."""
     manager = get_default_manager()
+    snapshot = manager.registry.snapshot()
+    of_vllm = {ATTENTION, *snapshot.layers}  # where vLLM's own is the last
     ops: list[dict[str, Any]] = []
-    for name in manager.registry.snapshot().ops:
-        trace = manager.trace(name, engine=name == ATTENTION)  # where vLLM's own is the last
+    for name in snapshot.ops:
+        trace = manager.trace(name, engine=name in of_vllm)
         selected = trace.selected.impl_id if trace.selected else None
         ops.append({"op": name, "selected": selected, "candidates": as_rows(manager, trace)})
     if arguments.json:

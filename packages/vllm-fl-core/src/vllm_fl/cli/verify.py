@@ -26,7 +26,7 @@ from ..contracts.sizes import typical_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..plugins.forms import asked_for
-from ..plugins.types import AttentionImpl, OpImpl
+from ..plugins.types import AttentionImpl, Impl, LayerImpl, OpImpl
 from ..settings.policy import closest
 from ..text import quote, scrub
 from ._environment import device_facts, distributions
@@ -170,6 +170,8 @@ def _choose(
         verdict = impl.availability()
         if isinstance(impl, AttentionImpl):
             reason = "an attention backend is a class, not one computation"
+        elif isinstance(impl, LayerImpl):
+            reason = "a whole layer is a class, not one computation"
         elif impl.op_name not in snapshot.contracts:
             reason = "no contract names its op"
         elif verdict is not True:
@@ -198,7 +200,7 @@ def _check_dtypes(asked: Sequence[str] | None, specs: Iterable[OpSpec]) -> None:
             raise UsageError(f"--dtype {name}: no contract has it. Known: {', '.join(known)}.")
 
 
-def _identity(manager: OpManager, impl: OpImpl | AttentionImpl) -> dict[str, Any]:
+def _identity(manager: OpManager, impl: Impl) -> dict[str, Any]:
     owner = manager.registry.snapshot().owners[impl.op_name, impl.impl_id]
     return {
         "op": impl.op_name,

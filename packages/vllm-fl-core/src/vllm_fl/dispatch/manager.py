@@ -24,7 +24,7 @@ from ..logs import get_logger
 from ..older import lookup, outdated
 from ..plugins.calling import rejections
 from ..plugins.registry import OpRegistry
-from ..plugins.types import AttentionImpl, OpImpl
+from ..plugins.types import Impl, OpImpl
 from ..settings.loading import Settings
 from ..settings.policy import Mode, SelectionPolicy, closest
 from ..settings.unmatched import meant
@@ -230,7 +230,7 @@ class OpManager:
         self._check_named(trace, impls)
         return trace
 
-    def _check_named(self, trace: Trace, impls: tuple[OpImpl | AttentionImpl, ...]) -> None:
+    def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
         """A name that was asked for and whose plugin failed is an error, never passed over."""
         for token in trace.order:
             if token.name is None or any(token.matches(impl) for impl in impls):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..plugins.registry import OpRegistry
-    from ..plugins.types import AttentionImpl, OpImpl
+    from ..plugins.types import Impl
     from ..settings.policy import SelectionPolicy
 
 PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = "flagos", "vendor", "reference"
@@ -86,7 +86,7 @@ def get_policy_epoch() -> int:
     return get_default_manager().epoch
 
 
-def match_token(impl: OpImpl | AttentionImpl, token: str) -> bool:
+def match_token(impl: Impl, token: str) -> bool:
     """Whether `token` matches `impl`; an invalid token matches nothing."""
     from ..settings.policy import Token
 

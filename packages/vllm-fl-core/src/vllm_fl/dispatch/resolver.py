@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..plugins.types import AttentionImpl, Availability, OpImpl, availability_of
+from ..plugins.types import Availability, Impl, availability_of
 from ..settings.policy import Mode, SelectionPolicy, Token
 
 __all__ = ["STOCK", "UNORDERED", "Candidate", "Stock", "Trace", "describe", "resolve"]
@@ -40,7 +40,7 @@ class Candidate:
         reason: why it was rejected; the token that admits it otherwise.
     """
 
-    impl: OpImpl | AttentionImpl | Stock
+    impl: Impl | Stock
     status: Literal["selected", "eligible", "rejected"]
     reason: str
 
@@ -60,13 +60,13 @@ class Trace:
     candidates: tuple[Candidate, ...]
 
     @property
-    def selected(self) -> OpImpl | AttentionImpl | Stock | None:
+    def selected(self) -> Impl | Stock | None:
         """The first choice, or None when every candidate was rejected."""
         first = self.candidates[0] if self.candidates else None
         return first.impl if first and first.status == "selected" else None
 
     @property
-    def admitted(self) -> tuple[OpImpl | AttentionImpl | Stock, ...]:
+    def admitted(self) -> tuple[Impl | Stock, ...]:
         """The implementations that may run, in order."""
         return tuple(c.impl for c in self.candidates if c.status != "rejected")
 
@@ -83,13 +83,13 @@ class Trace:
 
 def resolve(
     op: str,
-    impls: Iterable[OpImpl | AttentionImpl],
+    impls: Iterable[Impl],
     policy: SelectionPolicy,
     *,
     mode: Mode = "eager",
     rejections: Mapping[str, str] | None = None,
     engine: bool = False,
-    availability: Callable[[OpImpl | AttentionImpl], Availability] = availability_of,
+    availability: Callable[[Impl], Availability] = availability_of,
 ) -> Trace:
     """Order the candidates of one op.
 
@@ -111,7 +111,7 @@ def resolve(
     listed = policy.listed(op, mode)
     left_out = listed.left_out if listed is not None else frozenset()
     rejections = rejections or {}
-    admitted: list[tuple[tuple[int, int, str], OpImpl | AttentionImpl, str]] = []
+    admitted: list[tuple[tuple[int, int, str], Impl, str]] = []
     rejected: list[Candidate] = []
     for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
         place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
@@ -129,7 +129,7 @@ def resolve(
             rank = (place, -(impl.priority or 0), impl.impl_id)
             admitted.append((rank, impl, f"token {order[place]}"))
     admitted.sort(key=lambda entry: entry[0])
-    ranked: list[tuple[int, OpImpl | AttentionImpl | Stock, str]] = [
+    ranked: list[tuple[int, Impl | Stock, str]] = [
         (rank[0], impl, reason) for rank, impl, reason in admitted
     ]
     named = next((n for n, token in enumerate(order) if token.kind == "stock"), None)
@@ -149,7 +149,7 @@ def resolve(
     return Trace(op, mode, order, (*candidates, *rejected))
 
 
-def describe(impl: OpImpl | AttentionImpl | Stock) -> str:
+def describe(impl: Impl | Stock) -> str:
     """`'vendor.cpu' (kind=vendor, vendor=cpu)`: an implementation in a log line."""
     kind = "stock" if isinstance(impl, Stock) else impl.kind.value
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"

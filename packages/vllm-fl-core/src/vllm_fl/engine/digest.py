@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..plugins.registry import Owner
-from ..plugins.types import AttentionImpl, OpImpl
+from ..plugins.types import Impl, LayerImpl, OpImpl
 from .plan import Plan
 
 __all__ = ["code_facts", "code_of", "digest", "fingerprint"]
@@ -71,7 +71,7 @@ def fingerprint(
     }
 
 
-def _candidate(impl: OpImpl | AttentionImpl, owner: Owner) -> dict[str, Any]:
+def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
     module = _module_of(impl)
     if owner.distribution is None and _top(module) in BENEATH:
         module = owner.plugin  # a function of torch's own is known by the module that brings it
@@ -80,6 +80,7 @@ def _candidate(impl: OpImpl | AttentionImpl, owner: Owner) -> dict[str, Any]:
         facts["source"] = f"{UNKNOWN}: {_name_of(impl)}"
     return {
         "impl": impl.impl_id,
+        **({"class": impl.class_path} if isinstance(impl, LayerImpl) else {}),
         "distribution": str(owner.distribution),
         "version": str(owner.version),
         **facts,
@@ -234,7 +235,7 @@ def _archive(path: str) -> str | None:
     return None
 
 
-def _module_of(impl: OpImpl | AttentionImpl) -> str:
+def _module_of(impl: Impl) -> str:
     """The module that an implementation is written in; empty where nobody can tell."""
     code = impl.fn if isinstance(impl, OpImpl) else impl.class_path
     if isinstance(code, str):
@@ -244,7 +245,7 @@ def _module_of(impl: OpImpl | AttentionImpl) -> str:
     return str(getattr(function, "__module__", None) or type(function).__module__ or "")
 
 
-def _name_of(impl: OpImpl | AttentionImpl) -> str:
+def _name_of(impl: Impl) -> str:
     code = impl.fn if isinstance(impl, OpImpl) else impl.class_path
     return code if isinstance(code, str) else type(code).__qualname__
 

@@ -17,7 +17,7 @@ from ..dispatch.record import Record
 from ..dispatch.resolver import Stock, Trace
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
-from ..plugins.types import AttentionImpl, OpImpl
+from ..plugins.types import AttentionImpl, Impl, LayerImpl, OpImpl
 from ..settings.policy import Mode
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ class PlanEntry:
     note: str = ""
 
     @property
-    def candidates(self) -> tuple[OpImpl | AttentionImpl, ...]:
+    def candidates(self) -> tuple[Impl, ...]:
         """The candidates before vLLM's own path, in order."""
-        found: list[OpImpl | AttentionImpl] = []
+        found: list[Impl] = []
         for impl in () if self.note else self.trace.admitted:
             if isinstance(impl, Stock):
                 break
@@ -55,13 +55,19 @@ class PlanEntry:
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
-        """Those of the candidates that can be called: all but attention backends."""
+        """Those of the candidates that can be called: those that do not name a class."""
         return tuple(i for i in self.candidates if isinstance(i, OpImpl))
 
     @property
     def attention(self) -> tuple[AttentionImpl, ...]:
         """Those of the candidates that are attention backends."""
         return tuple(i for i in self.candidates if isinstance(i, AttentionImpl))
+
+    @property
+    def layer(self) -> LayerImpl | None:
+        """The class that stands for the whole layer; None where it is vLLM's own."""
+        first = next(iter(self.candidates), None)
+        return first if isinstance(first, LayerImpl) else None
 
     @property
     def impl(self) -> OpImpl | None:
@@ -146,6 +152,12 @@ class Plan:
         """Whether the op's layers are left to vLLM."""
         entry = self.entries.get(op)
         return entry is None or entry.impl is None
+
+    @property
+    def layers(self) -> dict[str, LayerImpl]:
+        """The whole layers that are not vLLM's own: its class name -> the implementation."""
+        chosen = {op: entry.layer for op, entry in self.entries.items()}
+        return {op: impl for op, impl in chosen.items() if impl is not None}
 
     def chain(
         self,
@@ -234,6 +246,8 @@ class Plan:
         """The plan in one line, for the log at start, with what else is worth a word."""
         planned = " ".join(f"{op}={entry.label}" for op, entry in self.entries.items())
         notes = [f"{op}: {entry.note}" for op, entry in self.entries.items() if entry.note]
+        if self.layers:
+            notes.append(f"not verified, as whole layers: {' '.join(self.layers)}")
         count = sum(1 for entry in self.entries.values() if entry.candidates)
         return (
             f"vllm-fl: {count} ops planned: {planned} ({'; '.join([self.mode, *notes, *remarks])})"
@@ -248,7 +262,7 @@ def make_plan(
     notes: Mapping[str, str] | None = None,
     kept_layers: Iterable[str] = (),
 ) -> Plan:
-    """Resolve every contract's op, and the attention backend, for an engine.
+    """Resolve every contract's op, the attention backend and whole layers, for an engine.
 
     Args:
         manager: what is installed.
@@ -259,8 +273,9 @@ def make_plan(
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
-    specs = manager.registry.snapshot().contracts
-    for op in (*specs, ATTENTION):
+    snapshot = manager.registry.snapshot()
+    specs = snapshot.contracts
+    for op in (*specs, ATTENTION, *snapshot.layers):
         of_op = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
         trace = manager.trace(
             op,

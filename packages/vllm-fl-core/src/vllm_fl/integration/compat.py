@@ -6,6 +6,7 @@ import ast
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,8 @@ __all__ = [
     "OLDEST",
     "OVERRIDDEN",
     "TOO_NEW",
+    "DeclaredLayer",
+    "declared_layers",
     "has_ir",
     "hide_our_variables",
     "leave_out_cuda_fusions",
@@ -60,14 +63,17 @@ _NAMES = {
     ),
     "config.model": (
         "ModelConfig: dtype get_head_size get_hidden_size get_num_attention_heads "
-        "get_num_kv_heads hf_text_config max_model_len use_mla",
+        "get_num_kv_heads hf_text_config max_model_len quantization use_mla",
     ),
-    "config.parallel": ("ParallelConfig: tensor_parallel_size worker_cls",),
+    "config.parallel": (
+        "ParallelConfig: data_parallel_size enable_expert_parallel pipeline_parallel_size "
+        "tensor_parallel_size worker_cls",
+    ),
     "config.scheduler": ("SchedulerConfig: max_num_batched_tokens",),
     "config.vllm": (
         "VllmConfig: additional_config attention_config cache_config "
-        "compilation_config kernel_config model_config parallel_config "
-        "scheduler_config",
+        "compilation_config kernel_config lora_config model_config "
+        "parallel_config scheduler_config",
         "get_current_vllm_config",
     ),
     "distributed.parallel_state": ("GroupCoordinator: cpu_group world_size", "get_world_group"),
@@ -80,10 +86,10 @@ _NAMES = {
     "model_executor.custom_op": (
         "CustomOp: dispatch_forward forward_cpu forward_cuda forward_native "
         "forward_oot register_oot",
-        "op_registry op_registry_oot",
+        "PluggableLayer op_registry op_registry_oot",
     ),
     "model_executor.layers.activation": (
-        "GeluAndMul",
+        "GeluAndMul _ACTIVATION_AND_MUL_REGISTRY _ACTIVATION_REGISTRY",
         "SiluAndMul: forward_native",
     ),
     "model_executor.layers.layernorm": ("GemmaRMSNorm RMSNorm",),
@@ -92,9 +98,11 @@ _NAMES = {
         "RotaryEmbedding: forward_static",
         "RotaryEmbeddingBase: _match_cos_sin_cache_dtype head_size is_neox_style",
     ),
+    "utils.collection_utils": ("LazyDict: _dict",),
     "v1.attention.backends.registry": ("AttentionBackendEnum",),
     "v1.worker.worker_base": (
-        "WorkerBase: compile_or_warm_up_model device load_model rank shutdown vllm_config",
+        "WorkerBase: compile_or_warm_up_model device get_model load_model rank shutdown "
+        "vllm_config",
     ),
 }
 """Module below `vllm` -> `Class: attribute attribute`, and names of the module itself."""
@@ -201,6 +209,53 @@ def _set_on_self(method: ast.stmt) -> Iterator[str]:
         match node:
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
                 yield name
+
+
+@dataclass(frozen=True, order=True)
+class DeclaredLayer:
+    """A class that vLLM's source registers as a layer.
+
+    Args:
+        registered: the name that it is registered by.
+        cls: the class's name, by which vLLM's table of replacements knows it.
+        kind: `CustomOp` or `PluggableLayer`.
+        module: where it is, below `vllm`.
+    """
+
+    registered: str
+    cls: str
+    kind: str
+    module: str
+
+
+def declared_layers(folders: Iterable[Path]) -> list[DeclaredLayer]:
+    """Every layer that a vLLM registers, read from its source: most are not imported in a process.
+
+    Args:
+        folders: where the package `vllm` lies.
+    """
+    found: list[DeclaredLayer] = []
+    for root in folders:
+        for file in sorted(root.rglob("*.py")):
+            source = file.read_bytes()
+            if b"CustomOp.register(" in source or b"PluggableLayer.register(" in source:
+                module = ".".join(file.relative_to(root).with_suffix("").parts)
+                found += _registered(ast.parse(source), module.removesuffix(".__init__"))
+    return sorted(found)
+
+
+def _registered(source: ast.Module, module: str) -> Iterator[DeclaredLayer]:
+    classes = (node for node in ast.walk(source) if isinstance(node, ast.ClassDef))
+    for cls in classes:
+        for decorator in cls.decorator_list:
+            match decorator:
+                case ast.Call(
+                    func=ast.Attribute(
+                        value=ast.Name(id="CustomOp" | "PluggableLayer" as kind), attr="register"
+                    ),
+                    args=[ast.Constant(value=str(name)), *_],
+                ):
+                    yield DeclaredLayer(name, cls.name, kind, module)
 
 
 def has_ir() -> bool:

@@ -18,7 +18,7 @@ from ..plugins.attention import ATTENTION
 from ..settings.loading import Settings, check_names
 from .bindings import all_bindings
 from .compat import hide_our_variables
-from .seams import attention
+from .seams import attention, whole_layers
 from .seams.ir import ir_ops
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table
 
@@ -99,12 +99,14 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     backend = vllm_config.attention_config.backend
     entry = _entry(vllm_config)
     priority = entry.get("user_priority", {}) if entry is not None else {}
+    compiled = compilation.mode not in (None, CompilationMode.NONE)
     return EngineFacts(
         settings,
-        "eager" if compilation.mode in (None, CompilationMode.NONE) else "compiled",
+        "compiled" if compiled else "eager",
         dtype=model.dtype if model else None,
         sizes=model_sizes(vllm_config, _bindings().values()) if model else None,
         attention=attention.model_request(vllm_config) if model else None,
+        layers=whole_layers.request_of(vllm_config, compiled=compiled) if model else None,
         custom_ops=tuple(compilation.custom_ops),
         ir_priority={op: tuple(providers) for op, providers in priority.items()},
         attention_backend=None if backend is None else backend.name,
@@ -200,11 +202,11 @@ def _read_settings(platform: str) -> Settings:
     manager = get_default_manager()
     registry, startup = manager.registry, manager.startup
     assert startup is not None
-    return check_names(
-        read_settings(registry, startup.plugins, platform=platform),
-        ops={*registry.snapshot().ops, ATTENTION},
-        layers=known_layers(),
-    )
+    settings = read_settings(registry, startup.plugins, platform=platform)
+    layers = known_layers()
+    if not layers.issuperset((*(settings.oot_whitelist or ()), *settings.oot_blacklist)):
+        layers |= whole_layers.names()  # reads vLLM's source
+    return check_names(settings, ops={*registry.snapshot().ops, ATTENTION}, layers=layers)
 
 
 def plan_for(facts: EngineFacts, demoted: Mapping[tuple[str, str], str] | None = None) -> Plan:
@@ -218,8 +220,8 @@ def plan_for(facts: EngineFacts, demoted: Mapping[tuple[str, str], str] | None =
     return make_plan(
         get_default_manager(),
         facts,
-        demoted={**attention.refusals(facts), **(demoted or {})},
-        notes=notes | _user_notes(facts),
+        demoted={**attention.refusals(facts), **whole_layers.refusals(facts), **(demoted or {})},
+        notes=notes | _user_notes(facts) | _whole_layer_notes(facts),
         kept_layers=kept,
     )
 
@@ -234,13 +236,14 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     for name in entry.get("enabled", ()) if entry is not None else ():
         if name in custom_ops:
             custom_ops.remove(name)
+    layers = (
+        layer.registered
+        for layer in layer_table()
+        if layer.place.enabled and not plan.is_stock(layer.op)
+    )
     added = [
         f"+{name}"
-        for name in dict.fromkeys(
-            layer.registered
-            for layer in layer_table()
-            if layer.place.enabled and not plan.is_stock(layer.op)
-        )
+        for name in dict.fromkeys((*layers, *whole_layers.custom_ops(plan)))
         if f"+{name}" not in custom_ops and "all" not in custom_ops
     ]
     custom_ops += added
@@ -297,7 +300,10 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
         left = {
             layer: why
             for layer in of_op
-            if (why := _oot_note(layer, facts.settings) or _custom_op_note(layer, facts))
+            if (
+                why := _oot_note({layer.cls, layer.registered}, facts.settings)
+                or _custom_op_note(layer, facts)
+            )
         }
         if len(left) == len(of_op) or (left and not by_layer and not facts.settings.oot_whitelist):
             notes[op] = next(iter(left.values()))
@@ -323,15 +329,24 @@ def _binding(op: str) -> Binding:
     return _bindings().get(op, Binding())
 
 
-def _oot_note(layer: Layer, settings: Settings) -> str:
-    """The setting that leaves this layer to vLLM, or nothing."""
-    names = {layer.cls, layer.registered}
+def _oot_note(names: set[str], settings: Settings) -> str:
+    """The setting that leaves a layer of these names to vLLM, or nothing."""
     if not settings.oot_enabled:
         return "VLLM_FL_OOT_ENABLED=0"
     if settings.oot_whitelist is not None:
         return "" if names & set(settings.oot_whitelist) else "oot_whitelist does not name it"
     named = sorted(names & set(settings.oot_blacklist))
     return f"oot_blacklist names {named[0]}" if named else ""
+
+
+def _whole_layer_notes(facts: EngineFacts) -> dict[str, str]:
+    """Layer -> why vLLM's own class, or another plugin's, stays whatever the policy says."""
+    notes = {
+        name: _oot_note({name, registered}, facts.settings)
+        or whole_layers.note(name, registered, facts)
+        for name, registered in whole_layers.known().items()
+    }
+    return {name: why for name, why in notes.items() if why}
 
 
 def _custom_op_note(layer: Layer, facts: EngineFacts) -> str:

@@ -25,7 +25,7 @@ from . import serving
 from .bindings import all_bindings
 from .planning import apply, facts_of, load_plugins, plan_for, seal
 from .ranks import Verdict, agree, differences
-from .seams import attention, operators
+from .seams import attention, operators, whole_layers
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     foreign_layers,
@@ -55,6 +55,7 @@ class PlannedWorker:
     vllm_fl_facts: EngineFacts
     vllm_fl_plan: Plan
     vllm_fl_digest: str
+    vllm_fl_layers: dict[str, int]
     vllm_fl_unseal: Callable[[], object]
     vllm_fl_operators: operators.Overrides
     vllm_fl_overriders: dict[str, str]
@@ -96,8 +97,9 @@ class PlannedWorker:
                     log.info("%s", line)
             how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
             took = f"{how[facts.settings.preflight]} {time.monotonic() - start:.1f} s"
-            refused = attention.refusals(facts).items()
-            remarks = [*limits, *(f"{op}: {impl_id} {why}" for (op, impl_id), why in refused)]
+            refused = attention.refusals(facts) | whole_layers.refusals(facts)
+            said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
+            remarks = [*limits, *said]
             _warn_of_foreign_layers(plan)
             log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
         seal(self.vllm_config, self.vllm_fl_digest)
@@ -108,11 +110,12 @@ class PlannedWorker:
         serving.begin(plan, self.vllm_config)
         try:
             operators.take(plan, chosen, self.device)
-            with building(plan), serving.calling(plan):
+            with building(plan), serving.calling(plan), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             _leave_operators(self)
             raise
+        self.vllm_fl_layers = _built_layers(self, plan)
         _name_overriders(self)
         return loaded
 
@@ -126,10 +129,11 @@ class PlannedWorker:
         """What this worker runs with, and what it counted: for `collective_rpc`.
 
         Returns:
-            JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, `calls` and
-            `fallbacks` {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are
-            counted under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of
-            it}}, as `seams.operators.report` says.
+            JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, `layers` {class of
+            vLLM's: how many layers of the model are the plan's class}, `calls` and `fallbacks`
+            {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted under
+            VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
+            `seams.operators.report` says.
         """
         plan = self.vllm_fl_plan
         return {
@@ -140,6 +144,7 @@ class PlannedWorker:
                 op: {"impl": entry.label, "reason": entry.reason}
                 for op, entry in plan.entries.items()
             },
+            "layers": self.vllm_fl_layers,
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
             "demotions": _nested(plan.record.demotions),
@@ -207,6 +212,33 @@ def _warn_of_foreign_layers(plan: Plan) -> None:
                 impl.impl_id,
                 owners[layer.op, impl.impl_id].name,
             )
+
+
+def _built_layers(worker: PlannedWorker, plan: Plan) -> dict[str, int]:
+    """How many layers of the model are the plan's class, for each whole layer; rank 0 says so."""
+    if not plan.layers:
+        return {}
+    try:
+        model = worker.get_model()  # type: ignore[attr-defined]
+    except NotImplementedError:  # a device's worker need not have it
+        log.warning("This worker shows no model: whether whole layers serve in it is not known")
+        return {}
+    found = whole_layers.served(plan, model)
+    for name, served in found.items() if worker.rank == 0 else ():
+        impl_id = plan.layers[name].impl_id
+        if not served.ours:
+            log.warning("Layer %s: this model has none, so that '%s' does not run", name, impl_id)
+            continue
+        log.info("Layer %s: %d in this model, by '%s'", name, served.ours, impl_id)
+        if served.wrapped:
+            log.warning(
+                "Layer %s: LoRA wraps %d of them, and may call their quantisation method in place "
+                "of the forward of '%s'",
+                name,
+                served.wrapped,
+                impl_id,
+            )
+    return {name: served.ours for name, served in found.items()}
 
 
 def _start_plugins(worker: PlannedWorker) -> dict[str, dict[str, Any]]:
@@ -295,7 +327,8 @@ class _Preflight:
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
         try:
-            reasons = attention.faults(plan, self.facts) | self._faults(plan)
+            reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
+            reasons |= self._faults(plan)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included

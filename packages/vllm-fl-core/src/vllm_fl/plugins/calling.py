@@ -12,9 +12,8 @@ from .breadcrumb import running
 from .plugin import Plugin
 from .registry import Owner
 from .types import (
-    AttentionImpl,
     DeviceProfile,
-    OpImpl,
+    Impl,
     PolicyDefaults,
     WorkerContext,
     WorkerReport,
@@ -131,7 +130,7 @@ def policy_files(
 
 
 def rejections(
-    plugins: Sequence[Plugin], settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl]
+    plugins: Sequence[Plugin], settings: Any, op: str, impls: Sequence[Impl]
 ) -> dict[str, str]:
     """What the settings of plugins reject of `op`: impl id -> the reason.
 

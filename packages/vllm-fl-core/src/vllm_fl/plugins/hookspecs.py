@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .types import (
         AttentionImpl,
         DeviceProfile,
+        LayerImpl,
         OpImpl,
         PolicyDefaults,
         SettingSpec,
@@ -32,6 +33,7 @@ __all__ = [
     "device",
     "doctor",
     "hookimpl",
+    "layers",
     "policy",
     "register_ops",
     "rejections",
@@ -79,6 +81,25 @@ def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
         def attention_backend():
             return [AttentionImpl("vendor.acme", "acme.attention.AcmeBackend",
                                   BackendImplKind.VENDOR, "acme")]
+    """
+
+
+@hookspec
+def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
+    """Return the classes that this backend brings for whole layers of vLLM's, by class path.
+
+    Called once per process, with `register_ops`. For layers that no op describes: linear layers,
+    embeddings, convolutions, mixers, encoder attention. The layer's class name stands where an op's
+    does, in policies too; vLLM's own class is the last candidate (`stock`). What is chosen is in
+    vLLM's table of replacements only while the engine's model is being built. It is not verified.
+
+    Example::
+
+        @hookimpl
+        def layers():
+            return [LayerImpl("RowParallelLinear", "acme.linear.AcmeRowParallelLinear",
+                              BackendImplKind.VENDOR, "acme",
+                              supports=lambda r: r.quantization is None or "unquantised only")]
     """
 
 
@@ -156,7 +177,7 @@ def settings() -> Iterable[SettingSpec[Any]]:  # type: ignore[empty-body]
 
 @hookspec
 def rejections(
-    settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl]
+    settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl | LayerImpl]
 ) -> Mapping[str, str] | None:
     """Return what this backend's own settings reject of `op`: impl id -> the reason, or None.
 

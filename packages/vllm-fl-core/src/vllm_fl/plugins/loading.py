@@ -28,7 +28,7 @@ from .hookspecs import HOOK_API, PROJECT
 from .installed import CORE, canonical, entry_points, identity
 from .plugin import Plugin, Status
 from .registry import OpRegistry, Owner, RegistrySnapshot, reservation
-from .types import PLUGIN_KEY, AttentionImpl, OpImpl, SettingSpec
+from .types import PLUGIN_KEY, AttentionImpl, Impl, LayerImpl, OpImpl, SettingSpec
 
 __all__ = ["GROUP", "Found", "discover", "load", "unmatched"]
 
@@ -39,6 +39,7 @@ LOAD_FAILED = "The other plugins work; reinstall it, or leave it out with VLLM_F
 RETURNED = {
     "register_ops": OpImpl,
     "attention_backend": AttentionImpl,
+    "layers": LayerImpl,
     "settings": SettingSpec,
     "contracts": Contract,
 }
@@ -196,7 +197,7 @@ def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
                 manager.add_hookspecs(hookspecs)
                 manager.register(plugin, name=str(owner))
                 manager.check_pending()
-                for hook in ("register_ops", "attention_backend"):
+                for hook in ("register_ops", "attention_backend", "layers"):
                     impls += _results(manager, hook)
                 specs = _results(manager, "settings")
                 _check_settings(specs)
@@ -325,7 +326,7 @@ def _register(
 
 
 def _key(impl: object) -> tuple[str, str] | None:
-    if isinstance(impl, OpImpl | AttentionImpl) and isinstance(impl.op_name, str):
+    if isinstance(impl, Impl) and isinstance(impl.op_name, str):
         return impl.op_name, impl.impl_id
     return None  # the registry refuses it, by name
 
@@ -515,14 +516,14 @@ class _Collector:
     """
 
     def __init__(self, registry: OpRegistry) -> None:
-        self.impls: list[OpImpl | AttentionImpl] = []
+        self.impls: list[Impl] = []
         self.registered = registry
 
-    def get_implementations(self, op: str) -> list[OpImpl | AttentionImpl]:
+    def get_implementations(self, op: str) -> list[Impl]:
         mine = [impl for impl in self.impls if impl.op_name == op]
         return [*self.registered.get_implementations(op), *mine]
 
-    def get_implementation(self, op: str, impl_id: str) -> OpImpl | AttentionImpl | None:
+    def get_implementation(self, op: str, impl_id: str) -> Impl | None:
         return next((i for i in self.get_implementations(op) if i.impl_id == impl_id), None)
 
     def list_operators(self) -> list[str]:
@@ -539,9 +540,7 @@ class _Collector:
         self.impls += impls
 
 
-def _run_old_form(
-    function: Callable[[Any], object], registry: OpRegistry
-) -> list[OpImpl | AttentionImpl]:
+def _run_old_form(function: Callable[[Any], object], registry: OpRegistry) -> list[Impl]:
     collector = _Collector(registry)
     function(collector)
     if not collector.impls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -17,14 +17,13 @@ from ..text import clean
 from .attention import ATTENTION, from_older_form
 from .forms import fitted, shape
 from .installed import CORE, canonical
-from .types import AttentionImpl, OpImpl, parameters_of
+from .types import Impl, LayerImpl, OpImpl, parameters_of
 
 if TYPE_CHECKING:
     from .plugin import Plugin
 
 __all__ = ["SCRIPT", "OpRegistry", "Owner", "RegistrySnapshot", "reservation"]
 
-Impl = OpImpl | AttentionImpl
 T = TypeVar("T")
 
 RESERVED = {
@@ -105,7 +104,7 @@ class RegistrySnapshot:
 
     Args:
         impls_by_op: op -> its implementations, ordered by impl id. Attention backends stand under
-            `attention_backend`.
+            `attention_backend`, whole layers under the name of vLLM's class.
         owners: (op, impl id) -> who brought it.
         contracts: every op's contract by name: core's own, and those that plugins brought.
         bindings: op -> its places in vLLM, for the ops that plugins brought.
@@ -122,6 +121,11 @@ class RegistrySnapshot:
     def ops(self) -> tuple[str, ...]:
         """Every op that has a contract or an implementation, in order of their names."""
         return tuple(sorted({*self.contracts, *self.impls_by_op}))
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The whole layers of vLLM's that have an implementation."""
+        return tuple(op for op, i in self.impls_by_op.items() if isinstance(i[0], LayerImpl))
 
     def find(self, op: str, impl_id: str) -> Impl | None:
         """The implementation of `op` with this id."""
@@ -188,10 +192,9 @@ class OpRegistry:
             for each in impls:
                 # Not by `map`, which a StopIteration of a plugin's ends.
                 impl = _as_it_is_now(each, self._snapshot.contracts)
-                if not isinstance(impl, OpImpl | AttentionImpl):
-                    raise _refusal(
-                        owner, None, f"returned {impl!r}; expected OpImpl or AttentionImpl"
-                    )
+                if not isinstance(impl, Impl):
+                    expected = "expected OpImpl, AttentionImpl or LayerImpl"
+                    raise _refusal(owner, None, f"returned {impl!r}; {expected}")
                 key = (impl.op_name, impl.impl_id)
                 # Whose the other reserved ids are is decided where distributions are loaded.
                 reserved = reservation(impl.impl_id, SCRIPT)
@@ -206,6 +209,7 @@ class OpRegistry:
                         f"{impl.impl_id!r}, from {owners[key]}. Uninstall one of the two, or name "
                         "the ones to load in VLLM_FL_PLUGINS",
                     )
+                _check_namesakes(impl, self._snapshot.contracts, by_op.get(impl.op_name, []), owner)
                 if isinstance(impl, OpImpl):
                     spec = self._snapshot.contracts.get(impl.op_name)
                     _check_parameters(impl, spec, by_op.get(impl.op_name, []), owner)
@@ -294,6 +298,29 @@ def _as_it_is_now(impl: Impl, specs: Mapping[str, OpSpec]) -> Impl:
         return from_older_form(impl)
     spec = specs.get(impl.op_name)
     return impl if spec is None else fitted(impl, spec)
+
+
+def _check_namesakes(
+    impl: Impl, specs: Collection[str], siblings: list[Impl], owner: Owner
+) -> None:
+    """Check that a name stands for an op or for a layer: what runs is called, or is a class."""
+    is_layer = isinstance(impl, LayerImpl)
+    if is_layer and (impl.op_name == ATTENTION or impl.op_name in specs):
+        raise _refusal(
+            owner,
+            impl,
+            f"{impl.op_name} is an op, and a layer goes by the name of vLLM's class, such as "
+            "RowParallelLinear; an op's implementation is an OpImpl",
+        )
+    other = next((i for i in siblings if isinstance(i, LayerImpl) is not is_layer), None)
+    if other is not None:
+        words = {True: "a layer", False: "an op"}
+        raise _refusal(
+            owner,
+            impl,
+            f"to {other.impl_id}, which was registered first, {impl.op_name} is "
+            f"{words[not is_layer]}, and it cannot be {words[is_layer]} too",
+        )
 
 
 def _check_parameters(

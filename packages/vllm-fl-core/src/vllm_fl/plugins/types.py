@@ -25,6 +25,9 @@ __all__ = [
     "BackendImplKind",
     "BackendPriority",
     "DeviceProfile",
+    "Impl",
+    "LayerImpl",
+    "LayerRequest",
     "OpImpl",
     "PolicyDefaults",
     "SettingSpec",
@@ -189,6 +192,87 @@ class AttentionImpl:
     def is_available(self) -> bool:
         """Whether it can run on this machine."""
         return self.availability() is True
+
+
+@dataclass(frozen=True)
+class LayerRequest:
+    """The engine that a whole layer would serve in, for `LayerImpl.supports`.
+
+    Args:
+        layer: vLLM's class that would be replaced.
+        dtype: the model's dtype, as torch names it (`torch.bfloat16`).
+        quantization: the name of the model's quantisation method, as vLLM has it; None without.
+        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as vLLM was told.
+        expert_parallel_size: over how many ranks the experts are spread; 1 without.
+        lora: whether LoRA adapters may be loaded. Some of vLLM's wrappers for them call the layer's
+            quantisation method in place of its forward.
+        compiled: whether the model is compiled.
+    """
+
+    layer: str
+    dtype: Any
+    quantization: str | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    lora: bool = False
+    compiled: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class LayerImpl:
+    """A class of one's own for a whole layer of vLLM's; nothing is imported until it is chosen.
+
+    Args:
+        layer: the name of vLLM's class, exactly (`RowParallelLinear`). In settings it stands where
+            an op's name does. Subclasses of that class are layers of their own.
+        class_path: `module.Class`, a subclass of that class.
+        kind, vendor, priority, available: as for `OpImpl`.
+        impl_id: as for `OpImpl`; a VENDOR's is `vendor.<vendor>`, and may be left out.
+        supports: LayerRequest -> True, or the reason for refusing it. Asked once per engine, before
+            its model is built; the same request is not asked again in one process.
+    """
+
+    layer: str
+    class_path: str
+    kind: BackendImplKind
+    vendor: str | None = None
+    priority: int | None = None
+    impl_id: str = field(default="", kw_only=True)
+    available: Callable[[], Availability] | None = field(default=None, kw_only=True)
+    supports: Callable[[LayerRequest], Availability] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        who = f"LayerImpl({self.layer!r})"
+        if not isinstance(self.layer, str) or not _is_name(self.layer):
+            raise ValueError(f"{who}: layer must be a class name such as 'RowParallelLinear'")
+        if not isinstance(self.class_path, str) or "." not in self.class_path.strip("."):
+            raise ValueError(f"{who}: class_path must be 'module.Class', got {self.class_path!r}")
+        for name in ("available", "supports"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{who}: {name} must be callable, got {value!r}")
+        if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
+            object.__setattr__(self, "impl_id", f"vendor.{self.vendor}")
+        _check_identity(who, self)
+
+    @property
+    def op_name(self) -> str:
+        """The layer, where an op's name stands: in settings, the registry and the plan."""
+        return self.layer
+
+    def availability(self) -> Availability:
+        """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
+        return availability_of(self)
+
+    def is_available(self) -> bool:
+        """Whether it can run on this machine."""
+        return self.availability() is True
+
+
+Impl = OpImpl | AttentionImpl | LayerImpl
+"""What the policy decides between."""
 
 
 @dataclass(frozen=True)
@@ -388,7 +472,7 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | Non
         return None
 
 
-def availability_of(impl: OpImpl | AttentionImpl) -> Availability:
+def availability_of(impl: Impl) -> Availability:
     """Probe once per process and remember, the reason included. A child process probes anew."""
     cached: tuple[int, Availability] | None = impl.__dict__.get("_availability")
     if cached is not None and cached[0] == os.getpid():
@@ -398,7 +482,7 @@ def availability_of(impl: OpImpl | AttentionImpl) -> Availability:
     return verdict
 
 
-def _probe(impl: OpImpl | AttentionImpl) -> Availability:
+def _probe(impl: Impl) -> Availability:
     fn = getattr(impl, "fn", None)
     if impl.available is None and inspect.isfunction(fn) and not hasattr(fn, "_is_available"):
         return True
@@ -432,7 +516,7 @@ def older_probe(fn: object) -> Callable[[], Availability] | None:
     return probe if callable(probe) else None
 
 
-def _check_identity(who: str, impl: OpImpl | AttentionImpl) -> None:
+def _check_identity(who: str, impl: Impl) -> None:
     if not isinstance(impl.kind, BackendImplKind):
         raise TypeError(f"{who}: kind must be a BackendImplKind, got {impl.kind!r}")
     if not isinstance(impl.impl_id, str) or not impl.impl_id:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple, cast
 
-from ..plugins.types import AttentionImpl, OpImpl
+from ..plugins.types import Impl
 from .policy import OpOrder, closest
 from .schema import Setting, Settings
 from .unmatched import unmatched
@@ -48,7 +48,7 @@ def check_names(
     ops: Collection[str],
     vendors: Collection[str] | None = None,
     layers: Collection[str] | None = None,
-    impls: Mapping[str, Collection[OpImpl | AttentionImpl]] | None = None,
+    impls: Mapping[str, Collection[Impl]] | None = None,
 ) -> Settings:
     """Check the names whose owner is here; the others stay as they are, and stay unchecked.
 

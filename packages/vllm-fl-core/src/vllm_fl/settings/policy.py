@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..older import outdated
-from ..plugins.types import AttentionImpl, BackendImplKind, OpImpl
+from ..plugins.types import BackendImplKind, Impl
 
 __all__ = [
     "DEFAULT_ORDERS",
@@ -79,7 +79,7 @@ class Token:
     def __str__(self) -> str:
         return self.kind if self.name is None else f"{self.kind}:{self.name}"
 
-    def matches(self, impl: OpImpl | AttentionImpl) -> bool:
+    def matches(self, impl: Impl) -> bool:
         """Whether `impl` stands under this token."""
         if self.kind == "impl":
             return impl.impl_id == self.name
@@ -288,7 +288,7 @@ class SelectionPolicy:
             f"prefer={self.prefer};st={int(self.strict)};allow={allowed};deny={denied};per={orders}"
         )
 
-    def refuses(self, impl: OpImpl | AttentionImpl) -> str | None:
+    def refuses(self, impl: Impl) -> str | None:
         """The vendor filter that keeps `impl` out, or None."""
         if impl.kind is not BackendImplKind.VENDOR:
             return None

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast, get_args
 
-from ..plugins.types import AttentionImpl, OpImpl
+from ..plugins.types import Impl
 from .files import Layer
 from .merging import Listed, merge
 from .policy import ENGINE_ORDERS, Mode, OpOrder, Token
@@ -15,7 +15,7 @@ from .values import ORDER_PREFIX, wrong
 
 __all__ = ["Brought", "close_pairs", "unite"]
 
-Brought = Mapping[str, Sequence[tuple[str, OpImpl | AttentionImpl]]]
+Brought = Mapping[str, Sequence[tuple[str, Impl]]]
 """Op -> (who brings it, as platform files are named; the implementation) of what is installed."""
 
 
@@ -110,7 +110,7 @@ def _scalar(settings: Sequence[Setting], declared: Declared) -> Setting:
 
 def _order(
     each: Sequence[tuple[str, Setting]],
-    impls: Sequence[tuple[str, OpImpl | AttentionImpl]],
+    impls: Sequence[tuple[str, Impl]],
     default: Sequence[str],
 ) -> Setting:
     """The order of one op, merged for each of the engine's modes."""
@@ -148,7 +148,7 @@ def _order(
 def _listed(
     distribution: str,
     tokens: tuple[Token, ...],
-    impls: Sequence[tuple[str, OpImpl | AttentionImpl]],
+    impls: Sequence[tuple[str, Impl]],
 ) -> Listed:
     """A list with the tokens that stand for implementations of its distribution alone."""
     owners = {token: {owner for owner, impl in impls if token.matches(impl)} for token in tokens}
@@ -156,9 +156,7 @@ def _listed(
     return Listed(distribution, tokens, owns)
 
 
-def _left_out(
-    lists: Sequence[Listed], impls: Sequence[tuple[str, OpImpl | AttentionImpl]]
-) -> set[str]:
+def _left_out(lists: Sequence[Listed], impls: Sequence[tuple[str, Impl]]) -> set[str]:
     """The implementations that no list of their own distribution names, though it has one."""
     listed: dict[str, set[Token]] = {}
     for each in lists:

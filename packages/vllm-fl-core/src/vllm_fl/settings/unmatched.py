@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import cast, get_args
 
-from ..plugins.types import AttentionImpl, OpImpl
+from ..plugins.types import Impl
 from .policy import KINDS, Mode, OpOrder, Token
 from .schema import Setting, Settings
 from .values import ORDER_PREFIX, PLATFORMS
 
 __all__ = ["meant", "unmatched"]
 
-Impls = Collection[OpImpl | AttentionImpl]
+Impls = Collection[Impl]
 
 
 def unmatched(settings: Settings, impls_by_op: Mapping[str, Impls]) -> Iterator[tuple[str, str]]:

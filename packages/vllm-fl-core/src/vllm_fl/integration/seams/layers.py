@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
-from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers import activation, rotary_embedding
 
 from ...contracts import OpSpec
 from ...contracts.binding import LayerPlace
@@ -168,12 +168,15 @@ def replace_layers() -> None:
 
 
 def forget_shared_layers() -> None:
-    """Let the model that is built next have ropes of its own.
+    """Let the model that is built next have ropes and activations of its own.
 
-    vLLM gives layers of one process that have the same sizes one rope, which is bound to the plan
-    that it was built under: an engine must not be given that of another. Who has one keeps it.
+    vLLM gives layers of one process that have the same sizes one rope, and those that ask for an
+    activation by name one, which is bound to the plan that it was built under: an engine must not
+    be given that of another. Who has one keeps it.
     """
     rotary_embedding._ROPE_DICT.clear()
+    for made_once in (activation._ACTIVATION_REGISTRY, activation._ACTIVATION_AND_MUL_REGISTRY):
+        made_once._dict.clear()
 
 
 def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:

@@ -1,0 +1,353 @@
+"""Whole layers: a plugin's own class in the place of a layer class of vLLM's.
+
+vLLM's table of replacements is one per process and keyed by class name. What a plan chose stands in
+it while the plan's model is being built, LoRA's checks of classes included, and at no other time:
+the next engine of the process may have another plan.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor import custom_op
+from vllm.model_executor.custom_op import CustomOp, PluggableLayer
+
+from ...dispatch import get_default_manager
+from ...engine.facts import EngineFacts
+from ...engine.plan import Plan
+from ...errors import VllmFLError
+from ...logs import get_logger
+from ...plugins.breadcrumb import running
+from ...plugins.types import LayerImpl, LayerRequest
+from ...settings.policy import closest
+from ...text import quote
+from ..compat import declared_layers, vllm_version
+from .layers import layer_table, owner_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = [
+    "Served",
+    "custom_ops",
+    "faults",
+    "foreign",
+    "in_place",
+    "known",
+    "names",
+    "note",
+    "refusals",
+    "request_of",
+    "served",
+]
+
+ASKED_OF_THE_CLASS = {
+    "MMEncoderAttention": ("maybe_compute_seq_lens", "maybe_recompute_cu_seqlens")
+}
+"""Class methods for which vLLM looks into its table at every step, when it holds none of ours."""
+
+log = get_logger("engine")
+
+_one_at_a_time = threading.RLock()
+"""vLLM's table is one per process, and so is the configuration that it builds a model by."""
+
+_ours_in_place: dict[str, type[Any]] = {}
+"""What `in_place` has put into vLLM's table just now."""
+
+
+def request_of(vllm_config: VllmConfig, *, compiled: bool) -> LayerRequest:
+    """What every whole layer of an engine is asked with; `layer` is still open."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+    return LayerRequest(
+        layer="",
+        dtype=model.dtype,
+        quantization=model.quantization,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        data_parallel_size=data,
+        expert_parallel_size=tensor * data if parallel.enable_expert_parallel else 1,
+        lora=vllm_config.lora_config is not None,
+        compiled=compiled,
+    )
+
+
+def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
+    """(layer, impl id) -> why an installed class does not stand for a whole layer here."""
+    if facts.layers is None:
+        return {}
+    snapshot = get_default_manager().registry.snapshot()
+    ops = {layer.cls: layer.op for layer in layer_table()}
+    found = {}
+    for name in snapshot.layers:
+        for impl in snapshot.impls_by_op[name]:
+            assert isinstance(impl, LayerImpl)  # the registry keeps ops and layers apart
+            if name in ops:
+                found[name, impl.impl_id] = (
+                    f"vllm-fl reaches {name} by the op {ops[name]}, whose implementations are "
+                    "verified: bring an OpImpl for it"
+                )
+            # One that is not available has a better reason, and may not be asked.
+            elif impl.is_available() and (
+                reason := _refusal(impl, replace(facts.layers, layer=name))
+            ):
+                found[name, impl.impl_id] = f"refuses this engine: {reason}"
+    return found
+
+
+@cache
+def _refusal(impl: LayerImpl, request: LayerRequest) -> str:
+    """Why `impl` does not take `request`; empty when it does. Asked once per request."""
+    if impl.supports is None:
+        return ""
+    try:
+        with running(f"the supports of {impl.layer}={impl.impl_id}"):
+            verdict = impl.supports(request)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin's mistake costs the plugin, not the engine
+        return f"its supports raised {quote(error)}"
+    if verdict is True:
+        return ""
+    return str(verdict) if verdict else "its supports said no and gave no reason"
+
+
+def known() -> dict[str, str]:
+    """The whole layers that plugins bring: by class -> vLLM's registered name of the class.
+
+    A subclass has its parent's. Where vLLM has not imported the class yet, its source tells.
+    """
+    classes = _vllms_classes()
+    return {
+        name: getattr(classes.get(name), "name", None) or _declared().get(name, name)
+        for name in get_default_manager().registry.snapshot().layers
+    }
+
+
+def names() -> frozenset[str]:
+    """What a list of layers may hold beside what is imported: names of classes, and registered."""
+    brought = get_default_manager().registry.snapshot().layers
+    return frozenset({*brought, *_declared(), *_declared().values()})
+
+
+@cache
+def _declared() -> dict[str, str]:
+    """The classes that this vLLM's source registers as layers -> the names."""
+    spec = find_spec("vllm")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    return {layer.cls: layer.registered for layer in declared_layers(map(Path, folders))}
+
+
+def note(name: str, registered: str, facts: EngineFacts) -> str:
+    """What leaves the layer as it is, beside our own settings; or empty."""
+    owner = foreign().get(name)
+    if owner is not None:
+        return f"layer {name} is {owner}, not vllm-fl's"
+    cls = _vllms_classes().get(name)
+    if cls is None or not issubclass(cls, CustomOp):
+        return ""  # `custom_ops` speaks of CustomOps alone
+    if f"-{registered}" in facts.custom_ops:
+        return f"custom_ops has -{registered}"
+    is_off = "none" in facts.custom_ops and f"+{registered}" not in facts.custom_ops
+    return "custom_ops has none" if is_off and facts.mode == "eager" else ""
+
+
+def foreign() -> dict[str, str]:
+    """The classes that another plugin has replaced, those of ops apart: name -> its owner."""
+    ours = {layer.cls for layer in layer_table()}
+    return {
+        name: owner_of(cls)
+        for name, cls in custom_op.op_registry_oot.items()
+        if name not in ours and _ours_in_place.get(name) is not cls
+    }
+
+
+def faults(plan: Plan) -> dict[tuple[str, str], str]:
+    """(layer, impl id) -> why a class that the plan chose cannot be used in this process.
+
+    The classes are imported here, before a layer is built.
+    """
+    return {
+        (name, impl.impl_id): problem
+        for name, impl in plan.layers.items()
+        if (problem := _chosen(impl)[2])
+    }
+
+
+def custom_ops(plan: Plan) -> list[str]:
+    """The registered names of those of the plan's whole layers that `custom_ops` turns on and off.
+
+    A name that layers of an op of ours have too is left out: turning it on would change those.
+    """
+    ops = {layer.registered for layer in layer_table()}
+    classes = _vllms_classes()
+    bases = (classes.get(name) for name in plan.layers)
+    return [
+        base.name
+        for base in bases
+        if base is not None and issubclass(base, CustomOp) and base.name not in ops
+    ]
+
+
+@contextmanager
+def in_place(plan: Plan) -> Iterator[None]:
+    """While the block runs, vLLM builds the plan's classes for whole layers.
+
+    Raises:
+        VllmFLError: another plugin has replaced one of the layers since the plan was made.
+    """
+    chosen = {name: _chosen(impl)[0] for name, impl in plan.layers.items()}
+    table: dict[str, Any] = custom_op.op_registry_oot
+    with _one_at_a_time:
+        for name in chosen:
+            if name in table:
+                raise VllmFLError(
+                    f"vllm-fl: layer {name} was replaced by {owner_of(table[name])} after the plan "
+                    f"chose '{plan.layers[name].impl_id}'. Leave one of the two out.",
+                    op=name,
+                    impl=plan.layers[name].impl_id,
+                )
+        table |= chosen
+        _ours_in_place.update(chosen)
+        try:
+            yield
+        finally:
+            _ours_in_place.clear()
+            for name, cls in chosen.items():
+                if table.get(name) is cls:
+                    del table[name]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of one whole layer in a model.
+
+    Args:
+        ours: how many layers of the model are the plan's class.
+        stock: the names of those that are vLLM's class all the same.
+        wrapped: how many of ours LoRA has wrapped.
+    """
+
+    ours: int
+    stock: tuple[str, ...]
+    wrapped: int
+
+
+def served(plan: Plan, model: Any) -> dict[str, Served]:
+    """Look for the plan's whole layers in the model that was built, and count their calls.
+
+    vLLM matches exact names of classes and says nothing about one that no layer has.
+
+    Args:
+        plan: the engine's.
+        model: the model, a `torch.nn.Module`.
+
+    Raises:
+        VllmFLError: strict mode, and a layer is vLLM's own.
+    """
+    found = {}
+    for name, impl in plan.layers.items():
+        cls, base, _ = _chosen(impl)
+        modules = dict(model.named_modules())
+        ours = [module for module in modules.values() if type(module) is cls]
+        stock = tuple(path for path, module in modules.items() if type(module) is base)
+        wrapped = sum(
+            type(getattr(module, "base_layer", None)) is cls for module in modules.values()
+        )
+        for module in ours if plan.counts_calls else ():
+            module.forward = plan.counting(module.forward, name, impl.impl_id)
+        found[name] = Served(len(ours), stock, wrapped)
+        if stock:
+            text = (
+                f"Implementation '{impl.impl_id}' was not taken for layer '{name}' in "
+                f"{len(stock)} places, which are vLLM's own: {', '.join(stock[:3])}"
+            )
+            if plan.strict:
+                raise VllmFLError(
+                    f"{text}. Strict mode tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
+                    op=name,
+                    impl=impl.impl_id,
+                )
+            plan.fallbacks[name, "stock.vllm"] += len(stock)
+            log.warning("%s", text)
+    return found
+
+
+def _vllms_classes() -> dict[str, type[Any]]:
+    """The classes that vLLM's table can replace, by name, as far as they are imported."""
+    found: dict[str, type[Any]] = {}
+    classes: list[type[Any]] = [CustomOp, PluggableLayer]
+    for cls in classes:  # grows while it is walked
+        classes += cls.__subclasses__()
+        if cls.__module__.startswith("vllm."):
+            found.setdefault(cls.__name__, cls)
+    del found["CustomOp"], found["PluggableLayer"]
+    return found
+
+
+@cache
+def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
+    """(the class, vLLM's class that it is made of, why it cannot be used or empty)."""
+    module, _, name = impl.class_path.rpartition(".")
+    before = dict(custom_op.op_registry_oot)
+    cls: Any = object
+    try:
+        with running(f"the class of {impl.layer}={impl.impl_id}"):
+            cls = getattr(import_module(module), name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a plugin's module raises must not end the engine
+        return object, object, f"its class {impl.class_path} failed: {quote(error)}"
+    if not isinstance(cls, type):
+        return object, object, f"{impl.class_path} is no class"
+    if custom_op.op_registry_oot.get(impl.layer) is cls and impl.layer not in before:
+        del custom_op.op_registry_oot[impl.layer]
+        log.warning(
+            "%s registers itself with vLLM for every engine of the process (register_oot); that "
+            "was undone: the policy decides. Leave it to the layers hook.",
+            impl.class_path,
+        )
+    is_base = (
+        base
+        for base in cls.__mro__[1:]
+        if base.__name__ == impl.layer
+        and base.__module__.startswith("vllm.")
+        and issubclass(base, (CustomOp, PluggableLayer))
+        and base not in (CustomOp, PluggableLayer)
+    )
+    base = next(is_base, None)
+    if base is None:
+        return object, object, _why_not(impl)
+    for method in ASKED_OF_THE_CLASS.get(impl.layer, ()):
+        if getattr(cls, method).__func__ is not getattr(base, method).__func__:
+            return (
+                object,
+                object,
+                f"{impl.class_path}.{method} would not be called: vLLM looks for it in its table "
+                "at every step, where a plan's class stands only while the model is being built",
+            )
+    return cls, base, ""
+
+
+def _why_not(impl: LayerImpl) -> str:
+    """Why a class that is made of no class of vLLM's of that name cannot be used."""
+    classes = _vllms_classes()
+    if impl.layer in classes:
+        theirs = classes[impl.layer]
+        return (
+            f"{impl.class_path} is no subclass of vLLM's {theirs.__module__}.{theirs.__qualname__}"
+        )
+    registered = custom_op.op_registry.get(impl.layer)
+    meant = f" Did you mean {registered.__name__!r}?" if registered else ""
+    meant = meant or closest(impl.layer, {*classes, *_declared()})
+    if impl.layer in _declared():  # vLLM has not imported it, so that nothing is made of it
+        return f"{impl.class_path} is no subclass of vLLM's {impl.layer}"
+    return f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{meant}"

@@ -1,0 +1,412 @@
+"""The seam of whole layers: what stands in vLLM's table, when, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from builders import managing, planning
+from configs import engine_config
+from vllm.model_executor import custom_op
+from vllm.model_executor.custom_op import CustomOp, PluggableLayer, maybe_get_oot_by_class
+
+import vllm_fl.dispatch
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import Plan
+from vllm_fl.errors import VllmFLError
+from vllm_fl.integration import planning as from_config
+from vllm_fl.integration.seams import whole_layers
+from vllm_fl.plugins.types import BackendImplKind, Impl, LayerImpl, LayerRequest
+from vllm_fl.settings.loading import load_settings
+
+TABLE = custom_op.op_registry_oot
+REQUEST = LayerRequest("", torch.bfloat16)
+
+
+class Mixer(PluggableLayer):
+    """It stands for a layer of vLLM's."""
+
+    __module__ = "vllm.mixers"
+    name = "test_mixer"
+
+    def forward(self, x: int) -> int:
+        return x
+
+
+class BigMixer(Mixer):
+    __module__ = "vllm.mixers"
+
+
+class Plain(CustomOp):
+    __module__ = "vllm.mixers"
+    name = "test_plain"
+
+
+class OwnMixer(Mixer):
+    __module__ = "acme"
+
+    def forward(self, x: int) -> int:
+        return x + 1
+
+
+class OwnPlain(Plain):
+    __module__ = "acme"
+
+
+class OwnBig(BigMixer):
+    __module__ = "acme"
+
+
+ACME = SimpleNamespace(OwnMixer=OwnMixer, OwnPlain=OwnPlain, OwnBig=OwnBig, number=7)
+
+
+def impl(layer: str = "Mixer", name: str = "OwnMixer", **fields: Any) -> LayerImpl:
+    return LayerImpl(layer, f"acme.{name}", BackendImplKind.VENDOR, "acme", **fields)
+
+
+Make = Callable[..., Plan]
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """`plan(impl, …, strict=…)`: these are installed, and planned."""
+    monkeypatch.setitem(sys.modules, "acme", ACME)  # type: ignore[arg-type]
+    whole_layers._chosen.cache_clear()
+    before = dict(TABLE)
+
+    def make(*impls: Impl, notes: Any = None, **policy: Any) -> Plan:
+        manager = managing(*impls, **policy)
+        monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
+        return planning(manager, notes=notes or {})
+
+    yield make
+    TABLE.clear()
+    TABLE.update(before)
+
+
+def facts(mode: Any = "eager", env: Any = None, **fields: Any) -> EngineFacts:
+    return EngineFacts(load_settings(env or {}), mode, layers=REQUEST, **fields)
+
+
+def test_it_stands_in_vllms_table_while_the_block_runs(plan: Make) -> None:
+    made, before = plan(impl()), dict(TABLE)
+    with whole_layers.in_place(made):
+        assert type(Mixer()) is OwnMixer
+        assert type(BigMixer()) is BigMixer, "a subclass is a layer of its own"
+        assert maybe_get_oot_by_class(Mixer) is OwnMixer
+        assert "Mixer" not in whole_layers.foreign()
+    assert before == TABLE and type(Mixer()) is Mixer
+    with pytest.raises(OSError), whole_layers.in_place(made):
+        raise OSError("no weights")
+    assert before == TABLE
+    assert OwnMixer.name == "test_mixer", "the class is not written to"
+
+
+def test_what_is_left_to_vllm_does_not_stand_there(plan: Make) -> None:
+    for made in (
+        plan(impl(), per_op_order={"Mixer": ["stock"]}),
+        plan(impl(), notes={"Mixer": "oot_blacklist names Mixer"}),
+        plan(impl(available=lambda: "no card")),
+    ):
+        with whole_layers.in_place(made):
+            assert type(Mixer()) is Mixer
+        assert whole_layers.served(made, torch.nn.Sequential(Mixer())) == {}
+
+
+def test_another_plugins_entry_is_left_alone_and_named(plan: Make) -> None:
+    plan(impl())
+    theirs = type("Theirs", (Mixer,), {"__module__": "pytest"})
+    TABLE["Mixer"] = theirs
+    note = whole_layers.note("Mixer", "test_mixer", facts())
+    assert note.startswith("layer Mixer is pytest.Theirs of pytest ")
+    made = plan(impl(), notes={"Mixer": note})
+    with whole_layers.in_place(made):
+        assert type(Mixer()) is theirs
+    assert TABLE["Mixer"] is theirs
+    since = plan(impl())
+    with (
+        pytest.raises(VllmFLError, match=r"Mixer was replaced by pytest\.Theirs") as caught,
+        whole_layers.in_place(since),
+    ):
+        pass
+    assert (caught.value.op, caught.value.impl) == ("Mixer", "vendor.acme")
+    assert TABLE["Mixer"] is theirs
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "words"),
+    [
+        ("Mixer", "OwnBig", None),  # a subclass of a subclass is one
+        ("BigMixer", "OwnMixer", "acme.OwnMixer is no subclass of vLLM's vllm.mixers.BigMixer"),
+        ("Mixer", "number", "acme.number is no class"),
+        ("Mixer", "Absent", "its class acme.Absent failed: AttributeError"),
+        ("Mixr", "OwnMixer", "has no layer class 'Mixr'. Did you mean 'Mixer'?"),
+        ("RowParalelLinear", "OwnMixer", "Did you mean 'RowParallelLinear'?"),
+        ("row_parallel_linear", "OwnMixer", "Did you mean 'RowParallelLinear'?"),
+        ("MambaMixer2", "OwnMixer", "acme.OwnMixer is no subclass of vLLM's "),
+        ("PluggableLayer", "OwnMixer", "has no layer class 'PluggableLayer'"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_a_fault_by_name(
+    plan: Make, layer: str, name: str, words: str | None
+) -> None:
+    import vllm.model_executor.layers.linear  # noqa: F401 (a worker has it)
+
+    found = whole_layers.faults(plan(impl(layer, name)))
+    assert (words in found[layer, "vendor.acme"]) if words else not found
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), ImportError("libacme.so"), ValueError("x" * 9)])
+def test_a_module_that_fails_costs_the_class_only(
+    plan: Make, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def load(module: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(whole_layers, "import_module", load)
+    assert type(error).__name__ in whole_layers.faults(plan(impl()))["Mixer", "vendor.acme"]
+
+
+def test_a_class_that_puts_itself_into_the_table_is_taken_out_and_said(
+    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = type("Other", (BigMixer,), {"__module__": "acme"})
+
+    def load(module: str) -> Any:
+        TABLE["Mixer"], TABLE["BigMixer"] = OwnMixer, other
+        return ACME
+
+    monkeypatch.setattr(whole_layers, "import_module", load)
+    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
+    assert whole_layers.faults(plan(impl())) == {}
+    assert "Mixer" not in TABLE and TABLE["BigMixer"] is other
+    assert "acme.OwnMixer registers itself with vLLM" in caplog.text
+
+
+def test_class_methods_that_vllm_would_not_find_are_a_fault(
+    plan: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+
+    plain = type("Plain", (MMEncoderAttention,), {})
+    own = type("Own", (MMEncoderAttention,), {"maybe_compute_seq_lens": classmethod(print)})
+    monkeypatch.setattr(ACME, "Encoder", plain, raising=False)
+    assert whole_layers.faults(plan(impl("MMEncoderAttention", "Encoder"))) == {}
+    monkeypatch.setattr(ACME, "Encoder", own)
+    (why,) = whole_layers.faults(plan(impl("MMEncoderAttention", "Encoder"))).values()
+    assert "maybe_compute_seq_lens would not be called" in why
+
+
+# What a plugin says to an engine.
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        (lambda request: True, None),
+        (lambda request: "tensor parallel", "refuses this engine: tensor parallel"),
+        (lambda request: None, "said no and gave no reason"),
+        (lambda request: 1 / 0, "its supports raised ZeroDivisionError"),
+        (lambda request: sys.exit(2), "its supports raised SystemExit: 2"),
+    ],
+)
+def test_refusals(plan: Make, verdict: Any, words: str | None) -> None:
+    plan(impl(supports=verdict))
+    found = whole_layers.refusals(facts())
+    assert (words in found["Mixer", "vendor.acme"]) if words else not found
+
+
+def test_each_class_is_asked_once_with_its_layer(plan: Make) -> None:
+    seen: list[LayerRequest] = []
+
+    def supports(request: LayerRequest) -> bool:
+        seen.append(request)
+        return True
+
+    plan(impl(supports=supports), impl("BigMixer", "OwnBig", supports=supports))
+    for _ in range(3):
+        whole_layers.refusals(facts())
+    assert {r.layer for r in seen} == {"Mixer", "BigMixer"} and len(seen) == 2
+    other = dataclasses.replace(facts(), layers=dataclasses.replace(REQUEST, quantization="fp8"))
+    whole_layers.refusals(other)
+    assert [r.quantization for r in seen] == [None, None, "fp8", "fp8"]
+    assert whole_layers.refusals(dataclasses.replace(facts(), layers=None)) == {}
+
+
+def test_one_that_is_not_available_is_not_asked(plan: Make) -> None:
+    def supports(request: LayerRequest) -> bool:
+        raise AssertionError("asked")
+
+    plan(impl(available=lambda: "no card", supports=supports))
+    assert whole_layers.refusals(facts()) == {}
+
+
+def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
+    plan(impl("SiluAndMul"))
+    (why,) = whole_layers.refusals(facts()).values()
+    assert "by the op silu_and_mul" in why and "bring an OpImpl" in why
+
+
+def test_the_request_is_what_the_configuration_says() -> None:
+    config = engine_config(tensor_parallel_size=4)
+    config.parallel_config.data_parallel_size = 2
+    config.parallel_config.pipeline_parallel_size = 3
+    config.parallel_config.enable_expert_parallel = True
+    config.model_config.quantization = "fp8"
+    config.lora_config = object()
+    assert whole_layers.request_of(config, compiled=True) == LayerRequest(
+        "", torch.bfloat16, "fp8", 4, 3, 2, 8, True, True
+    )
+    config.parallel_config.enable_expert_parallel = False
+    assert whole_layers.request_of(config, compiled=False).expert_parallel_size == 1
+
+
+# What the user says.
+
+
+@pytest.mark.parametrize(
+    ("env", "note"),
+    [
+        ({}, None),
+        ({"VLLM_FL_OOT_ENABLED": "0"}, "VLLM_FL_OOT_ENABLED=0"),
+        ({"VLLM_FL_OOT_BLACKLIST": "Mixer"}, "oot_blacklist names Mixer"),
+        ({"VLLM_FL_OOT_BLACKLIST": "test_mixer"}, "oot_blacklist names test_mixer"),
+        ({"VLLM_FL_OOT_WHITELIST": "SiluAndMul"}, "oot_whitelist does not name it"),
+        ({"VLLM_FL_OOT_WHITELIST": "Mixer"}, None),
+    ],
+)
+def test_the_lists_leave_it_to_vllm(plan: Make, env: dict[str, str], note: str | None) -> None:
+    plan(impl())
+    found = from_config._whole_layer_notes(facts(env=env))
+    assert found == ({"Mixer": note} if note else {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "custom_ops", "note"),
+    [
+        ("eager", ("all",), ""),
+        ("eager", ("none",), "custom_ops has none"),
+        ("eager", ("none", "+test_plain"), ""),
+        ("eager", ("all", "-test_plain"), "custom_ops has -test_plain"),
+        ("compiled", ("none",), ""),
+        ("compiled", ("none", "-test_plain"), "custom_ops has -test_plain"),
+    ],
+)
+def test_custom_ops_speaks_of_custom_ops(
+    plan: Make, mode: Any, custom_ops: tuple[str, ...], note: str
+) -> None:
+    made = plan(impl(), impl("Plain", "OwnPlain"))
+    told = facts(mode, custom_ops=custom_ops)
+    assert whole_layers.note("Plain", "test_plain", told) == note
+    assert whole_layers.note("Mixer", "test_mixer", told) == ""
+    assert whole_layers.custom_ops(made) == ["test_plain"]
+
+
+def test_a_name_that_an_ops_layers_share_is_not_turned_on(plan: Make) -> None:
+    from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
+
+    made = plan(impl("MRotaryEmbedding", "OwnRope"))
+    assert MRotaryEmbedding.name == "rotary_embedding"  # type: ignore[attr-defined]
+    assert whole_layers.custom_ops(made) == []
+
+
+def test_lists_may_name_what_vllm_has_not_imported() -> None:
+    assert {"mamba_mixer2", "MambaMixer2", "column_parallel_linear"} <= whole_layers.names()
+
+
+# After the build.
+
+
+def model(*layers: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.Sequential(*layers)
+
+
+def test_layers_of_the_model_are_counted(plan: Make) -> None:
+    made = plan(impl())
+    with whole_layers.in_place(made):
+        built = model(Mixer(), BigMixer(), model(Mixer()))
+    assert whole_layers.served(made, built)["Mixer"] == whole_layers.Served(2, (), 0)
+    assert whole_layers.served(made, model())["Mixer"].ours == 0
+    wrapper = torch.nn.Module()
+    wrapper.base_layer = built[0]
+    assert whole_layers.served(made, model(wrapper))["Mixer"].wrapped == 1
+    assert built[0](1) == 2 and not made.calls
+
+
+def test_a_class_made_of_anothers_is_counted_as_its_own_layer(
+    plan: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = type("Both", (OwnMixer, BigMixer), {"__module__": "acme"})
+    monkeypatch.setattr(ACME, "Both", both, raising=False)
+    made = plan(impl(), impl("BigMixer", "Both"))
+    with whole_layers.in_place(made):
+        built = model(Mixer(), BigMixer(), BigMixer())
+    counts = {name: each.ours for name, each in whole_layers.served(made, built).items()}
+    assert counts == {"Mixer": 1, "BigMixer": 2}
+
+
+def test_calls_are_counted_where_the_user_asked(plan: Make) -> None:
+    made = dataclasses.replace(plan(impl()), counts_calls=True)
+    with whole_layers.in_place(made):
+        built = model(Mixer())
+    whole_layers.served(made, built)
+    assert built(1) == 2 and made.calls == {("Mixer", "vendor.acme"): 1}
+
+
+def test_a_layer_that_is_vllms_all_the_same_is_said(
+    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
+    made = plan(impl())
+    assert whole_layers.served(made, model(Mixer(), BigMixer()))["Mixer"].stock == ("0",)
+    assert "was not taken for layer 'Mixer' in 1 places, which are vLLM's own: 0" in caplog.text
+    assert made.fallbacks == {("Mixer", "stock.vllm"): 1}
+    with pytest.raises(VllmFLError, match="Strict mode"):
+        whole_layers.served(plan(impl(), strict=True), model(Mixer()))
+
+
+def test_the_worker_says_what_serves(
+    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm_fl.integration.worker import _built_layers
+
+    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm_fl")
+
+    class Worker:
+        rank, model = 0, model(OwnMixer())
+
+        def get_model(self) -> torch.nn.Module:
+            return self.model
+
+    class Hidden(Worker):
+        def get_model(self) -> torch.nn.Module:
+            raise NotImplementedError
+
+    class Second(Worker):
+        rank = 1
+
+    made = plan(impl(), impl("BigMixer", "OwnBig"))
+    said = {}
+    for worker in (Worker, Hidden, Second):
+        caplog.clear()
+        counts: Any = _built_layers(worker(), made)  # type: ignore[arg-type]
+        said[worker] = counts, caplog.text
+    counts, text = said[Worker]
+    assert counts == {"Mixer": 1, "BigMixer": 0}
+    assert "Layer Mixer: 1 in this model, by 'vendor.acme'" in text
+    assert "Layer BigMixer: this model has none, so that 'vendor.acme' does not run" in text
+    assert said[Second] == (counts, "")
+    assert said[Hidden][0] == {} and "is not known" in said[Hidden][1]
+    assert _built_layers(Hidden(), plan()) == {}  # type: ignore[arg-type]  # it is not asked

@@ -1,0 +1,117 @@
+"""Whole layers as plugins bring them: the values, the plan and the digest."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from builders import managing, planning, silu
+
+from vllm_fl.engine.digest import fingerprint
+from vllm_fl.errors import PluginError
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.types import BackendImplKind, LayerImpl, LayerRequest, OpImpl
+
+VENDOR = BackendImplKind.VENDOR
+ROW = "RowParallelLinear"
+
+
+def row(path: str = "acme.linear.Row", vendor: str = "acme", **fields: Any) -> LayerImpl:
+    return LayerImpl(ROW, path, VENDOR, vendor, **fields)
+
+
+def test_a_vendors_id_need_not_be_said() -> None:
+    assert (row().impl_id, row().op_name, row().priority) == ("vendor.acme", ROW, 100)
+    assert row(impl_id="vendor.acme").impl_id == "vendor.acme"
+    other = LayerImpl(ROW, "a.B", BackendImplKind.REFERENCE, impl_id="reference.acme")
+    assert (other.impl_id, other.priority) == ("reference.acme", 50)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields", "words"),
+    [
+        ((ROW, "a.B", VENDOR), {}, "needs vendor"),
+        ((ROW, "a.B", VENDOR, "acme"), {"impl_id": "vendor.zeta"}, "is 'vendor.acme'"),
+        ((ROW, "a.B", BackendImplKind.DEFAULT), {}, "non-empty"),
+        ((ROW, "a.B", BackendImplKind.REFERENCE, "acme"), {"impl_id": "x"}, "kind VENDOR only"),
+        (("", "a.B", VENDOR, "acme"), {}, "class name"),
+        (("Row Linear", "a.B", VENDOR, "acme"), {}, "class name"),
+        (("linear.Row", "a.B", VENDOR, "acme"), {}, "class name"),
+        ((7, "a.B", VENDOR, "acme"), {}, "class name"),
+        ((ROW, "Row", VENDOR, "acme"), {}, r"module\.Class"),
+        ((ROW, ".Row", VENDOR, "acme"), {}, r"module\.Class"),
+        ((ROW, object, VENDOR, "acme"), {}, r"module\.Class"),
+        ((ROW, "a.B", "vendor", "acme"), {}, "BackendImplKind"),
+        ((ROW, "a.B", VENDOR, "acme", "high"), {}, "priority must be an int"),
+        ((ROW, "a.B", VENDOR, "acme"), {"supports": True}, "supports must be callable"),
+        ((ROW, "a.B", VENDOR, "acme"), {"available": "yes"}, "available must be callable"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: Any, fields: Any, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        LayerImpl(*arguments, **fields)
+
+
+def test_values_are_frozen_and_probed_once() -> None:
+    asked: list[int] = []
+    impl = row(available=lambda: asked.append(1) or "no card")  # type: ignore[func-returns-value]
+    assert impl.availability() == impl.availability() == "no card"
+    assert (asked, impl.is_available()) == ([1], False)
+    for value, name in ((impl, "layer"), (LayerRequest(ROW, "bfloat16"), "layer")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, name, "Other")
+
+
+def test_a_name_is_an_op_or_a_layer() -> None:
+    registry = OpRegistry()
+    registry.register_impl(row())
+    with pytest.raises(PluginError, match="is a layer, and it cannot be an op too"):
+        registry.register_impl(OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta"))
+    registry.clear()
+    registry.register_impl(OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta"))
+    with pytest.raises(PluginError, match="is an op, and it cannot be a layer too"):
+        registry.register_impl(row())
+
+
+# The plan.
+
+
+def test_the_plan_has_them_behind_the_ops_and_says_that_they_are_not_verified() -> None:
+    plan = planning(managing(row(), silu("vendor.acme")))
+    entry = plan.entries[ROW]
+    assert (entry.label, entry.reason, entry.impls) == ("vendor.acme", "token vendor", ())
+    assert {name: impl.impl_id for name, impl in plan.layers.items()} == {ROW: "vendor.acme"}
+    assert plan.is_stock(ROW), "nothing of it is bound to a layer of ours"
+    line = plan.line()
+    assert "2 ops planned" in line and f"{ROW}=vendor.acme" in line
+    assert f"not verified, as whole layers: {ROW}" in line
+    assert "not verified" not in planning(managing(silu("vendor.acme"))).line()
+
+
+def test_the_policys_orders_hold_for_layers_too() -> None:
+    reference = LayerImpl(ROW, "a.B", BackendImplKind.REFERENCE, impl_id="reference.acme")
+    two = (row(), row(vendor="zeta", priority=120), reference)
+
+    def chosen(**policy: Any) -> str:
+        return planning(managing(*two, **policy)).entries[ROW].label
+
+    assert chosen() == "vendor.zeta"
+    assert chosen(deny_vendors=["zeta"]) == "vendor.acme"
+    assert chosen(deny_vendors=["zeta", "acme"]) == "stock"
+    assert chosen(prefer="reference") == "reference.acme"
+    assert chosen(per_op_order={ROW: ["vendor:acme", "stock"]}) == "vendor.acme"
+    assert chosen(per_op_order={ROW: ["stock"]}) == "stock"
+    assert chosen(per_op_order={ROW.lower(): ["stock"]}) == "vendor.zeta", "names are exact"
+    gone = {(ROW, "vendor.zeta"): "refuses this engine: no"}
+    entry = planning(managing(*two), demoted=gone).entries[ROW]
+    assert entry.label == "vendor.acme"
+    noted = planning(managing(*two), notes={ROW: "oot_blacklist names it"}).entries[ROW]
+    assert (noted.label, noted.reason) == ("stock", "oot_blacklist names it")
+
+
+def test_the_digest_tells_classes_apart() -> None:
+    facts = [fingerprint(planning(managing(row(p))), {}) for p in ("acme.A", "acme.B", "acme.A")]
+    first, second, again = (f["ops"][ROW] for f in facts)
+    assert first == again != second
+    assert first[0]["class"] == "acme.A"

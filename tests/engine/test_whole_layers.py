@@ -1,0 +1,235 @@
+"""A plugin's own classes for whole layers of vLLM's: chosen, run, left alone, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import layer_table
+import pytest
+from engine_run import EngineFailed, Job, run
+from engines import IN_ONE_PROCESS, assert_same_bits, batches
+
+Runner = Callable[..., dict[str, Any]]
+
+IN_QWEN3 = {"RowParallelLinear": 4, "QKVParallelLinear": 2, "VocabParallelEmbedding": 1}
+"""Layers of these classes in the tiny model, which has two blocks."""
+
+MODES = [
+    pytest.param(True, id="eager", marks=pytest.mark.oldest),
+    pytest.param(False, id="compiled", marks=pytest.mark.oldest),
+]
+
+
+@pytest.fixture
+def serve(model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]) -> Runner:
+    """`serve(eager, VARIABLE=…)`: an engine with the plugin `own_layers`."""
+
+    def start(
+        eager: bool = True, options: Any = None, logits: bool = True, **variables: str
+    ) -> dict[str, Any]:
+        options = options or {}
+        job = Job(str(model("qwen3")), batches(), eager=eager, options=options, logits=logits)
+        more = {"VLLM_FL_DISPATCH_DEBUG": "1", **IN_ONE_PROCESS, **plugin("own_layers")}
+        result = run(job, **{**more, **variables})
+        (result["report"],) = result["report"]
+        return result
+
+    return start
+
+
+def impls(result: dict[str, Any]) -> dict[str, str]:
+    return {layer: result["report"]["ops"][layer]["impl"] for layer in IN_QWEN3}
+
+
+@pytest.mark.parametrize("eager", MODES)
+def test_they_serve_and_the_lists_leave_layers_alone(eager: bool, serve: Runner) -> None:
+    ours = serve(eager)
+    report = ours["report"]
+    assert impls(ours) == dict.fromkeys(IN_QWEN3, "vendor.own")
+    assert report["layers"] == IN_QWEN3
+    for layer, number in IN_QWEN3.items():
+        assert report["calls"][layer]["vendor.own"] > 0, layer
+        assert f"Layer {layer}: {number} in this model, by 'vendor.own'" in ours["log"]
+    assert "RowParallelLinear=vendor.own" in ours["log"]
+    assert "not verified, as whole layers: QKVParallelLinear RowParallelLinear" in ours["log"]
+    assert report["fallbacks"] == report["demotions"] == {}
+
+    left = serve(
+        eager, VLLM_FL_OOT_BLACKLIST="RowParallelLinear,column_parallel_linear", OWN_SCALE="2"
+    )
+    assert impls(left) == {
+        "RowParallelLinear": "stock",
+        "QKVParallelLinear": "stock",  # it has the registered name of its base
+        "VocabParallelEmbedding": "vendor.own",
+    }
+    assert left["report"]["ops"]["RowParallelLinear"]["reason"] == (
+        "oot_blacklist names RowParallelLinear"
+    )
+    assert left["tokens"] != ours["tokens"], "what OWN_SCALE doubles does not serve"
+
+    none = serve(eager, VLLM_FL_OOT_ENABLED="0", VLLM_FL_OOT_BLACKLIST="", OWN_SCALE="2")
+    assert impls(none) == dict.fromkeys(IN_QWEN3, "stock")
+    assert none["report"]["layers"] == {}
+
+    orders = ";".join(f"{layer}=stock" for layer in IN_QWEN3)
+    stock = serve(eager, VLLM_FL_PER_OP=orders, OWN_SCALE="2")
+    assert impls(stock) == dict.fromkeys(IN_QWEN3, "stock")
+    assert len({r["report"]["digest"] for r in (ours, left, stock)}) == 3
+    assert_same_bits(stock, ours)
+
+
+def test_each_class_is_asked_once_for_an_engine(serve: Runner) -> None:
+    result = serve(options={"max_model_len": 256})
+    asked = [line for line in result["log"].splitlines() if "own layers: asked" in line]
+    assert len(asked) == len(IN_QWEN3)
+    assert all("dtype=torch.bfloat16, quantization=None" in line for line in asked)
+    assert all("tensor_parallel_size=1" in line and "compiled=False" in line for line in asked)
+
+
+BROKEN = {
+    "RowParalelLinear": "own_classes.OwnRow",
+    "RowParallelLinear": "own_classes.NoLayer",
+    "QKVParallelLinear": "own_classes.Absent",
+    "VocabParallelEmbedding": "no_such_module.Embedding",
+    "row_parallel_linear": "own_classes.OwnRow",
+    "SiluAndMul": "own_classes.OwnRow",
+}
+
+FAULTS = {
+    "RowParalelLinear": "has no layer class 'RowParalelLinear'. Did you mean 'RowParallelLinear'?",
+    "RowParallelLinear": "own_classes.NoLayer is no subclass of vLLM's "
+    "vllm.model_executor.layers.linear.RowParallelLinear",
+    "QKVParallelLinear": "its class own_classes.Absent failed: AttributeError",
+    "VocabParallelEmbedding": "failed: ModuleNotFoundError: No module named 'no_such_module'",
+    "row_parallel_linear": "Did you mean 'RowParallelLinear'?",
+}
+
+
+def test_what_cannot_be_used_is_out_at_start_by_name(serve: Runner) -> None:
+    result = serve(OWN_LAYERS=json.dumps(BROKEN))
+    report = result["report"]
+    for layer, why in FAULTS.items():
+        assert why in report["demotions"][layer]["vendor.own"]
+        assert report["ops"][layer]["impl"] == "stock"
+        assert f"Implementation 'vendor.own' failed for op '{layer}'" in result["log"]
+    assert report["layers"] == {}
+    assert (
+        "vllm-fl reaches SiluAndMul by the op silu_and_mul"
+        in (report["ops"]["SiluAndMul"]["reason"])
+    )
+
+
+def test_strict_mode_ends_the_start(serve: Runner) -> None:
+    with pytest.raises(EngineFailed) as caught:
+        serve(OWN_LAYERS='{"RowParalelLinear": "own_classes.OwnRow"}', VLLM_FL_STRICT="1")
+    assert "strict mode, and implementation 'vendor.own' failed for op 'RowParalelLinear'" in (
+        caught.value.log
+    )
+
+
+def test_a_class_that_registers_itself_is_the_policys_all_the_same(serve: Runner) -> None:
+    greedy = '{"RowParallelLinear": "greedy_class.GreedyRow"}'
+    result = serve(OWN_LAYERS=greedy)
+    assert result["report"]["layers"] == {"RowParallelLinear": 4}
+    assert "greedy_class.GreedyRow registers itself with vLLM" in result["log"]
+
+
+@pytest.mark.oldest
+def test_loras_checks_of_classes_find_them(serve: Runner) -> None:
+    # vLLM's CPU kernels for LoRA fail where the logits of a prompt are asked for.
+    result = serve(options={"enable_lora": True, "max_lora_rank": 8}, logits=False)
+    assert result["report"]["layers"] == IN_QWEN3
+    for layer, number in IN_QWEN3.items():
+        assert f"Layer {layer}: LoRA wraps {number} of them" in result["log"]
+
+
+TWO = """
+import json, os, sys
+from vllm import LLM
+from vllm.model_executor import custom_op
+
+def serve(**variables):
+    os.environ.update(variables)
+    llm = LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=128)
+    left = [n for n in custom_op.op_registry_oot if n == "RowParallelLinear"]
+    (report,) = llm.collective_rpc("vllm_fl_report")
+    return llm, report["layers"], left
+
+_, *first = serve()
+_, *second = serve(VLLM_FL_PER_OP="RowParallelLinear=stock")
+print("TWO " + json.dumps([first, second]))
+"""
+
+
+def test_the_next_engine_of_the_process_has_its_own_plan(
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TWO, str(model("qwen3"))],
+        env={**os.environ, **IN_ONE_PROCESS, "HF_HUB_OFFLINE": "1", **plugin("own_layers")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    marked = [line for line in done.stdout.splitlines() if line.startswith("TWO ")]
+    assert marked, done.stdout[-3000:] + done.stderr[-3000:]
+    first, second = json.loads(marked[0].removeprefix("TWO "))
+    assert first == [IN_QWEN3, []]
+    assert second == [{n: c for n, c in IN_QWEN3.items() if n != "RowParallelLinear"}, []]
+
+
+LAYERS = """
+import importlib, json
+from importlib.util import find_spec
+from pathlib import Path
+from vllm.model_executor import custom_op
+from vllm_fl.integration.seams.layers import layer_table
+
+for layer in json.loads(Path({data!r}).read_text())["layers"]:
+    try:
+        importlib.import_module("vllm." + layer["module"])
+    except Exception as error:  # kernels for other hardware
+        print("not imported:", layer["module"], type(error).__name__)
+print("REGISTRY " + json.dumps({{
+    "registry": {{name: cls.__name__ for name, cls in custom_op.op_registry.items()}},
+    "root": list(find_spec("vllm").submodule_search_locations)[0],
+    "reached": {{layer.cls: layer.op for layer in layer_table()}},
+}}))
+"""
+
+
+@pytest.mark.oldest
+def test_the_page_of_all_layers_is_what_this_vllm_registers() -> None:
+    from vllm_fl.integration.compat import vllm_version
+
+    data = layer_table.DATA / f"{vllm_version()}.json"
+    if not data.exists():
+        pytest.skip(f"docs/layers has no {data.name}")
+    told = json.loads(data.read_text())["layers"]
+    done = subprocess.run(
+        [sys.executable, "-c", LAYERS.format(data=str(data))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    marked = [line for line in done.stdout.splitlines() if line.startswith("REGISTRY ")]
+    assert marked, done.stdout + done.stderr
+    found = json.loads(marked[0].removeprefix("REGISTRY "))
+    assert layer_table.layers_of(Path(found["root"])) == told
+    known = {(layer["registered"], layer["cls"]) for layer in told}
+    assert set(found["registry"].items()) <= known, "the source does not tell all of them"
+    assert len(found["registry"]) > 50
+    assert layer_table.reached().items() <= found["reached"].items()
+    for layer in told:
+        reached = {found["reached"].get(cls) for cls in (layer["cls"], *layer["subclasses"])}
+        second = layer["module"].startswith(layer_table.SECOND_TABLE)
+        shown = layer_table.reach(layer)
+        assert ("op `" in shown) == (reached != {None} and not second), layer
