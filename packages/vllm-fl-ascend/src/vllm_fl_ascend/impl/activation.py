@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from . import unsuitable
+from vllm_fl import Availability, OpImpl
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from ..npu import available
+from . import VENDOR, unsuitable
 
-__all__ = ["gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
+__all__ = ["OPS", "gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
 
 GELU = {"none": 0, "tanh": 1}
 """How `npu_geglu` numbers the two forms."""
@@ -81,3 +79,23 @@ def _no_halves(x: torch.Tensor) -> str | None:
 def _nothing(x: torch.Tensor) -> torch.Tensor:
     """The result without elements: that the kernels take empty tensors is documented nowhere."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+OPS = (
+    OpImpl(
+        "silu_and_mul",
+        *VENDOR,
+        silu_and_mul,
+        "ascend",
+        available=available,
+        supports=supports_silu_and_mul,
+    ),
+    OpImpl(
+        "gelu_and_mul",
+        *VENDOR,
+        gelu_and_mul,
+        "ascend",
+        available=available,
+        supports=supports_gelu_and_mul,
+    ),
+)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-__all__ = ["gelu_and_mul", "silu_and_mul"]
+from . import implementations
+
+__all__ = ["OPS", "gelu_and_mul", "silu_and_mul"]
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -48,3 +50,6 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 def _refuse_silent_mistakes(x: torch.Tensor) -> None:
     if x.shape[-1] % 2:  # three features would broadcast: one gate for two of them
         raise ValueError(f"x must have an even last dimension, got {x.shape[-1]}")
+
+
+OPS = implementations(silu_and_mul, gelu_and_mul)
