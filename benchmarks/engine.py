@@ -34,6 +34,8 @@ from typing import Any
 
 from figures import Figure, MeasurementFailed, figure, vector_extensions
 
+from vllm_fl.contracts import contracts
+
 __all__ = ["add_arguments", "measure"]
 
 ROUNDS = 8
@@ -119,10 +121,9 @@ class Variant:
 
 
 NO_PLUGIN = {"VLLM_PLUGINS": ""}
-OPS = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
 REFERENCE = {
     "VLLM_FL_PREFER": "reference",
-    "VLLM_FL_PER_OP": ";".join(f"{op}=reference" for op in OPS),
+    "VLLM_FL_PER_OP": ";".join(f"{op}=reference" for op in contracts()),
 }
 
 VARIANTS = {

@@ -32,6 +32,9 @@ A cell says how many samples of the contract were taken; the worst error as a sh
 contract's tolerance, of which 1 is the limit; and the median time of one call of Qwen3-0.6B's
 sizes, from Python until the device is done. A sample that is not taken is refused with a reason,
 and another implementation takes the call. Times of different runs do not compare.
+
+Each section is one run, on the day and with the versions that it names. An operator or an
+implementation that came later is missing there until the run is made again.
 """
 
 

@@ -30,6 +30,8 @@ from typing import Any
 
 from host import facts
 
+from vllm_fl.contracts import contracts
+
 SERVER = Path(__file__).resolve().parents[1] / "engine_server.py"
 START_TIMEOUT, ANSWER_TIMEOUT = 400.0, 120.0
 VOCABULARY = 151_936
@@ -71,7 +73,7 @@ WORKLOADS = {"batch 1": (1, 128, 128), "batch 64": (64, 128, 128), "prefill": (1
 """Name -> (prompts, tokens of each, new tokens of each)."""
 
 STOCK = {"VLLM_PLUGINS": ""}
-LAYERS = "silu_and_mul=flagos;gelu_and_mul=flagos;rms_norm=flagos;rotary_embedding=flagos"
+LAYERS = ";".join(f"{op}=flagos" for op in contracts())
 ONLY_LAYERS = {"VLLM_FL_PER_OP": f"{LAYERS};attention_backend=stock"}
 VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "stock": (STOCK, False),

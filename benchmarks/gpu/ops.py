@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,36 @@ def shapes(tokens: int) -> Iterator[Shape]:
     at = torch.arange(tokens, device="cuda") % 32768
     moved = 2 * tokens * (HEADS + KV_HEADS) * HEAD_SIZE * size
     yield Shape("rotary_embedding", (query, key, cos, sin, at, False), moved)
+    yield from others(tokens)
+
+
+OWN = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
+"""The ops whose arguments `shapes` states; those of any other are its contract's samples."""
+
+
+def others(tokens: int) -> Iterator[Shape]:
+    """The ops that Qwen3-8B has no layer of, at its sizes."""
+    from vllm_fl.contracts import contracts
+    from vllm_fl.contracts.sizes import typical_sizes
+    from vllm_fl.integration.bindings import bindings
+
+    sizes = replace(
+        typical_sizes(bindings().values()),
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_size=HEAD_SIZE,
+        rotary=HEAD_SIZE,
+        tokens=(tokens,),
+    )
+    for op, spec in contracts().items():
+        if op not in OWN:
+            for sample in spec.served(sizes, DTYPE, torch.device("cuda")):
+                results = spec.fake(*sample.args)
+                moved = (*sample.args, *(results if isinstance(results, tuple) else (results,)))
+                size = sum(x.numel() * x.itemsize for x in moved if isinstance(x, torch.Tensor))
+                yield Shape(op, sample.args, size)
 
 
 def implementations(op: str) -> dict[str, Callable[..., Any]]:
@@ -106,7 +136,9 @@ def implementations(op: str) -> dict[str, Callable[..., Any]]:
 
 
 def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
-    """The kernel library called straight with these arguments, where there is such a call."""
+    """The kernel library called straight with these arguments, where such a call is known here."""
+    if op not in OWN:
+        return None
     if impl == "default.flagos":
         import flag_gems
 

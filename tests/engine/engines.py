@@ -12,9 +12,11 @@ import pytest
 import tiny_model
 from engine_run import BIND, STOCK, Job, cores, largest_difference, run
 
+from vllm_fl.contracts import contracts
+
 PLUGINS = Path(__file__).parent / "plugins"
 
-OPS = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
+OPS = tuple(contracts())
 
 REFERENCE = ";".join(f"{op}=reference" for op in OPS)
 VENDOR = ";".join(f"{op}=vendor|reference" for op in OPS)

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 from engine_run import EngineFailed, Job, run
-from engines import IN_ONE_PROCESS, OPS, Runner, assert_same_bits, batches
+from engines import IN_ONE_PROCESS, Runner, assert_same_bits, batches
 
 ROOT = Path(__file__).resolve().parents[2]
-
-FAULTY = {"VLLM_FL_PER_OP": ";".join(f"{op}=vendor:faulty|reference" for op in OPS)}
 
 CAUSES = {
     "silu_and_mul": "bfloat16",
@@ -22,6 +20,9 @@ CAUSES = {
     "rms_norm": "the worst by",
     "rotary_embedding": "elements are off",
 }
+"""The ops of plugins/faulty.py, and what is said of each."""
+
+FAULTY = {"VLLM_FL_PER_OP": ";".join(f"{op}=vendor:faulty|reference" for op in CAUSES)}
 
 
 def test_faulty_kernels_are_taken_out_by_name(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 __all__ = ["cases"]
@@ -17,13 +18,17 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_flaggems.plugin
     import vllm_fl_reference.plugin
     from vllm_fl.contracts import ModelSizes, contracts
+    from vllm_fl.contracts.sizes import typical_sizes
     from vllm_fl.engine.preflight import find_faults
     from vllm_fl.engine.verification import Comparison, compare, dtype_name
+    from vllm_fl.integration.bindings import bindings
 
     device = torch.device("cuda")
     torch.zeros(1, device=device)  # the device exists, as it does in a worker
-    served = ModelSizes(4096, 12288, 32, 8, 128, 128, tokens=(1, 16384), max_position=40960)
-    sizes = ModelSizes(4096, 12288, 32, 8, 128, 128, tokens=(1, 16, 4096))
+    more = typical_sizes(bindings().values()).more
+    qwen3 = ModelSizes(4096, 12288, 32, 8, 128, 128, more=more)
+    served = replace(qwen3, tokens=(1, 16384), max_position=40960)
+    sizes = replace(qwen3, tokens=(1, 16, 4096))
     plugins = (vllm_fl_reference.plugin, vllm_fl_cuda.plugin, vllm_fl_flaggems.plugin)
     for impl in (impl for plugin in plugins for impl in plugin.register_ops()):
         name = f"{impl.op_name} {impl.impl_id}"

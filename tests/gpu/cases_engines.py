@@ -11,9 +11,11 @@ from typing import Any
 import tiny_model
 from engine_run import STOCK, EngineFailed, Job, largest_difference, run
 
+from vllm_fl.contracts import contracts
+
 __all__ = ["OPTIONS", "batches", "cases", "close", "side_by_side"]
 
-LAYERS = "silu_and_mul={0};gelu_and_mul={0};rms_norm={0};rotary_embedding={0}"
+LAYERS = ";".join(f"{op}={{0}}" for op in contracts())
 VARIANTS = {
     "shipped": ({}, None),
     "reference": ({"VLLM_FL_PER_OP": LAYERS.format("reference")}, "reference.torch"),

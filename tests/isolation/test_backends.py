@@ -12,6 +12,7 @@ ELSEWHERE = {"vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"}
 """Those whose ops need a device, or a build of vLLM, that the tests' environment has not."""
 
 OPS = ["gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"]
+"""Ops that each of them brings; some bring more."""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

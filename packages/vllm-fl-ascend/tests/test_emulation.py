@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from importlib.metadata import distribution
 from pathlib import Path
@@ -11,7 +12,14 @@ import pytest
 import torch
 from emulated import operators, wheel
 
-USED = ("npu_swiglu", "npu_geglu", "npu_rms_norm", "npu_add_rms_norm", "npu_mrope")
+USED = (
+    "npu_swiglu",
+    "npu_geglu",
+    "npu_clipped_swiglu",
+    "npu_rms_norm",
+    "npu_add_rms_norm",
+    "npu_mrope",
+)
 
 
 @pytest.mark.parametrize("name", USED)
@@ -44,6 +52,11 @@ def test_numerics_that_the_meta_function_does_not_bear_out_are_an_error() -> Non
         ("npu_swiglu", (torch.ones(2, 3),)),
         ("npu_swiglu", (torch.ones(2, 4).double(),)),
         ("npu_geglu", (torch.ones(2, 4), -1, 2)),
+        ("npu_clipped_swiglu", (torch.ones(4),)),
+        ("npu_clipped_swiglu", (torch.ones(2, 3),)),
+        ("npu_clipped_swiglu", (torch.ones(2, 4).double(),)),
+        ("npu_clipped_swiglu", (torch.ones(4, 2).T,)),
+        ("npu_clipped_swiglu", (torch.ones(0, 4),)),
         ("npu_rms_norm", (torch.ones(4), torch.ones(4))),
         ("npu_rms_norm", (torch.ones(2, 4).half(), torch.ones(4))),
         ("npu_rms_norm", (torch.ones(2, 4), torch.ones(3))),
@@ -56,6 +69,18 @@ def test_numerics_that_the_meta_function_does_not_bear_out_are_an_error() -> Non
 def test_what_is_not_documented_is_refused(name: str, args: tuple[object, ...]) -> None:
     with pytest.raises(emulated.EmulationError, match=f"{name} takes"):
         getattr(torch.ops.npu, name)(*args)
+
+
+def test_a_clipped_swiglu_is_what_its_documentation_says() -> None:
+    """y = A * sigmoid(alpha * A) * (B + bias), A at most limit, B from -limit to limit."""
+    x = torch.tensor([[9.0, -9.0, -2.0, 3.0]])
+    found = torch.ops.npu.npu_clipped_swiglu(x, alpha=0.5, limit=4.0, bias=2.0)
+    wanted = [4 / (1 + math.exp(-2)) * -2, -2 / (1 + math.exp(1)) * 5]
+    torch.testing.assert_close(found, torch.tensor([wanted]))
+    halves = torch.ops.npu.npu_clipped_swiglu(
+        x[:, [0, 2, 1, 3]], alpha=0.5, limit=4.0, bias=2.0, interleaved=False
+    )
+    torch.testing.assert_close(halves, found)
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,47 @@ def unsuitable(name: str, x: torch.Tensor) -> str | None:
 
 @cache
 def kernel(name: str) -> Callable[..., None]:
-    """vLLM's CPU kernel `torch.ops._C.<name>` behind the CUDA kernel's demands."""
+    """vLLM's CPU kernel `torch.ops._C.<name>` behind the CUDA kernel's demands.
+
+    Raises:
+        AttributeError: the CPU build has none, and vLLM no layer of that name.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.import_kernels()
+    if not hasattr(torch.ops._C, name):
+        return _by_layer(name)
     overload = getattr(torch.ops._C, name).default
     return {"rms_norm": _norm, "fused_add_rms_norm": _add_norm, "rotary_embedding": _rotary}.get(
         name, _gated
     )(overload)
+
+
+def _by_layer(name: str) -> Callable[..., None]:
+    """vLLM's layer of a kernel that the CPU build lacks, in PyTorch: the kernel's numbers are its.
+
+    Made of the class itself, which knows nothing of the layers that stand in its place.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.custom_op import op_registry
+    from vllm.model_executor.layers import activation  # noqa: F401 (registers its layers)
+
+    if name not in op_registry:
+        raise AttributeError(f"neither a CPU kernel nor a layer of vLLM's is called {name!r}")
+    cls = op_registry[name]
+
+    @cache
+    def layer_with(*numbers: float) -> Any:
+        layer = object.__new__(cls)
+        with set_current_vllm_config(VllmConfig()):
+            layer.__init__(*numbers)
+        return layer
+
+    def call(out: torch.Tensor, x: torch.Tensor, *numbers: float) -> None:
+        _reads_packed(x)
+        out.copy_(cls.forward_native(layer_with(*numbers), x))
+
+    return call
 
 
 def _gated(overload: Any) -> Callable[..., None]:

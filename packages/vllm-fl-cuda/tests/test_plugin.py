@@ -121,7 +121,7 @@ def test_a_kernel_is_loaded_before_it_is_looked_up(monkeypatch: pytest.MonkeyPat
 
 def test_identity() -> None:
     impls = {impl.op_name: impl for impl in register_ops()}
-    assert set(impls) == set(contracts())
+    assert impls and set(impls) <= set(contracts())
     for impl in impls.values():
         assert (impl.impl_id, impl.vendor) == ("vendor.cuda", "cuda")
         assert impl.kind is BackendImplKind.VENDOR
@@ -135,9 +135,13 @@ def test_policy_is_for_cuda_alone() -> None:
     assert Path(defaults.path) == POLICY
 
 
-def test_policy_orders_every_op_and_shuts_no_kind_out() -> None:
-    orders = yaml.safe_load(POLICY.read_text("utf-8"))["op_backends"]
-    assert set(orders) == {*contracts(), "attention_backend"}
+ORDERED = yaml.safe_load(POLICY.read_text("utf-8"))["op_backends"]
+"""What was measured. An op without a list has core's order, with vLLM's own code in it."""
+
+
+def test_policy_orders_ops_that_there_are_and_shuts_no_kind_out() -> None:
+    orders = dict(ORDERED)
+    assert set(orders) <= {*contracts(), "attention_backend"}
     attention = orders.pop("attention_backend")
     for tokens in (attention, *(side for modes in orders.values() for side in modes.values())):
         assert tokens[0] == "stock"
@@ -148,9 +152,9 @@ def test_policy_loads_and_a_preference_moves_its_kind_to_the_front() -> None:
     files = [("vllm-fl-cuda", POLICY)]
     shipped = load_settings({}, platform="cuda", platform_files=files)
     asked = load_settings({"VLLM_FL_PREFER": "flagos"}, platform="cuda", platform_files=files)
-    for op in contracts():
+    for op in ORDERED:
         for mode in ("eager", "compiled"):
             assert str(shipped.policy.order(op, mode)[0]) == "stock"
             assert str(asked.policy.order(op, mode)[0]) == "flagos"
         assert op in asked["flagos_whitelist"].value  # type: ignore[operator]
-    assert set(shipped["flagos_whitelist"].value) == {*contracts(), "attention_backend"}
+    assert set(shipped["flagos_whitelist"].value) == set(ORDERED)

@@ -20,9 +20,9 @@ def test_every_hook_is_marked() -> None:
         assert hasattr(hook, "vllm_fl_impl")
 
 
-def test_it_brings_every_contract() -> None:
+def test_what_it_brings_has_the_contracts_parameters() -> None:
     impls = {impl.op_name: impl for impl in plugin.register_ops()}
-    assert set(impls) == set(contracts())
+    assert impls and set(impls) <= set(contracts())
     for op, impl in impls.items():
         wanted = contracts()[op].signature.parameters.values()
         for fn in (impl.fn, impl.supports):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_fl import AttentionImpl, BackendImplKind, DeviceProfile, OpImpl, PolicyDefaults, hookimpl
+from vllm_fl import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults, hookimpl
 
 from .attention_request import supports_attention
-from .impl import activation, normalization, rotary
+from .impl import VENDOR, activation, normalization, rotary
 from .npu import available
 
 POLICY = Path(__file__).with_name("ascend.yaml")
-VENDOR = ("vendor.ascend", BackendImplKind.VENDOR)
-
 PROFILE = DeviceProfile(
     "ascend",
     platform_class="vllm_fl_ascend.platform.AscendPlatform",
@@ -25,41 +23,8 @@ PROFILE = DeviceProfile(
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The four ops as `vendor.ascend`; they run where torch_npu and an NPU are."""
-    return [
-        OpImpl(
-            "silu_and_mul",
-            *VENDOR,
-            activation.silu_and_mul,
-            "ascend",
-            available=available,
-            supports=activation.supports_silu_and_mul,
-        ),
-        OpImpl(
-            "gelu_and_mul",
-            *VENDOR,
-            activation.gelu_and_mul,
-            "ascend",
-            available=available,
-            supports=activation.supports_gelu_and_mul,
-        ),
-        OpImpl(
-            "rms_norm",
-            *VENDOR,
-            normalization.rms_norm,
-            "ascend",
-            available=available,
-            supports=normalization.supports_rms_norm,
-        ),
-        OpImpl(
-            "rotary_embedding",
-            *VENDOR,
-            rotary.rotary_embedding,
-            "ascend",
-            available=available,
-            supports=rotary.supports_rotary_embedding,
-        ),
-    ]
+    """The ops as `vendor.ascend`; they run where torch_npu and an NPU are."""
+    return [*activation.OPS, *normalization.OPS, *rotary.OPS]
 
 
 @hookimpl

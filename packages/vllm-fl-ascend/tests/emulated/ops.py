@@ -1,4 +1,4 @@
-"""What the operators behind `silu_and_mul`, `gelu_and_mul`, the norms and rotary compute.
+"""What the operators behind the ops compute.
 
 Written from torch_npu's own documentation of each (torch_npu/_op_plugin_docs.py of the wheel), in
 fp32 with one rounding at the end, as the kernels do. What that documentation, or CANN's of the
@@ -29,6 +29,30 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     demand(input.numel() > 0, "npu_swiglu", "no empty tensors")
     left, right = input.float().chunk(2, dim)
     return (left * torch.sigmoid(left) * right).to(input.dtype)
+
+
+@numerics("npu_clipped_swiglu")
+def npu_clipped_swiglu(
+    x: Tensor,
+    *,
+    group_index: Tensor | None = None,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+) -> Tensor:
+    name = "npu_clipped_swiglu"
+    demand(x.dtype in FLOATS, name, "float32, float16 or bfloat16")
+    demand(2 <= x.ndim <= 8, name, "2 to 8 dimensions")
+    demand(x.is_contiguous(), name, "contiguous tensors")
+    demand(x.shape[dim] % 2 == 0, name, "an even size")
+    demand(x.numel() > 0, name, "no empty tensors")
+    demand(group_index is None and dim in (-1, x.ndim - 1), name, "here all rows, by the last size")
+    wide = x.float()
+    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
+    a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    return (a * torch.sigmoid(alpha * a) * (b + bias)).to(x.dtype)
 
 
 @numerics("npu_geglu")

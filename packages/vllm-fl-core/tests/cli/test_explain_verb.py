@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,33 @@ def test_the_signature_is_readable(fl: Command, plugin: Plugin, op: str) -> None
         assert line.endswith(f"{default},")
     json_signature = fl("explain", op, "--json").json()["signature"]
     assert json_signature.startswith(f"{op}(") and "'torch" not in json_signature
+
+
+@pytest.mark.parametrize("op", sorted(contracts()))
+def test_the_contract_is_whole(fl: Command, plugin: Plugin, op: str) -> None:
+    """No page lists the ops: this is where their documentation is read."""
+    plugin()
+    spec = contracts()[op]
+    written = inspect.getdoc(spec.oracle) or ""
+    done = fl("explain", op, "--contract")
+    assert done.status == 0
+    assert done.out.startswith(f"{op}(\n") and written in done.out
+    for tolerance in spec.tolerances.values():
+        assert tolerance.reason in done.out
+    for parameter in (*spec.from_layer, *spec.consumable):
+        assert parameter in done.out.rpartition("Its samples")[2]
+    told = fl("explain", op, "--contract", "--json").json()
+    assert told["documentation"] == written and told["dtypes"] == list(spec.dtypes)
+    assert set(told["tolerances"]["results"]) == set(spec.tolerances)
+    assert f"vllm-fl explain {op} --contract" in fl("explain", op).out
+    assert "Args:" not in fl("explain", op).out
+
+
+def test_only_what_has_a_contract_shows_one(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    done = fl("explain", "attention_backend", "--contract")
+    assert done.status == 2 and "no contract names it" in done.err
+    assert "rms_norm" in fl("explain", "rms_nrom", "--contract").err
 
 
 @pytest.mark.parametrize("op", sorted(contracts()))

@@ -12,9 +12,13 @@ import pytest
 import yaml
 
 from vllm_fl.cli import main
+from vllm_fl.cli import new as verb
+from vllm_fl.cli.new import template_ops
 from vllm_fl.contracts import contracts
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.settings.loading import load_settings
+
+OPS = tuple(sorted(op for ops in template_ops().values() for op in ops))
 
 
 def files(folder: Path) -> set[str]:
@@ -41,7 +45,7 @@ def test_writes_the_common_skeleton(tmp_path: Path) -> None:
     assert project["name"] == "vllm-fl-foo"
     assert project["entry-points"] == {"vllm_fl.plugin": {"foo": "vllm_fl_foo.plugin"}}
     orders = yaml.safe_load((folder / package / "foo.yaml").read_text())["op_backends"]
-    assert set(orders) == set(contracts())
+    assert set(orders) == set(OPS)
 
 
 def test_nothing_of_the_template_s_own_name_is_left(tmp_path: Path) -> None:
@@ -51,13 +55,25 @@ def test_nothing_of_the_template_s_own_name_is_left(tmp_path: Path) -> None:
         assert path.is_dir() or "acme" not in path.read_text().lower(), path
 
 
+def test_an_op_without_a_plain_form_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "contracts", lambda: {**contracts(), "wiggle": None})
+    assert main(["new", "foo", "--dir", str(tmp_path)]) == 0, "it is not among the defaults"
+    assert main(["new", "bar", "--dir", str(tmp_path), "--ops", "wiggle"]) == 2
+    said = capsys.readouterr().err
+    assert "no plain form of 'wiggle' to start from. Known: gelu_and_mul" in said
+    assert "vllm-fl explain wiggle" in said
+    assert not (tmp_path / "vllm-fl-bar").exists()
+
+
 def test_prints_json_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "foo", "--dir", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "schema": 1,
         "name": "foo",
         "platform": "foo",
-        "ops": list(contracts()),
+        "ops": list(OPS),
         "folder": str(tmp_path / "vllm-fl-foo"),
     }
 
@@ -90,9 +106,6 @@ def test_a_missing_parent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["new", "foo", "--dir", str(tmp_path / "no")]) == 2
     assert f"{tmp_path / 'no'} is not a folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-OPS = tuple(contracts())
 
 
 def new(tmp_path: Path, *args: str) -> Path:

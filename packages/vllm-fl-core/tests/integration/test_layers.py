@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 
@@ -45,12 +44,8 @@ def test_a_layer_for_verification_provides_what_the_contract_takes_from_it(op: s
     import torch
 
     spec = contracts()[op]
-    given: dict[str, Any] = {
-        "weight": torch.ones(4),
-        "epsilon": 1e-6,
-        "variance_size": None,
-        "approximate": "none",
-    }
+    sample = next(iter(spec.samples(torch.float32, torch.device("cpu"))))
+    given = dict(zip(spec.parameters, sample.args, strict=True))
     provided = {name: given[name] for name in spec.from_layer}
     layer = layers.layer_for(spec, provided)
     for name, read in spec.from_layer.items():

@@ -1,4 +1,7 @@
-"""Wrong implementations: the sources that `vllm-fl new` writes, each with one mistake edited in."""
+"""Wrong implementations by hand: what `vllm-fl new` writes, each with one mistake edited in.
+
+Those that every contract has by itself are in `oracle_mutants.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,15 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
+from vllm_fl.cli.new import template_ops
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 __all__ = ["CAUGHT_BY", "MUTANTS", "OPS", "Mutant", "sound"]
 
 PACKAGE = "vllm_fl.templates.backend.src.vllm_fl_acme.impl"
-MODULES = {
-    "silu_and_mul": "activation",
-    "gelu_and_mul": "activation",
-    "rms_norm": "normalization",
-    "rotary_embedding": "rotary",
-}
+MODULES = {op: module for module, ops in template_ops().items() for op in ops}
 OPS = tuple(MODULES)
-SILU, GELU, NORM, ROTARY = OPS
+SILU, GELU, NORM, ROTARY = "silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding"
 
 
 @dataclass(frozen=True)

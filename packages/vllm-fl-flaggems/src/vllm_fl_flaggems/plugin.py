@@ -7,7 +7,6 @@ from typing import Any
 
 from vllm_fl import (
     AttentionImpl,
-    BackendImplKind,
     Finding,
     OpImpl,
     SettingSpec,
@@ -17,7 +16,7 @@ from vllm_fl import (
 )
 
 from .attention_request import supports_attention
-from .impl import activation, normalization, rotary
+from .impl import DEFAULT, activation, normalization, rotary
 from .loading import available
 from .settings import SETTINGS, findings, rejected
 
@@ -34,43 +33,11 @@ __all__ = [
 KERNEL_DISTRIBUTIONS = ("flag-gems",)
 """Whose code runs here: core puts it into the digest of an engine's plan."""
 
-DEFAULT = ("default.flagos", BackendImplKind.DEFAULT)
-
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The four ops as `default.flagos`; available with FlagGems and a device that it supports."""
-    return [
-        OpImpl(
-            "silu_and_mul",
-            *DEFAULT,
-            activation.silu_and_mul,
-            available=available,
-            supports=activation.supports_silu_and_mul,
-        ),
-        OpImpl(
-            "gelu_and_mul",
-            *DEFAULT,
-            activation.gelu_and_mul,
-            available=available,
-            supports=activation.supports_gelu_and_mul,
-        ),
-        OpImpl(
-            "rms_norm",
-            *DEFAULT,
-            normalization.rms_norm,
-            available=available,
-            supports=normalization.supports_rms_norm,
-            consumes=frozenset({"x", "residual"}),
-        ),
-        OpImpl(
-            "rotary_embedding",
-            *DEFAULT,
-            rotary.rotary_embedding,
-            available=available,
-            supports=rotary.supports_rotary_embedding,
-        ),
-    ]
+    """The ops as `default.flagos`; available with FlagGems and a device that it supports."""
+    return [*activation.OPS, *normalization.OPS, *rotary.OPS]
 
 
 @hookimpl
@@ -78,9 +45,9 @@ def attention_backend() -> list[AttentionImpl]:
     """FlagGems's attention, as a backend of vLLM's v1 engine."""
     return [
         AttentionImpl(
-            "default.flagos",
+            DEFAULT[0],
             "vllm_fl_flaggems.impl.attention.AttentionFLBackend",
-            BackendImplKind.DEFAULT,
+            DEFAULT[1],
             available=available,
             supports=supports_attention,
         )

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from vllm_fl import Availability, BackendImplKind
 
-__all__ = ["LANES", "kernel", "provides", "unsuitable", "writable"]
+__all__ = ["LANES", "VENDOR", "kernel", "provides", "unsuitable", "writable"]
+
+VENDOR = ("vendor.cpu", BackendImplKind.VENDOR)
+"""Identity and kind of every implementation here."""
 
 LANES = 8
 """Elements of one vector of the kernels; the innermost size must be a multiple of it."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from . import LANES, kernel, unsuitable
+from vllm_fl import Availability, OpImpl
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from . import LANES, VENDOR, kernel, provides, unsuitable
 
-__all__ = ["gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
+__all__ = ["OPS", "gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
 
 GELU = {"none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
 
@@ -69,3 +66,23 @@ def _gated(name: str, x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
     kernel(name)(out, x)
     return out
+
+
+OPS = (
+    OpImpl(
+        "silu_and_mul",
+        *VENDOR,
+        silu_and_mul,
+        "cpu",
+        available=provides("silu_and_mul"),
+        supports=supports_silu_and_mul,
+    ),
+    OpImpl(
+        "gelu_and_mul",
+        *VENDOR,
+        gelu_and_mul,
+        "cpu",
+        available=provides("gelu_and_mul", "gelu_tanh_and_mul"),
+        supports=supports_gelu_and_mul,
+    ),
+)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from . import LANES, kernel, unsuitable, writable
+from vllm_fl import Availability, OpImpl
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from . import LANES, VENDOR, kernel, provides, unsuitable, writable
 
-__all__ = ["rms_norm", "supports_rms_norm"]
+__all__ = ["OPS", "rms_norm", "supports_rms_norm"]
 
 
 def rms_norm(
@@ -80,3 +77,16 @@ def supports_rms_norm(
     if weight.dtype != x.dtype:
         return f"weight is {weight.dtype} and x {x.dtype}"
     return True if weight.is_contiguous() else "weight is not contiguous"
+
+
+OPS = (
+    OpImpl(
+        "rms_norm",
+        *VENDOR,
+        rms_norm,
+        "cpu",
+        available=provides("rms_norm", "fused_add_rms_norm"),
+        supports=supports_rms_norm,
+        consumes=frozenset({"x", "residual"}),
+    ),
+)

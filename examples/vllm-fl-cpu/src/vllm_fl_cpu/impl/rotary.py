@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from vllm_fl import joint_cos_sin
+from vllm_fl import Availability, OpImpl, joint_cos_sin
 
-from . import ALIGNMENT, LANES, kernel, unsuitable
+from . import ALIGNMENT, LANES, VENDOR, kernel, provides, unsuitable
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
-
-__all__ = ["rotary_embedding", "supports_rotary_embedding"]
+__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
 
 
 def rotary_embedding(
@@ -106,3 +101,16 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not in_place:
         x = x.clone(memory_format=torch.contiguous_format)
     return x, x.view(tokens, width)
+
+
+OPS = (
+    OpImpl(
+        "rotary_embedding",
+        *VENDOR,
+        rotary_embedding,
+        "cpu",
+        available=provides("rotary_embedding"),
+        supports=supports_rotary_embedding,
+        consumes=frozenset({"query", "key"}),
+    ),
+)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["mixed", "unsuitable"]
+from vllm_fl import BackendImplKind
+
+__all__ = ["VENDOR", "mixed", "unsuitable"]
+
+VENDOR = ("vendor.ascend", BackendImplKind.VENDOR)
+"""Identity and kind of every implementation here, attention included."""
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
 
 import torch
 
-from . import unsuitable
+from vllm_fl import Availability, OpImpl
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from ..npu import available
+from . import VENDOR, unsuitable
 
-__all__ = ["gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
+__all__ = [
+    "OPS",
+    "gelu_and_mul",
+    "silu_and_mul",
+    "supports_gelu_and_mul",
+    "supports_silu_and_mul",
+    "supports_swigluoai_and_mul",
+    "swigluoai_and_mul",
+]
 
 GELU = {"none": 0, "tanh": 1}
 """How `npu_geglu` numbers the two forms."""
@@ -72,6 +80,41 @@ def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availab
     return supports_silu_and_mul(x)
 
 
+def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs, by `npu_clipped_swiglu`.
+
+    The kernel takes two dimensions or more, contiguous: other tensors are viewed or copied so.
+
+    Args:
+        x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout: gate and
+            up projection take turns.
+        alpha: a finite number.
+        limit: a finite number above 0.
+
+    Returns:
+        (..., d), of x's dtype.
+
+    Raises:
+        RuntimeError: CANN's kernel fails.
+    """
+    if not x.numel():
+        return _nothing(x)
+    rows = x[None] if x.ndim == 1 else x
+    out: torch.Tensor = torch.ops.npu.npu_clipped_swiglu.default(
+        rows.contiguous(), dim=-1, alpha=alpha, limit=limit, bias=1.0, interleaved=True
+    )
+    return out.view((*x.shape[:-1], -1))
+
+
+def supports_swigluoai_and_mul(
+    x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0
+) -> Availability:
+    """True, or why the kernel would fail, or compute with a number that means nothing."""
+    if not math.isfinite(alpha) or not 0 < limit < math.inf:
+        return f"alpha={alpha} is not finite, or limit={limit} not finite and above 0"
+    return supports_silu_and_mul(x)
+
+
 def _no_halves(x: torch.Tensor) -> str | None:
     if x.shape[-1] % 2:
         return f"the last dimension of x, {tuple(x.shape)[-1:]}, has no two halves"
@@ -81,3 +124,31 @@ def _no_halves(x: torch.Tensor) -> str | None:
 def _nothing(x: torch.Tensor) -> torch.Tensor:
     """The result without elements: that the kernels take empty tensors is documented nowhere."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+OPS = (
+    OpImpl(
+        "silu_and_mul",
+        *VENDOR,
+        silu_and_mul,
+        "ascend",
+        available=available,
+        supports=supports_silu_and_mul,
+    ),
+    OpImpl(
+        "gelu_and_mul",
+        *VENDOR,
+        gelu_and_mul,
+        "ascend",
+        available=available,
+        supports=supports_gelu_and_mul,
+    ),
+    OpImpl(
+        "swigluoai_and_mul",
+        *VENDOR,
+        swigluoai_and_mul,
+        "ascend",
+        available=available,
+        supports=supports_swigluoai_and_mul,
+    ),
+)

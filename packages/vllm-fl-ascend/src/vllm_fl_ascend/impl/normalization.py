@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from . import mixed, unsuitable
+from vllm_fl import Availability, OpImpl
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from ..npu import available
+from . import VENDOR, mixed, unsuitable
 
-__all__ = ["rms_norm", "supports_rms_norm"]
+__all__ = ["OPS", "rms_norm", "supports_rms_norm"]
 
 
 def rms_norm(
@@ -77,3 +75,15 @@ def supports_rms_norm(
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """`x` as two dimensions or more, which the kernels want."""
     return x[None] if x.ndim == 1 else x
+
+
+OPS = (
+    OpImpl(
+        "rms_norm",
+        *VENDOR,
+        rms_norm,
+        "ascend",
+        available=available,
+        supports=supports_rms_norm,
+    ),
+)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from vllm_fl import joint_cos_sin
+from vllm_fl import Availability, OpImpl, joint_cos_sin
 
-from . import mixed, unsuitable
+from ..npu import available
+from . import VENDOR, mixed, unsuitable
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
-
-__all__ = ["rotary_embedding", "supports_rotary_embedding"]
+__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
 
 MULTIPLE = 64
 """Bytes of which a head and its rotating part are a multiple (CANN's aclnnRopeWithSinCosCache)."""
@@ -81,3 +77,15 @@ def supports_rotary_embedding(
     if joint_cos_sin(cos, sin) is None:
         return "cos and sin are not the two halves of one cache"
     return True
+
+
+OPS = (
+    OpImpl(
+        "rotary_embedding",
+        *VENDOR,
+        rotary_embedding,
+        "ascend",
+        available=available,
+        supports=supports_rotary_embedding,
+    ),
+)

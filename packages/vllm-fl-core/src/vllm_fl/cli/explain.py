@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from dataclasses import asdict
 from typing import Any
 
 from ..contracts import OpSpec
@@ -46,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only this one: a script (call_op), or an engine in eager or compiled mode, where "
         "vLLM's own path (stock) is a candidate too",
     )
+    parser.add_argument(
+        "--contract",
+        action="store_true",
+        help="the op's contract instead: what it computes, shapes, dtypes, errors, tolerances",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     manager = get_default_manager()
     op, snapshot = arguments.op, manager.registry.snapshot()
     spec = snapshot.contracts.get(op)
+    if arguments.contract:
+        return _show_contract(op, spec, as_json=arguments.json)
     binding = all_bindings(snapshot).get(op, Binding())
     modes = [arguments.mode] if arguments.mode else [*WHERE]
     is_class = op == ATTENTION or op in snapshot.layers
@@ -178,10 +186,9 @@ def _show(
     elif spec is None:
         say(f"{op} (no contract names it: scripts call it, and no engine runs it)")
     else:
-        returns = _annotation(spec.signature.return_annotation)
-        lines = [f"    {_parameter(p)}," for p in spec.signature.parameters.values()]
-        say("\n".join([f"{op}(", *lines, f") -> {returns}"]))
-        say((inspect.getdoc(spec.oracle) or "").split("\n\n")[0])
+        _show_signature(spec)
+        say(_documentation(spec).split("\n\n")[0])
+        say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
     for setting in bearing:
         say(f"{setting['key']}={setting['value']} ({setting['origin']})")
     for view in views:
@@ -202,6 +209,57 @@ def _show(
                 "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
                 "one of the rejected ones."
             )
+
+
+def _show_contract(op: str, spec: OpSpec | None, *, as_json: bool) -> int:
+    """What a caller and the author of an implementation must know of one op."""
+    if spec is None:
+        get_default_manager().trace(op)  # one that nobody knows is another mistake
+        raise UsageError(f"{op}: no contract names it.")
+    named = [("results", spec.tolerances)] if spec.tolerances else []
+    for number, output in enumerate(spec.outputs):
+        name = f"result {number}, {type(output).__name__}"
+        named.append((name, getattr(output, "tolerances", {})))
+    if as_json:
+        print_json(
+            op=op,
+            signature=_signature(spec),
+            documentation=_documentation(spec),
+            dtypes=list(spec.dtypes),
+            tolerances={
+                name: {dtype: asdict(bound) for dtype, bound in table.items()}
+                for name, table in named
+            },
+            consumable=sorted(spec.consumable),
+            from_layer=list(spec.from_layer),
+        )
+        return 0
+    _show_signature(spec)
+    say(_documentation(spec))
+    say(f"\nIts samples are made in {', '.join(spec.dtypes)}.")
+    if spec.consumable:
+        consumable = ", ".join(sorted(spec.consumable))
+        say(f"An implementation may declare that it overwrites {consumable}.")
+    if spec.from_layer:
+        say(f"In vLLM the layer provides {', '.join(spec.from_layer)}.")
+    for name, table in named:
+        if table:
+            say(f"\nHow far {name} may lie from the oracle in fp64:")
+            for dtype, bound in table.items():
+                say(f"  {dtype}: {bound.rtol:g} of it and {bound.atol:g}; {bound.reason}")
+        else:
+            say(f"\n{name}: compared as docs/plugins.md says.")
+    return 0
+
+
+def _show_signature(spec: OpSpec) -> None:
+    returns = _annotation(spec.signature.return_annotation)
+    lines = [f"    {_parameter(p)}," for p in spec.signature.parameters.values()]
+    say("\n".join([f"{spec.name}(", *lines, f") -> {returns}"]))
+
+
+def _documentation(spec: OpSpec) -> str:
+    return inspect.getdoc(spec.oracle) or ""
 
 
 def _row(candidate: dict[str, Any]) -> tuple[object, ...]:

@@ -6,10 +6,12 @@ import argparse
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import as_file, files
 from pathlib import Path
+from types import MappingProxyType
 
 from ..contracts import contracts
 from ..dispatch import get_default_manager
@@ -25,12 +27,8 @@ RESERVED = ("core", "default", "fl", "flagos", "impl", "reference", "stock", "ve
 
 USAGE = 2
 
-MODULES = {
-    "activation": ("silu_and_mul", "gelu_and_mul"),
-    "normalization": ("rms_norm",),
-    "rotary": ("rotary_embedding",),
-}
-"""The template's modules, and the ops in each."""
+TEMPLATE = files("vllm_fl") / "templates" / "backend"
+"""A whole package of the vendor `acme`."""
 
 MARK = re.compile(r"\s*(?:#|<!--) \[\[ ([\w ]+) \]\](?: -->)?")
 """A line of the template: what follows, to `end`, is for these ops, or for a device of one's own or
@@ -38,6 +36,18 @@ somebody's platform."""
 
 TORCH_DEVICES = {"ascend": "npu"}
 """Platform -> torch's name of its devices, where that is another."""
+
+
+@cache
+def template_ops() -> Mapping[str, tuple[str, ...]]:
+    """The template's modules, and the ops in each: the functions that bear a contract's name."""
+    found = {}
+    for path in (TEMPLATE / "src" / "vllm_fl_acme" / "impl").iterdir():
+        if path.name.endswith(".py"):
+            functions = re.findall(r"^def (\w+)\(", path.read_text("utf-8"), re.M)
+            if ops := tuple(name for name in functions if name in contracts()):
+                found[path.name.removesuffix(".py")] = ops
+    return MappingProxyType(dict(sorted(found.items())))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops",
         metavar="OP,OP",
-        help="the ops that it brings (default: every op that has a contract)",
+        help="the ops that it brings (default: every op that has a plain form to start from)",
     )
     parser.add_argument(
         "--dir",
@@ -77,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     name, parent = arguments.name, arguments.dir
     folder = parent / f"vllm-fl-{name}"
     asked = arguments.ops
-    ops = tuple(dict.fromkeys(contracts() if asked is None else map(str.strip, asked.split(","))))
+    ops = tuple(dict.fromkeys(_ops() if asked is None else map(str.strip, asked.split(","))))
     platform = None if arguments.platform is None else normalise_platform(arguments.platform)
     problem = _problem(name, parent, folder) or _unknown(ops, platform)
     if problem is None:
@@ -93,6 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         say(f"Wrote {folder}. Next:\n  cd {folder}\n  pip install -e '.[testing]' && pytest")
     return 0
+
+
+def _ops() -> list[str]:
+    """The ops that the template has."""
+    return sorted(op for ops in template_ops().values() for op in ops)
 
 
 def _problem(name: str, parent: Path, folder: Path) -> str | None:
@@ -114,7 +129,14 @@ def _unknown(ops: Sequence[str], platform: str | None) -> str | None:
     for op in ops:
         if op not in contracts():
             return f"--ops: no contract names {op!r}.{closest(op, contracts())} " + (
-                f"Known: {', '.join(contracts())}"
+                f"Known: {', '.join(_ops())}"
+            )
+        if op not in _ops():
+            return (
+                f"--ops: there is no plain form of {op!r} to start from. Known: "
+                f"{', '.join(_ops())}. Make the package with these or some of them, and write a "
+                f"function and an OpImpl of {op!r} beside them: vllm-fl explain {op} prints its "
+                "contract"
             )
     if platform is not None and platform not in PLATFORMS:
         known = known_platforms(get_default_manager().registry.plugins)
@@ -131,12 +153,12 @@ def _write(package: Package, parent: Path, folder: Path) -> None:
     """Write all of it beside its place, then rename: a failure leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix=".vllm-fl-new-", dir=parent) as scratch:
         written = Path(scratch) / "package"
-        with as_file(files("vllm_fl") / "templates" / "backend") as template:
+        with as_file(TEMPLATE) as template:
             for source in sorted(template.rglob("*")):
                 inside = source.relative_to(template)
                 if source.is_dir() or "__pycache__" in inside.parts:
                     continue
-                has = MODULES.get(inside.stem)
+                has = template_ops().get(inside.stem)
                 if has and not {*has} & {*package.ops}:
                     continue
                 place = re.sub(r"(^|/)dot_", r"\1.", _named(package.name, inside.as_posix()))
@@ -150,7 +172,7 @@ def _write(package: Package, parent: Path, folder: Path) -> None:
 def _tailored(package: Package, text: str) -> str:
     """The template's text for these ops on this platform; its name is still `acme`."""
     chosen = {*package.ops, "own" if package.platform is None else "platform"}
-    left_out = [op for ops in MODULES.values() for op in ops if op not in package.ops]
+    left_out = [op for op in _ops() if op not in package.ops]
     kept, keeps = [], True
     for line in text.splitlines():
         if mark := MARK.fullmatch(line):
@@ -161,15 +183,12 @@ def _tailored(package: Package, text: str) -> str:
             for op in left_out
         ):
             kept.append(line)
-    modules = [*(m for m, ops in MODULES.items() if {*ops} & {*package.ops}), "available"]
-    quoted = [f"`{op}`" for op in package.ops]
-    listed = " and ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
+    modules = [m for m, ops in template_ops().items() if {*ops} & {*package.ops}]
     edits = {
-        "`silu_and_mul`, `gelu_and_mul`, `rms_norm` and `rotary_embedding`": listed,
+        _listed([op for ops in template_ops().values() for op in ops]): _listed(package.ops),
         "explain rms_norm": f"explain {package.ops[0]}",
-        "import activation, available, normalization, rotary": (
-            f"import {', '.join(sorted(modules))}"
-        ),
+        f"import {', '.join(template_ops())}": f"import {', '.join(modules)}",
+        _united(template_ops()): _united(modules),
     }
     if package.platform is not None:
         edits |= {
@@ -184,6 +203,17 @@ def _tailored(package: Package, text: str) -> str:
     for old, new in edits.items():
         text = text.replace(old, new)
     return re.sub(r"\n{4,}", "\n\n\n", text)
+
+
+def _listed(ops: Sequence[str]) -> str:
+    """The ops as a sentence names them."""
+    quoted = [f"`{op}`" for op in ops]
+    return " and ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
+
+
+def _united(modules: Iterable[str]) -> str:
+    """The OPS of the modules as `register_ops` unites them."""
+    return f"[{', '.join(f'*{module}.OPS' for module in modules)}]"
 
 
 def _named(name: str, text: str) -> str:

@@ -56,6 +56,21 @@ def rms_norm(
     return normed if residual is None else (normed, y)
 
 
+def _by_sums(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    y = x.double() if residual is None else x.double() + residual.double()
+    seen = y.shape[-1] if variance_size is None else variance_size
+    mean = (y[..., :seen] ** 2).sum(-1, keepdim=True) / seen
+    normed: torch.Tensor = y / (mean + epsilon) ** 0.5
+    normed = normed if weight is None else normed * weight.double()
+    return normed if residual is None else (normed, y)
+
+
 def _fake(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -285,6 +300,7 @@ SPEC = OpSpec(
     served=_served,
     by_token=frozenset({"x", "residual"}),
     bad_inputs=_bad_inputs,
+    second_form=_by_sums,
     tolerances={
         "float32": Tolerance(
             1.3e-6,

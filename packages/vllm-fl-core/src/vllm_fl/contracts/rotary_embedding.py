@@ -71,6 +71,31 @@ def rotary_embedding(
     return turn(query), None if key is None else turn(key)
 
 
+def _by_complex_numbers(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    import torch
+
+    half = cos.shape[-1]
+    factor = torch.complex(cos.double(), sin.double())[position_ids.long()].unsqueeze(1)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        rotating = x[..., : 2 * half].double()
+        pairs = rotating.unflatten(-1, (half, 2) if rotary_interleaved else (2, -1))
+        pairs = pairs if rotary_interleaved else pairs.transpose(-1, -2)
+        product = torch.complex(*pairs.unbind(-1)) * factor
+        turned = torch.stack((product.real, product.imag), dim=-1)
+        turned = (turned if rotary_interleaved else turned.transpose(-1, -2)).flatten(-2)
+        return torch.cat((turned, x[..., 2 * half :].double()), dim=-1)
+
+    return turn(query), None if key is None else turn(key)
+
+
 def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
     """The cache whose left half is `cos` and whose right half is `sin`, without a copy.
 
@@ -390,6 +415,7 @@ SPEC = OpSpec(
     served=_served,
     by_token=frozenset({"query", "key", "position_ids"}),
     bad_inputs=_bad_inputs,
+    second_form=_by_complex_numbers,
     tolerances={
         "float32": Tolerance(
             1.3e-6,

@@ -33,6 +33,13 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return gate * gate.sigmoid() * up
 
 
+def _by_torch(x: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import silu
+
+    gate, up = x.double().chunk(2, dim=-1)
+    return silu(gate) * up
+
+
 def _fake(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
@@ -67,6 +74,7 @@ SPEC = OpSpec(
     served=_served,
     by_token=frozenset({"x"}),
     bad_inputs=_bad_inputs,
+    second_form=_by_torch,
     tolerances={
         "float32": Tolerance(
             1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); room for a fast exp"

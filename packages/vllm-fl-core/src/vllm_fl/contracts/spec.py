@@ -172,6 +172,8 @@ class OpSpec:
             overwrite them in the calls whose variant has results to put there (`overwrites`).
         from_layer: parameter -> how a vLLM layer provides it. The method form of the op is the
             contract without these parameters.
+        second_form: the oracle's op by another formula, written independently of it: same
+            parameters, same results, in fp64. The contract's tests compare the two on all samples.
         layer: the parameters of `from_layer`, by name -> an object that provides them, as a layer
             of vLLM's would: for implementations that take the layer, where there is no model.
         plain: the parameters -> True, or why an implementation that takes the layer is not given
@@ -205,6 +207,7 @@ class OpSpec:
     from_layer: Mapping[str, Callable[[Any], Any]] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    second_form: Callable[..., Any] | None = None
     layer: Callable[..., object] = SimpleNamespace
     plain: Callable[..., object] | None = None
     dtypes: tuple[str, ...] = ()

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from vllm_fl import Availability, BackendImplKind
 
-__all__ = ["ALIGNMENT", "kernel", "packed", "provides", "unsuitable"]
+__all__ = ["ALIGNMENT", "VENDOR", "kernel", "packed", "provides", "unsuitable"]
+
+VENDOR = ("vendor.cuda", BackendImplKind.VENDOR)
+"""Identity and kind of every implementation here."""
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
 
 import torch
 
-from . import kernel, packed, unsuitable
+from vllm_fl import Availability, OpImpl
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from . import VENDOR, kernel, packed, provides, unsuitable
 
-__all__ = ["gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
+__all__ = [
+    "OPS",
+    "gelu_and_mul",
+    "silu_and_mul",
+    "supports_gelu_and_mul",
+    "supports_silu_and_mul",
+    "supports_swigluoai_and_mul",
+    "swigluoai_and_mul",
+]
 
 GELU = {"none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
 
@@ -59,10 +66,63 @@ def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availab
     return supports_silu_and_mul(x)
 
 
-def _gated(name: str, x: torch.Tensor) -> torch.Tensor:
+def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs in fp32, rounded once.
+
+    Args:
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate and up projection take
+            turns. Some releases of the kernel take a NaN for `limit`.
+        alpha: a finite number.
+        limit: a finite number above 0.
+
+    Returns:
+        (..., d), of x's dtype.
+    """
+    return _gated("swigluoai_and_mul", x, alpha, limit)
+
+
+def supports_swigluoai_and_mul(
+    x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0
+) -> Availability:
+    """True, or why the kernel would fail; it would compute with any number, and turn the clamp
+    around below 0."""
+    if not math.isfinite(alpha) or not 0 < limit < math.inf:
+        return f"alpha={alpha} is not finite, or limit={limit} not finite and above 0"
+    return supports_silu_and_mul(x)
+
+
+def _gated(name: str, x: torch.Tensor, *numbers: float) -> torch.Tensor:
     # The kernels read x as if it were contiguous, whatever its strides.
     x = packed(x)
     out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
     if out.numel():  # an empty grid is a launch error
-        kernel(name)(out, x)
+        kernel(name)(out, x, *numbers)
     return out
+
+
+OPS = (
+    OpImpl(
+        "silu_and_mul",
+        *VENDOR,
+        silu_and_mul,
+        "cuda",
+        available=provides("silu_and_mul"),
+        supports=supports_silu_and_mul,
+    ),
+    OpImpl(
+        "gelu_and_mul",
+        *VENDOR,
+        gelu_and_mul,
+        "cuda",
+        available=provides("gelu_and_mul", "gelu_tanh_and_mul"),
+        supports=supports_gelu_and_mul,
+    ),
+    OpImpl(
+        "swigluoai_and_mul",
+        *VENDOR,
+        swigluoai_and_mul,
+        "cuda",
+        available=provides("swigluoai_and_mul"),
+        supports=supports_swigluoai_and_mul,
+    ),
+)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from . import ALIGNMENT, kernel, packed, unsuitable
+from vllm_fl import Availability, OpImpl
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from . import ALIGNMENT, VENDOR, kernel, packed, provides, unsuitable
 
-__all__ = ["rms_norm", "supports_rms_norm"]
+__all__ = ["OPS", "rms_norm", "supports_rms_norm"]
 
 
 def rms_norm(
@@ -101,3 +98,16 @@ def _in_step(x: torch.Tensor) -> bool:
     *steps, feature_step = x.stride()
     vector = ALIGNMENT // x.itemsize
     return feature_step == 1 and all(step % vector == 0 for step in steps)
+
+
+OPS = (
+    OpImpl(
+        "rms_norm",
+        *VENDOR,
+        rms_norm,
+        "cuda",
+        available=provides("rms_norm", "fused_add_rms_norm"),
+        supports=supports_rms_norm,
+        consumes=frozenset({"x", "residual"}),
+    ),
+)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from vllm_fl import joint_cos_sin
+from vllm_fl import Availability, OpImpl, joint_cos_sin
 
-from . import DTYPES, kernel, unsuitable
+from . import DTYPES, VENDOR, kernel, provides, unsuitable
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
-
-__all__ = ["rotary_embedding", "supports_rotary_embedding"]
+__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
 
 
 def rotary_embedding(
@@ -93,3 +88,16 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if feature_step != 1 or head_step != head_size or step < width:
         x = x.clone(memory_format=torch.contiguous_format)
     return x, x.view(tokens, width)
+
+
+OPS = (
+    OpImpl(
+        "rotary_embedding",
+        *VENDOR,
+        rotary_embedding,
+        "cuda",
+        available=provides("rotary_embedding"),
+        supports=supports_rotary_embedding,
+        consumes=frozenset({"query", "key"}),
+    ),
+)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from vllm_fl import Availability, OpImpl
+
 from ..kernels import launchable, warps
-from ..loading import flag_gems, unsuitable
+from ..loading import available, flag_gems, unsuitable
+from . import DEFAULT
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
-
-__all__ = ["gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
+__all__ = ["OPS", "gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
 
 TILE = 1024
 """Elements of a row that one program takes: sixteen a thread, two of the widest loads."""
@@ -103,3 +103,21 @@ def supports_silu_and_mul(x: torch.Tensor) -> Availability:
 def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availability:
     """True, or why the kernel would fail."""
     return supports_silu_and_mul(x)
+
+
+OPS = (
+    OpImpl(
+        "silu_and_mul",
+        *DEFAULT,
+        silu_and_mul,
+        available=available,
+        supports=supports_silu_and_mul,
+    ),
+    OpImpl(
+        "gelu_and_mul",
+        *DEFAULT,
+        gelu_and_mul,
+        available=available,
+        supports=supports_gelu_and_mul,
+    ),
+)

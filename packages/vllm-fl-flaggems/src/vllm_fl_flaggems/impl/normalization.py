@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from vllm_fl import Availability, OpImpl
+
 from ..kernels import contiguous, launchable, warps
-from ..loading import flag_gems, unsuitable
+from ..loading import available, flag_gems, unsuitable
+from . import DEFAULT
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
-
-__all__ = ["rms_norm", "supports_rms_norm"]
+__all__ = ["OPS", "rms_norm", "supports_rms_norm"]
 
 LONGEST_ROW = 4096
 """FlagGems norms a longer row in several steps, with a kernel that it tunes."""
@@ -142,3 +142,15 @@ def supports_rms_norm(
     if weight.shape != x.shape[-1:]:
         return f"weight is {tuple(weight.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
     return unsuitable("x", x) or True
+
+
+OPS = (
+    OpImpl(
+        "rms_norm",
+        *DEFAULT,
+        rms_norm,
+        available=available,
+        supports=supports_rms_norm,
+        consumes=frozenset({"x", "residual"}),
+    ),
+)

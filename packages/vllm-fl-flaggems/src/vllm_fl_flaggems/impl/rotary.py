@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from vllm_fl import Availability, OpImpl
+
 from ..kernels import launchable, warps
-from ..loading import flag_gems, unsuitable
+from ..loading import available, flag_gems, unsuitable
+from . import DEFAULT
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
-
-__all__ = ["rotary_embedding", "supports_rotary_embedding"]
+__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
 
 FEW_TOKENS = 512
 """Up to here the heads of a token are turned side by side, see `_side_by_side`."""
@@ -173,3 +173,14 @@ def supports_rotary_embedding(
             f"{sin.stride()}, and a head {head_size}"
         )
     return True
+
+
+OPS = (
+    OpImpl(
+        "rotary_embedding",
+        *DEFAULT,
+        rotary_embedding,
+        available=available,
+        supports=supports_rotary_embedding,
+    ),
+)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["rms_norm"]
+from . import implementations
+
+__all__ = ["OPS", "rms_norm"]
 
 
 def rms_norm(
@@ -64,3 +66,6 @@ def _refuse_silent_mistakes(
         raise ValueError(f"epsilon must not be negative, got {epsilon}")
     if variance_size is not None and not 0 < variance_size <= x.shape[-1]:
         raise ValueError(f"variance_size must be from 1 to {x.shape[-1]}, got {variance_size}")
+
+
+OPS = implementations(rms_norm)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["rotary_embedding"]
+from . import implementations
+
+__all__ = ["OPS", "rotary_embedding"]
 
 
 def rotary_embedding(
@@ -77,3 +79,6 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
         parts.append(x[..., rotary:])
     # one copy: vLLM's form joins the halves first and the passing features after, even if none
     return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+
+OPS = implementations(rotary_embedding)

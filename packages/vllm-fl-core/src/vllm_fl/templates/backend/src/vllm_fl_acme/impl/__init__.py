@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from vllm_fl import Availability, BackendImplKind
 
-__all__ = ["available", "unsuitable"]
+__all__ = ["VENDOR", "available", "unsuitable"]
+
+VENDOR = ("vendor.acme", BackendImplKind.VENDOR)
+"""Identity and kind of every implementation here."""
 
 DEVICE = "cpu"
 """torch's name of the device that the kernels run on."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
-from . import unsuitable
+from vllm_fl import Availability, OpImpl
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from . import VENDOR, available, unsuitable
 
 __all__ = [
+    "OPS",
     "gelu_and_mul",
     "silu_and_mul",
     "supports_gelu_and_mul",
@@ -55,3 +53,27 @@ def _supports(x: torch.Tensor) -> Availability:
     if reason:
         return reason
     return True if x.shape[-1] % 2 == 0 else f"the last dimension of x, {x.shape[-1]}, is odd"
+
+
+OPS = (
+    # [[ silu_and_mul ]]
+    OpImpl(
+        "silu_and_mul",
+        *VENDOR,
+        silu_and_mul,
+        "acme",
+        available=available,
+        supports=supports_silu_and_mul,
+    ),
+    # [[ end ]]
+    # [[ gelu_and_mul ]]
+    OpImpl(
+        "gelu_and_mul",
+        *VENDOR,
+        gelu_and_mul,
+        "acme",
+        available=available,
+        supports=supports_gelu_and_mul,
+    ),
+    # [[ end ]]
+)

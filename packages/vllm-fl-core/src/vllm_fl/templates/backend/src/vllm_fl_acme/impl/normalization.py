@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from . import unsuitable
+from vllm_fl import Availability, OpImpl
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from . import VENDOR, available, unsuitable
 
-__all__ = ["rms_norm", "supports_rms_norm"]
+__all__ = ["OPS", "rms_norm", "supports_rms_norm"]
 
 
 def rms_norm(
@@ -55,3 +52,17 @@ def supports_rms_norm(
     if not epsilon >= 0:
         return f"epsilon is {epsilon}"
     return unsuitable("x", x) or True
+
+
+OPS = (
+    # [[ rms_norm ]]
+    OpImpl(
+        "rms_norm",
+        *VENDOR,
+        rms_norm,
+        "acme",
+        available=available,
+        supports=supports_rms_norm,
+    ),
+    # [[ end ]]
+)

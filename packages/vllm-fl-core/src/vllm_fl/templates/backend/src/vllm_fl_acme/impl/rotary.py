@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from . import unsuitable
+from vllm_fl import Availability, OpImpl
 
-if TYPE_CHECKING:
-    from vllm_fl import Availability
+from . import VENDOR, available, unsuitable
 
-__all__ = ["rotary_embedding", "supports_rotary_embedding"]
+__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
 
 
 def rotary_embedding(
@@ -64,3 +61,17 @@ def _turn(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, interleaved: bool) 
     out[..., first] = a * c - b * s
     out[..., second] = b * c + a * s
     return out
+
+
+OPS = (
+    # [[ rotary_embedding ]]
+    OpImpl(
+        "rotary_embedding",
+        *VENDOR,
+        rotary_embedding,
+        "acme",
+        available=available,
+        supports=supports_rotary_embedding,
+    ),
+    # [[ end ]]
+)

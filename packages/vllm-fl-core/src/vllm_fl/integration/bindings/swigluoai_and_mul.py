@@ -1,0 +1,52 @@
+"""Where vLLM runs `swigluoai_and_mul`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, put
+from ...contracts.sizes import INTERMEDIATE
+from ._phrases import EXPERTS, HW_AGNOSTIC
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+
+def _native(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    gate = x[..., ::2].clamp(max=limit)
+    up = x[..., 1::2].clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * (gate * alpha).sigmoid())
+
+
+def _into(op: Bound) -> Bound:
+    def kernel(out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
+        put(out, op(input, alpha, limit))
+
+    return kernel
+
+
+def _from(replaced: Bound) -> Bound:
+    def op(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+        replaced(out, x, alpha, limit)
+        return out
+
+    return op
+
+
+BINDING = Binding(
+    places=(
+        LayerPlace("vllm.model_executor.layers.activation.SwigluOAIAndMul", _native),
+        # What gpt-oss's experts call where they are not one kernel; in CUDA builds.
+        OperatorPlace("_C::swigluoai_and_mul", ("out", "input", "alpha", "limit"), _into, _from),
+    ),
+    sizes=(INTERMEDIATE,),
+    not_reached=(
+        EXPERTS,
+        "experts whose gates all come before their up projections (`swigluoai_uninterleave`): "
+        "another op",
+        HW_AGNOSTIC,
+    ),
+)

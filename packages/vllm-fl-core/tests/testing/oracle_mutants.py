@@ -1,0 +1,139 @@
+"""Wrong implementations that every contract has by itself: its oracle, with one mistake.
+
+Nothing here knows an op. The mistakes are those that any kernel can make: the right numbers at the
+wrong place, in the wrong dtype, a little off, or with an argument ignored or overwritten.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+
+from vllm_fl.contracts import OpSpec
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
+__all__ = ["CHANGES", "oracle_impl", "oracle_mutants"]
+
+Change = Callable[[torch.Tensor, OpSpec], torch.Tensor]
+
+
+def oracle_impl(spec: OpSpec, change: Callable[..., Any] | None = None) -> OpImpl:
+    """The oracle with results as the contract says: contiguous, of the dtypes of its fakes.
+
+    Args:
+        spec: the contract.
+        change: (results as a tuple, arguments) -> the same, wrong; None: right.
+    """
+
+    @wraps(spec.oracle)
+    def fn(*args: Any) -> Any:
+        wanted, shaped = spec.oracle(*args), spec.fake(*args)
+        several = isinstance(wanted, tuple)
+        pairs = zip(wanted, shaped, strict=True) if several else [(wanted, shaped)]
+        results = tuple(
+            None if one is None else one.to(like.dtype).contiguous() for one, like in pairs
+        )
+        if change is not None:
+            results = change(results, args)
+        return results if several else results[0]
+
+    return OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+
+
+def oracle_mutants(spec: OpSpec) -> Iterator[tuple[str, OpImpl]]:
+    """(what is wrong, an implementation that is wrong so)."""
+    for number in range(max(variant.returns for variant in spec.variants)):
+        for what, change in CHANGES.items():
+            yield f"{what}, result {number}", oracle_impl(spec, _on_result(number, change, spec))
+    for parameter, sample in _tensors(spec).items():
+        if sample.is_floating_point():
+            at = spec.parameters.index(parameter)
+            yield f"{parameter} overwritten", oracle_impl(spec, _overwriting(at))
+    for at, parameter in enumerate(spec.signature.parameters.values()):
+        if parameter.default is not inspect.Parameter.empty:
+            yield f"{parameter.name} ignored", _ignoring(spec, at, parameter.default)
+
+
+def _scaled(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:
+    """Off by some tolerances, or by one where nothing is tolerated."""
+    if not result.is_floating_point():
+        return result + 1
+    try:
+        bound = spec.tolerance(result.dtype)
+    except KeyError:  # its outputs have tolerances of their own
+        return result * 1.25
+    return (result.double() * (1 + 4 * bound.rtol) + 4 * bound.atol).to(result.dtype)
+
+
+def _neighbours_swapped(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:
+    if result.ndim == 0 or result.shape[-1] < 2:
+        return result
+    order = torch.arange(result.shape[-1])
+    order[:2] = order[:2].flip(0)
+    return result[..., order]
+
+
+def _without_last_row(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:
+    result[-1:] = 0
+    return result
+
+
+def _last_row_not_a_number(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:
+    result[-1:] = float("nan") if result.is_floating_point() else -1
+    return result
+
+
+CHANGES: dict[str, Change] = {
+    "scaled": _scaled,
+    "first two features swapped": _neighbours_swapped,
+    "last row left as zeros": _without_last_row,
+    "last row left unwritten": _last_row_not_a_number,
+    "rows shifted by one": lambda result, spec: result.roll(1, 0),
+    "another dtype": lambda result, spec: result.double(),
+    "of another shape": lambda result, spec: result[None],
+    "a column apart in memory": lambda result, spec: torch.stack((result, result), -1)[..., 0],
+}
+"""Mistakes of a result, whatever the op is."""
+
+
+def _on_result(number: int, change: Change, spec: OpSpec) -> Callable[..., Any]:
+    def changed(results: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            change(one, spec) if at == number and one is not None and one.numel() else one
+            for at, one in enumerate(results)
+        )
+
+    return changed
+
+
+def _overwriting(at: int) -> Callable[..., Any]:
+    def changed(results: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if isinstance(args[at], torch.Tensor):
+            args[at].mul_(0.5)
+        return results
+
+    return changed
+
+
+def _ignoring(spec: OpSpec, at: int, default: object) -> OpImpl:
+    right = oracle_impl(spec)
+
+    @wraps(spec.oracle)
+    def fn(*args: Any) -> Any:
+        return right.fn(*args[:at], default, *args[at + 1 :])
+
+    return OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+
+
+def _tensors(spec: OpSpec) -> dict[str, torch.Tensor]:
+    """A tensor for each parameter that may be one."""
+    found: dict[str, torch.Tensor] = {}
+    for sample in spec.samples(getattr(torch, spec.dtypes[0]), torch.device("cpu")):
+        for parameter, value in zip(spec.parameters, sample.args, strict=True):
+            if isinstance(value, torch.Tensor):
+                found.setdefault(parameter, value)
+    return found
