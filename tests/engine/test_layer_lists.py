@@ -96,7 +96,7 @@ def test_lists_leave_layers_to_vllm(told: list[Any], number: int) -> None:
     assert left & {"silu_and_mul", "rotary_embedding", "rms_norm"} == stock
     assert plan["kept"] == kept
     assert ("+silu_and_mul" in plan["custom_ops"]) == ("silu_and_mul" not in stock)
-    assert plan["norms"][0].startswith("fl_vendor_cpu_") == ("rms_norm" not in stock)
+    assert (plan["norms"][0] == "vllm_fl") == ("rms_norm" not in stock)
 
 
 def test_an_unknown_layer_is_an_error_with_the_near_name(told: list[Any]) -> None:
