@@ -28,7 +28,7 @@ def order(installed: Installed, op: str, **variables: str) -> dict[str, Any]:
 def test_every_verb_works(both: Installed) -> None:
     plugins = both.plugins(status=0)
     assert {name: plugin["status"] for name, plugin in plugins.items()} == dict.fromkeys(BOTH, "ok")
-    assert both.command("ops", "--json").returncode == 1  # nobody brings the other ops
+    assert both.command("ops", "--json").returncode == 0  # nobody brings the other ops
     assert both.answer("policy", status=0)["platform_files"]
     done = both.command("verify", "--help")
     assert done.returncode == 0

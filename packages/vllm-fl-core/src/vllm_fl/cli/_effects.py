@@ -25,7 +25,7 @@ def find_idle(
     Args:
         settings: the effective ones.
         plugins: what was found.
-        ops: every op that has a contract.
+        ops: every op that has an implementation.
     """
     chosen = settings.chosen
 
@@ -61,7 +61,7 @@ def find_idle(
             f"{settings['debug'].named} logs everything.",
             "unset one of the two",
         )
-    if "prefer" in chosen and all(_pinned(settings, op) for op in ops):
+    if "prefer" in chosen and ops and all(_pinned(settings, op) for op in ops):
         yield from idle(
             ["prefer"],
             "Every op has a list of its own that you wrote, and such a list is never re-sorted.",

@@ -197,23 +197,24 @@ class _Examined:
         """Settings without effect, and names that nobody knows."""
         if self.settings is None:
             return
-        yield from find_idle(self.settings, self.plugins, self.registry.snapshot().contracts)
+        yield from find_idle(self.settings, self.plugins, self.registry.list_operators())
         yield from find_unknown(self.settings)
         yield from find_disagreements(self.settings)
 
     def find_idle_ops(self) -> Iterator[Finding]:
-        """Ops that a script could not call."""
+        """Ops that backends bring and a script could not call."""
         if self.settings is None or not any(p.status in ("ok", "partial") for p in self.plugins):
             return
         manager = OpManager()
         manager.use_startup(Startup(self.plugins, self.settings), self.registry)
-        for op in self.registry.snapshot().contracts:
+        snapshot = self.registry.snapshot()
+        for op in snapshot.contracts:
             trace = manager.trace(op, without_layer=True)
-            if trace.selected is None:
+            if trace.selected is None and snapshot.impls_by_op.get(op):
                 yield Finding(
                     "ops",
                     f"{op} has no implementation that may run.",
-                    "; ".join(f"{i}: {r}" for i, r in trace.rejected) or "No plugin brings one.",
+                    "; ".join(f"{i}: {r}" for i, r in trace.rejected),
                     f"Install a backend for this machine; `vllm-fl explain {op}` tells more. "
                     "Inside vLLM its own path runs.",
                 )

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when an op has no implementation that may run."""
+    """Exit 1 when an op that a backend brings has no implementation that may run, or none does."""
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()
     of_vllm = {ATTENTION, *snapshot.layers}  # where vLLM's own is the last
@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
             [(op["op"], op["selected"], _ids(op, "eligible"), _ids(op, "rejected")) for op in ops],
         )
         say("`vllm-fl explain OP` shows why.")
-    return 0 if all(op["selected"] for op in ops) else 1
+    brought = [op for op in ops if op["candidates"]]
+    return 0 if brought and all(op["selected"] for op in brought) else 1
 
 
 def _ids(op: dict[str, Any], status: str) -> str:
