@@ -19,6 +19,9 @@ import tiny_model
 from engine_run import STOCK, Job, largest_difference, run
 from engines import IN_ONE_PROCESS, PLUGINS
 
+from vllm_fl.contracts.binding import OperatorPlace
+from vllm_fl.integration.bindings import bindings, places
+
 pytestmark = pytest.mark.skipif(
     find_spec("fl_bare_cpu") is None,
     reason="neither an empty build of vLLM nor fl-bare-cpu is here: nox -s tests-empty",
@@ -131,10 +134,7 @@ READ = {
 }
 """What vLLM's last pass over a compiled graph reads."""
 
-PLANNED = {
-    *("_C::fused_add_rms_norm", "_C::gelu_and_mul", "_C::gelu_tanh_and_mul", "_C::rms_norm"),
-    *("_C::rotary_embedding", "_C::silu_and_mul"),
-}
+PLANNED = {place.name for _, place in places(bindings(), OperatorPlace)}
 """The operators that core's bindings name."""
 
 
