@@ -185,7 +185,9 @@ def isolation(session: nox.Session) -> None:
     """Install core alone, with one, all and broken plugins, and look at what the user sees."""
     with_vllm(session)  # made here, so that a first run's minutes do not count in a test
     tests = ["tests/isolation"]
-    tests += [f"tests/test_{name}.py" for name in ("docs", "import", "repository")]
+    tests += [
+        f"tests/test_{name}.py" for name in ("docs", "import", "operator_schemas", "repository")
+    ]
     pytest(session, over(session, envs.light()), *tests)
 
 

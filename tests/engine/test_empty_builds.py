@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,10 @@ from typing import Any
 import pytest
 import tiny_model
 from engine_run import STOCK, Job, largest_difference, run
-from engines import IN_ONE_PROCESS
+from engines import IN_ONE_PROCESS, PLUGINS
+
+from vllm_fl.contracts.binding import OperatorPlace
+from vllm_fl.integration.bindings import bindings, places
 
 pytestmark = pytest.mark.skipif(
     find_spec("fl_bare_cpu") is None,
@@ -48,15 +52,30 @@ def batches() -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """`start(family, eager=True, stock=False)`: the run of an engine, two at a time."""
-    folder = tmp_path_factory.mktemp("models")
-    model = cache(lambda family: tiny_model.make(folder, family, **SIZES[family]))
+    """`start(family, eager=True, stock=False, direct=False)`: an engine's run, two at a time.
+
+    With `direct` its activation is vLLM's operator, called by name, in place of vLLM's layer.
+    """
+
+    @cache
+    def model(family: str, direct: bool) -> Path:
+        folder = tmp_path_factory.mktemp("direct" if direct else "models")
+        folder = tiny_model.make(folder, family, **SIZES[family])
+        file = folder / "config.json"
+        config = json.loads(file.read_text())
+        if direct:
+            config["architectures"] = ["DirectQwen3ForCausalLM"]
+        file.write_text(json.dumps(config))
+        return folder
+
     with ThreadPoolExecutor(2) as pool:
 
         @cache
-        def begin(family: str, eager: bool = True, stock: bool = False) -> Future[dict[str, Any]]:
+        def begin(
+            family: str, eager: bool = True, stock: bool = False, direct: bool = False
+        ) -> Future[dict[str, Any]]:
             job = Job(
-                str(model(family)),
+                str(model(family, direct)),
                 batches(),
                 new_tokens=6,
                 eager=eager,
@@ -69,6 +88,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
                 return pool.submit(run, job, timeout=300, python=python, **STOCK, **IN_ONE_PROCESS)
             # One of them with a process for the engine, as users start it.
             variables = {**OURS, "OMP_NUM_THREADS": "1"} if eager else {**OURS, **IN_ONE_PROCESS}
+            if direct:
+                variables |= {"PYTHONPATH": str(PLUGINS / "direct")}
             return pool.submit(run, job, timeout=300, **variables)
 
         yield begin
@@ -103,3 +124,37 @@ def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: S
     assert ours["steps"] == stock["steps"]
     worst, magnitude = largest_difference(stock, ours)
     assert worst <= 1e-4 * magnitude  # two orders above float32's rounding after two layers
+
+
+READ = {
+    *("_C::fused_add_rms_norm", "_C::fused_add_rms_norm_static_fp8_quant"),
+    *("_C::fused_qk_norm_rope", "_C::rms_norm", "_C::rms_norm_dynamic_per_token_quant"),
+    *("_C::rms_norm_static_fp8_quant", "_C::rotary_embedding", "_C::silu_and_mul"),
+    "_C::silu_and_mul_quant",
+}
+"""What vLLM's last pass over a compiled graph reads."""
+
+PLANNED = {place.name for _, place in places(bindings(), OperatorPlace)}
+"""The operators that core's bindings name."""
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_an_operator_that_a_model_calls_by_name_is_there_and_the_plans(
+    eager: bool, start: Start
+) -> None:
+    beside = start("qwen3", stock=True)
+    ours, stock = start("qwen3", eager, direct=True).result(), beside.result()
+
+    (report,) = ours["report"]
+    assert report["demotions"] == report["fallbacks"] == {}
+    # Two layers.
+    assert report["calls"]["silu_and_mul"]["reference.torch"] >= 2 * ours["steps"]
+    told = report["operators"]["silu_and_mul"]["_C::silu_and_mul"]
+    assert told["replaced"] is None and told["overridden_by"] is None
+    taken = {name for operators in report["operators"].values() for name in operators}
+    assert taken == PLANNED
+    assert set(report["defined"]) == (PLANNED if eager else PLANNED | READ)
+
+    assert ours["tokens"] == stock["tokens"]
+    worst, magnitude = largest_difference(stock, ours)
+    assert worst <= 1e-4 * magnitude

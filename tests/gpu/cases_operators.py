@@ -1,4 +1,6 @@
-"""Overridden operators on the GPU: eager, in a CUDA graph, where no Python runs, and given back."""
+"""Overridden operators on the GPU: eager, in a CUDA graph, where no Python runs, and given back.
+
+And the schemas that core gives to vLLMs without compiled operators, against this one's own."""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.engine.facts import EngineFacts
     from vllm_fl.engine.plan import make_plan
     from vllm_fl.integration.bindings import bindings
-    from vllm_fl.integration.seams import operators
+    from vllm_fl.integration.compat import vllm_version
+    from vllm_fl.integration.seams import empty, operators
     from vllm_fl.integration.serving import calling
     from vllm_fl.plugins.registry import OpRegistry
     from vllm_fl.settings.loading import load_settings
 
     current_platform.import_kernels()
+    for name, (text, _) in empty._table(vllm_version()).items():
+        known, there = torch._C.parse_schema(text), operators._schema(name)
+        yield f"schema of {name}", "" if str(known) == str(there) else f"it is {there}"
     device = torch.device("cuda")
     registry = OpRegistry()
     registry.register_many(vllm_fl_reference.plugin.register_ops())

@@ -14,6 +14,7 @@ __all__ = [
     "InvalidSettingError",
     "MissingFileError",
     "NoImplementationError",
+    "NoKernelError",
     "PluginError",
     "PolicySealedError",
     "SettingsError",
@@ -100,6 +101,18 @@ class NoImplementationError(VllmFLError):
     def __init__(self, message: str, *, op: str, rejected: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(message, op=op)
         self.rejected = tuple(rejected)
+
+
+class NoKernelError(VllmFLError, NotImplementedError):
+    """An operator of vLLM's was called that this vLLM was built without.
+
+    Attributes:
+        operator: the operator (`_C::silu_and_mul`).
+    """
+
+    def __init__(self, message: str, *, operator: str, op: str | None = None) -> None:
+        super().__init__(message, op=op)
+        self.operator = operator
 
 
 class AllFailedError(VllmFLError):

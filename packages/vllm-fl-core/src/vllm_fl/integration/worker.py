@@ -85,7 +85,7 @@ class PlannedWorker:
         if plan.place > 1:  # its operators have other names: compiled code of another's is not its
             contents = {**contents, "place": plan.place}
         chosen = _overrides(self, plan)
-        contents = {**contents, "operators": chosen.names}
+        contents = {**contents, "operators": chosen.names, "defined": chosen.schemas}
         self.vllm_fl_plan, self.vllm_fl_digest = plan, digest(contents)
         self.vllm_fl_operators, self.vllm_fl_overriders = chosen, {}
         bind_provider(plan, self.vllm_fl_digest)
@@ -133,7 +133,8 @@ class PlannedWorker:
             vLLM's: how many layers of the model are the plan's class}, `calls` and `fallbacks`
             {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted under
             VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
-            `seams.operators.report` says.
+            `seams.operators.report` says. `defined` {operator: schema}: what this vLLM, an
+            empty build, lacks, and is there while the engine is.
         """
         plan = self.vllm_fl_plan
         return {
@@ -149,6 +150,7 @@ class PlannedWorker:
             "fallbacks": _nested(plan.fallbacks),
             "demotions": _nested(plan.record.demotions),
             "operators": operators.report(plan, self.vllm_fl_operators),
+            "defined": self.vllm_fl_operators.schemas,
         }
 
     def shutdown(self) -> None:

@@ -32,10 +32,6 @@ class BareCpuPlatform(Platform):
         return "inductor"  # for models
 
     @classmethod
-    def get_pass_manager_cls(cls) -> str:
-        return "fl_bare_cpu.passes.BareCpuPassManager"
-
-    @classmethod
     def import_kernels(cls) -> None:
         """There are none."""
 

@@ -7,6 +7,8 @@ plan for the operator gets the kernel that was there before.
 
 It is a kernel, behind every compiler: calls are guarded as in eager mode, and graphs that a
 compiler made, or loaded from its cache, call it like any other.
+
+A vLLM that was built without compiled operators is given those that the plan needs (`empty.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from ...errors import VllmFLError
 from ...logs import get_logger
 from ...plugins.forms import asked_for
 from ...plugins.types import BackendImplKind, OpImpl
+from ..bindings import places as places_of
 from ..serving import plan_now
+from . import empty
 from .layers import layer_table
 
 __all__ = ["Overrides", "choose", "operator_note", "overriders", "remove", "report", "take"]
@@ -45,15 +49,22 @@ class Overrides:
     Args:
         taken: op -> the places to override.
         left: op -> operator -> why vLLM's kernel stays.
+        defined: the operators that this vLLM lacks, to be defined while the engine lives.
     """
 
     taken: Mapping[str, tuple[OperatorPlace, ...]]
     left: Mapping[str, Mapping[str, str]]
+    defined: tuple[empty.Definition, ...] = ()
 
     @property
     def names(self) -> dict[str, list[str]]:
         """op -> the operators that are overridden, for the digest."""
         return {op: [place.name for place in places] for op, places in self.taken.items()}
+
+    @property
+    def schemas(self) -> dict[str, str]:
+        """Operator -> schema of those that are defined, for the digest and the report."""
+        return {definition.name: definition.schema for definition in self.defined}
 
 
 def operator_note(plan: Plan, op: str) -> str:
@@ -113,7 +124,30 @@ def choose(
                     f"(VLLM_FL_PER_OP='{op}=stock').",
                     op=op,
                 )
-    return Overrides({op: places for op, places in taken.items() if places}, left)
+    return Overrides(
+        {op: places for op, places in taken.items() if places},
+        left,
+        _to_define(owners, bindings, reads=plan.mode == "compiled"),
+    )
+
+
+def _to_define(
+    taken: Mapping[str, str], bindings: Mapping[str, Binding], *, reads: bool
+) -> tuple[empty.Definition, ...]:
+    """What this vLLM lacks of the operators that are `taken` (operator -> op).
+
+    Args:
+        taken: the operators that the plan implements.
+        bindings: op -> its places.
+        reads: whether vLLM will read operators that it does not call, since it compiles the model.
+    """
+    ops = {place.name: op for op, place in places_of(bindings, OperatorPlace)} | dict(taken)
+    schemas = dict(empty.read_always()) if reads else {}
+    schemas |= {name: schema for name in taken if (schema := empty.schema(name))}
+    return tuple(
+        empty.Definition(name, schema, ops.get(name, ""))
+        for name, schema in sorted(schemas.items())
+    )
 
 
 def _callable(plan: Plan, op: str) -> tuple[OpImpl, ...]:
@@ -166,10 +200,13 @@ def _fitting(
 def _misfit(place: OperatorPlace, key: str) -> str:
     """Why a place is not to be taken in this vLLM, or nothing."""
     schema = _schema(place.name)
-    if schema is None:
-        return "this vLLM has no such operator"
     has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_computed_kernel_for_dispatch_key
-    if not has_kernel(place.name, key):
+    if schema is None:
+        definable = empty.schema(place.name)
+        if not definable:
+            return "this vLLM has no such operator"
+        schema = torch._C.parse_schema(definable)
+    elif not has_kernel(place.name, key):
         return f"this vLLM has no kernel of it for {key}"
     names = tuple(argument.name for argument in schema.arguments)
     if names[: len(place.parameters)] != place.parameters:
@@ -241,6 +278,7 @@ class _Override:
         parameters: the names of all parameters, in order.
         replaced: the kernel that was there before.
         before: who had registered that, and those beneath it, the active one first.
+        beneath: how many of them are for this key.
     """
 
     name: str
@@ -250,6 +288,7 @@ class _Override:
     defaults: Mapping[str, Any]
     replaced: Any
     before: tuple[str, ...]
+    beneath: int
     routes: dict[Plan | None, Bound] = field(default_factory=dict)
     inside: _Inside = field(default_factory=_Inside)
     without_engine: int = 0
@@ -331,7 +370,7 @@ class _Override:
     def after(self) -> str:
         """Who has overridden the operator after us; empty if nobody has."""
         now = _registered(self.name, self.key)
-        return now[0] if len(now) > len(self.before) + 1 else ""
+        return now[0] if len(now) > self.beneath + 1 else ""
 
 
 _overrides: dict[tuple[str, str], _Override] = {}
@@ -351,9 +390,10 @@ def _registered(name: str, key: str) -> tuple[str, ...]:
 
 
 def take(plan: Plan, chosen: Overrides, device: torch.device) -> None:
-    """Override the operators that `choose` chose, for calls of the plan's engine."""
+    """Define and override the operators that `choose` chose, for calls of the plan's engine."""
     key = _dispatch_key(device)
     with _changing:
+        empty.define(plan, chosen.defined)
         for op, places in chosen.taken.items():
             for place in places:
                 override = _overrides.get((place.name, key))
@@ -371,6 +411,7 @@ def _installed(place: OperatorPlace, key: str) -> _Override:
             former.library._destroy()
             _left_behind.remove(former)
     schema = _schema(place.name)
+    before = _registered(place.name, key)
     override = _Override(
         place.name,
         key,
@@ -378,7 +419,8 @@ def _installed(place: OperatorPlace, key: str) -> _Override:
         tuple(argument.name for argument in schema.arguments),
         {a.name: a.default_value for a in schema.arguments if _is_optional(a)},
         torch.library.get_kernel(place.name, key),
-        _registered(place.name, key) or ("an unknown place",),
+        before or ("an unknown place",),
+        len(before),
     )
     if len(override.before) > 1:
         log.warning(
@@ -412,7 +454,8 @@ def _route(plan: Plan, op: str, place: OperatorPlace, override: _Override) -> Bo
 def remove(plan: Plan) -> None:
     """The engine of `plan` has ended: vLLM's kernels are back where no other engine needs ours.
 
-    An override that somebody else stands on is left where it is, and passes every call on.
+    An override that somebody else stands on is left where it is, and passes every call on. What was
+    defined and is not needed any more is not there any more.
     """
     with _changing:
         for key, override in list(_overrides.items()):
@@ -430,6 +473,7 @@ def remove(plan: Plan) -> None:
                 )
             else:
                 override.library._destroy()
+        empty.forget(plan, {override.name for override in _left_behind})
 
 
 def overriders(plan: Plan) -> dict[str, str]:
@@ -446,10 +490,11 @@ def report(plan: Plan, chosen: Overrides) -> dict[str, dict[str, dict[str, Any]]
 
     Returns:
         For an operator that is overridden: `replaced`, where the kernel was registered that `stock`
-        means there; `overridden_by`, who has overridden it after us, or None; and, counted for all
-        engines of the process, the calls left to that kernel: `without_engine`, which no engine of
-        ours made, and `other_arguments`, which gave parameters that the binding does not know
-        another value than their default. For one that is left to vLLM: `left`, why.
+        means there, or None where this vLLM has none; `overridden_by`, who has overridden it after
+        us, or None; and, counted for all engines of the process, the calls left to that kernel:
+        `without_engine`, which no engine of ours made, and `other_arguments`, which gave parameters
+        that the binding does not know another value than their default. For one that is left to
+        vLLM: `left`, why.
     """
     told: dict[str, dict[str, dict[str, Any]]] = {
         op: {name: {"left": why} for name, why in left.items()}
@@ -462,7 +507,7 @@ def report(plan: Plan, chosen: Overrides) -> dict[str, dict[str, dict[str, Any]]
             override = by_name.get(name)
             if override is not None:
                 told.setdefault(op, {})[name] = {
-                    "replaced": override.before[0],
+                    "replaced": None if empty.has_ours(name) else override.before[0],
                     "overridden_by": override.after or None,
                     "without_engine": override.without_engine,
                     "other_arguments": override.other_arguments,

@@ -1,0 +1,500 @@
+"""Operators for a vLLM without any: defined while an engine needs them, and gone with it.
+
+The vLLM that these tests run on may have compiled ones: most define operators of a library of
+their own, by a table of their own. The table of the releases is looked at apart from that.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from builders import half, managing, planning, refusing, silu
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_fl.contracts.binding import Binding, OperatorPlace, put
+from vllm_fl.engine.plan import Plan
+from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
+from vllm_fl.integration.bindings import bindings, places
+from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
+from vllm_fl.integration.seams import empty, operators
+from vllm_fl.integration.serving import calling
+
+CPU = torch.device("cpu")
+
+X = torch.arange(32.0).reshape(4, 8)
+
+RELEASE = ".".join(vllm_version().split(".")[:2])
+
+TABLE = [
+    {"schema": "fl_test_bare::gated(Tensor! out, Tensor input) -> ()", "read": True},
+    {"schema": "fl_test_bare::wider(Tensor! out, Tensor input, float a=1.0) -> ()", "read": False},
+    {"schema": "fl_test_bare::odd(Tensor input, Tensor! out) -> ()", "read": False},
+    {"schema": "fl_test_bare::unowned(Tensor! result, Tensor input) -> ()", "read": True},
+]
+
+
+@contextmanager
+def bare_vllm(first: str = RELEASE, last: str = RELEASE) -> Iterator[None]:
+    """A vLLM without compiled operators, whose releases from `first` to `last` have `TABLE`."""
+    before = empty.TABLE, empty.compiled_files
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"operators": [{**e, "first": first, "last": last} for e in TABLE]}, file)
+        file.flush()
+        empty.TABLE, empty.compiled_files = Path(file.name), tuple  # type: ignore[assignment]
+        empty._table.cache_clear()
+        try:
+            yield
+        finally:
+            empty.TABLE, empty.compiled_files = before  # type: ignore[misc]
+            empty._table.cache_clear()
+
+
+@pytest.fixture
+def bare() -> Iterator[None]:
+    with bare_vllm():
+        yield
+    assert names() == set(), "what was defined is undefined"
+
+
+def names() -> set[str]:
+    """The operators of the tests' library that torch has."""
+    found = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fl_test_bare::")}
+    short = {name.partition("::")[2] for name in found}
+    for entry in TABLE:
+        name = str(entry["schema"]).partition("::")[2].partition("(")[0]
+        assert hasattr(torch.ops.fl_test_bare, name) == (name in short), name
+    return short
+
+
+def _routed(op: Callable[..., Tensor]) -> Callable[..., None]:
+    def kernel(out: Tensor, input: Tensor) -> None:
+        put(out, op(input))
+
+    return kernel
+
+
+def _native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+        replaced(out, x)
+        return out
+
+    return silu_and_mul
+
+
+def place(name: str = "gated") -> OperatorPlace:
+    return OperatorPlace(f"fl_test_bare::{name}", ("out", "input"), _routed, _native)
+
+
+def binding(*found: OperatorPlace) -> dict[str, Binding]:
+    return {"silu_and_mul": Binding(found or (place(),))}
+
+
+def call(name: str = "gated", *further: Any) -> Tensor:
+    """The operator, called by name."""
+    out = torch.full((4, 4), -1.0)
+    getattr(torch.ops.fl_test_bare, name)(out, X, *further)
+    return out
+
+
+FIRST = half(X)
+
+
+def sevens(out: Tensor, input: Tensor) -> None:
+    """Somebody else's kernel."""
+    out.fill_(7.0)
+
+
+def plan_of(*impls: Any, **options: Any) -> Plan:
+    return replace(planning(managing(*impls)), **options)
+
+
+@contextmanager
+def serving(plan: Plan, *found: OperatorPlace) -> Iterator[operators.Overrides]:
+    """An engine that serves with this plan, in this thread."""
+    chosen = operators.choose(plan, binding(*found), CPU, torch.float32)
+    operators.take(plan, chosen, CPU)
+    try:
+        with calling(plan):
+            yield chosen
+    finally:
+        operators.remove(plan)
+
+
+def test_an_operator_is_there_while_an_engine_has_an_implementation_of_it(bare: None) -> None:
+    assert names() == set()
+    plan = plan_of(silu("vendor.a", 10.0), counts_calls=True)
+    with serving(plan) as chosen:
+        assert names() == {"gated"}
+        assert torch.equal(call(), FIRST + 10)
+        assert chosen.names == {"silu_and_mul": ["fl_test_bare::gated"]}
+        assert chosen.schemas == {"fl_test_bare::gated": TABLE[0]["schema"]}
+        told = operators.report(plan, chosen)["silu_and_mul"]["fl_test_bare::gated"]
+        assert told == {
+            "replaced": None,
+            "overridden_by": None,
+            "without_engine": 0,
+            "other_arguments": 0,
+        }
+    assert plan.calls == {("silu_and_mul", "vendor.a"): 1}
+    assert names() == set()
+
+
+def test_without_an_implementation_there_is_none_for_vllm_to_find(bare: None) -> None:
+    with serving(planning(managing())) as chosen:
+        assert names() == set() and chosen.schemas == {}
+
+
+def test_nothing_is_defined_for_an_engine_that_could_not_start(bare: None) -> None:
+    plan = plan_of(silu("vendor.a"))
+    operators.choose(plan, binding(), CPU, torch.float32)
+    assert names() == set()
+
+
+@pytest.mark.parametrize("reason", ["compiled", "brought", "release"])
+def test_only_an_empty_build_of_a_known_release_is_given_operators(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = ("9.0", "9.1") if reason == "release" else (RELEASE, RELEASE)
+    with bare_vllm(*wanted):
+        if reason == "compiled":
+            monkeypatch.setattr(empty, "compiled_files", lambda: ("_C.abi3.so",))
+        library = torch.library.Library("fl_test_bare", "FRAGMENT")
+        if reason == "brought":
+            library.define("another(Tensor x) -> Tensor")
+        try:
+            with serving(plan_of(silu("vendor.a"), mode="compiled")) as chosen:
+                assert chosen.schemas == {}
+                assert chosen.left["silu_and_mul"] == {
+                    "fl_test_bare::gated": "this vLLM has no such operator"
+                }
+        finally:
+            library._destroy()
+
+
+def test_an_operator_that_a_vendor_brings_is_overridden_and_stays() -> None:
+    library = torch.library.Library("fl_test_bare", "FRAGMENT")
+    library.define("gated(Tensor! out, Tensor input) -> ()")
+    library.impl("gated", sevens, "CPU")
+    try:
+        with bare_vllm():
+            with serving(plan_of(silu("vendor.a", 1.0))) as chosen:
+                assert chosen.schemas == {} and torch.equal(call(), FIRST + 1)
+            assert call().eq(7).all()
+    finally:
+        library._destroy()
+
+
+def test_a_schema_that_the_binding_does_not_know_is_not_defined(bare: None) -> None:
+    with serving(plan_of(silu("vendor.a", 1.0)), place("odd"), place("wider")) as chosen:
+        why = "its parameters are input, out; known are out, input"
+        assert chosen.left == {"silu_and_mul": {"fl_test_bare::odd": why}}
+        assert names() == {"wider"}
+        assert torch.equal(call("wider"), FIRST + 1)
+        assert torch.equal(call("wider", 1.0), FIRST + 1)
+
+
+def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: None) -> None:
+    plan = plan_of(silu("vendor.a", 1.0))
+    with serving(plan, place("wider")) as chosen:
+        with pytest.raises(NoKernelError) as failure:
+            call("wider", 2.0)
+        told = operators.report(plan, chosen)["silu_and_mul"]["fl_test_bare::wider"]
+    assert failure.value.operator == "fl_test_bare::wider"
+    assert told["other_arguments"] == 1
+
+
+def test_who_calls_without_an_engine_is_told_what_is_missing_and_what_to_do(bare: None) -> None:
+    with serving(plan_of(silu("vendor.a"))), calling(None), pytest.raises(NoKernelError) as failure:
+        call()
+    error = failure.value
+    assert isinstance(error, VllmFLError) and isinstance(error, NotImplementedError)
+    assert (error.operator, error.op) == ("fl_test_bare::gated", "silu_and_mul")
+    for part in (error.operator, vllm_version(), "empty build", "Install vLLM", "explain silu_and"):
+        assert part in str(error)
+
+
+def test_where_every_implementation_refuses_the_error_names_the_operator_too(bare: None) -> None:
+    plan = plan_of(refusing("vendor.a", "no"), refusing("vendor.b", "nor I"))
+    with serving(plan), pytest.raises(AllFailedError) as failure:
+        call()
+    tried = [impl for impl, _ in failure.value.causes]
+    assert tried == ["vendor.a", "vendor.b", "stock.vllm"]
+    assert "fl_test_bare::gated" in str(failure.value) and "empty build" in str(failure.value)
+    assert not plan.record.demotions
+    with serving(plan_of(refusing("vendor.a", "no"), silu("vendor.b", 5.0))):
+        assert torch.equal(call(), FIRST + 5)
+
+
+def test_in_compiled_mode_what_vllm_reads_is_there_too_and_raises_by_name(bare: None) -> None:
+    stock = replace(planning(managing()), mode="compiled")
+    with serving(stock) as chosen:
+        assert names() == {"gated", "unowned"} and chosen.names == {}
+        assert set(chosen.schemas) == {"fl_test_bare::gated", "fl_test_bare::unowned"}
+        assert torch.ops.fl_test_bare.unowned.default  # as vLLM's pass reads it
+        with pytest.raises(NoKernelError) as failure:
+            call("unowned")
+        assert failure.value.operator == "fl_test_bare::unowned" and failure.value.op is None
+        assert "turn off what calls it" in str(failure.value)
+        with pytest.raises(NoKernelError, match="explain silu_and_mul"):
+            call("gated")
+    assert names() == set()
+
+
+def test_the_last_of_two_engines_takes_the_definition_away(bare: None) -> None:
+    one, other = plan_of(silu("vendor.a", 1.0)), plan_of(silu("vendor.b", 2.0), mode="compiled")
+    with serving(one) as first:
+        with serving(other) as second:
+            assert torch.equal(call(), FIRST + 2)
+            with calling(one):
+                assert torch.equal(call(), FIRST + 1)
+        assert names() == {"gated"}, "what only the other one read is gone"
+        assert torch.equal(call(), FIRST + 1)
+    # Neither the report nor the digest depends on who came first.
+    assert (
+        first.schemas.items() <= second.schemas.items() and "fl_test_bare::gated" in first.schemas
+    )
+    with serving(other) as alone:
+        assert alone == second
+
+
+def test_an_engine_of_another_plan_gets_the_error_and_not_the_others_kernel(bare: None) -> None:
+    stock = planning(managing())
+    with serving(plan_of(silu("vendor.a"))), calling(stock), pytest.raises(NoKernelError):
+        call()
+
+
+def test_removing_twice_and_what_was_never_taken_changes_nothing(bare: None) -> None:
+    plan = plan_of(silu("vendor.a", 1.0))
+    with serving(plan):
+        operators.remove(plan_of(silu("vendor.b")))
+        assert torch.equal(call(), FIRST + 1)
+    operators.remove(plan)
+    assert names() == set()
+
+
+def test_it_returns_nothing_on_tensors_without_data(bare: None) -> None:
+    with serving(plan_of(silu("vendor.a"))):
+        out, x = torch.empty(4, 4, device="meta"), torch.empty(4, 8, device="meta")
+        assert torch.ops.fl_test_bare.gated(out, x) is None
+        with FakeTensorMode() as mode:
+            fakes = mode.from_tensor(torch.empty(4, 4)), mode.from_tensor(X)
+            assert torch.ops.fl_test_bare.gated(*fakes) is None
+    assert names() == set()
+
+
+def test_who_keeps_the_operator_reaches_the_next_engines_or_an_error(bare: None) -> None:
+    """Not the memory where it was, which has become something else's."""
+    with serving(plan_of(silu("vendor.a", 1.0), mode="compiled")):
+        packet, overload = torch.ops.fl_test_bare.gated, torch.ops.fl_test_bare.gated.default
+        never_called = torch.ops.fl_test_bare.unowned
+    gc.collect()
+    out = torch.empty(4, 4)
+    for kept in (packet, overload, never_called):
+        with pytest.raises(NoKernelError):
+            kept(out, X)
+    with serving(plan_of(silu("vendor.b", 2.0))):
+        for kept in (packet, overload):
+            kept(out.fill_(-1), X)
+            assert torch.equal(out, FIRST + 2)
+
+
+def test_who_overrode_after_us_keeps_it_until_the_next_engine_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with bare_vllm():
+        theirs = torch.library.Library("fl_test_bare", "IMPL")
+        plan = plan_of(silu("vendor.a", 1.0))
+        with serving(plan):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                theirs.impl("gated", sevens, "CPU", allow_override=True)
+            assert Path(__file__).name in operators.overriders(plan)["fl_test_bare::gated"]
+        assert Path(__file__).name in caplog.text
+        assert names() == {"gated"} and call().eq(7).all()
+        theirs._destroy()
+        with pytest.raises(NoKernelError):
+            call()
+        with serving(plan_of(silu("vendor.b", 2.0))):
+            assert torch.equal(call(), FIRST + 2)
+        assert names() == set()
+
+
+# Compilers and forks.
+
+
+def model(x: Tensor) -> Tensor:
+    y = x * 2
+    out = y.new_empty((x.shape[0], x.shape[1] // 2))
+    torch.ops.fl_test_bare.gated(out, y)
+    return out + 1
+
+
+def test_compiled_code_calls_it_and_so_does_that_of_the_next_engine(bare: None) -> None:
+    for more in (10.0, 20.0):
+        compiled = torch.compile(model, fullgraph=True, backend="inductor")
+        plan = plan_of(silu("vendor.a", more), mode="compiled", counts_calls=True)
+        with serving(plan):
+            assert torch.equal(compiled(X), 2 * FIRST + more + 1)
+            assert torch.equal(compiled(X), 2 * FIRST + more + 1)
+        assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
+
+
+def in_a_process(code: str) -> str:
+    """What a script prints that may import this file."""
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_an_artefact_compiled_ahead_of_time_finds_it_in_another_process(tmp_path: Path) -> None:
+    file = str(tmp_path / "model.bin")
+    head = "import torch, test_empty as t\n"
+    made = head + (
+        "with t.bare_vllm(), t.serving(t.plan_of(t.silu('vendor.a', 10.0))):\n"
+        "    done = torch.compile(t.model, fullgraph=True).aot_compile(((t.X,), {}))\n"
+        f"    done.save_compiled_function({file!r})\n"
+    )
+    in_a_process(made)
+    loaded = head + (
+        "with t.bare_vllm(), t.serving(t.plan_of(t.silu('vendor.b', 20.0))):\n"
+        f"    with open({file!r}, 'rb') as f:\n"
+        "        model = torch.compiler.load_compiled_function(f)\n"
+        "    assert torch.equal(model(t.X), 2 * t.FIRST + 21)\n"
+        "print('reloaded')\n"
+    )
+    assert in_a_process(loaded).endswith("reloaded\n")
+
+
+FORKED = """
+import os, sys, torch
+import test_empty as t
+torch.set_num_threads(1)
+
+def child(run):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+            os._exit(0)
+        except BaseException as error:
+            print("child:", repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+def with_its_parents():
+    assert torch.equal(t.call(), t.FIRST + 1)
+
+def with_its_own():
+    with t.serving(t.plan_of(t.silu('vendor.b', 2.0))):
+        assert torch.equal(t.call(), t.FIRST + 2)
+    t.operators.remove(parents)
+    assert t.names() == set()
+    with t.serving(t.plan_of(t.silu('vendor.c', 3.0))):
+        assert torch.equal(t.call(), t.FIRST + 3)
+    assert t.names() == set()
+
+parents = t.plan_of(t.silu('vendor.a', 1.0))
+with t.bare_vllm():
+    with t.serving(parents):
+        child(with_its_parents)
+        child(with_its_own)
+        assert torch.equal(t.call(), t.FIRST + 1)
+    assert t.names() == set()
+print("forked")
+"""
+
+
+def test_a_child_that_is_forked_meanwhile_works_with_and_without_its_own_engine() -> None:
+    assert in_a_process(FORKED).endswith("forked\n")
+
+
+# The table of the releases.
+
+ENTRIES: list[dict[str, Any]] = json.loads(empty.TABLE.read_text())["operators"]
+
+RELEASES = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], TOO_NEW[1])]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_table_has_each_operator_of_cores_bindings_in_every_release(release: str) -> None:
+    known = empty._table(f"{release}.7+empty")
+    fitting: set[str] = set()
+    for _, found in places(bindings(), OperatorPlace):
+        parameters = [a.name for a in torch._C.parse_schema(known[found.name][0]).arguments]
+        if tuple(parameters[: len(found.parameters)]) == found.parameters:
+            fitting.add(found.name)
+    assert fitting == {found.name for _, found in places(bindings(), OperatorPlace)}
+    assert any(is_read for _, is_read in known.values())
+    covered = [e for e in ENTRIES if float(e["first"]) <= float(release) <= float(e["last"])]
+    assert len(covered) == len(known), "one schema each"
+
+
+def test_a_release_beside_those_of_the_table_has_nothing() -> None:
+    for version in ("0.25.3", "0.34.0", "0.1.dev1+g0123abc", "unknown"):
+        assert not empty._table(version)
+
+
+def test_operators_of_the_table_write_to_what_they_are_given_and_return_nothing() -> None:
+    for entry in ENTRIES:
+        schema = torch._C.parse_schema(entry["schema"])
+        assert schema.returns == [], entry
+        assert any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+        assert all(source.startswith("csrc/") for source in entry["sources"])
+
+
+OTHERWISE_ON_CPUS = {
+    "_C::silu_and_mul": {"result": "out"},
+    "_C::rms_norm": {"result": "out"},
+}
+"""Parameters that vLLM's CPU build calls otherwise than its CUDA build."""
+
+
+@pytest.mark.skipif(not empty.compiled_files(), reason="this vLLM has no compiled operators")
+def test_the_table_says_what_the_installed_build_says() -> None:
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    compared: dict[str, str] = {}
+    for name, (text, _) in empty._table(vllm_version()).items():
+        there = operators._schema(name)
+        if there is None:
+            continue
+        table = torch._C.parse_schema(text)
+        for ours, theirs in zip(table.arguments, there.arguments, strict=True):
+            renamed = OTHERWISE_ON_CPUS.get(name, {}).get(ours.name, ours.name)
+            assert renamed == theirs.name, name
+            assert str(ours.type) == str(theirs.type), (name, ours.name)
+            assert ours.has_default_value() == theirs.has_default_value(), (name, ours.name)
+            assert ours.default_value == theirs.default_value, (name, ours.name)
+            assert (ours.alias_info is None) == (theirs.alias_info is None), (name, ours.name)
+        compared[name] = text
+    assert {found.name for _, found in places(bindings(), OperatorPlace)} <= set(compared)
