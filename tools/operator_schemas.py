@@ -30,9 +30,6 @@ PASS = "vllm/compilation/passes/utility/fix_functionalization.py"
 """The pass over compiled graphs that runs on every platform and reads operators; the others that
 read some are imported for CUDA, ROCm and XPU alone."""
 
-BESIDE_BINDINGS = ("_C::swigluoai_and_mul",)
-"""What the experts of gpt-oss call."""
-
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _DEFINITION = re.compile(rf"\.def\(\s*((?:{_STRING}\s*)+)")
 _BLOCK = re.compile(r"TORCH_LIBRARY\w*\((?:CONCAT\((\w+),\s*(\w+)|(\w+))")
@@ -159,7 +156,7 @@ def main() -> None:
         version = re.match(r"vllm-(\d+)\.(\d+)", sdist.name)
         assert version, sdist
         found.setdefault((int(version[1]), int(version[2])), []).append(facts(sdist))
-    contents = table(found, bound() | set(BESIDE_BINDINGS))
+    contents = table(found, bound())
     TABLE.write_text(json.dumps(contents, indent=1) + "\n")
     releases = ", ".join(".".join(map(str, minor)) for minor in sorted(found))
     print(f"{TABLE}: {len(contents['operators'])} schemas of vLLM {releases}")
