@@ -497,4 +497,5 @@ def test_the_table_says_what_the_installed_build_says() -> None:
             assert ours.default_value == theirs.default_value, (name, ours.name)
             assert (ours.alias_info is None) == (theirs.alias_info is None), (name, ours.name)
         compared[name] = text
-    assert {found.name for _, found in places(bindings(), OperatorPlace)} <= set(compared)
+    named = {found.name for _, found in places(bindings(), OperatorPlace)}
+    assert compared and {name for name in named if operators._schema(name)} <= set(compared)
