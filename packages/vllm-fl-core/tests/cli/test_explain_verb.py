@@ -129,8 +129,16 @@ def test_what_is_not_reached_inside_vllm(fl: Command, plugin: Plugin, op: str) -
     assert bindings()[op].not_reached
     for bypass in bindings()[op].not_reached:
         assert bypass in done.out
-    assert fl("explain", op, "--json").json()["bypasses"] == list(bindings()[op].not_reached)
+    told = fl("explain", op, "--json").json()
+    assert told["bypasses"] == list(bindings()[op].not_reached)
+    assert told["places"] and len(set(told["places"])) == len(told["places"])
     assert bindings()[op].not_reached[0] not in fl("explain", op, "--mode", "script").out
+
+
+def test_it_names_the_layers_and_operators_in_which_an_op_runs(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    done = fl("explain", "silu_and_mul", "--mode", "eager")
+    assert "Inside vLLM it runs in: layer SiluAndMul; operator _C::silu_and_mul." in done.out
 
 
 ANSWER = """

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..contracts import OpSpec
-from ..contracts.binding import Binding
+from ..contracts.binding import AttentionPlace, Binding, IrPlace, LayerPlace, OperatorPlace
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import UNORDERED
@@ -98,13 +98,16 @@ def run(arguments: argparse.Namespace) -> int:
             settings=bearing,
             merged=merged,
             unmatched=slips,
+            places=_places(binding),
             bypasses=list(binding.not_reached),
             replaced=replaced,
         )
     else:
         _show(op, spec, views, bearing, is_layer=op in snapshot.layers)
-        if binding.not_reached and modes != ["script"]:
-            say("\nInside vLLM this is not reached, whatever the policy says:")
+        if modes != ["script"] and (places := _places(binding)):
+            say(f"\nInside vLLM it runs in: {'; '.join(places)}.")
+        if modes != ["script"] and binding.not_reached:
+            say("This is not reached, whatever the policy says:")
             for bypass in binding.not_reached:
                 say(f"  - {bypass}")
         if merged and listed:
@@ -150,6 +153,23 @@ def _origin(settings: Settings, op: str, mode: Mode) -> str:
             return f"{listed.key}, {listed.origin}"
     prefer = settings["prefer"]
     return f"prefer={prefer.value}, {prefer.origin}"
+
+
+def _places(binding: Binding) -> list[str]:
+    """Where vLLM runs the op and the plan reaches it, one phrase each; not of which release."""
+    told = []
+    for place in binding.places:
+        match place:
+            case LayerPlace():
+                more = ", and vLLM's subclasses of it that inherit its forwards"
+                told.append(f"layer {place.cls}{more * place.subclasses}")
+            case OperatorPlace():
+                told.append(f"operator {place.name}")
+            case IrPlace():
+                told.append(f"vllm.ir.{place.name}, in the releases that have it")
+            case AttentionPlace():
+                told.append("the attention layers, by class path")
+    return list(dict.fromkeys(told))
 
 
 def _signature(spec: OpSpec | None) -> str | None:
