@@ -62,6 +62,7 @@ def test_an_implementation_that_calls_the_operator_leaves_it_to_vllm(model: Path
     assert largest_difference(stock, ours)[0] == 0.0
 
 
+@pytest.mark.slow
 def test_a_layer_left_to_vllm_gets_nothing_through_its_operator(model: Path) -> None:
     ours = served(
         model,
@@ -136,7 +137,7 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_engines_of_one_process_have_each_their_own_and_shutdown_gives_it_back(
     model: Path, mode: str
 ) -> None:

@@ -62,8 +62,13 @@ def test_without_the_ir_the_eager_reference_plan_is_stock_bit_for_bit(both: Pair
     assert ours["report"][0]["ops"]["rms_norm"]["impl"] == "reference.torch"
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("variant", ["reference", "vendor"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param("reference", marks=pytest.mark.oldest),
+        pytest.param("vendor", marks=pytest.mark.slow),
+    ],
+)
 def test_without_the_ir_compiled_norms_run_in_the_layers(engine: Runner, variant: str) -> None:
     ours = engine("qwen3", f"{variant}-without-ir", False)
     worst, magnitude = largest_difference(engine("qwen3", "stock-native", False), ours)

@@ -125,6 +125,7 @@ def test_what_cannot_be_used_is_out_at_start_by_name(serve: Runner) -> None:
     )
 
 
+@pytest.mark.slow
 def test_strict_mode_ends_the_start(serve: Runner) -> None:
     with pytest.raises(EngineFailed) as caught:
         serve(OWN_LAYERS='{"RowParalelLinear": "own_classes.OwnRow"}', VLLM_FL_STRICT="1")
@@ -133,6 +134,7 @@ def test_strict_mode_ends_the_start(serve: Runner) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_class_that_registers_itself_is_the_policys_all_the_same(serve: Runner) -> None:
     greedy = '{"RowParallelLinear": "greedy_class.GreedyRow"}'
     result = serve(OWN_LAYERS=greedy)
@@ -140,7 +142,6 @@ def test_a_class_that_registers_itself_is_the_policys_all_the_same(serve: Runner
     assert "greedy_class.GreedyRow registers itself with vLLM" in result["log"]
 
 
-@pytest.mark.oldest
 def test_loras_checks_of_classes_find_them(serve: Runner) -> None:
     # vLLM's CPU kernels for LoRA fail where the logits of a prompt are asked for.
     result = serve(options={"enable_lora": True, "max_lora_rank": 8}, logits=False)
