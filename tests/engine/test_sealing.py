@@ -96,6 +96,6 @@ def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
     assert told["keys"][0] != told["keys"][1]
     assert told["config"] == {"mine": 1, "vllm_fl": {"plan": told["digests"][0]}}
     assert told["part"] == told["config"]  # nothing is planned anew for it
-    assert told["priorities"] == [["native"], ["native"]]  # eager norms are no ops of the IR
+    assert told["priorities"] == [["vllm_fl", "native"]] * 2  # for who calls the IR directly
     for calls, impl in zip(told["calls"], ("vendor.cpu", "reference.torch"), strict=True):
         assert set(calls["rms_norm"]) == set(calls["silu_and_mul"]) == {impl}
