@@ -19,6 +19,7 @@ import tiny_model
 from engine_run import STOCK, Job, largest_difference, run
 from engines import IN_ONE_PROCESS, PLUGINS
 
+from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import OperatorPlace
 from vllm_fl.integration.bindings import bindings, places
 
@@ -106,12 +107,10 @@ def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: S
     beside = start(family, stock=True)
     ours, stock = start(family, eager).result(), beside.result()
 
-    planned = " ".join(
-        f"{op}=reference.torch"
-        for op in ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
-    )
+    planned = " ".join(f"{op}=reference.torch" for op in contracts())
+    count = len(contracts()) + 1
     mode = "eager" if eager else "compiled"
-    line = f"vllm-fl: 5 ops planned: {planned} attention_backend=vendor.bare_cpu ({mode}; verified"
+    line = f"vllm-fl: {count} ops planned: {planned} attention_backend=vendor.bare_cpu ({mode}; "
     assert ours["log"].count(line) == 1, ours["log"]
     assert "Cannot access accelerator" not in ours["log"]  # at shutdown
     (report,) = ours["report"]
