@@ -67,7 +67,7 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
     _refuse_silent_mistakes(x)
     if not x.is_floating_point():  # sigmoid would turn integers into float32
         raise TypeError(f"x must be floating, got {x.dtype}")
-    if not math.isfinite(alpha) or not 0 < limit < math.inf:
+    if not -math.inf < alpha < math.inf or not 0 < limit < math.inf:  # isfinite cannot be traced
         raise ValueError(f"alpha must be finite, limit finite and above 0, got {alpha} and {limit}")
     gate, up = x[..., ::2], x[..., 1::2]
     gate = gate.clamp(max=limit)
