@@ -311,6 +311,18 @@ def mutants() -> Iterator[tuple[str, str, Op]]:
         (lambda q, k, c, s, p, i: rotary(q, k, c, s, (p + 1) % c.shape[0], i)),
     )
     yield "rotary_embedding", "key untouched", lambda q, k, *a: (rotary(q, None, *a)[0], k)
+    yield from hybrid_mutants(oracle)
+
+
+def hybrid_mutants(oracle: Mapping[str, Op]) -> Iterator[tuple[str, str, Op]]:
+    """The same of linear attention."""
+    gates = oracle["gdn_gating"]
+    yield "gdn_gating", "a and b swapped", lambda a, b, *rest: gates(b, a, *rest)
+    yield "gdn_gating", "no bias", lambda a, b, A, d: gates(a, b, A, d * 0)
+    yield "gdn_gating", "rate not exponentiated", lambda a, b, A, d: gates(a, b, A.log(), d)
+    yield "gdn_gating", "g of the other sign", lambda *x: (-gates(*x)[0], gates(*x)[1])
+    yield "gdn_gating", "beta of b alone", lambda a, b, *x: (gates(a, b, *x)[0], b)
+    yield "gdn_gating", "first head for all", lambda a, b, A, d: gates(a, b, A[:1].expand_as(A), d)
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
