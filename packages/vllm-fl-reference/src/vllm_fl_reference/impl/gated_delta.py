@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 
 from . import implementations
 
-__all__ = ["OPS", "gdn_gating"]
+__all__ = ["OPS", "chunk_gated_delta_rule", "gdn_gating"]
 
 
 def gdn_gating(
@@ -41,4 +43,88 @@ def _refuse_silent_mistakes(
         raise ValueError("A_log and dt_bias must be (heads,)")
 
 
-OPS = implementations(gdn_gating)
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token by token in fp32; results are rounded once.
+
+    Args:
+        q, k: (tokens, heads, key_size), floating.
+        v: (tokens, value_heads, value_size), of q's dtype.
+        g, beta: (tokens, value_heads), g in float32.
+        initial_state: (sequences, value_heads, value_size, key_size), floating.
+        cu_seqlens: (sequences + 1,), int32 or int64, from 0 to the number of tokens.
+        epsilon: None, or what the squared length of each q and k has added.
+
+    Returns:
+        (out, final_state), of the shapes and dtypes of v and initial_state.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast, widened or read past a sequence in
+            silence.
+    """
+    q, k, v32 = _heads(q, k, v, epsilon)
+    if g.shape != v.shape[:2] or beta.shape != g.shape or g.dtype != torch.float32:
+        raise ValueError("g and beta must be (tokens, value_heads), g in float32")
+    if initial_state.shape[1:] != (*v.shape[1:], q.shape[-1]):
+        raise ValueError("initial_state must be (sequences, value_heads, value_size, key_size)")
+    if not initial_state.is_floating_point() or cu_seqlens.is_floating_point():
+        raise TypeError("initial_state must be floating, cu_seqlens integers")
+    at = cu_seqlens.tolist()
+    if len(at) != len(initial_state) + 1 or [0, *sorted(at[1:-1]), len(q)] != at:
+        raise ValueError(f"cu_seqlens must rise from 0 to {len(q)} in {len(initial_state)} steps")
+    states = initial_state.float().clone(memory_format=torch.contiguous_format)
+    kept, strength = g.exp()[..., None, None], beta.float()[..., None]
+    out = torch.empty_like(v, dtype=torch.float32, memory_format=torch.contiguous_format)
+    for state, (begin, end) in zip(states, pairwise(at), strict=True):
+        for t in range(begin, end):
+            out[t] = _step(state, q[t], k[t], v32[t], kept[t], strength[t])
+    return out.to(v.dtype), states.to(initial_state.dtype)
+
+
+def _heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, epsilon: float | None
+) -> tuple[torch.Tensor, ...]:
+    """q, k, v in fp32; q and k normed, one for each head of v, and q scaled."""
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise TypeError("q, k and v must be floating, of one dtype")
+    if q.ndim != 3 or v.ndim != 3 or q.shape != k.shape or len(q) != len(v):
+        raise ValueError("q and k must be (tokens, heads, size), v of as many tokens")
+    if v.shape[1] % q.shape[1]:
+        raise ValueError("the heads of v must be a multiple of those of q")
+    if epsilon is not None and not epsilon > 0:
+        raise ValueError(f"epsilon must be None or above 0, got {epsilon}")
+    q, k = q.float(), k.float()
+    if epsilon is not None:
+        q, k = (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + epsilon) for x in (q, k))
+    share = v.shape[1] // q.shape[1]
+    q = (q * q.shape[-1] ** -0.5).repeat_interleave(share, dim=1)
+    return q, k.repeat_interleave(share, dim=1), v.float()
+
+
+def _step(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    strength: torch.Tensor,
+) -> torch.Tensor:
+    """What `state` (..., value_size, key_size) answers, after it has taken a token up in place."""
+    state *= kept
+    learnt = strength * (v - (state * k.unsqueeze(-2)).sum(-1))
+    state += learnt.unsqueeze(-1) * k.unsqueeze(-2)
+    return (state * q.unsqueeze(-2)).sum(-1)
+
+
+OPS = (
+    *implementations(gdn_gating),
+    *implementations(chunk_gated_delta_rule, traceable=False),
+)
