@@ -75,7 +75,7 @@ def of_layer(spec: OpSpec) -> Callable[..., Any]:
     return native
 
 
-KERNELS_ALONE = {"chunk_gated_delta_rule", "gdn_gating"}
+KERNELS_ALONE = {"chunk_gated_delta_rule", "gdn_gating", "recurrent_gated_delta_rule"}
 """Ops of which vLLM has kernels, and no form in PyTorch."""
 
 # The norms are ops of vLLM's IR, and a rope takes its own arguments; any other layer is called.

@@ -234,7 +234,7 @@ SERVED = {
 }
 """Op -> what follows the tokens in the first argument's shape, by the sizes below."""
 
-OF_SEQUENCES = {"chunk_gated_delta_rule"}
+OF_SEQUENCES = {"chunk_gated_delta_rule", "recurrent_gated_delta_rule"}
 """Ops whose tokens belong to sequences with a state each: a start cannot rearrange them."""
 
 
@@ -351,6 +351,18 @@ def hybrid_mutants(oracle: Mapping[str, Op]) -> Iterator[tuple[str, str, Op]]:
 
     yield op, "heads shared by turns", other_heads
     yield op, "states of keys by values", transposed
+
+    op = "recurrent_gated_delta_rule"
+    step = oracle[op]
+    yield op, "no decay", lambda *x: step(*x[:5], x[5] - 60, *x[6:])
+    yield op, "no bias", lambda *x: step(*x[:6], x[6] * 0, *x[7:])
+    yield op, "a and b swapped", lambda q, k, v, a, b, *x: step(q, k, v, b, a, *x)
+    yield op, "never normed", lambda *x: step(*x[:9], None)
+    yield op, "not scaled", lambda *x: (step(*x)[0] * x[0].shape[-1] ** 0.5, step(*x)[1])
+    yield op, "states not written", lambda *x: (step(*x)[0], x[7])
+    yield op, "states in the order of tokens", lambda *x: step(*x[:8], x[8].sort().values, x[9])
+    yield op, "padding computed", lambda *x: step(*x[:8], x[8] + (x[8] == 0).int(), x[9])
+    yield op, "v not corrected", lambda q, k, v, *x: (step(q, k, v, *x)[0], step(q, -k, v, *x)[1])
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)

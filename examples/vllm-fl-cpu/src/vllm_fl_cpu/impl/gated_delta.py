@@ -12,14 +12,19 @@ __all__ = [
     "OPS",
     "chunk_gated_delta_rule",
     "gdn_gating",
+    "recurrent_gated_delta_rule",
     "supports_chunk_gated_delta_rule",
     "supports_gdn_gating",
+    "supports_recurrent_gated_delta_rule",
 ]
 
 HALF = (torch.float16, torch.bfloat16)
 
 CHUNKED_SIZES = (64, 128)
 """Features of a head for which there is a chunked kernel."""
+
+RECURRENT_EPSILONS = (None, 1e-5, 1e-6)
+"""The kernel adds 1e-5 to a squared length; beside such of trained models 1e-6 is the same."""
 
 ANY_EPSILON = 1e-6
 """Given where nothing is normed, and nothing reads it."""
@@ -119,6 +124,98 @@ def supports_chunk_gated_delta_rule(
     return True
 
 
+def recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gates and rule in fp32.
+
+    The kernel keeps states of keys by values, and knows no padding: it works on copies of the
+    states that the tokens name.
+
+    Args:
+        q, k: (tokens, heads, key_size), float16 or bfloat16, of any layout.
+        v: (tokens, value_heads, value_size), likewise.
+        a, b: (tokens, value_heads), of q's dtype.
+        A_log: (value_heads,), of q's dtype or float32.
+        dt_bias: (value_heads,), of q's dtype.
+        state: (slots, value_heads, value_size, key_size), overwritten.
+        state_indices: (tokens,), int32 or int64; 0 is padding.
+        epsilon: None, or what the squared length of each q and k has added: 1e-6 or 1e-5.
+
+    Returns:
+        (out, state): out of v's shape and dtype, 0 for padding; and the same state.
+
+    Raises:
+        ValueError: an index is negative, or the sizes do not fit together.
+        IndexError: a slot that state does not have.
+    """
+    rows, tokens = state_indices.long(), len(q)
+    heads, key_size = v.shape[1], q.shape[2]
+    if rows.shape != (tokens,) or bool((rows < 0).any()):
+        raise ValueError("state_indices must be (tokens,) and not negative")
+    # The kernel reads and writes by these sizes, whatever those of its arguments are.
+    if (
+        state.shape[1:] != (heads, v.shape[2], key_size)
+        or k.shape != q.shape
+        or len(v) != tokens
+        or heads % q.shape[1]
+    ):
+        raise ValueError("q, k, v and state are not of one size")
+    if not a.shape == b.shape == (tokens, heads) or not A_log.shape == dt_bias.shape == (heads,):
+        raise ValueError("a and b must be (tokens, heads), A_log and dt_bias (heads,)")
+    if not tokens:
+        return v.new_empty(v.shape), state
+    states = state[rows].transpose(2, 3).float().contiguous()
+    out = kernel("fused_sigmoid_gating_delta_rule_update_cpu")(
+        A_log.contiguous(),
+        dt_bias.contiguous(),
+        *(x.contiguous()[None] for x in (q, k, v)),
+        a.contiguous(),
+        b.contiguous(),
+        states,
+        torch.arange(tokens, dtype=torch.int32),
+        torch.arange(tokens + 1, dtype=torch.int32),
+        epsilon is not None,
+    )
+    real = rows != 0
+    state[rows[real]] = states[real].transpose(2, 3).to(state.dtype)
+    return out[:, 0].masked_fill(~real[:, None, None], 0.0), state
+
+
+def supports_recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    epsilon: float | None = None,
+) -> Availability:
+    """True, or why the kernel would fail, or norm by an epsilon of its own."""
+    reason = unsuitable("q", q)
+    if reason:
+        return reason
+    if q.dtype not in HALF or dt_bias.dtype != q.dtype:
+        return f"q is {q.dtype} and dt_bias {dt_bias.dtype}: no kernel but for both in one half"
+    if not state.is_floating_point() or state_indices.is_floating_point():
+        return f"state is {state.dtype} and state_indices {state_indices.dtype}: no such kernel"
+    if epsilon not in RECURRENT_EPSILONS:
+        return f"epsilon is {epsilon}, and the kernel adds 1e-5"
+    return True
+
+
 OPS = (
     OpImpl(
         "gdn_gating",
@@ -135,5 +232,14 @@ OPS = (
         "cpu",
         available=provides("chunk_gated_delta_rule_cpu"),
         supports=supports_chunk_gated_delta_rule,
+    ),
+    OpImpl(
+        "recurrent_gated_delta_rule",
+        *VENDOR,
+        recurrent_gated_delta_rule,
+        "cpu",
+        available=provides("fused_sigmoid_gating_delta_rule_update_cpu"),
+        supports=supports_recurrent_gated_delta_rule,
+        consumes=frozenset({"state"}),
     ),
 )

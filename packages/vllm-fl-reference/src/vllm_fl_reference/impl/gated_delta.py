@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from . import implementations
 
-__all__ = ["OPS", "chunk_gated_delta_rule", "gdn_gating"]
+__all__ = ["OPS", "chunk_gated_delta_rule", "gdn_gating", "recurrent_gated_delta_rule"]
 
 
 def gdn_gating(
@@ -89,6 +89,59 @@ def chunk_gated_delta_rule(
     return out.to(v.dtype), states.to(initial_state.dtype)
 
 
+def recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All tokens at once in fp32; results are rounded once.
+
+    Args:
+        q, k: (tokens, heads, key_size), floating.
+        v: (tokens, value_heads, value_size), of q's dtype.
+        a, b: (tokens, value_heads), floating.
+        A_log, dt_bias: (value_heads,), floating.
+        state: (slots, value_heads, value_size, key_size), floating; overwritten.
+        state_indices: (tokens,), int32 or int64; 0 is padding.
+        epsilon: None, or what the squared length of each q and k has added.
+
+    Returns:
+        (out, state): out of v's shape and dtype, 0 for padding; and the same state.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast, widened or counted from the end in
+            silence.
+        IndexError: a slot that state does not have.
+    """
+    _refuse_silent_mistakes(a, b, A_log, dt_bias)
+    dtype = v.dtype
+    q, k, v = _heads(q, k, v, epsilon)
+    if a.shape != v.shape[:2]:
+        raise ValueError("a must be (tokens, value_heads)")
+    if state.shape[1:] != (*v.shape[1:], q.shape[-1]) or state_indices.shape != (len(q),):
+        raise ValueError(
+            "state must be (slots, value_heads, value_size, key_size), state_indices (tokens,)"
+        )
+    if not state.is_floating_point() or state_indices.is_floating_point():
+        raise TypeError("state must be floating, state_indices integers")
+    if bool((state_indices < 0).any()):
+        raise ValueError("state_indices must not be negative")
+    real = state_indices != 0
+    rows = state_indices.long()
+    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    states = state[rows].float()
+    out = _step(states, q, k, v, g.exp()[..., None, None], b.float().sigmoid()[..., None])
+    state[rows[real]] = states[real].to(state.dtype)
+    return out.masked_fill(~real[:, None, None], 0.0).to(dtype), state
+
+
 def _heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, epsilon: float | None
 ) -> tuple[torch.Tensor, ...]:
@@ -127,4 +180,5 @@ def _step(
 OPS = (
     *implementations(gdn_gating),
     *implementations(chunk_gated_delta_rule, traceable=False),
+    *implementations(recurrent_gated_delta_rule, consumes=("state",), traceable=False),
 )

@@ -6,7 +6,13 @@ from typing import Any
 
 from ...contracts.sizes import SizeRule
 
-__all__ = ["LINEAR_VALUE_HEADS", "has_states"]
+__all__ = ["CPU_EPSILON", "FLA_EPSILON", "LINEAR_VALUE_HEADS", "has_states"]
+
+FLA_EPSILON = 1e-6
+"""What vLLM's Triton kernels add to the squared length of a head before they divide by its root."""
+
+CPU_EPSILON = 1e-5
+"""What the recurrent kernel of its CPU build adds; the chunked one is told."""
 
 
 def has_states(config: Any) -> bool:

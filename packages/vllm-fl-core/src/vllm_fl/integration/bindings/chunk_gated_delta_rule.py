@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import Binding, Bound, LayerPlace, OperatorPlace
-from ._hybrid import has_states
+from ._hybrid import FLA_EPSILON, has_states
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["BINDING"]
-
-FLA_EPSILON = 1e-6
-"""What vLLM's own kernels add to the squared length of a head; its CPU build says it itself."""
 
 
 def _native(
