@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...contracts.binding import Bound, put
+from ...contracts.binding import Bound, OperatorPlace, put
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["native", "route"]
+__all__ = ["gated"]
 
 
-def route(**given: Any) -> Callable[[Bound], Bound]:
-    """The op of (x, `given`) as a kernel of (out, input)."""
-    further = tuple(given.values())
+def gated(name: str, parameters: tuple[str, ...], *given: Any) -> OperatorPlace:
+    """The place of an op (x, `given`, numbers) in an operator (out, input, numbers).
 
-    def routed(op: Bound) -> Bound:
-        def kernel(out: Tensor, input: Tensor) -> None:
-            put(out, op(input, *further))
+    Args:
+        name: the operator, as `_C::silu_and_mul`.
+        parameters: the operator's.
+        given: what the operator stands for of the contract's parameters behind x. Those behind
+            these are the operator's own numbers.
+    """
+
+    def route(op: Bound) -> Bound:
+        def kernel(out: Tensor, input: Tensor, *numbers: Any) -> None:
+            put(out, op(input, *given, *numbers))
 
         return kernel
 
-    return routed
-
-
-def native(**given: Any) -> Callable[[Bound], Bound]:
-    """The replaced kernel as the op, for calls with the values that are `given`."""
-
-    def routed(replaced: Bound) -> Bound:
-        def op(x: Tensor, approximate: str = "none") -> Tensor:
+    def native(replaced: Bound) -> Bound:
+        def op(x: Tensor, *further: Any) -> Tensor:
             out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-            replaced(out, x)
+            replaced(out, x, *further[len(given) :])
             return out
 
-        def plain(x: Tensor) -> Tensor:
-            return op(x)
+        return op
 
-        return op if given else plain
-
-    return routed
+    return OperatorPlace(name, parameters, route, native)
