@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._gated import gated
+from ._activation import gated
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
