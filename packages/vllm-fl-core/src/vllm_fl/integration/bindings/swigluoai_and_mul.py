@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
 from ._activation import gated
+from ._models import has_experts
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -34,4 +35,5 @@ BINDING = Binding(
         "another op",
         HW_AGNOSTIC,
     ),
+    when=has_experts,  # in gpt-oss and MiniMax's models: experts alone
 )
