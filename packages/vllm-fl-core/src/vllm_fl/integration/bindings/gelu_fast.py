@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
 from ._activation import elementwise
+from ._models import is_multimodal, mentions
 from ._phrases import GELU_TANH, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -28,4 +29,5 @@ BINDING = Binding(
     ),
     sizes=(INTERMEDIATE,),
     not_reached=(GELU_TANH, HW_AGNOSTIC),
+    when=lambda config: is_multimodal(config) or mentions("gelu_fast")(config),
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
 from ._activation import elementwise
+from ._models import is_multimodal, mentions
 from ._phrases import GELU_TANH, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -30,4 +31,5 @@ BINDING = Binding(
     ),
     sizes=(INTERMEDIATE,),
     not_reached=(GELU_TANH, HW_AGNOSTIC),
+    when=lambda config: is_multimodal(config) or mentions("gelu_new")(config),
 )

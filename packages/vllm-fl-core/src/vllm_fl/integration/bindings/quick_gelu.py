@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
 from ._activation import elementwise
+from ._models import is_multimodal, mentions
 from ._phrases import HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -26,4 +27,5 @@ BINDING = Binding(
     ),
     sizes=(INTERMEDIATE,),
     not_reached=(HW_AGNOSTIC,),
+    when=lambda config: is_multimodal(config) or mentions("quick_gelu")(config),
 )

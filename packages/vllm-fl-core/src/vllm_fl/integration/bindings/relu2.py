@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
 from ._activation import elementwise
+from ._models import is_multimodal, mentions
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -31,4 +32,5 @@ BINDING = Binding(
         "quantised models: vLLM's kernel that fuses activation and quantisation takes both",
         HW_AGNOSTIC,
     ),
+    when=lambda config: is_multimodal(config) or mentions("relu2")(config),
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
 from ._activation import gated
+from ._models import mentions
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -35,4 +36,5 @@ BINDING = Binding(
         "ranks compute",
         HW_AGNOSTIC,
     ),
+    when=mentions("swiglu"),  # as `swiglu_limit`
 )
