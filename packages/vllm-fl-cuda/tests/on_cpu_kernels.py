@@ -19,6 +19,9 @@ from vllm_fl import OpImpl, hookimpl
 LANES = 8
 """Elements of one vector of the CPU kernels, which have no remainder."""
 
+LAYERS = {"relu_squared": "relu2"}
+"""Kernel -> vLLM's layer of it, where that has another name."""
+
 
 @hookimpl
 def register_ops() -> Iterable[OpImpl]:
@@ -56,9 +59,15 @@ def kernel(name: str) -> Callable[..., None]:
     if not hasattr(torch.ops._C, name):
         return _by_layer(name)
     overload = getattr(torch.ops._C, name).default
-    return {"rms_norm": _norm, "fused_add_rms_norm": _add_norm, "rotary_embedding": _rotary}.get(
-        name, _gated
-    )(overload)
+    behind = {
+        "rms_norm": _norm,
+        "fused_add_rms_norm": _add_norm,
+        "rotary_embedding": _rotary,
+        "gelu_new": _elementwise,
+        "gelu_fast": _elementwise,
+        "gelu_quick": _elementwise,
+    }
+    return behind.get(name, _gated)(overload)
 
 
 def _by_layer(name: str) -> Callable[..., None]:
@@ -70,6 +79,7 @@ def _by_layer(name: str) -> Callable[..., None]:
     from vllm.model_executor.custom_op import op_registry
     from vllm.model_executor.layers import activation  # noqa: F401 (registers its layers)
 
+    name = LAYERS.get(name, name)
     if name not in op_registry:
         raise AttributeError(f"neither a CPU kernel nor a layer of vLLM's is called {name!r}")
     cls = op_registry[name]
@@ -96,6 +106,17 @@ def _gated(overload: Any) -> Callable[..., None]:
         result = whole.new_empty((*whole.shape[:-1], whole.shape[-1] // 2))
         overload(result, whole)
         out.copy_(result[..., :size])
+
+    return call
+
+
+def _elementwise(overload: Any) -> Callable[..., None]:
+    def call(out: torch.Tensor, x: torch.Tensor) -> None:
+        _reads_packed(x)
+        whole = F.pad(x, (0, -x.shape[-1] % LANES))
+        result = torch.empty_like(whole)
+        overload(result, whole)
+        out.copy_(result[..., : x.shape[-1]])
 
     return call
 

@@ -25,6 +25,9 @@ SCHEMAS = {
     "silu_and_mul": "silu_and_mul(Tensor! result, Tensor input) -> ()",
     "gelu_and_mul": "gelu_and_mul(Tensor! out, Tensor input) -> ()",
     "gelu_tanh_and_mul": "gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()",
+    "gelu_new": "gelu_new(Tensor! out, Tensor input) -> ()",
+    "gelu_fast": "gelu_fast(Tensor! out, Tensor input) -> ()",
+    "gelu_quick": "gelu_quick(Tensor! out, Tensor input) -> ()",
     "rms_norm": "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
     "fused_add_rms_norm": "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, "
     "float epsilon) -> ()",
@@ -116,10 +119,11 @@ def unaligned(*shape: int) -> torch.Tensor:
 def test_vectors_are_loaded_from_aligned_memory_only(recorder: Recorder) -> None:
     x, residual = unaligned(2, 64), unaligned(2, 64)
     IMPLS["silu_and_mul"].fn(x)
+    IMPLS["quick_gelu"].fn(x)
     IMPLS["rms_norm"].fn(x, None, unaligned(64), 1e-6)
     IMPLS["rms_norm"].fn(x, residual, unaligned(64), 1e-6)
     tensors = [a for call in recorder.calls for a in call if isinstance(a, torch.Tensor)]
-    assert len(tensors) == 2 + 3 + 3
+    assert len(tensors) == 2 + 2 + 3 + 3
     assert all(a.data_ptr() % 32 == 0 for a in tensors)
 
 
