@@ -63,6 +63,15 @@ def rotary_embedding(
     )
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
+) -> Any:
+    spec = contracts()["layer_norm"]
+    layer: Any = layer_for(spec, {"weight": weight, "bias": bias, "epsilon": epsilon})
+    layer.normalized_shape = x.shape[-1:]
+    return layer.forward_native(x)
+
+
 def of_layer(spec: OpSpec) -> Callable[..., Any]:
     """`forward_native` of the layer that the op's binding names, by the contract's parameters."""
 
@@ -75,9 +84,10 @@ def of_layer(spec: OpSpec) -> Callable[..., Any]:
     return native
 
 
-# The norms are ops of vLLM's IR, and a rope takes its own arguments; any other layer is called.
+# RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, and a rope takes
+# its own arguments; any other layer is called.
 NATIVE = {op: of_layer(spec) for op, spec in contracts().items()} | {
-    op.__name__: op for op in (rms_norm, rotary_embedding)
+    op.__name__: op for op in (layer_norm, rms_norm, rotary_embedding)
 }
 CASES = [
     pytest.param(impl.op_name, impl.fn, sample, id=f"{impl.op_name}-{str(dtype)[6:]}-{sample.name}")

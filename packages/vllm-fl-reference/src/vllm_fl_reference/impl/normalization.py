@@ -1,12 +1,44 @@
-"""RMS normalisation, as `vllm.ir.ops.rms_norm` and `fused_add_rms_norm` compute it."""
+"""Normalisations, as vLLM's layers and its IR's `rms_norm` compute them in PyTorch."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from . import implementations
 
-__all__ = ["OPS", "rms_norm"]
+__all__ = ["OPS", "layer_norm", "rms_norm"]
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias, in the wider dtype of x and weight.
+
+    Args:
+        x: (..., hidden), floating.
+        weight: (hidden,), of x's dtype or float32, or None for 1.
+        bias: (hidden,), of weight's dtype, or None for 0.
+        epsilon: added to the variance, above 0.
+
+    Returns:
+        (..., hidden), contiguous, of x's dtype.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have computed with such an argument in silence.
+        RuntimeError: shapes, dtypes or devices that PyTorch cannot combine.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating, got {x.dtype}")
+    if bias is not None and weight is None:
+        raise ValueError("bias must be None without a weight")
+    if epsilon <= 0:
+        raise ValueError(f"epsilon must be above 0, got {epsilon}")
+    wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))
+    return F.layer_norm(wide, x.shape[-1:], weight, bias, epsilon).to(x.dtype)
 
 
 def rms_norm(
@@ -68,4 +100,4 @@ def _refuse_silent_mistakes(
         raise ValueError(f"variance_size must be from 1 to {x.shape[-1]}, got {variance_size}")
 
 
-OPS = implementations(rms_norm)
+OPS = implementations(layer_norm, rms_norm)
