@@ -8,7 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from ..contracts import OpSpec
-from ..contracts.binding import AttentionPlace, Binding, IrPlace, LayerPlace, OperatorPlace
+from ..contracts.binding import (
+    AttentionPlace,
+    Binding,
+    FunctionPlace,
+    IrPlace,
+    LayerPlace,
+    OperatorPlace,
+)
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import UNORDERED
@@ -165,6 +172,8 @@ def _places(binding: Binding) -> list[str]:
                 told.append(f"layer {place.cls}{more * place.subclasses}")
             case OperatorPlace():
                 told.append(f"operator {place.name}")
+            case FunctionPlace():
+                told.append(f"function {place.name.removeprefix('vllm.')}")
             case IrPlace():
                 told.append(f"vllm.ir.{place.name}, in the releases that have it")
             case AttentionPlace():

@@ -12,13 +12,20 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ...contracts.binding import AttentionPlace, Binding, IrPlace, LayerPlace, OperatorPlace
+from ...contracts.binding import (
+    AttentionPlace,
+    Binding,
+    FunctionPlace,
+    IrPlace,
+    LayerPlace,
+    OperatorPlace,
+)
 from ...plugins.registry import RegistrySnapshot
 from ...plugins.types import BackendImplKind, OpImpl
 
 __all__ = ["all_bindings", "bindings", "places", "stock_form"]
 
-P = TypeVar("P", LayerPlace, OperatorPlace, IrPlace, AttentionPlace)
+P = TypeVar("P", LayerPlace, OperatorPlace, FunctionPlace, IrPlace, AttentionPlace)
 
 
 @cache
@@ -47,8 +54,11 @@ def places(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
     ]
 
 
-def stock_form(op: str, native: Callable[..., Any] | None) -> OpImpl | None:
+def stock_form(
+    op: str, native: Callable[..., Any] | None, consumes: frozenset[str] = frozenset()
+) -> OpImpl | None:
     """vLLM's own form of an op, by the contract's parameters: the last of a plan's candidates."""
     if native is None:
         return None
-    return OpImpl(op, "stock.vllm", BackendImplKind.REFERENCE, native, traceable=True)
+    kind = BackendImplKind.REFERENCE
+    return OpImpl(op, "stock.vllm", kind, native, consumes=consumes, traceable=True)
