@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,8 @@ from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from vllm_fl.integration.seams.layers import layer_for
 
@@ -63,6 +67,39 @@ def rotary_embedding(
     )
 
 
+def multimodal_rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    mrope_section: list[int],
+    mrope_interleaved: bool,
+    rotary_interleaved: bool,
+) -> Any:
+    if not query.shape[0]:  # as in rotary_embedding
+        return torch.empty_like(query), torch.empty_like(key)
+    layer: Any = object.__new__(MRotaryEmbedding)
+    torch.nn.Module.__init__(layer)
+    layer.head_size, layer.rotary_dim = query.shape[-1], 2 * cos.shape[-1]
+    layer.mrope_section, layer.mrope_interleaved = mrope_section, mrope_interleaved
+    layer.cos_sin_cache, layer.use_aiter = torch.cat((cos, sin), dim=-1), False
+    layer.apply_rotary_emb = SimpleNamespace(
+        forward_native=partial(ApplyRotaryEmb.forward_static, is_neox_style=not rotary_interleaved)
+    )
+    q, k = layer.forward_native(position_ids.t(), query.flatten(1), key.flatten(1))
+    return q.view(query.shape), k.view(key.shape)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
+) -> Any:
+    spec = contracts()["layer_norm"]
+    layer: Any = layer_for(spec, {"weight": weight, "bias": bias, "epsilon": epsilon})
+    layer.normalized_shape = x.shape[-1:]
+    return layer.forward_native(x)
+
+
 def of_layer(spec: OpSpec) -> Callable[..., Any]:
     """`forward_native` of the layer that the op's binding names, by the contract's parameters."""
 
@@ -75,9 +112,10 @@ def of_layer(spec: OpSpec) -> Callable[..., Any]:
     return native
 
 
-# The norms are ops of vLLM's IR, and a rope takes its own arguments; any other layer is called.
+# RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, and a rope takes
+# its own arguments; any other layer is called.
 NATIVE = {op: of_layer(spec) for op, spec in contracts().items()} | {
-    op.__name__: op for op in (rms_norm, rotary_embedding)
+    op.__name__: op for op in (layer_norm, multimodal_rotary_embedding, rms_norm, rotary_embedding)
 }
 CASES = [
     pytest.param(impl.op_name, impl.fn, sample, id=f"{impl.op_name}-{str(dtype)[6:]}-{sample.name}")
