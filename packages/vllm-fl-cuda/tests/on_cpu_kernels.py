@@ -27,12 +27,12 @@ LAYERS = {"relu_squared": "relu2"}
 def register_ops() -> Iterable[OpImpl]:
     """Nothing: what the installed plugin brings is let run here."""
     import vllm_fl_cuda.impl as shared
-    from vllm_fl_cuda.impl import activation, normalization, rotary
+    from vllm_fl_cuda.impl import activation, normalization, quantisation, rotary
 
     shared._no_cuda_build = shared._no_device = lambda: None
-    for module in (shared, activation, normalization, rotary):
+    for module in (shared, activation, normalization, quantisation, rotary):
         module.kernel = kernel
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, quantisation, rotary):
         module.unsuitable = unsuitable
     return ()
 
@@ -59,15 +59,7 @@ def kernel(name: str) -> Callable[..., None]:
     if not hasattr(torch.ops._C, name):
         return _by_layer(name)
     overload = getattr(torch.ops._C, name).default
-    behind = {
-        "rms_norm": _norm,
-        "fused_add_rms_norm": _add_norm,
-        "rotary_embedding": _rotary,
-        "gelu_new": _elementwise,
-        "gelu_fast": _elementwise,
-        "gelu_quick": _elementwise,
-    }
-    return behind.get(name, _gated)(overload)
+    return BEHIND.get(name, _gated)(overload)
 
 
 def _by_layer(name: str) -> Callable[..., None]:
@@ -140,6 +132,14 @@ def _add_norm(overload: Any) -> Callable[..., None]:
     return call
 
 
+def _int8(overload: Any) -> Callable[..., None]:
+    def call(out: torch.Tensor, x: torch.Tensor, *scales: torch.Tensor | None) -> None:
+        _reads_packed(x, *(scale for scale in scales if scale is not None))
+        overload(out, x, *scales)
+
+    return call
+
+
 def _rotary(overload: Any) -> Callable[..., None]:
     def call(
         positions: torch.Tensor,
@@ -170,3 +170,16 @@ def _whole_vectors(x: torch.Tensor) -> None:
 def _reads_packed(*tensors: torch.Tensor) -> None:
     for x in tensors:
         assert x.is_contiguous(), "the kernel reads it as if it were contiguous"
+
+
+BEHIND = {
+    "rms_norm": _norm,
+    "fused_add_rms_norm": _add_norm,
+    "rotary_embedding": _rotary,
+    "gelu_new": _elementwise,
+    "gelu_fast": _elementwise,
+    "gelu_quick": _elementwise,
+    "static_scaled_int8_quant": _int8,
+    "dynamic_scaled_int8_quant": _int8,
+}
+"""CUDA kernel -> what stands behind it; every other one is a gated activation."""

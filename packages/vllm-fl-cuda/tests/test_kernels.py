@@ -15,7 +15,7 @@ import torch
 
 import vllm_fl_cuda.impl as shared
 from vllm_fl.contracts import contracts
-from vllm_fl_cuda.impl import activation, normalization, rotary
+from vllm_fl_cuda.impl import activation, normalization, quantisation, rotary
 from vllm_fl_cuda.plugin import register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
@@ -34,6 +34,10 @@ SCHEMAS = {
     "rotary_embedding": "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, "
     "int head_size, Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, "
     "bool inverse=False) -> ()",
+    "static_scaled_int8_quant": "static_scaled_int8_quant(Tensor! result, Tensor input, "
+    "Tensor scale, Tensor? azp) -> ()",
+    "dynamic_scaled_int8_quant": "dynamic_scaled_int8_quant(Tensor! result, Tensor input, "
+    "Tensor! scale, Tensor!? azp) -> ()",
 }
 """As vLLM 0.26.0's CUDA build registers them (vllm/_C_stable_libtorch.abi3.so of its wheel)."""
 
@@ -52,7 +56,7 @@ REFUSED = {
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`supports` as on a GPU, for tensors that lie on the CPU."""
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, quantisation, rotary):
         monkeypatch.setattr(module, "unsuitable", lambda name, x: None)
 
 
@@ -98,7 +102,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     record = Recorder()
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, quantisation, rotary):
         monkeypatch.setattr(module, "kernel", record)
     return record
 
