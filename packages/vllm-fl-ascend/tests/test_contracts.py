@@ -65,6 +65,9 @@ UNSUITABLE = [
     ("silu_and_mul", (X.long(),), "x of torch.int64"),
     ("silu_and_mul", (torch.ones([1] * 8 + [2]),), "of 9 dimensions"),
     ("gelu_and_mul", (X.double(),), "x of torch.float64"),
+    ("silu_and_mul_with_clamp", (X, -7.0), "limit=-7.0 is not finite and above 0"),
+    ("silu_and_mul_with_clamp", (torch.ones(2, 3), 7.0), "no two halves"),
+    ("quick_gelu", (torch.tensor(1.0),), "of 0 dimensions"),
     ("rms_norm", (X, None, None, 1e-6, 8), "variance_size"),
     ("rms_norm", (X, X.half(), None, 1e-6), "residual is torch.float16"),
     ("rotary_embedding", (ROWS, ROWS.half(), *TABLES), "key is torch.float16"),
@@ -118,6 +121,8 @@ def test_one_kernel_does_one_call() -> None:
     calls = {
         "npu_swiglu": lambda: activation.silu_and_mul(x),
         "npu_geglu": lambda: activation.gelu_and_mul(x),
+        "npu_clipped_swiglu": lambda: activation.silu_and_mul_with_clamp(x, 7.0),
+        "npu_fast_gelu": lambda: activation.quick_gelu(x),
         "npu_rms_norm": lambda: normalization.rms_norm(x, None, torch.ones(128), 1e-6),
         "npu_add_rms_norm": lambda: normalization.rms_norm(x, x, torch.ones(128), 1e-6),
         "npu_mrope": lambda: rotary.rotary_embedding(heads, heads, cos, sin, torch.arange(4)),

@@ -55,6 +55,16 @@ def npu_clipped_swiglu(
     return (a * torch.sigmoid(alpha * a) * (b + bias)).to(x.dtype)
 
 
+@numerics("npu_fast_gelu")
+def npu_fast_gelu(input: Tensor) -> Tensor:
+    """By the second formula of its documentation, that of Atlas A2 and A3."""
+    demand(input.dtype in FLOATS, "npu_fast_gelu", "float32, float16 or bfloat16")
+    demand(input.ndim <= 8, "npu_fast_gelu", "at most 8 dimensions")
+    demand(input.numel() > 0, "npu_fast_gelu", "no empty tensors")
+    x = input.float()
+    return (x / (1 + torch.exp(-1.702 * x))).to(input.dtype)
+
+
 @numerics("npu_geglu")
 def npu_geglu(
     input: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
