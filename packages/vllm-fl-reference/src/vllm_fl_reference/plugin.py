@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from vllm_fl import OpImpl, hookimpl
 
-from .impl import activation, cache, merging, normalization, rotary
+from .impl import activation, merging, normalization, paging, rotary
 
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `reference.torch`; they run wherever PyTorch does."""
-    return [*activation.OPS, *cache.OPS, *merging.OPS, *normalization.OPS, *rotary.OPS]
+    return [*activation.OPS, *merging.OPS, *normalization.OPS, *paging.OPS, *rotary.OPS]
