@@ -100,6 +100,19 @@ def layer_norm(
     return layer.forward_native(x)
 
 
+def merge_attn_states(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+) -> Any:
+    from vllm.v1.attention.ops.merge_attn_states import _merge_attn_states_torch
+
+    output, sums = torch.empty_like(prefix_output), torch.empty_like(prefix_lse.T)
+    _merge_attn_states_torch(output, prefix_output, prefix_lse.T, suffix_output, suffix_lse.T, sums)
+    return output, sums.T
+
+
 def of_layer(spec: OpSpec) -> Callable[..., Any]:
     """`forward_native` of the layer that the op's binding names, by the contract's parameters."""
 
@@ -117,13 +130,16 @@ LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)})
 
 # RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, and a rope takes
 # its own arguments; any other layer is called.
-NATIVE = {op: of_layer(contracts()[op]) for op in LAYERS} | {
-    op.__name__: op for op in (layer_norm, multimodal_rotary_embedding, rms_norm, rotary_embedding)
-}
+OWN = (layer_norm, merge_attn_states, multimodal_rotary_embedding, rms_norm, rotary_embedding)
+NATIVE = {op: of_layer(contracts()[op]) for op in LAYERS} | {op.__name__: op for op in OWN}
+
+KERNELS_ONLY = {"concat_and_cache_mla", "quant_int8", "reshape_and_cache"}
+"""Ops of which vLLM has no form in PyTorch."""
+
 CASES = [
     pytest.param(impl.op_name, impl.fn, sample, id=f"{impl.op_name}-{str(dtype)[6:]}-{sample.name}")
     for impl in plugin.register_ops()
-    if impl.op_name in NATIVE
+    if impl.op_name not in KERNELS_ONLY
     for dtype in DTYPES
     for sample in contracts()[impl.op_name].samples(dtype, CPU)
 ]

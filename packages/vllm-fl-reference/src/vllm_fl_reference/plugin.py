@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from vllm_fl import OpImpl, hookimpl
 
-from .impl import activation, normalization, quantisation, rotary
+from .impl import activation, merging, normalization, paging, quantisation, rotary
 
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `reference.torch`; they run wherever PyTorch does."""
-    return [*activation.OPS, *normalization.OPS, *quantisation.OPS, *rotary.OPS]
+    return [
+        *activation.OPS,
+        *merging.OPS,
+        *normalization.OPS,
+        *paging.OPS,
+        *quantisation.OPS,
+        *rotary.OPS,
+    ]
