@@ -125,8 +125,8 @@ def of_layer(spec: OpSpec) -> Callable[..., Any]:
     return native
 
 
-LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)})
-"""The ops that layers run. The others have no native form in vLLM."""
+LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)} - {"chunk_gated_delta_rule"})
+"""The ops that layers run in PyTorch. The others have no native form in vLLM."""
 
 # RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, and a rope takes
 # its own arguments; any other layer is called.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm_fl import OpImpl, hookimpl
 
-from .impl import activation, merging, normalization, paging, quantisation, rotary
+from .impl import activation, gated_delta, merging, normalization, paging, quantisation, rotary
 
 
 @hookimpl
@@ -12,6 +12,7 @@ def register_ops() -> list[OpImpl]:
     """The ops as `reference.torch`; they run wherever PyTorch does."""
     return [
         *activation.OPS,
+        *gated_delta.OPS,
         *merging.OPS,
         *normalization.OPS,
         *paging.OPS,
