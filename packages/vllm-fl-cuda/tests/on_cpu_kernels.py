@@ -24,12 +24,12 @@ LANES = 8
 def register_ops() -> Iterable[OpImpl]:
     """Nothing: what the installed plugin brings is let run here."""
     import vllm_fl_cuda.impl as shared
-    from vllm_fl_cuda.impl import activation, normalization, rotary
+    from vllm_fl_cuda.impl import activation, normalization, rotary, routing
 
     shared._no_cuda_build = shared._no_device = lambda: None
-    for module in (shared, activation, normalization, rotary):
+    for module in (shared, activation, normalization, rotary, routing):
         module.kernel = kernel
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, rotary, routing):
         module.unsuitable = unsuitable
     return ()
 

@@ -15,7 +15,7 @@ import torch
 
 import vllm_fl_cuda.impl as shared
 from vllm_fl.contracts import contracts
-from vllm_fl_cuda.impl import activation, normalization, rotary
+from vllm_fl_cuda.impl import activation, normalization, rotary, routing
 from vllm_fl_cuda.plugin import register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
@@ -42,6 +42,14 @@ REFUSED = {
         "fp32 weight, residual",
     },
     "rotary_embedding": {"cos and sin are separate tensors"},
+    "grouped_topk": {
+        "1 token",
+        "16 tokens",
+        "0 tokens",
+        "odd sizes, plain",
+        "every group, plain",
+        "every other row of a slice",
+    },  # without a bias
 }
 """What the CUDA kernels have no form for; every other sample is taken."""
 
@@ -49,7 +57,7 @@ REFUSED = {
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`supports` as on a GPU, for tensors that lie on the CPU."""
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, rotary, routing):
         monkeypatch.setattr(module, "unsuitable", lambda name, x: None)
 
 
@@ -95,7 +103,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     record = Recorder()
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, rotary, routing):
         monkeypatch.setattr(module, "kernel", record)
     return record
 

@@ -1,0 +1,197 @@
+"""Where vLLM runs `grouped_topk`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...contracts.binding import Binding, Bound, FunctionPlace, LayerPlace, OperatorPlace
+from ._models import has_experts
+from ._routing import EXPERT_GROUPS, EXPERTS, TOPK, TOPK_GROUPS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+_ROUTER = "vllm.model_executor.layers.fused_moe.router"
+
+_SIGMOID = 1
+"""How vLLM's operator calls a sigmoid of logits; 0 stands for scores as they are."""
+
+
+def _native(
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import grouped_topk
+
+    own = getattr(grouped_topk, "__wrapped__", grouped_topk)  # vLLM compiles it at its first call
+    logits = gating_output.float()  # as the CPU build does: scores of 16 bits tie
+    routing: tuple[Tensor, Tensor] = own(
+        logits,  # stands for hidden states: only their number is looked at
+        logits,
+        topk,
+        renormalize,
+        num_expert_group,
+        topk_group,
+        scoring_func,
+        routed_scaling_factor,
+        e_score_correction_bias,
+    )
+    return routing
+
+
+def _from_hidden_states(layer: Any, op: Bound) -> Bound:
+    def forward(
+        hidden_states: Tensor,
+        gating_output: Tensor,
+        e_score_correction_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        routing: tuple[Tensor, Tensor] = op(gating_output, e_score_correction_bias)
+        return routing
+
+    return forward
+
+
+def _function(op: Bound) -> Bound:
+    def grouped_topk(
+        hidden_states: Tensor,
+        gating_output: Tensor,
+        topk: int,
+        renormalize: bool,
+        num_expert_group: int = 0,
+        topk_group: int = 0,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        e_score_correction_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        routing: tuple[Tensor, Tensor] = op(
+            gating_output,
+            topk,
+            renormalize,
+            num_expert_group,
+            topk_group,
+            scoring_func,
+            routed_scaling_factor,
+            e_score_correction_bias,
+        )
+        return routing
+
+    return grouped_topk
+
+
+def _by_function(replaced: Bound) -> Bound:
+    def op(gating_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        routing: tuple[Tensor, Tensor] = replaced(gating_output, gating_output, *rest)
+        return routing
+
+    return op
+
+
+def _same(op: Bound) -> Bound:
+    """The CPU build's function has the contract's parameters."""
+    return op
+
+
+def _operator(op: Bound) -> Bound:
+    def kernel(
+        scores: Tensor,
+        n_group: int,
+        topk_group: int,
+        topk: int,
+        renormalize: bool,
+        routed_scaling_factor: float,
+        bias: Tensor,
+        scoring_func: int,
+    ) -> object:
+        if scoring_func != _SIGMOID:  # a softmax has been taken already
+            return NotImplemented
+        factor = routed_scaling_factor
+        return op(scores, topk, renormalize, n_group, topk_group, "sigmoid", factor, bias)
+
+    return kernel
+
+
+def _by_operator(replaced: Bound) -> Bound:
+    def op(
+        gating_output: Tensor,
+        topk: int,
+        renormalize: bool,
+        num_expert_group: int,
+        topk_group: int,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        e_score_correction_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        routing: tuple[Tensor, Tensor] = replaced(
+            gating_output,
+            num_expert_group,
+            topk_group,
+            topk,
+            renormalize,
+            routed_scaling_factor,
+            e_score_correction_bias,
+            _SIGMOID,
+        )
+        return routing
+
+    return op
+
+
+_CPU = (
+    "gating_output",
+    "topk",
+    "renormalize",
+    "num_expert_group",
+    "topk_group",
+    "scoring_func",
+    "routed_scaling_factor",
+    "e_score_correction_bias",
+)
+
+BINDING = Binding(
+    places=(
+        LayerPlace(
+            f"{_ROUTER}.grouped_topk_router.GroupedTopk", _native, adapt=_from_hidden_states
+        ),
+        # What vLLM's router calls; it does not make the layer.
+        FunctionPlace(
+            (f"{_ROUTER}.grouped_topk_router.grouped_topk",),
+            ("hidden_states", *_CPU),
+            _function,
+            _by_function,
+        ),
+        OperatorPlace(
+            "_moe_C::grouped_topk",
+            (
+                "scores",
+                "n_group",
+                "topk_group",
+                "topk",
+                "renormalize",
+                "routed_scaling_factor",
+                "bias",
+                "scoring_func",
+            ),
+            _operator,
+            _by_operator,
+        ),
+        # The CPU build, from the release that has this module on.
+        FunctionPlace((f"{_ROUTER}.cpu_router._grouped_topk",), _CPU, _same, _same),
+    ),
+    sizes=(EXPERTS, TOPK, EXPERT_GROUPS, TOPK_GROUPS),
+    not_reached=(
+        "experts whose kernel routes, too (monolithic ones: FlashInfer's of TensorRT-LLM), and "
+        "AITER's routing on ROCm",
+        "models that choose among 1 group, which vLLM routes by `moe_topk`",
+        "vLLM's CPU build where it compiles the model, since its routing is part of the graph, and "
+        "before it had a router of its own",
+    ),
+    when=has_experts,
+)
