@@ -228,7 +228,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
-    names = ("experts", "experts_per_token", "expert_groups", "topk_groups")
+    names = ("experts", "experts_per_token", "expert_groups", "expert_groups_per_token")
     told = [sizes.more.get(name) for name in names]
     if None in told:
         return

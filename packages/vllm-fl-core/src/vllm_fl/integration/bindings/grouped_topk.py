@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import Binding, Bound, FunctionPlace, LayerPlace, OperatorPlace
+from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
-from ._routing import EXPERT_GROUPS, EXPERTS, TOPK, TOPK_GROUPS
+from ._routing import EXPERT_GROUPS, GROUPS_OF_A_TOKEN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,7 +186,7 @@ BINDING = Binding(
         # The CPU build, from the release that has this module on.
         FunctionPlace((f"{_ROUTER}.cpu_router._grouped_topk",), _CPU, _same, _same),
     ),
-    sizes=(EXPERTS, TOPK, EXPERT_GROUPS, TOPK_GROUPS),
+    sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN, EXPERT_GROUPS, GROUPS_OF_A_TOKEN),
     not_reached=(
         "experts whose kernel routes, too (monolithic ones: FlashInfer's of TensorRT-LLM), and "
         "AITER's routing on ROCm",

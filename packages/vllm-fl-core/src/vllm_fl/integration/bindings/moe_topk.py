@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
+from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
-from ._routing import EXPERTS, TOPK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,7 +164,7 @@ BINDING = Binding(
             _by_cpu,
         ),
     ),
-    sizes=(EXPERTS, TOPK),
+    sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN),
     not_reached=(
         "experts whose kernel routes, too (monolithic ones: FlashInfer's of TensorRT-LLM)",
         "other scores than softmax and sigmoid (DeepSeek V4's), a model's own routing function, "
