@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...contracts.binding import Binding, Bound, FunctionPlace, LayerPlace, OperatorPlace
+from ...contracts.binding import Binding, Bound, FunctionPlace, LayerPlace
 from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
 from ._routing import EXPERT_GROUPS, GROUPS_OF_A_TOKEN
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 _ROUTER = "vllm.model_executor.layers.fused_moe.router"
-
-_SIGMOID = 1
-"""How vLLM's operator calls a sigmoid of logits; 0 stands for scores as they are."""
 
 
 def _native(
@@ -100,51 +97,6 @@ def _same(op: Bound) -> Bound:
     return op
 
 
-def _operator(op: Bound) -> Bound:
-    def kernel(
-        scores: Tensor,
-        n_group: int,
-        topk_group: int,
-        topk: int,
-        renormalize: bool,
-        routed_scaling_factor: float,
-        bias: Tensor,
-        scoring_func: int,
-    ) -> object:
-        if scoring_func != _SIGMOID:  # a softmax has been taken already
-            return NotImplemented
-        factor = routed_scaling_factor
-        return op(scores, topk, renormalize, n_group, topk_group, "sigmoid", factor, bias)
-
-    return kernel
-
-
-def _by_operator(replaced: Bound) -> Bound:
-    def op(
-        gating_output: Tensor,
-        topk: int,
-        renormalize: bool,
-        num_expert_group: int,
-        topk_group: int,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        e_score_correction_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        routing: tuple[Tensor, Tensor] = replaced(
-            gating_output,
-            num_expert_group,
-            topk_group,
-            topk,
-            renormalize,
-            routed_scaling_factor,
-            e_score_correction_bias,
-            _SIGMOID,
-        )
-        return routing
-
-    return op
-
-
 _CPU = (
     "gating_output",
     "topk",
@@ -161,27 +113,12 @@ BINDING = Binding(
         LayerPlace(
             f"{_ROUTER}.grouped_topk_router.GroupedTopk", _native, adapt=_from_hidden_states
         ),
-        # What vLLM's router calls; it does not make the layer.
+        # What vLLM's router calls, and what calls `_moe_C::grouped_topk`; it makes no layer.
         FunctionPlace(
             (f"{_ROUTER}.grouped_topk_router.grouped_topk",),
             ("hidden_states", *_CPU),
             _function,
             _by_function,
-        ),
-        OperatorPlace(
-            "_moe_C::grouped_topk",
-            (
-                "scores",
-                "n_group",
-                "topk_group",
-                "topk",
-                "renormalize",
-                "routed_scaling_factor",
-                "bias",
-                "scoring_func",
-            ),
-            _operator,
-            _by_operator,
         ),
         # The CPU build, from the release that has this module on.
         FunctionPlace((f"{_ROUTER}.cpu_router._grouped_topk",), _CPU, _same, _same),
