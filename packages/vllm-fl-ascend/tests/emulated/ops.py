@@ -106,8 +106,10 @@ def npu_mrope(
 ) -> tuple[Tensor, Tensor]:
     name = "npu_mrope"
     demand(positions.dtype == torch.int64, name, "int64 positions")
-    demand(positions.shape == query.shape[:1], name, "one position for each token")
-    demand(not mrope_section or not any(mrope_section), name, "no sections with such positions")
+    sections = mrope_section if mrope_section and any(mrope_section) else None
+    axes = positions.shape[:-1]
+    demand(positions.shape[-1:] == query.shape[:1], name, "a position for each token")
+    demand(axes == ((3,) if sections else ()), name, "three axes with sections, else one")
     demand(query.ndim == key.ndim == cos_sin_cache.ndim == 2, name, "two dimensions each")
     demand(query.dtype in FLOATS, name, "float32, float16 or bfloat16")
     demand(query.dtype == key.dtype == cos_sin_cache.dtype, name, "query, key, cache of one dtype")
@@ -118,7 +120,14 @@ def npu_mrope(
     rotary = cos_sin_cache.shape[1]
     demand(head_size % step == rotary % step == 0, name, f"sizes that are multiples of {step}")
     demand(rotary <= head_size, name, "a cache no wider than a head")
-    cos, sin = cos_sin_cache.float()[positions].unsqueeze(1).chunk(2, -1)
+    cos, sin = cos_sin_cache.float()[positions].unsqueeze(-2).chunk(2, -1)
+    if sections:
+        demand(len(sections) == 3, name, "three sections")
+        demand(sum(sections) == rotary // 2, name, "sections of all pairs")
+        cos, sin = (
+            torch.cat([part[axis] for axis, part in enumerate(table.split(sections, -1))], -1)
+            for table in (cos, sin)
+        )
 
     def turn(x: Tensor) -> Tensor:
         heads = x.float().unflatten(1, (-1, head_size))
