@@ -27,12 +27,29 @@ LAYERS = {"relu_squared": "relu2"}
 def register_ops() -> Iterable[OpImpl]:
     """Nothing: what the installed plugin brings is let run here."""
     import vllm_fl_cuda.impl as shared
-    from vllm_fl_cuda.impl import activation, merging, normalization, paging, quantisation, rotary
+    from vllm_fl_cuda.impl import (
+        activation,
+        merging,
+        normalization,
+        paging,
+        quantisation,
+        rotary,
+        routing,
+    )
 
     shared._no_cuda_build = shared._no_device = lambda: None
-    for module in (shared, activation, merging, normalization, paging, quantisation, rotary):
+    for module in (
+        shared,
+        activation,
+        merging,
+        normalization,
+        paging,
+        quantisation,
+        rotary,
+        routing,
+    ):
         module.kernel = kernel
-    for module in (activation, merging, normalization, paging, quantisation, rotary):
+    for module in (activation, merging, normalization, paging, quantisation, rotary, routing):
         module.unsuitable = unsuitable
     return ()
 

@@ -15,7 +15,15 @@ import torch
 
 import vllm_fl_cuda.impl as shared
 from vllm_fl.contracts import contracts
-from vllm_fl_cuda.impl import activation, merging, normalization, paging, quantisation, rotary
+from vllm_fl_cuda.impl import (
+    activation,
+    merging,
+    normalization,
+    paging,
+    quantisation,
+    rotary,
+    routing,
+)
 from vllm_fl_cuda.plugin import register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
@@ -51,6 +59,14 @@ REFUSED = {
     "rotary_embedding": {"cos and sin are separate tensors"},
     "reshape_and_cache": {"odd sizes"},
     "merge_attn_states": {"odd sizes"},
+    "grouped_topk": {
+        "1 token",
+        "16 tokens",
+        "0 tokens",
+        "odd sizes, plain",
+        "every group, plain",
+        "every other row of a slice",
+    },  # without a bias
 }
 """What the CUDA kernels have no form for; every other sample is taken."""
 
@@ -58,7 +74,7 @@ REFUSED = {
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`supports` as on a GPU, for tensors that lie on the CPU."""
-    for module in (activation, merging, normalization, paging, quantisation, rotary):
+    for module in (activation, merging, normalization, paging, quantisation, rotary, routing):
         monkeypatch.setattr(module, "unsuitable", lambda name, x: None)
 
 
@@ -104,7 +120,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     record = Recorder()
-    for module in (activation, merging, normalization, paging, quantisation, rotary):
+    for module in (activation, merging, normalization, paging, quantisation, rotary, routing):
         monkeypatch.setattr(module, "kernel", record)
     return record
 

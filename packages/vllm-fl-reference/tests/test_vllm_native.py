@@ -67,6 +67,29 @@ def rotary_embedding(
     )
 
 
+def moe_topk(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str,
+    factor: float,
+    bias: torch.Tensor | None,
+) -> Any:
+    """The CPU build's two forms, in fp32; the second one with one group of all experts."""
+    router = pytest.importorskip("vllm.model_executor.layers.fused_moe.router.cpu_router")
+    if scoring_func == "softmax" and bias is None:
+        weights, ids = router._softmax_topk(gating_output.float(), topk, renormalize)
+        return (weights if factor == 1.0 else weights * factor), ids
+    return router._grouped_topk(gating_output, topk, renormalize, 1, 1, scoring_func, factor, bias)
+
+
+def grouped_topk(gating_output: torch.Tensor, *rest: Any) -> Any:
+    router = pytest.importorskip("vllm.model_executor.layers.fused_moe.router.cpu_router")
+    if not gating_output.shape[0]:  # vLLM's view(0, groups, -1) is ambiguous
+        return torch.empty(0, rest[0]), torch.empty(0, rest[0], dtype=torch.int32)
+    return router._grouped_topk(gating_output, *rest)
+
+
 def multimodal_rotary_embedding(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -128,9 +151,17 @@ def of_layer(spec: OpSpec) -> Callable[..., Any]:
 LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)} - {"chunk_gated_delta_rule"})
 """The ops that layers run in PyTorch. The others have no native form in vLLM."""
 
-# RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, and a rope takes
-# its own arguments; any other layer is called.
-OWN = (layer_norm, merge_attn_states, multimodal_rotary_embedding, rms_norm, rotary_embedding)
+# RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, a rope takes its
+# own arguments, and the others are functions; any other layer is called.
+OWN = (
+    grouped_topk,
+    layer_norm,
+    merge_attn_states,
+    moe_topk,
+    multimodal_rotary_embedding,
+    rms_norm,
+    rotary_embedding,
+)
 NATIVE = {op: of_layer(contracts()[op]) for op in LAYERS} | {op.__name__: op for op in OWN}
 
 KERNELS_ONLY = {"concat_and_cache_mla", "quant_int8", "reshape_and_cache"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
-from .impl import activation, merging, normalization, paging, quantisation, rotary
+from .impl import activation, merging, normalization, paging, quantisation, rotary, routing
 
 POLICY = Path(__file__).with_name("cuda.yaml")
 
@@ -21,6 +21,7 @@ def register_ops() -> list[OpImpl]:
         *paging.OPS,
         *quantisation.OPS,
         *rotary.OPS,
+        *routing.OPS,
     ]
 
 

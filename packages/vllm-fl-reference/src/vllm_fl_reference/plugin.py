@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from vllm_fl import OpImpl, hookimpl
 
-from .impl import activation, gated_delta, merging, normalization, paging, quantisation, rotary
+from .impl import (
+    activation,
+    gated_delta,
+    merging,
+    normalization,
+    paging,
+    quantisation,
+    rotary,
+    routing,
+)
 
 
 @hookimpl
@@ -18,4 +27,5 @@ def register_ops() -> list[OpImpl]:
         *paging.OPS,
         *quantisation.OPS,
         *rotary.OPS,
+        *routing.OPS,
     ]
