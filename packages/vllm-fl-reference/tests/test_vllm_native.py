@@ -35,6 +35,8 @@ from vllm_fl.integration.seams.layers import layer_for
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)})
+"""The ops that layers run. The others have no native form in vLLM."""
 
 
 def rms_norm(
@@ -164,7 +166,14 @@ OWN = (
 )
 NATIVE = {op: of_layer(contracts()[op]) for op in LAYERS} | {op.__name__: op for op in OWN}
 
-KERNELS_ONLY = {"concat_and_cache_mla", "quant_int8", "reshape_and_cache"}
+KERNELS_ONLY = {
+    "chunk_gated_delta_rule",
+    "concat_and_cache_mla",
+    "fused_experts",
+    "gdn_gating",
+    "quant_int8",
+    "reshape_and_cache",
+}
 """Ops of which vLLM has no form in PyTorch."""
 
 CASES = [

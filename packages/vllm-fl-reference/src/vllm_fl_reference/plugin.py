@@ -6,6 +6,7 @@ from vllm_fl import OpImpl, hookimpl
 
 from .impl import (
     activation,
+    experts,
     gated_delta,
     merging,
     normalization,
@@ -21,6 +22,7 @@ def register_ops() -> list[OpImpl]:
     """The ops as `reference.torch`; they run wherever PyTorch does."""
     return [
         *activation.OPS,
+        *experts.OPS,
         *gated_delta.OPS,
         *merging.OPS,
         *normalization.OPS,
