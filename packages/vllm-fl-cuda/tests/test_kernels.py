@@ -15,7 +15,7 @@ import torch
 
 import vllm_fl_cuda.impl as shared
 from vllm_fl.contracts import contracts
-from vllm_fl_cuda.impl import activation, normalization, rotary
+from vllm_fl_cuda.impl import activation, normalization, qk_norm_rope, rotary
 from vllm_fl_cuda.plugin import register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
@@ -42,6 +42,7 @@ REFUSED = {
         "fp32 weight, residual",
     },
     "rotary_embedding": {"cos and sin are separate tensors"},
+    "qk_norm_rope": {"three quarters of each head rotate", "odd sizes", "fp32 weights and table"},
 }
 """What the CUDA kernels have no form for; every other sample is taken."""
 
@@ -49,8 +50,9 @@ REFUSED = {
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`supports` as on a GPU, for tensors that lie on the CPU."""
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, qk_norm_rope, rotary):
         monkeypatch.setattr(module, "unsuitable", lambda name, x: None)
+    monkeypatch.setattr(qk_norm_rope, "_capability", lambda device: (8, 0))
 
 
 @pytest.mark.usefixtures("any_device")
@@ -60,7 +62,9 @@ def test_what_the_kernels_have_no_form_for_is_refused_and_nothing_else(
     op: str, dtype: torch.dtype
 ) -> None:
     wanted = REFUSED.get(op, set())
-    if dtype is torch.float32:
+    if op == "qk_norm_rope" and dtype is torch.float32:
+        wanted = {sample.name for sample in contracts()[op].samples(dtype, CPU)}
+    elif dtype is torch.float32:
         wanted = {name for name in wanted if "fp32 weight" not in name}
     samples = list(contracts()[op].samples(dtype, CPU))
     refused = {s.name for s in samples if IMPLS[op].supports(*s.args) is not True}
@@ -95,7 +99,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     record = Recorder()
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, qk_norm_rope, rotary):
         monkeypatch.setattr(module, "kernel", record)
     return record
 

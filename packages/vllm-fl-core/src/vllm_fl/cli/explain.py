@@ -8,7 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from ..contracts import OpSpec
-from ..contracts.binding import AttentionPlace, Binding, IrPlace, LayerPlace, OperatorPlace
+from ..contracts.binding import (
+    AttentionPlace,
+    Binding,
+    FusionPlace,
+    IrPlace,
+    LayerPlace,
+    OperatorPlace,
+)
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import UNORDERED
@@ -169,6 +176,8 @@ def _places(binding: Binding) -> list[str]:
                 told.append(f"vllm.ir.{place.name}, in the releases that have it")
             case AttentionPlace():
                 told.append("the attention layers, by class path")
+            case FusionPlace():
+                told.append(f"where vLLM's pass {place.path.rpartition('.')[2]} finds it")
     return list(dict.fromkeys(told))
 
 

@@ -12,13 +12,20 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ...contracts.binding import AttentionPlace, Binding, IrPlace, LayerPlace, OperatorPlace
+from ...contracts.binding import (
+    AttentionPlace,
+    Binding,
+    FusionPlace,
+    IrPlace,
+    LayerPlace,
+    OperatorPlace,
+)
 from ...plugins.registry import RegistrySnapshot
 from ...plugins.types import BackendImplKind, OpImpl
 
 __all__ = ["all_bindings", "bindings", "places", "stock_form"]
 
-P = TypeVar("P", LayerPlace, OperatorPlace, IrPlace, AttentionPlace)
+P = TypeVar("P", LayerPlace, OperatorPlace, IrPlace, AttentionPlace, FusionPlace)
 
 
 @cache
