@@ -16,6 +16,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import vllm.envs
+import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
 import vllm.platforms
 from builders import registry_with_settings, silu
 from configs import engine_config
@@ -306,3 +307,26 @@ def test_without_the_ir_a_compiled_norm_that_the_user_turns_off_is_vllms(
     process.registry.register_impl(norm())
     config = engine_config(mode=CompilationMode.VLLM_COMPILE, custom_ops=custom_ops)
     assert plan_for(facts_of(config)).entries["rms_norm"].label == label
+
+
+def test_an_op_that_the_model_cannot_have_is_not_planned_unless_the_user_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = engine_config(Carried())
+    config.model_config.get_num_experts = lambda: 0
+    facts = planning.facts_of(config)
+    assert "swigluoai_and_mul" in facts.absent and "rms_norm" not in facts.absent
+    assert "swigluoai_and_mul" not in planning.plan_for(facts).entries
+    config.model_config.get_num_experts = lambda: 8
+    assert not planning.facts_of(config).absent & {"swigluoai_and_mul"}
+    del config.model_config.get_num_experts  # nobody can tell
+    assert "swigluoai_and_mul" in planning.plan_for(planning.facts_of(config)).entries
+
+
+def test_an_op_that_the_user_names_is_planned_whatever_the_model_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_FL_PER_OP", "swigluoai_and_mul=stock")
+    config = engine_config(Carried())
+    config.model_config.get_num_experts = lambda: 0
+    assert "swigluoai_and_mul" in planning.plan_for(planning.facts_of(config)).entries

@@ -55,6 +55,9 @@ class Worker:
     def load_model(self, **options):
         return "loaded"
 
+    def get_model(self):
+        return torch.nn.Module()
+
     def shutdown(self):
         pass
 

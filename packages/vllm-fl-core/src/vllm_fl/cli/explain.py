@@ -11,6 +11,7 @@ from ..contracts import OpSpec
 from ..contracts.binding import (
     AttentionPlace,
     Binding,
+    FunctionPlace,
     FusionPlace,
     IrPlace,
     LayerPlace,
@@ -172,6 +173,8 @@ def _places(binding: Binding) -> list[str]:
                 told.append(f"layer {place.cls}{more * place.subclasses}")
             case OperatorPlace():
                 told.append(f"operator {place.name}")
+            case FunctionPlace():
+                told.append(f"function {place.name.removeprefix('vllm.')}")
             case IrPlace():
                 told.append(f"vllm.ir.{place.name}, in the releases that have it")
             case AttentionPlace():

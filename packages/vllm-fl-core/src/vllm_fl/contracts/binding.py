@@ -1,6 +1,6 @@
 """Where vLLM runs an op: its places there, the sizes that it has in a model, what is not reached.
 
-A binding is data and small functions. It names vLLM's classes and operators by strings and imports
+A binding is data and small functions. It names vLLM's classes, operators and functions by strings and imports
 vllm and torch inside functions only, so that the command line and the documentation read bindings
 where neither is installed.
 """
@@ -22,6 +22,7 @@ __all__ = [
     "Binding",
     "Bound",
     "Contract",
+    "FunctionPlace",
     "FusionPlace",
     "IrPlace",
     "LayerPlace",
@@ -79,7 +80,8 @@ class OperatorPlace:
             ones behind them; a call that gives one of these another value than its default is left
             to the replaced kernel.
         route: the op by the contract's parameters -> a kernel with `parameters`, which leaves the
-            results where the operator does (`put`).
+            results where the operator does (`put`), or returns NotImplemented for a call that is
+            not the op: the replaced kernel runs then.
         native: the replaced kernel, with `parameters` -> the op by the contract's parameters: what
             runs when every candidate refused a call.
         grants: the contract's arguments that the operator overwrites, so that an implementation
@@ -91,6 +93,42 @@ class OperatorPlace:
     route: Callable[[Bound], Bound]
     native: Callable[[Bound], Bound]
     grants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FunctionPlace:
+    """A Python function or method of vLLM's, for calls from code that vLLM does not compile.
+
+    Mixtures of experts and linear attention call such functions inside one operator that a compiler
+    takes whole. A compiler that traces a call takes vLLM's own function.
+
+    Args:
+        paths: where vLLM's callers look the function up, as
+            `vllm.model_executor.layers.fused_moe.fused_moe.fused_experts`, each module that imports
+            it by name included; a method by its class. The first one names the function; of the
+            others, those that a release lacks are left out.
+        parameters: the function's parameters, in its order, for a method `self` too. A release may
+            have further ones behind them; a call that gives one of these another value than its
+            default is left to vLLM's function.
+        route: the op by the contract's parameters -> a function with `parameters`, which returns
+            what vLLM's does, or NotImplemented for a call that is not the op: vLLM's function runs
+            then.
+        native: vLLM's function -> the op by the contract's parameters: what runs when every
+            candidate refused a call.
+        grants: the contract's arguments that the function overwrites, so that an implementation
+            may, too.
+    """
+
+    paths: tuple[str, ...]
+    parameters: tuple[str, ...]
+    route: Callable[[Bound], Bound]
+    native: Callable[[Bound], Bound]
+    grants: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The function, as the report and the digest name it."""
+        return self.paths[0]
 
 
 @dataclass(frozen=True)
@@ -134,7 +172,7 @@ class FusionPlace:
     layers: tuple[str, ...] = ()
 
 
-Place = LayerPlace | OperatorPlace | IrPlace | AttentionPlace | FusionPlace
+Place = LayerPlace | OperatorPlace | FunctionPlace | IrPlace | AttentionPlace | FusionPlace
 
 
 @dataclass(frozen=True)
@@ -162,11 +200,15 @@ class Binding:
         places: where vLLM calls it.
         sizes: the sizes that the contract's `served` needs.
         not_reached: where vLLM computes the same past every place; one phrase each.
+        when: vLLM's VllmConfig -> whether the served model may have the op; None for an op that any
+            model may have. What it raises means that the model may have it. One that a model cannot
+            have is neither planned nor verified, unless the user's settings name it.
     """
 
     places: tuple[Place, ...] = ()
     sizes: tuple[SizeRule, ...] = ()
     not_reached: tuple[str, ...] = ()
+    when: Callable[[Any], bool] | None = None
 
 
 @dataclass(frozen=True)

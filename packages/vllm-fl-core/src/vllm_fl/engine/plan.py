@@ -153,6 +153,31 @@ class Plan:
         entry = self.entries.get(op)
         return entry is None or entry.impl is None
 
+    def without_layer(
+        self, op: str, grants: frozenset[str] = frozenset(), *, last: OpImpl | None = None
+    ) -> Callable[..., Any] | None:
+        """The op by the contract's parameters, as somebody who has no layer calls it, uncompiled.
+
+        Args:
+            op: the op's name.
+            grants: arguments that the caller owns.
+            last: vLLM's own form of the op, tried when every candidate refused.
+
+        Returns:
+            None where the op is stock, or all of its candidates take the calling layer.
+        """
+        if not self.callable(op):
+            return None
+        chain = self.chain(op, grants, last=last)
+        impls = tuple(impl for impl in chain.impls if not impl.needs_layer)
+        bound = call_guard(dataclasses.replace(chain, impls=impls))
+        return self.record.counting(bound, op, impls[0].impl_id) if self.counts_calls else bound
+
+    def callable(self, op: str) -> tuple[OpImpl, ...]:
+        """The op's candidates that can be called without a layer; none where it is stock."""
+        entry = self.entries.get(op)
+        return tuple(impl for impl in entry.impls if not impl.needs_layer) if entry else ()
+
     @property
     def layers(self) -> dict[str, LayerImpl]:
         """The whole layers that are not vLLM's own: its class name -> the implementation."""
@@ -264,6 +289,8 @@ def make_plan(
 ) -> Plan:
     """Resolve every contract's op, the attention backend and whole layers, for an engine.
 
+    An op that the model cannot have is left out, unless the user's settings name it.
+
     Args:
         manager: what is installed.
         facts: what the engine's configuration says.
@@ -275,7 +302,11 @@ def make_plan(
     entries = {}
     snapshot = manager.registry.snapshot()
     specs = snapshot.contracts
+    policy = facts.settings.policy
+    absent = {op for op in facts.absent if not policy.names(op)}
     for op in (*specs, ATTENTION, *snapshot.layers):
+        if op in absent:
+            continue
         of_op = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
         trace = manager.trace(
             op,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import Binding, OperatorPlace
+from ..contracts.binding import Binding, FunctionPlace, OperatorPlace
 from ..contracts.sizes import model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
@@ -115,7 +115,19 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         norm_fusions=tuple(
             name for name in NORM_FUSIONS if getattr(compilation.pass_config, name, False)
         ),
+        absent=frozenset(
+            op for op, binding in _bindings().items() if model and _lacks(vllm_config, op, binding)
+        ),
     )
+
+
+def _lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
+    """Whether the served model cannot have the op."""
+    try:
+        return binding.when is not None and not binding.when(vllm_config)
+    except Exception as error:  # configurations are the models' own, and anything may lack
+        log.debug("the model's configuration does not tell whether it has %s: %s", op, error)
+        return False
 
 
 def _bindings() -> Mapping[str, Binding]:
@@ -321,7 +333,8 @@ def _without_place() -> dict[str, str]:
     return {
         op: "this vLLM has no place for it"
         for op in get_default_manager().registry.snapshot().contracts
-        if op not in placed and not any(isinstance(p, OperatorPlace) for p in _binding(op).places)
+        if op not in placed
+        and not any(isinstance(p, OperatorPlace | FunctionPlace) for p in _binding(op).places)
     }
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..contracts.binding import Binding
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine.digest import code_facts, digest, fingerprint
@@ -25,7 +27,7 @@ from . import serving
 from .bindings import all_bindings
 from .planning import apply, facts_of, load_plugins, plan_for, seal
 from .ranks import Verdict, agree, differences
-from .seams import attention, operators, whole_layers
+from .seams import attention, functions, operators, whole_layers
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     foreign_layers,
@@ -58,6 +60,7 @@ class PlannedWorker:
     vllm_fl_layers: dict[str, int]
     vllm_fl_unseal: Callable[[], object]
     vllm_fl_operators: operators.Overrides
+    vllm_fl_functions: functions.Replacements
     vllm_fl_overriders: dict[str, str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -85,9 +88,16 @@ class PlannedWorker:
         if plan.place > 1:  # its operators have other names: compiled code of another's is not its
             contents = {**contents, "place": plan.place}
         chosen = _overrides(self, plan)
-        contents = {**contents, "operators": chosen.names, "defined": chosen.schemas}
+        replaced = functions.choose(plan, _all_bindings())
+        contents = {
+            **contents,
+            "operators": chosen.names,
+            "defined": chosen.schemas,
+            "functions": replaced.names,
+        }
         self.vllm_fl_plan, self.vllm_fl_digest = plan, digest(contents)
         self.vllm_fl_operators, self.vllm_fl_overriders = chosen, {}
+        self.vllm_fl_functions = replaced
         bind_provider(plan, self.vllm_fl_digest)
         apply(plan, self.vllm_config)
         reset_priorities(plan, self.vllm_config)
@@ -110,12 +120,14 @@ class PlannedWorker:
         serving.begin(plan, self.vllm_config)
         try:
             operators.take(plan, chosen, self.device)
+            functions.take(plan, replaced)
             with building(plan), serving.calling(plan), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             _leave_operators(self)
             raise
         self.vllm_fl_layers = _built_layers(self, plan)
+        _warn_of_unexpected_layers(self, plan)
         _name_overriders(self)
         return loaded
 
@@ -133,8 +145,9 @@ class PlannedWorker:
             vLLM's: how many layers of the model are the plan's class}, `calls` and `fallbacks`
             {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted under
             VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
-            `seams.operators.report` says. `defined` {operator: schema}: what this vLLM, an
-            empty build, lacks, and is there while the engine is.
+            `seams.operators.report` says; `functions` {op: {function: the same}}. `defined`
+            {operator: schema}: what this vLLM, an empty build, lacks, and is there while the engine
+            is.
         """
         plan = self.vllm_fl_plan
         return {
@@ -150,6 +163,7 @@ class PlannedWorker:
             "fallbacks": _nested(plan.fallbacks),
             "demotions": _nested(plan.record.demotions),
             "operators": operators.report(plan, self.vllm_fl_operators),
+            "functions": functions.report(plan, self.vllm_fl_functions),
             "defined": self.vllm_fl_operators.schemas,
         }
 
@@ -175,8 +189,11 @@ def _overrides(worker: PlannedWorker, plan: Plan) -> operators.Overrides:
     """Which operators the worker's plan overrides."""
     dtype = worker.vllm_fl_facts.dtype
     assert dtype is not None  # a worker has a model
-    table = all_bindings(get_default_manager().registry.snapshot())
-    return operators.choose(plan, table, worker.device, dtype)
+    return operators.choose(plan, _all_bindings(), worker.device, dtype)
+
+
+def _all_bindings() -> Mapping[str, Binding]:
+    return all_bindings(get_default_manager().registry.snapshot())
 
 
 def _name_overriders(worker: PlannedWorker) -> None:
@@ -194,8 +211,9 @@ def _name_overriders(worker: PlannedWorker) -> None:
 
 
 def _leave_operators(worker: PlannedWorker) -> None:
-    """Give vLLM its operators back."""
+    """Give vLLM its operators and functions back."""
     operators.remove(worker.vllm_fl_plan)
+    functions.remove(worker.vllm_fl_plan)
     serving.end(worker.vllm_fl_plan)
 
 
@@ -204,7 +222,8 @@ def _warn_of_foreign_layers(plan: Plan) -> None:
     foreign = foreign_layers()
     owners = get_default_manager().registry.snapshot().owners
     for layer in layer_table() if foreign else ():
-        impl = plan.entries[layer.op].trace.selected
+        entry = plan.entries.get(layer.op)
+        impl = entry.trace.selected if entry else None
         if layer.cls in foreign and isinstance(impl, OpImpl):
             log.warning(
                 "Layer %s is left to %s, which replaced it before vllm-fl; '%s' of %s does not run "
@@ -220,9 +239,8 @@ def _built_layers(worker: PlannedWorker, plan: Plan) -> dict[str, int]:
     """How many layers of the model are the plan's class, for each whole layer; rank 0 says so."""
     if not plan.layers:
         return {}
-    try:
-        model = worker.get_model()  # type: ignore[attr-defined]
-    except NotImplementedError:  # a device's worker need not have it
+    model = _model_of(worker)
+    if model is None:
         log.warning("This worker shows no model: whether whole layers serve in it is not known")
         return {}
     found = whole_layers.served(plan, model)
@@ -241,6 +259,39 @@ def _built_layers(worker: PlannedWorker, plan: Plan) -> dict[str, int]:
                 impl_id,
             )
     return {name: served.ours for name, served in found.items()}
+
+
+def _model_of(worker: PlannedWorker) -> torch.nn.Module | None:
+    """The model, where the worker shows it: a device's own need not."""
+    try:
+        model: torch.nn.Module = worker.get_model()  # type: ignore[attr-defined]
+    except NotImplementedError:
+        return None
+    return model
+
+
+def _warn_of_unexpected_layers(worker: PlannedWorker, plan: Plan) -> None:
+    """Name the layers whose op was not planned, since the configuration speaks of no such thing."""
+    model = _model_of(worker) if worker.rank == 0 else None
+    table = {layer.cls: layer for layer in layer_table() if layer.op not in plan.entries}
+    if model is None or not table:
+        return
+    bases = tuple(layer.base for layer in table.values())
+    found = Counter(
+        next(cls.__name__ for cls in type(module).__mro__ if cls.__name__ in table)
+        for module in model.modules()
+        if isinstance(module, bases)
+    )
+    for name, count in found.items():
+        op = table[name].op
+        log.warning(
+            "Layer %s: %d in this model, though its configuration did not say so: op '%s' is not "
+            "planned, and they are vLLM's own. VLLM_FL_PER_OP='%s=…' plans it",
+            name,
+            count,
+            op,
+            op,
+        )
 
 
 def _start_plugins(worker: PlannedWorker) -> dict[str, dict[str, Any]]:

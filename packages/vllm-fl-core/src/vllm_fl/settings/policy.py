@@ -215,6 +215,11 @@ class SelectionPolicy:
         fields = (self.prefer, self.strict, tuple(orders.items()))
         object.__setattr__(self, "_hash", hash((fields, self.allow_vendors, self.deny_vendors)))
 
+    def names(self, op: str) -> bool:
+        """Whether the user has written a list for the op."""
+        order = self.per_op_order.get(op)
+        return order is not None and order.pinned
+
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         # Built anew where it arrives: another process hashes text differently.
         lists = (dict(self.per_op_order), self.deny_vendors, self.allow_vendors)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from ...contracts.binding import (
     AttentionPlace,
     Binding,
+    FunctionPlace,
     FusionPlace,
     IrPlace,
     LayerPlace,
@@ -25,7 +26,7 @@ from ...plugins.types import BackendImplKind, OpImpl
 
 __all__ = ["all_bindings", "bindings", "places", "stock_form"]
 
-P = TypeVar("P", LayerPlace, OperatorPlace, IrPlace, AttentionPlace, FusionPlace)
+P = TypeVar("P", LayerPlace, OperatorPlace, FunctionPlace, IrPlace, AttentionPlace, FusionPlace)
 
 
 @cache
@@ -54,8 +55,11 @@ def places(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
     ]
 
 
-def stock_form(op: str, native: Callable[..., Any] | None) -> OpImpl | None:
+def stock_form(
+    op: str, native: Callable[..., Any] | None, consumes: frozenset[str] = frozenset()
+) -> OpImpl | None:
     """vLLM's own form of an op, by the contract's parameters: the last of a plan's candidates."""
     if native is None:
         return None
-    return OpImpl(op, "stock.vllm", BackendImplKind.REFERENCE, native, traceable=True)
+    kind = BackendImplKind.REFERENCE
+    return OpImpl(op, "stock.vllm", kind, native, consumes=consumes, traceable=True)

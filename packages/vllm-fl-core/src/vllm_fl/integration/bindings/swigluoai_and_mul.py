@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, put
 from ...contracts.sizes import INTERMEDIATE
+from ._models import has_experts
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -49,4 +50,5 @@ BINDING = Binding(
         "another op",
         HW_AGNOSTIC,
     ),
+    when=has_experts,  # in gpt-oss and MiniMax's models: experts alone
 )

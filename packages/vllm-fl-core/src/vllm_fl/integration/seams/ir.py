@@ -8,7 +8,6 @@ engine that is calling. Releases without `vllm.ir` compile the layers' own forwa
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 from ...contracts.binding import IrPlace, LayerPlace
 from ...dispatch import get_default_manager
-from ...dispatch.guard import call_guard
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl
@@ -106,7 +104,7 @@ def reset_priorities(plan: Plan, vllm_config: VllmConfig) -> None:
     sealed = prioritise(current_platform.vllm_fl_stock_priority(vllm_config), plan)
     config = vllm_config.kernel_config.ir_op_priority
     for op, of_op in planned.items():
-        if plan.entries[op].note:
+        if op not in plan.entries or plan.entries[op].note:
             continue  # the user's own priority stands
         for place in of_op:
             first = getattr(sealed, place.name)
@@ -130,7 +128,7 @@ def bind_provider(plan: Plan, digest: str) -> None:
     for op, of_op in ir_ops().items():
         from vllm import ir
 
-        impl = None if plan.mode == "eager" else plan.entries[op].impl
+        impl = None if plan.mode == "eager" or plan.is_stock(op) else plan.entries[op].impl
         last = stock_form(op, natives.get(op))
         grants = frozenset(name for place in of_op for name in place.grants)
         run = None if impl is None else _compiled(plan, op, impl, grants, last)
@@ -141,20 +139,10 @@ def bind_provider(plan: Plan, digest: str) -> None:
             # Such a provider may write over activations; vLLM copies what it still needs.
             ours.inplace = bool(ir_op.allow_inplace and impl is not None and impl.consumes)
             ours.uuid = lambda: digest
-        if plan.mode == "eager" and (call := _called(plan, op, last)) is not None:
+        if plan.mode == "eager" and (call := plan.without_layer(op, last=last)) is not None:
             direct |= {place.name: place.route(call) for place in of_op}
     if direct:
         _eager[plan] = {**_bound, **direct}
-
-
-def _called(plan: Plan, op: str, last: OpImpl | None) -> Callable[..., Any] | None:
-    """The op by the contract's parameters, as somebody without a layer calls it; None: stock."""
-    if plan.is_stock(op):
-        return None
-    chain = plan.chain(op, last=last)
-    impls = tuple(impl for impl in chain.impls if not impl.needs_layer)
-    guard = call_guard(dataclasses.replace(chain, impls=impls)) if impls else None
-    return guard and plan.counting(guard, op, impls[0].impl_id)
 
 
 def _compiled(

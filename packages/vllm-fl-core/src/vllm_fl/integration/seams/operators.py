@@ -13,11 +13,10 @@ A vLLM that was built without compiled operators is given those that the plan ne
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,15 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...contracts import OpSpec
 from ...contracts.binding import Binding, Bound, OperatorPlace
-from ...dispatch.guard import call_guard
 from ...engine.plan import Plan
 from ...errors import VllmFLError
 from ...logs import get_logger
 from ...plugins.forms import asked_for
-from ...plugins.types import BackendImplKind, OpImpl
+from ...plugins.types import OpImpl
 from ..bindings import places as places_of
+from ..bindings import stock_form
 from ..serving import plan_now
 from . import empty
+from .arguments import known
 from .layers import layer_table
 
 __all__ = ["Overrides", "choose", "operator_note", "overriders", "remove", "report", "take"]
@@ -78,7 +78,7 @@ def operator_note(plan: Plan, op: str) -> str:
     ]
     if kept:
         return f"layer {min(kept)} is left to vLLM, and calls its operators"
-    if not _callable(plan, op):
+    if not plan.callable(op):
         return "its implementations take the calling layer, and an operator has none"
     return ""
 
@@ -111,7 +111,7 @@ def choose(
             continue
         found, why = _fitting(places, _dispatch_key(device))
         left[op] = why
-        first = _callable(plan, op)[0]
+        first = plan.callable(op)[0]
         own = _calls_of(first, plan.contracts[op], {p.name for p in found}, device, dtype)
         left[op] |= dict.fromkeys(sorted(own), f"{first.impl_id} calls it itself")
         taken[op] = tuple(place for place in found if place.name not in own)
@@ -148,11 +148,6 @@ def _to_define(
         empty.Definition(name, schema, ops.get(name, ""))
         for name, schema in sorted(schemas.items())
     )
-
-
-def _callable(plan: Plan, op: str) -> tuple[OpImpl, ...]:
-    """The op's candidates that can be called without a layer."""
-    return tuple(impl for impl in plan.entries[op].impls if not impl.needs_layer)
 
 
 def _dispatch_key(device: torch.device) -> str:
@@ -308,46 +303,33 @@ class _Override:
 
     def _kernel(self) -> Bound:
         """What torch calls. Trailing arguments that equal the schema's defaults are left out."""
-        routes, inside, count, otherwise = self.routes, self.inside, self.count, self._otherwise
+        routes, inside, count = self.routes, self.inside, self.count
 
         def overridden(keyset: Any, *args: Any, **more: Any) -> Any:
             run = routes.get(plan_now())
-            if run is None or inside.keyset is not None or more or len(args) != count:
-                return otherwise(keyset, args, more)
-            inside.keyset = keyset
-            try:
-                return run(*args)
-            finally:
-                inside.keyset = None
+            if run is None or inside.keyset is not None:
+                return self._not_planned(keyset, args, more)
+            plain: Sequence[Any] | None = args
+            if more or len(args) != count:
+                plain = known(self.parameters, count, self.defaults, args, more)
+            if plain is not None:
+                inside.keyset = keyset
+                try:
+                    result = run(*plain)
+                finally:
+                    inside.keyset = None
+                if result is not NotImplemented:
+                    return result
+            self.other_arguments += 1
+            return self._call_replaced(keyset, *args, **more)
 
         return overridden
 
-    def _otherwise(self, keyset: Any, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
-        """A call that is not the plain one of a planned engine."""
-        if self.inside.keyset is None and self.routes:
-            plan = plan_now()
-            run = self.routes.get(plan)
-            if run is not None:
-                known = self._known(args, more)
-                if known is not None:
-                    self.inside.keyset = keyset
-                    try:
-                        return run(*known)
-                    finally:
-                        self.inside.keyset = None
-                self.other_arguments += 1
-            elif plan is None:
-                self.without_engine += 1
+    def _not_planned(self, keyset: Any, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+        """A call of nobody's engine, of one that does not plan the op, or from within the op."""
+        if self.inside.keyset is None and self.routes and plan_now() is None:
+            self.without_engine += 1
         return self._call_replaced(keyset, *args, **more)
-
-    def _known(self, args: tuple[Any, ...], more: Mapping[str, Any]) -> list[Any] | None:
-        """A call's arguments as the binding knows them; None if it gives others a meaning."""
-        given = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **more}
-        for name in self.parameters[self.count :]:
-            value, default = given[name], self.defaults[name]
-            if value is not default and (type(value) is not type(default) or value != default):
-                return None
-        return [given[name] for name in self.parameters[: self.count]]
 
     def call(self, *args: Any) -> Any:
         """The replaced kernel, inside a call of the operator: what `stock` means in it."""
@@ -435,19 +417,8 @@ def _installed(place: OperatorPlace, key: str) -> _Override:
 def _route(plan: Plan, op: str, place: OperatorPlace, override: _Override) -> Bound:
     """The op of `plan`, as a kernel of the operator."""
     grants = frozenset(place.grants)
-    last = OpImpl(
-        op,
-        "stock.vllm",
-        BackendImplKind.REFERENCE,
-        place.native(override.call),
-        consumes=grants,
-    )
-    chain = plan.chain(op, grants, last=last)
-    impls = tuple(impl for impl in chain.impls if not impl.needs_layer)
-    chain = dataclasses.replace(chain, impls=impls)
-    bound = call_guard(chain)
-    if plan.counts_calls:
-        bound = plan.record.counting(bound, op, impls[0].impl_id)
+    bound = plan.without_layer(op, grants, last=stock_form(op, place.native(override.call), grants))
+    assert bound is not None  # `choose` leaves other ops to vLLM
     return place.route(bound)
 
 
@@ -492,9 +463,9 @@ def report(plan: Plan, chosen: Overrides) -> dict[str, dict[str, dict[str, Any]]
         For an operator that is overridden: `replaced`, where the kernel was registered that `stock`
         means there, or None where this vLLM has none; `overridden_by`, who has overridden it after
         us, or None; and, counted for all engines of the process, the calls left to that kernel:
-        `without_engine`, which no engine of ours made, and `other_arguments`, which gave parameters
-        that the binding does not know another value than their default. For one that is left to
-        vLLM: `left`, why.
+        `without_engine`, which no engine of ours made, and `other_arguments`, which are not the
+        op, or gave parameters that the binding does not know another value than their default. For
+        one that is left to vLLM: `left`, why.
     """
     told: dict[str, dict[str, dict[str, Any]]] = {
         op: {name: {"left": why} for name, why in left.items()}

@@ -1,0 +1,327 @@
+"""Places that we take: Python functions and methods of vLLM's that are neither layer nor operator.
+
+A function is replaced wherever vLLM's modules look it up, once per process for all engines: the
+function that stands there finds the plan by who is calling (`serving.plan_now`), as an overridden
+operator does. Who has no plan for it gets vLLM's own. A compiler that traces a call traces vLLM's
+own function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ...contracts.binding import Binding, Bound, FunctionPlace
+from ...engine.plan import Plan
+from ...errors import VllmFLError
+from ...logs import get_logger
+from ...text import quote
+from ..bindings import stock_form
+from ..serving import plan_now
+from .arguments import known
+
+__all__ = ["Replacements", "choose", "remove", "report", "take"]
+
+log = get_logger("engine")
+
+
+@dataclass(frozen=True)
+class Replacements:
+    """What a plan does with the functions that its ops' bindings name.
+
+    Args:
+        taken: op -> the places to take.
+        left: op -> function -> why vLLM's own stays.
+    """
+
+    taken: Mapping[str, tuple[FunctionPlace, ...]]
+    left: Mapping[str, Mapping[str, str]]
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """op -> the functions that are replaced, for the digest."""
+        return {op: [place.name for place in places] for op, places in self.taken.items()}
+
+
+def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Replacements:
+    """Which functions the engine of `plan` replaces. Changes nothing.
+
+    Args:
+        plan: the sealed plan.
+        bindings: op -> its places.
+
+    Raises:
+        VllmFLError: two planned ops name one function.
+    """
+    taken: dict[str, tuple[FunctionPlace, ...]] = {}
+    left: dict[str, dict[str, str]] = {}
+    owners: dict[str, str] = {}
+    for op, binding in bindings.items():
+        places = [place for place in binding.places if isinstance(place, FunctionPlace)]
+        if not places or plan.is_stock(op):
+            continue
+        if not plan.callable(op):
+            why = "its implementations take the calling layer, and a function has none"
+            left[op] = {place.name: why for place in places}
+            continue
+        fitting = []
+        for place in places:
+            if problem := _misfit(place):
+                left.setdefault(op, {})[place.name] = problem
+                continue
+            fitting.append(place)
+            other = owners.setdefault(place.name, op)
+            if other != op:
+                raise VllmFLError(
+                    f"Function {place.name} is a place of two ops that are planned, '{other}' and "
+                    f"'{op}': their bindings must not both name it. Leave one of them to vLLM "
+                    f"(VLLM_FL_PER_OP='{op}=stock').",
+                    op=op,
+                )
+        if fitting:
+            taken[op] = tuple(fitting)
+    return Replacements(taken, left)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a function is looked up.
+
+    Args:
+        owner: a module or a class.
+        attribute: its name there.
+        held: what is there, a staticmethod as such.
+    """
+
+    owner: Any
+    attribute: str
+    held: Any
+
+    @property
+    def function(self) -> Any:
+        """The function itself."""
+        return self.held.__func__ if isinstance(self.held, staticmethod) else self.held
+
+    def put(self, function: Callable[..., Any]) -> None:
+        """Put `function` there, as what was there."""
+        as_held = staticmethod(function) if isinstance(self.held, staticmethod) else function
+        setattr(self.owner, self.attribute, as_held)
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        setattr(self.owner, self.attribute, self.held)
+
+
+def _target(path: str) -> _Target:
+    """Where `path` is looked up.
+
+    Raises:
+        Exception: this vLLM has no such thing, or importing it fails.
+    """
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            owner: Any = import_module(".".join(parts[:count]))
+        except ModuleNotFoundError as error:
+            if not ".".join(parts[:count]).startswith(str(error.name)):
+                raise  # the module is there, and something that it imports is not
+            continue
+        for name in parts[count:-1]:
+            owner = getattr(owner, name)
+        attribute = parts[-1]
+        found = inspect.getattr_static(owner, attribute)
+        if isinstance(owner, type) and attribute not in vars(owner):
+            raise AttributeError(f"{owner.__name__} inherits {attribute}")
+        return _Target(owner, attribute, found)
+    raise ModuleNotFoundError(f"there is no module {parts[0]}")
+
+
+def _misfit(place: FunctionPlace) -> str:
+    """Why a place is not to be taken in this vLLM, or nothing."""
+    if place.name in _replaced:
+        return ""  # for another engine of this process, with the same vLLM
+    try:
+        function = _target(place.name).function
+        parameters = list(inspect.signature(function).parameters.values())
+    except Exception as error:
+        return f"this vLLM has no such function: {quote(error)}"
+    names = tuple(parameter.name for parameter in parameters)
+    if names[: len(place.parameters)] != place.parameters:
+        return f"its parameters are {', '.join(names)}; known are {', '.join(place.parameters)}"
+    odd = [
+        parameter.name
+        for parameter in parameters[len(place.parameters) :]
+        if parameter.default is parameter.empty
+    ]
+    return f"it has further parameters without default: {', '.join(odd)}" if odd else ""
+
+
+class _Inside(threading.local):
+    """Whether a thread is in a call of the function that the plan answers."""
+
+    active = False
+
+
+@dataclass(eq=False)
+class _Replacement:
+    """What stands in the place of one function of vLLM's in this process.
+
+    Args:
+        place: the function.
+        own: vLLM's.
+        targets: where it was.
+    """
+
+    place: FunctionPlace
+    own: Callable[..., Any]
+    targets: tuple[_Target, ...]
+    routes: dict[Plan | None, Bound] = field(default_factory=dict)
+    inside: _Inside = field(default_factory=_Inside)
+    other_arguments: int = 0
+    standing: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Put ours wherever vLLM's is looked up."""
+        self.standing = self._function()
+        for target in self.targets:
+            target.put(self.standing)
+
+    def _function(self) -> Callable[..., Any]:
+        own, routes, inside = self.own, self.routes, self.inside
+        parameters = inspect.signature(own).parameters.values()
+        names = tuple(parameter.name for parameter in parameters)
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        count = len(self.place.parameters)
+
+        @functools.wraps(own)
+        def replaced(*args: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return own(*args, **named)
+            run = None if inside.active else routes.get(plan_now())
+            if run is None:
+                return own(*args, **named)
+            plain = known(names, count, defaults, args, named)
+            if plain is not None:
+                inside.active = True
+                try:
+                    result = run(*plain)
+                finally:
+                    inside.active = False
+                if result is not NotImplemented:
+                    return result
+            self.other_arguments += 1
+            return own(*args, **named)
+
+        return replaced
+
+    @property
+    def after(self) -> str:
+        """Where something else stands in the place of ours; empty if nowhere."""
+        return next(
+            (
+                f"{getattr(target.owner, '__name__', target.owner)}.{target.attribute}"
+                for target in self.targets
+                if _target_now(target) is not self.standing
+            ),
+            "",
+        )
+
+
+def _target_now(target: _Target) -> Any:
+    found = inspect.getattr_static(target.owner, target.attribute, None)
+    return found.__func__ if isinstance(found, staticmethod) else found
+
+
+_replaced: dict[str, _Replacement] = {}
+"""Function -> what stands in its place, for as long as an engine's plan has it."""
+
+_changing = threading.Lock()
+
+
+def take(plan: Plan, chosen: Replacements) -> None:
+    """Replace the functions that `choose` chose, for calls of the plan's engine."""
+    with _changing:
+        for op, places in chosen.taken.items():
+            for place in places:
+                replacement = _replaced.get(place.name)
+                if replacement is None:
+                    replacement = _replaced[place.name] = _installed(place)
+                grants = frozenset(place.grants)
+                last = stock_form(op, place.native(replacement.own), grants)
+                bound = plan.without_layer(op, grants, last=last)
+                assert bound is not None  # `choose` leaves other ops to vLLM
+                replacement.routes[plan] = place.route(bound)
+    for op, left in chosen.left.items():
+        for name, why in left.items():
+            log.debug("Op '%s': function %s is left to vLLM: %s", op, name, why)
+
+
+def _installed(place: FunctionPlace) -> _Replacement:
+    first = _target(place.name)
+    own = first.function
+    targets = [first]
+    for path in place.paths[1:]:
+        try:
+            target = _target(path)
+        except Exception as error:  # a release without this module
+            log.debug("Function %s is not looked up at %s: %s", place.name, path, quote(error))
+            continue
+        if target.function is own:
+            targets.append(target)
+        else:
+            log.warning(
+                "Function %s is another one at %s, which somebody has replaced: it is left there",
+                place.name,
+                path,
+            )
+    replacement = _Replacement(place, own, tuple(targets))
+    replacement.install()
+    return replacement
+
+
+def remove(plan: Plan) -> None:
+    """The engine of `plan` has ended: vLLM's functions are back where no other engine needs ours.
+
+    What a module has imported meanwhile, or somebody has wrapped, passes every call on.
+    """
+    with _changing:
+        for name, replacement in list(_replaced.items()):
+            if replacement.routes.pop(plan, None) is None or replacement.routes:
+                continue
+            del _replaced[name]
+            for target in replacement.targets:
+                if _target_now(target) is replacement.standing:
+                    target.restore()
+
+
+def report(plan: Plan, chosen: Replacements) -> dict[str, dict[str, dict[str, Any]]]:
+    """op -> function -> what became of it, JSON-able.
+
+    Returns:
+        For a function that is replaced: `places`, how many lookups of it are ours;
+        `replaced_after_us`, where something else stands now, or None; `other_arguments`, the calls
+        that were left to vLLM's function since they are not the op. For one that is left to vLLM:
+        `left`, why.
+    """
+    told: dict[str, dict[str, dict[str, Any]]] = {
+        op: {name: {"left": why} for name, why in left.items()}
+        for op, left in chosen.left.items()
+        if left
+    }
+    for op, names in chosen.names.items():
+        for name in names:
+            replacement = _replaced.get(name)
+            if replacement is not None and plan in replacement.routes:
+                told.setdefault(op, {})[name] = {
+                    "places": len(replacement.targets),
+                    "replaced_after_us": replacement.after or None,
+                    "other_arguments": replacement.other_arguments,
+                }
+    return told

@@ -1,0 +1,258 @@
+"""The function seam: Python functions of vLLM's that an engine's plan answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from builders import half, managing, planning, refusing, silu
+from torch import Tensor
+
+from vllm_fl.contracts.binding import Binding, FunctionPlace
+from vllm_fl.engine.plan import Plan
+from vllm_fl.errors import VllmFLError
+from vllm_fl.integration.seams import functions
+from vllm_fl.integration.serving import calling
+
+X = torch.arange(32.0).reshape(4, 8)
+STOCK, FIRST = X[..., 4:], half(X)
+
+
+def _route(op: Callable[..., Tensor]) -> Callable[..., Any]:
+    def gated(input: Tensor, quantised: bool) -> Any:
+        return NotImplemented if quantised else op(input)
+
+    return gated
+
+
+def _native(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        return own(x, False)
+
+    return silu_and_mul
+
+
+PLACE = FunctionPlace(
+    ("fl_home.gated", "fl_caller.gated", "fl_gone.gated"), ("input", "quantised"), _route, _native
+)
+METHOD = FunctionPlace(
+    ("fl_home.Layer.apply",),
+    ("self", "input"),
+    lambda op: lambda self, input: op(input),
+    lambda own: lambda x: own(None, x),
+)
+STATIC = FunctionPlace(
+    ("fl_home.Layer.plain",), ("input",), lambda op: op, lambda own: lambda x: own(x)
+)
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of "vLLM's", and one that imports its function by name."""
+    module, caller = ModuleType("fl_home"), ModuleType("fl_caller")
+
+    def gated(input: Tensor, quantised: bool = False, scale: float = 1.0) -> Tensor:
+        return input[..., 4:] * scale
+
+    class Layer:
+        def apply(self, input: Tensor) -> Tensor:
+            return input[..., 4:]
+
+        @staticmethod
+        def plain(input: Tensor) -> Tensor:
+            return input[..., 4:]
+
+    class Heir(Layer):
+        pass
+
+    vars(module).update(gated=gated, Layer=Layer, Heir=Heir)
+    vars(caller).update(gated=gated)
+    monkeypatch.setitem(sys.modules, "fl_home", module)
+    monkeypatch.setitem(sys.modules, "fl_caller", caller)
+    return module
+
+
+def binding(*places: FunctionPlace) -> dict[str, Binding]:
+    return {"silu_and_mul": Binding(places or (PLACE,))}
+
+
+@contextmanager
+def serving(
+    plan: Plan, bound: dict[str, Binding] | None = None
+) -> Iterator[functions.Replacements]:
+    """An engine that serves with this plan, in this thread."""
+    chosen = functions.choose(plan, bound or binding())
+    functions.take(plan, chosen)
+    try:
+        with calling(plan):
+            yield chosen
+    finally:
+        functions.remove(plan)
+
+
+def plan_of(*impls: Any, **options: Any) -> Plan:
+    return replace(planning(managing(*impls)), **options)
+
+
+def told(plan: Plan, chosen: functions.Replacements) -> dict[str, Any]:
+    report = functions.report(plan, chosen)
+    json.dumps(report)
+    return report["silu_and_mul"]
+
+
+def test_calls_reach_the_plan_wherever_the_function_is_looked_up(home: ModuleType) -> None:
+    before = home.gated
+    plan = plan_of(silu("vendor.a", 10.0))
+    with serving(plan) as chosen:
+        for module in ("fl_home", "fl_caller"):
+            gated = sys.modules[module].gated
+            assert torch.equal(gated(X), FIRST + 10)
+            assert torch.equal(gated(input=X, quantised=False), FIRST + 10)
+        assert told(plan, chosen)["fl_home.gated"]["places"] == 2
+        assert chosen.names == {"silu_and_mul": ["fl_home.gated"]}
+    assert home.gated is before and sys.modules["fl_caller"].gated is before
+
+
+def test_methods_and_static_methods(home: ModuleType) -> None:
+    before = dict(vars(home.Layer))
+    with serving(plan_of(silu("vendor.a")), binding(METHOD, STATIC)):
+        assert torch.equal(home.Layer().apply(X), FIRST)
+        assert torch.equal(home.Heir().apply(X), FIRST)
+        assert torch.equal(home.Layer.plain(X), FIRST)
+        assert torch.equal(home.Layer().plain(X), FIRST)
+    assert {k: vars(home.Layer)[k] for k in before} == before
+
+
+@pytest.mark.parametrize(
+    ("args", "named", "factor"),
+    [((X, True), {}, 1.0), ((X,), {"quantised": True}, 1.0), ((X, False, 3.0), {}, 3.0)],
+    ids=["another op", "another op by name", "a parameter that the binding does not know"],
+)
+def test_what_is_not_the_op_is_vllms_and_counted(
+    args: tuple[Any, ...], named: dict[str, Any], factor: float
+) -> None:
+    plan = plan_of(silu("vendor.a"))
+    with serving(plan) as chosen:
+        assert torch.equal(sys.modules["fl_home"].gated(*args, **named), STOCK * factor)
+        assert told(plan, chosen)["fl_home.gated"]["other_arguments"] == 1
+
+
+def test_who_is_no_engine_of_ours_gets_vllms_function(home: ModuleType) -> None:
+    with serving(plan_of(silu("vendor.a"))), calling(None):
+        assert torch.equal(home.gated(X), STOCK)
+
+
+def test_each_of_two_engines_has_its_own(home: ModuleType) -> None:
+    one, other = plan_of(silu("vendor.a")), plan_of(silu("vendor.b", 5.0))
+    with serving(one):
+        with serving(other):
+            assert torch.equal(home.gated(X), FIRST + 5)
+            with calling(one):
+                assert torch.equal(home.gated(X), FIRST)
+        assert torch.equal(home.gated(X), FIRST)
+
+
+def test_a_refused_call_falls_to_the_next_candidate_and_last_to_vllm(home: ModuleType) -> None:
+    plan = plan_of(refusing("vendor.a", "no"), refusing("vendor.b", "nor I"))
+    with serving(plan):
+        assert torch.equal(home.gated(X), STOCK)
+    assert plan.fallbacks == {("silu_and_mul", "stock.vllm"): 1}
+
+
+def test_an_implementation_that_calls_the_function_itself_gets_vllms(home: ModuleType) -> None:
+    plan = plan_of(replace(silu("vendor.a"), fn=lambda x: home.gated(x) + 1))
+    with serving(plan):
+        assert torch.equal(home.gated(X), STOCK + 1)
+
+
+def test_an_exception_is_raised_and_the_next_call_is_served(home: ModuleType) -> None:
+    broken = [True]
+
+    def sometimes(x: Tensor) -> Tensor:
+        if broken.pop() if broken else False:
+            raise RuntimeError("the device is lost")
+        return half(x)
+
+    with serving(plan_of(replace(silu("vendor.a"), fn=sometimes))):
+        with pytest.raises(Exception, match="the device is lost"):
+            home.gated(X)
+        assert torch.equal(home.gated(X), FIRST)
+
+
+def test_calls_are_counted_where_the_user_asked_for_it(home: ModuleType) -> None:
+    plan = plan_of(silu("vendor.a"), counts_calls=True)
+    with serving(plan):
+        home.gated(X)
+    assert plan.calls == {("silu_and_mul", "vendor.a"): 1}
+
+
+def test_a_compiler_traces_vllms_own_function(home: ModuleType) -> None:
+    with serving(plan_of(silu("vendor.a"))):
+        compiled = torch.compile(lambda x: home.gated(x) * 2, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(X), STOCK * 2)
+        assert torch.equal(home.gated(X), FIRST)
+
+
+def test_an_op_that_is_stock_replaces_nothing(home: ModuleType) -> None:
+    before = home.gated
+    with serving(planning(managing())) as chosen:
+        assert home.gated is before and chosen.names == {}
+
+
+@pytest.mark.parametrize(
+    ("paths", "parameters", "why"),
+    [
+        (("fl_home.nobody",), ("input",), "has no such function"),
+        (("fl_nowhere.gated",), ("input",), "no module fl_nowhere"),
+        (("fl_home.gated",), ("x", "quantised"), "its parameters are input, quantised, scale"),
+        (("fl_home.Layer.apply",), (), "without default: self, input"),
+        (("fl_home.Heir.apply",), ("self", "input"), "Heir inherits apply"),
+    ],
+)
+def test_a_function_that_does_not_fit_is_left_and_says_why(
+    home: ModuleType, paths: tuple[str, ...], parameters: tuple[str, ...], why: str
+) -> None:
+    plan = plan_of(silu("vendor.a"))
+    with serving(plan, binding(FunctionPlace(paths, parameters, _route, _native))) as chosen:
+        assert chosen.names == {}
+        assert why in told(plan, chosen)[paths[0]]["left"]
+
+
+def test_two_ops_with_one_function_are_an_error() -> None:
+    bound = {op: Binding((PLACE,)) for op in ("silu_and_mul", "gelu_and_mul")}
+    gelu = replace(silu("vendor.b"), op_name="gelu_and_mul", fn=lambda x, approximate="none": x)
+    with pytest.raises(VllmFLError, match="silu_and_mul' and 'gelu_and_mul"):
+        functions.choose(plan_of(silu("vendor.a"), gelu), bound)
+
+
+def test_what_somebody_else_replaced_is_left_to_him(
+    home: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = sys.modules["fl_caller"].gated = lambda *args: "theirs"  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING), serving(plan_of(silu("vendor.a"))):
+        assert sys.modules["fl_caller"].gated is others
+        assert torch.equal(home.gated(X), FIRST)
+    assert "fl_caller.gated" in caplog.text
+
+
+def test_what_somebody_put_in_our_place_stays_there_and_is_reported(home: ModuleType) -> None:
+    plan = plan_of(silu("vendor.a"))
+    with serving(plan) as chosen:
+        ours = home.gated
+        home.gated = wrapper = lambda *args: ours(*args)  # type: ignore[attr-defined]
+        assert told(plan, chosen)["fl_home.gated"]["replaced_after_us"] == "fl_home.gated"
+    assert home.gated is wrapper
+    assert torch.equal(home.gated(X), STOCK)
