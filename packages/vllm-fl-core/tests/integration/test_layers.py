@@ -11,6 +11,7 @@ if find_spec("vllm") is None:
 
 from vllm.model_executor import custom_op
 
+from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import LayerPlace
 from vllm_fl.integration.bindings import bindings, places
 from vllm_fl.integration.seams import layers
