@@ -35,8 +35,6 @@ from vllm_fl.integration.seams.layers import layer_for
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)})
-"""The ops that layers run. The others have no native form in vLLM."""
 
 
 def rms_norm(
@@ -138,6 +136,28 @@ def merge_attn_states(
     return output, sums.T
 
 
+def qk_norm_rope(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool,
+) -> torch.Tensor:
+    """What vLLM's pass takes the place of: two norms, and the rope of both behind them."""
+    size, tokens = q_weight.shape[0], len(qkv)
+    parts = (heads * size, kv_heads * size, qkv.shape[1] - (heads + kv_heads) * size)
+    query, key, value = qkv.split(parts, dim=-1)
+    query = rms_norm(query.view(tokens, heads, size), None, q_weight, epsilon, None)
+    key = rms_norm(key.view(tokens, kv_heads, size), None, k_weight, epsilon, None)
+    tables = cos_sin_cache.chunk(2, dim=-1)
+    query, key = rotary_embedding(query, key, *tables, position_ids, rotary_interleaved)
+    return torch.cat((query.flatten(1), key.flatten(1), value), dim=-1)
+
+
 def of_layer(spec: OpSpec) -> Callable[..., Any]:
     """`forward_native` of the layer that the op's binding names, by the contract's parameters."""
 
@@ -161,6 +181,7 @@ OWN = (
     merge_attn_states,
     moe_topk,
     multimodal_rotary_embedding,
+    qk_norm_rope,
     rms_norm,
     rotary_embedding,
 )
