@@ -43,6 +43,8 @@ NEVER_REFUSED = {
     "rotary_embedding": {"1 token, strided out of qkv", "16 tokens, strided out of qkv",
                          "0 tokens, strided out of qkv", "interleaved", "key=None",
                          "int32 positions", "strided positions", "partial rotary"},
+    "quant_int8": {"1 token", "0 tokens", "16 tokens, odd hidden size", "strided rows", "static",
+                   "static, azp", "static, 0 tokens", "asymmetric"},
 }  # fmt: skip
 
 

@@ -14,7 +14,9 @@ __all__ = [
     "finite_number",
     "floating_tensor",
     "gated_tensor",
+    "matrix",
     "on_device_of",
+    "one_number",
     "shaped",
 ]
 
@@ -68,3 +70,22 @@ def shaped(name: str, value: Any, shape: Sequence[int], meaning: str) -> Problem
     if tuple(value.shape) == tuple(shape):
         return None
     return name, f"must have {meaning} {tuple(shape)}, got {tuple(value.shape)}"
+
+
+def matrix(name: str, value: Any) -> Problem:
+    """`value` must be a floating tensor of shape (tokens, features), with at least one feature."""
+    problem = floating_tensor(name, value)
+    if problem is None and (value.ndim != 2 or not value.shape[1]):
+        return name, f"must be (tokens, features), got {tuple(value.shape)}"
+    return problem
+
+
+def one_number(name: str, value: Any, dtype: str) -> Problem:
+    """`value` must be a tensor of one element, of this dtype."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return name, f"must be a torch.Tensor or None, got {type(value).__name__}"
+    if str(value.dtype).removeprefix("torch.") != dtype or value.numel() != 1:
+        return name, f"must be one number of {dtype}, got {value.dtype} of {tuple(value.shape)}"
+    return None

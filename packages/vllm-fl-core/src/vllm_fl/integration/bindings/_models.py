@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["has_experts", "is_multimodal", "mentions"]
+__all__ = ["has_experts", "is_multimodal", "is_quantised", "mentions"]
 
 
 def has_experts(config: Any) -> bool:
@@ -44,3 +44,9 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(inner)
+
+
+def is_quantised(config: Any) -> bool:
+    """Whether the model's weights are quantised, by whatever scheme: which of its layers quantise
+    their activations, too, and how, is decided where they are built."""
+    return config.model_config.quantization is not None
