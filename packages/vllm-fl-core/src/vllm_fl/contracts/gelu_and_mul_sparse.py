@@ -60,7 +60,8 @@ def _by_torch(x: torch.Tensor, std_multiplier: float, approximate: str = "none")
     from torch import std_mean
     from torch.nn.functional import gelu, relu
 
-    gate, up = x.double().unflatten(-1, (2, -1)).unbind(-2)
+    half = x.shape[-1] // 2
+    gate, up = x[..., :half].double(), x[..., half:].double()
     deviation, mean = std_mean(gate, dim=-1, correction=0, keepdim=True)
     return gelu(relu(gate - (mean + deviation * std_multiplier)), approximate=approximate) * up
 
