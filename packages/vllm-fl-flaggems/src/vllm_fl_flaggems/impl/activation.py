@@ -76,9 +76,11 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
         NotImplementedError: FlagGems does not load.
     """
     kernel = launchable("silu_and_mul_kernel")
-    if kernel is None:
-        return _public_silu_and_mul(x, gate_first=False)
-    return _launch(kernel, x, gate_first=False)
+    return (
+        _public_silu_and_mul(x, gate_first=False)
+        if kernel is None
+        else _launch(kernel, x, gate_first=False)
+    )
 
 
 def _launch(kernel: Any, x: torch.Tensor, gate_first: bool = True) -> torch.Tensor:
