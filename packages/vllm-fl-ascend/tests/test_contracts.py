@@ -41,6 +41,11 @@ REFUSED = {
         "odd head_size": "head_size 7 is no multiple",
         "1 pair": "head_size 2 is no multiple",
     },
+    "moe_topk": {"sigmoid with bias, plain": "always renormalises"},
+    "grouped_topk": {
+        "every group, plain": "always renormalises",
+        "bias, plain, scaled": "always renormalises",
+    },
 }
 """What torch_npu's kernels have no form for: op -> sample -> a part of the reason."""
 
@@ -74,6 +79,9 @@ UNSUITABLE = [
     ("silu_and_mul", (X.long(),), "x of torch.int64"),
     ("silu_and_mul", (torch.ones([1] * 8 + [2]),), "of 9 dimensions"),
     ("gelu_and_mul", (X.double(),), "x of torch.float64"),
+    ("silu_and_mul_with_clamp", (X, -7.0), "limit=-7.0 is not finite and above 0"),
+    ("silu_and_mul_with_clamp", (torch.ones(2, 3), 7.0), "no two halves"),
+    ("quick_gelu", (torch.tensor(1.0),), "of 0 dimensions"),
     ("multimodal_rotary_embedding", (ROWS, ROWS, *AXES, [4, 4, 0], True), "not in turns"),
     ("multimodal_rotary_embedding", (ROWS, ROWS, *AXES, [4, 4, 4]), "do not add up to 8"),
     ("multimodal_rotary_embedding", (ROWS, ROWS, *TABLES, [4, 4, 0]), "position_ids is"),
@@ -131,6 +139,8 @@ def test_one_kernel_does_one_call() -> None:
     calls = {
         "npu_swiglu": lambda: activation.silu_and_mul(x),
         "npu_geglu": lambda: activation.gelu_and_mul(x),
+        "npu_clipped_swiglu": lambda: activation.silu_and_mul_with_clamp(x, 7.0),
+        "npu_fast_gelu": lambda: activation.quick_gelu(x),
         "npu_rms_norm": lambda: normalization.rms_norm(x, None, torch.ones(128), 1e-6),
         "npu_add_rms_norm": lambda: normalization.rms_norm(x, x, torch.ones(128), 1e-6),
         "npu_mrope": lambda: rotary.rotary_embedding(heads, heads, cos, sin, torch.arange(4)),

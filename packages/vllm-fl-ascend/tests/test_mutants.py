@@ -53,6 +53,9 @@ MUTANTS = [
     Mutant(HALVES, activation, "npu_swiglu.default(x, dim=-1)", "npu_swiglu.default(x, dim=0)"),
     Mutant(HALVES, activation, '{"none": 0, "tanh": 1}', '{"none": 1, "tanh": 0}'),
     Mutant(HALVES, activation, "approximate=form,", ""),
+    Mutant(HALVES, activation, "bias=beta, interleaved=False", "bias=beta, interleaved=True"),
+    Mutant(KEYWORD, activation, "limit=limit, bias=beta,", "limit=limit, bias=1.0,"),
+    Mutant(KEYWORD, activation, "npu_fast_gelu.default(x)", "npu_gelu.default(x)"),
     Mutant(HALVES, activation, "out, _gelu = torch", "_gelu, out = torch"),
     Mutant(
         HALVES,

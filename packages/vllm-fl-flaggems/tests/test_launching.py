@@ -68,7 +68,7 @@ def test_a_norm_of_more_elements_than_the_kernel_counts_goes_in_parts(
 @pytest.mark.parametrize("size", [(0,), (2, 3, 0), (0, 8)])
 def test_of_nothing_comes_nothing(size: tuple[int, ...], device: torch.device) -> None:
     empty = torch.empty(size, device=device)
-    for op in ("silu_and_mul", "gelu_and_mul"):
+    for op in ("silu_and_mul", "mul_and_silu", "gelu_and_mul"):
         assert implementation(op).fn(empty).shape == (*size[:-1], size[-1] // 2)
     weight = torch.empty(size[-1], device=device)
     assert normalization.rms_norm(empty, None, weight, 1e-6).shape == size

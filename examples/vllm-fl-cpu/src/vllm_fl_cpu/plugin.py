@@ -6,7 +6,15 @@ from pathlib import Path
 
 from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
-from .impl import activation, convolution, gated_delta, normalization, quantisation, rotary
+from .impl import (
+    activation,
+    convolution,
+    experts,
+    gated_delta,
+    normalization,
+    quantisation,
+    rotary,
+)
 
 POLICY = Path(__file__).with_name("cpu.yaml")
 
@@ -17,6 +25,7 @@ def register_ops() -> list[OpImpl]:
     return [
         *activation.OPS,
         *convolution.OPS,
+        *experts.OPS,
         *gated_delta.OPS,
         *normalization.OPS,
         *quantisation.OPS,

@@ -95,9 +95,63 @@ def mutants() -> Iterator[tuple[str, str, Op]]:
         "by magnitude",
         lambda x, t: F.hardshrink(x.double().chunk(2, -1)[0], abs(t)) * x.double().chunk(2, -1)[1],
     )
+    sparse = ORACLES["gelu_and_mul_sparse"]
+    yield "gelu_and_mul_sparse", "swapped halves", lambda x, m, a: sparse(swapped(x), m, a)
+    yield "gelu_and_mul_sparse", "dense", lambda x, m, a: ORACLES["gelu_and_mul"](x, a)
+    yield "gelu_and_mul_sparse", "1.6448536 for all", lambda x, m, a: sparse(x, 1.6448536, a)
+    yield "gelu_and_mul_sparse", "always erf", lambda x, m, a: sparse(x, m, "none")
+
+    def sparsely(x: torch.Tensor, cutoff: torch.Tensor, approximate: str) -> torch.Tensor:
+        gate, up = x.double().chunk(2, -1)
+        return F.gelu(F.relu(gate - cutoff), approximate=approximate) * up
+
+    def no_mean(x: torch.Tensor, m: float, a: str) -> torch.Tensor:
+        return sparsely(x, x.double().chunk(2, -1)[0].std(-1, correction=0, keepdim=True) * m, a)
+
+    def of_everything(x: torch.Tensor, m: float, a: str) -> torch.Tensor:
+        std, mean = torch.std_mean(x.double(), -1, correction=0, keepdim=True)
+        return sparsely(x, mean + std * m, a)
+
+    def cut_and_kept(x: torch.Tensor, m: float, a: str) -> torch.Tensor:
+        gate, up = x.double().chunk(2, -1)
+        std, mean = torch.std_mean(gate, -1, correction=0, keepdim=True)
+        return F.gelu(gate.where(gate > mean + std * m, 0.0), approximate=a) * up
+
+    def one_fewer(x: torch.Tensor, m: float, a: str) -> torch.Tensor:
+        std, mean = torch.std_mean(x.double().chunk(2, -1)[0], -1, correction=1, keepdim=True)
+        return sparsely(x, mean + std * m, a)
+
+    yield "gelu_and_mul_sparse", "cutoff without the mean", no_mean
+    yield "gelu_and_mul_sparse", "deviation of both halves", of_everything
+    yield "gelu_and_mul_sparse", "cutoff not subtracted", cut_and_kept
+    yield "gelu_and_mul_sparse", "divided by d - 1", one_fewer
+    learned = ORACLES["xielu"]
+    yield "xielu", "slopes swapped", lambda x, p, n, b, e: learned(x, n, p, b, e)
+    yield "xielu", "beta ignored", lambda x, p, n, b, e: learned(x, p, n, 0 * b, e)
+    yield (
+        "xielu",
+        "alpha_n without beta",
+        lambda x, p, n, b, e: (
+            learned(x, p, n, b, e)
+            - b.double() * (x.double().clamp(max=0).expm1() - x.double()) * (x < 0)
+        ),
+    )
+    yield (
+        "xielu",
+        "no softplus",
+        lambda x, p, n, b, e: learned(x, p.double().expm1().clamp(min=1e-9).log(), n, b, e),
+    )
+    yield "xielu", "never below 0", lambda x, p, n, b, e: learned(x.clamp(min=0), p, n, b, e)
+    yield (
+        "xielu",
+        "square below 0, too",
+        lambda x, p, n, b, e: (
+            F.softplus(p.double()) * x.double().square() + b.double() * x.double()
+        ),
+    )
 
 
-FINE = {"erf", "1.7", "gelu_new"}
+FINE = {"erf", "1.7", "gelu_new", "always erf", "divided by d - 1"}
 """Nearer to the op than a dtype of 16 bits is."""
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

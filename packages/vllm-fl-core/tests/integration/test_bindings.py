@@ -58,12 +58,14 @@ def served(multimodal: bool = False, **settings: Any) -> Any:
 
 ACTIVATIONS = {
     "fatrelu_and_mul": served(hidden_act="fatrelu"),
+    "gelu_and_mul_sparse": served(text_config={"activation_sparsity_pattern": [0.95]}),
     "gelu_fast": served(projector_hidden_act="GELU_FAST"),
     "gelu_new": served(activation_function="gelu_new"),
     "mul_and_silu": served(multimodal=True),
     "quick_gelu": served(vision_config={"hidden_act": "quick_gelu"}),
     "relu2": served(layers=[{"mlp_hidden_act": "relu2"}]),
     "silu_and_mul_with_clamp": served(text_config={"swiglu_limit": 10.0}),
+    "xielu": served(hidden_act="xielu"),
 }
 """Op -> a model that has it."""
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from vllm_fl import OpImpl, hookimpl
 
-from .impl import activation, convolution, gated_delta, normalization, quantisation, rotary
+from .impl import (
+    activation,
+    convolution,
+    experts,
+    gated_delta,
+    merging,
+    normalization,
+    paging,
+    qk_norm_rope,
+    quantisation,
+    rotary,
+    routing,
+)
 
 
 @hookimpl
@@ -13,8 +25,13 @@ def register_ops() -> list[OpImpl]:
     return [
         *activation.OPS,
         *convolution.OPS,
+        *experts.OPS,
         *gated_delta.OPS,
+        *merging.OPS,
         *normalization.OPS,
+        *paging.OPS,
+        *qk_norm_rope.OPS,
         *quantisation.OPS,
         *rotary.OPS,
+        *routing.OPS,
     ]

@@ -1,4 +1,4 @@
-"""Gated activations, on torch_npu's kernels."""
+"""Activations, on torch_npu's kernels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from . import VENDOR, unsuitable
 __all__ = [
     "OPS",
     "gelu_and_mul",
+    "quick_gelu",
     "silu_and_mul",
+    "silu_and_mul_with_clamp",
     "supports_gelu_and_mul",
+    "supports_quick_gelu",
     "supports_silu_and_mul",
+    "supports_silu_and_mul_with_clamp",
     "supports_swigluoai_and_mul",
     "swigluoai_and_mul",
 ]
@@ -83,8 +87,6 @@ def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availab
 def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs, by `npu_clipped_swiglu`.
 
-    The kernel takes two dimensions or more, contiguous: other tensors are viewed or copied so.
-
     Args:
         x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout: gate and
             up projection take turns.
@@ -97,13 +99,7 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
     Raises:
         RuntimeError: CANN's kernel fails.
     """
-    if not x.numel():
-        return _nothing(x)
-    rows = x[None] if x.ndim == 1 else x
-    out: torch.Tensor = torch.ops.npu.npu_clipped_swiglu.default(
-        rows.contiguous(), dim=-1, alpha=alpha, limit=limit, bias=1.0, interleaved=True
-    )
-    return out.view((*x.shape[:-1], -1))
+    return _clipped(x, alpha=alpha, limit=limit, bias=1.0, interleaved=True)
 
 
 def supports_swigluoai_and_mul(
@@ -113,6 +109,73 @@ def supports_swigluoai_and_mul(
     if not math.isfinite(alpha) or not 0 < limit < math.inf:
         return f"alpha={alpha} is not finite, or limit={limit} not finite and above 0"
     return supports_silu_and_mul(x)
+
+
+def silu_and_mul_with_clamp(
+    x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
+) -> torch.Tensor:
+    """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves, by `npu_clipped_swiglu`.
+
+    Args:
+        x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout: gate,
+            then up projection.
+        limit: a finite number above 0.
+        alpha: a finite number.
+        beta: a finite number.
+
+    Returns:
+        (..., d), of x's dtype.
+
+    Raises:
+        RuntimeError: CANN's kernel fails.
+    """
+    return _clipped(x, alpha=alpha, limit=limit, bias=beta, interleaved=False)
+
+
+def supports_silu_and_mul_with_clamp(
+    x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
+) -> Availability:
+    """True, or why the kernel would fail, or compute with a number that means nothing."""
+    if not 0 < limit < math.inf or not math.isfinite(alpha) or not math.isfinite(beta):
+        return f"limit={limit} is not finite and above 0, or alpha={alpha} or beta={beta} infinite"
+    return supports_silu_and_mul(x)
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 * x), by `npu_fast_gelu`.
+
+    Args:
+        x: of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        RuntimeError: CANN's kernel fails.
+    """
+    if not x.numel():
+        return x.new_empty(x.shape)
+    out: torch.Tensor = torch.ops.npu.npu_fast_gelu.default(x)
+    return out.contiguous()
+
+
+def supports_quick_gelu(x: torch.Tensor) -> Availability:
+    """True, or why the kernel would fail."""
+    return unsuitable("x", x) or True
+
+
+def _clipped(
+    x: torch.Tensor, *, alpha: float, limit: float, bias: float, interleaved: bool
+) -> torch.Tensor:
+    """`npu_clipped_swiglu`, which takes two dimensions or more, contiguous: other tensors are
+    viewed or copied so."""
+    if not x.numel():
+        return _nothing(x)
+    rows = x[None] if x.ndim == 1 else x
+    out: torch.Tensor = torch.ops.npu.npu_clipped_swiglu.default(
+        rows.contiguous(), dim=-1, alpha=alpha, limit=limit, bias=bias, interleaved=interleaved
+    )
+    return out.view((*x.shape[:-1], -1))
 
 
 def _no_halves(x: torch.Tensor) -> str | None:
@@ -150,5 +213,21 @@ OPS = (
         "ascend",
         available=available,
         supports=supports_swigluoai_and_mul,
+    ),
+    OpImpl(
+        "silu_and_mul_with_clamp",
+        *VENDOR,
+        silu_and_mul_with_clamp,
+        "ascend",
+        available=available,
+        supports=supports_silu_and_mul_with_clamp,
+    ),
+    OpImpl(
+        "quick_gelu",
+        *VENDOR,
+        quick_gelu,
+        "ascend",
+        available=available,
+        supports=supports_quick_gelu,
     ),
 )

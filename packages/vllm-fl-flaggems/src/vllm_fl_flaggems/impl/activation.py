@@ -1,4 +1,4 @@
-"""Gated activations, on FlagGems's Triton kernels."""
+"""Activations, on FlagGems's Triton kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from ..kernels import launchable, warps
 from ..loading import available, flag_gems, unsuitable
 from . import DEFAULT
 
-__all__ = ["OPS", "gelu_and_mul", "silu_and_mul", "supports_gelu_and_mul", "supports_silu_and_mul"]
+__all__ = [
+    "OPS",
+    "gelu_and_mul",
+    "mul_and_silu",
+    "silu_and_mul",
+    "supports_gelu_and_mul",
+    "supports_mul_and_silu",
+    "supports_silu_and_mul",
+]
 
 TILE = 1024
 """Elements of a row that one program takes: sixteen a thread, two of the widest loads."""
@@ -55,16 +63,38 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return _public_gelu_and_mul(x, approximate) if kernel is None else _launch(kernel, x)
 
 
-def _launch(kernel: Any, x: torch.Tensor) -> torch.Tensor:
+def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
+    """x[..., :d] * silu(x[..., d:]) in fp32, rounded once: `silu_and_mul` of the halves swapped.
+
+    Args:
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout.
+
+    Returns:
+        (..., d), of x's dtype.
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    kernel = launchable("silu_and_mul_kernel")
+    return (
+        _public_silu_and_mul(x, gate_first=False)
+        if kernel is None
+        else _launch(kernel, x, gate_first=False)
+    )
+
+
+def _launch(kernel: Any, x: torch.Tensor, gate_first: bool = True) -> torch.Tensor:
     half = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], half))
     rows = x.shape[:-1].numel()
-    gate = x if x.ndim == 2 else x.reshape(rows, 2 * half)
-    step, side = gate.stride()
+    first = x if x.ndim == 2 else x.reshape(rows, 2 * half)
+    step, side = first.stride()
+    second = first[:, half:]
+    gate, other = (first, second) if gate_first else (second, first)
     with torch.cuda.device(x.device):
         kernel[(rows * -(-half // TILE),)](
             gate,
-            gate[:, half:],
+            other,
             out,
             *(step, side),  # of the gate
             *(step, side),  # of the other half
@@ -80,10 +110,12 @@ def _launch(kernel: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _public_silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def _public_silu_and_mul(x: torch.Tensor, gate_first: bool = True) -> torch.Tensor:
     half = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], half))
-    flag_gems().silu_and_mul_out(x[..., :half], x[..., half:], out)
+    first, second = x[..., :half], x[..., half:]
+    gate, other = (first, second) if gate_first else (second, first)
+    flag_gems().silu_and_mul_out(gate, other, out)
     return out
 
 
@@ -105,6 +137,11 @@ def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availab
     return supports_silu_and_mul(x)
 
 
+def supports_mul_and_silu(x: torch.Tensor) -> Availability:
+    """True, or why the kernel would fail."""
+    return supports_silu_and_mul(x)
+
+
 OPS = (
     OpImpl(
         "silu_and_mul",
@@ -119,5 +156,12 @@ OPS = (
         gelu_and_mul,
         available=available,
         supports=supports_gelu_and_mul,
+    ),
+    OpImpl(
+        "mul_and_silu",
+        *DEFAULT,
+        mul_and_silu,
+        available=available,
+        supports=supports_mul_and_silu,
     ),
 )

@@ -13,6 +13,7 @@ __all__ = [
     "OPS",
     "fatrelu_and_mul",
     "gelu_and_mul",
+    "gelu_and_mul_sparse",
     "gelu_fast",
     "gelu_new",
     "mul_and_silu",
@@ -21,6 +22,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_with_clamp",
     "swigluoai_and_mul",
+    "xielu",
 ]
 
 
@@ -221,6 +223,78 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return _packed(torch.square(F.relu(x)))
 
 
+def gelu_and_mul_sparse(
+    x: torch.Tensor, std_multiplier: float, approximate: str = "none"
+) -> torch.Tensor:
+    """gelu of what of x[..., :d] lies above a cutoff, times x[..., d:]; every step is rounded.
+
+    The cutoff is the row's mean and `std_multiplier` times its deviation.
+
+    Args:
+        x: (..., 2 * d), floating.
+        std_multiplier: a finite number, or a tensor with one.
+        approximate: "none" (erf) or "tanh".
+
+    Returns:
+        (..., d), of x's dtype.
+
+    Raises:
+        TypeError: x is not floating, or std_multiplier no number.
+        ValueError: the last dimension of x is odd, or std_multiplier is not finite.
+        RuntimeError: `approximate` is another word.
+    """
+    _refuse_silent_mistakes(x)
+    _refuse_integers(x)
+    if not isinstance(std_multiplier, torch.Tensor) and not -math.inf < std_multiplier < math.inf:
+        raise ValueError(f"std_multiplier must be finite, got {std_multiplier}")
+    d = x.shape[-1] // 2
+    gate = x[..., :d]
+    mean = torch.mean(gate, dim=-1, keepdim=True)
+    std = torch.std(gate, dim=-1, keepdim=True, unbiased=False)
+    above = F.relu(gate - (mean + std * std_multiplier))
+    return F.gelu(above, approximate=approximate) * x[..., d:]
+
+
+def xielu(
+    x: torch.Tensor,
+    alpha_p: torch.Tensor,
+    alpha_n: torch.Tensor,
+    beta: torch.Tensor,
+    eps: torch.Tensor,
+) -> torch.Tensor:
+    """p * x**2 + beta * x above 0, n * (expm1(min(x, eps)) - x) + beta * x elsewhere.
+
+    p is softplus(alpha_p), n is beta + softplus(alpha_n); every step is rounded.
+
+    Args:
+        x: floating, of any shape.
+        alpha_p: one element, of x's dtype or bfloat16.
+        alpha_n: the same.
+        beta: the same.
+        eps: the same.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        TypeError: x is not floating, or another argument is no tensor of such a dtype.
+        ValueError: another argument has not one element.
+    """
+    _refuse_integers(x)
+    for name, one in {"alpha_p": alpha_p, "alpha_n": alpha_n, "beta": beta, "eps": eps}.items():
+        if not isinstance(one, torch.Tensor) or one.dtype not in (x.dtype, torch.bfloat16):
+            raise TypeError(f"{name} must be a tensor of {x.dtype} or bfloat16, got {one}")
+        if one.numel() != 1:
+            raise ValueError(f"{name} must have one element, got {one.numel()}")
+    positive, negative = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+    result = torch.where(
+        x > 0,
+        positive * x * x + beta * x,
+        (torch.expm1(torch.min(x, eps)) - x) * negative + beta * x,
+    )
+    return _packed(result.to(x.dtype))  # of fp16 and bf16 together float32 has come
+
+
 def _refuse_integers(x: torch.Tensor) -> None:
     if not x.is_floating_point():  # some steps would take them, and others turn them into float32
         raise TypeError(f"x must be floating, got {x.dtype}")
@@ -247,4 +321,6 @@ OPS = implementations(
     gelu_fast,
     quick_gelu,
     relu2,
+    gelu_and_mul_sparse,
+    xielu,
 )
