@@ -20,6 +20,8 @@ QWEN3_06B = ModelSizes(1024, 3072, 16, 8, 128, 128, tokens=(1, 16, 256))
 PARTIAL = ModelSizes(2560, 10240, 32, 32, 80, 32, tokens=(1, 7))
 
 NEVER_REFUSED = {
+    "concat_and_cache_mla": {"1 token", "16 tokens", "0 tokens", "every third token skipped",
+                             "strided out of one projection", "gaps between rows", "odd sizes"},
     "silu_and_mul": {"1 token", "16 tokens", "0 tokens", "3-D", "gate far from zero",
                      "slice of a wider buffer", "every other row"},
     "gelu_and_mul": {f"{name}, approximate={how}" for name in ("1 token", "0 tokens", "3-D")
