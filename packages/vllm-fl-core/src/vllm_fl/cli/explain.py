@@ -12,6 +12,7 @@ from ..contracts.binding import (
     AttentionPlace,
     Binding,
     FunctionPlace,
+    FusionPlace,
     IrPlace,
     LayerPlace,
     OperatorPlace,
@@ -178,6 +179,8 @@ def _places(binding: Binding) -> list[str]:
                 told.append(f"vllm.ir.{place.name}, in the releases that have it")
             case AttentionPlace():
                 told.append("the attention layers, by class path")
+            case FusionPlace():
+                told.append(f"where vLLM's pass {place.path.rpartition('.')[2]} finds it")
     return list(dict.fromkeys(told))
 
 
