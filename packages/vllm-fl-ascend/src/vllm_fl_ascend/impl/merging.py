@@ -45,7 +45,7 @@ def merge_attn_states(
     if not prefix_output.numel():
         return prefix_output.new_empty(prefix_output.shape), prefix_lse.new_empty(prefix_lse.shape)
     prefix, suffix = (
-        lse.masked_fill(lse == math.inf, -math.inf).contiguous() for lse in (prefix_lse, suffix_lse)
+        lse.masked_fill(lse == math.inf, -math.inf) for lse in (prefix_lse, suffix_lse)
     )
     most = torch.maximum(prefix, suffix)
     no_keys = most == -math.inf
