@@ -19,6 +19,7 @@ CPU = torch.device("cpu")
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 REFUSED = {
+    "merge_attn_states": {"odd sizes": "head_size 33 is no multiple"},
     "multimodal_rotary_embedding": {
         "axes take turns": "in sections, not in turns",
         "axes take turns, width ends first": "in sections, not in turns",
@@ -72,6 +73,7 @@ def test_samples_are_right_or_refused(op: str, dtype: torch.dtype) -> None:
 
 
 X, ROWS = torch.ones(2, 16), torch.ones(2, 3, 16)
+SUMS, WIDE = torch.ones(2, 3), torch.ones(2, 3, 520)
 TABLES = (torch.ones(4, 8), torch.ones(4, 8), torch.arange(2))
 AXES = (*TABLES[:2], torch.zeros(2, 3, dtype=torch.int64))
 UNSUITABLE = [
@@ -89,6 +91,11 @@ UNSUITABLE = [
     ("rms_norm", (X, None, None, 1e-6, 8), "variance_size"),
     ("rms_norm", (X, X.half(), None, 1e-6), "residual is torch.float16"),
     ("rotary_embedding", (ROWS, ROWS.half(), *TABLES), "key is torch.float16"),
+    ("merge_attn_states", (ROWS, SUMS, ROWS.half(), SUMS), "suffix_output is torch.float16"),
+    ("merge_attn_states", (ROWS, SUMS, ROWS[:1], SUMS), "outputs of (2, 3, 16) and (1, 3, 16)"),
+    ("merge_attn_states", (ROWS, SUMS.T, ROWS, SUMS), "prefix_lse is torch.float32 (3, 2)"),
+    ("merge_attn_states", (ROWS, SUMS, ROWS, SUMS.half()), "suffix_lse is torch.float16"),
+    ("merge_attn_states", (WIDE, SUMS, WIDE, SUMS), "head_size 520 is no multiple of 8 up to 512"),
     ("rotary_embedding", (ROWS, None, *TABLES), "not the two halves of one cache"),
 ]
 """Calls that no kernel takes, with a part of the reason."""

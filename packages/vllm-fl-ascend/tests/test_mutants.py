@@ -13,9 +13,9 @@ from test_contracts import DTYPES, IMPLS, mistakes, one_row, unseen
 from vllm_fl import OpImpl
 from vllm_fl.testing import failures
 from vllm_fl_ascend import impl as shared
-from vllm_fl_ascend.impl import activation, multimodal_rotary, normalization, rotary
+from vllm_fl_ascend.impl import activation, merging, multimodal_rotary, normalization, rotary
 
-MODULES = (activation, multimodal_rotary, normalization, rotary)
+MODULES = (activation, merging, multimodal_rotary, normalization, rotary)
 SLOW = ("fork", "spawn", "engine", "tracing", "opcheck")
 """Checks that no mistake of these is for."""
 
@@ -189,6 +189,20 @@ MUTANTS = [
         "return empty if residual is None else (empty, x.new_empty(x.shape))",
         "return empty",
     ),
+    Mutant(HALVES, merging, "(prefix_lse, suffix_lse)\n    )", "(suffix_lse, prefix_lse)\n    )"),
+    Mutant(HALVES, merging, "outputs, 1)", "outputs, 0)"),
+    Mutant(HALVES, merging, "merged, lse = torch", "lse, merged = torch"),
+    Mutant(HALVES, merging, "(lse == math.inf, -math.inf)", "(lse == -math.inf, math.inf)"),
+    Mutant(LAYOUT, merging, "for lse in (prefix_lse", "for lse in (prefix_lse.T"),
+    Mutant(LAYOUT, merging, "x.flatten(0, 1).contiguous()", "x.flatten(0, 1)"),
+    Mutant(EPSILON, merging, "NOTHING = -1e4", "NOTHING = -5.0"),
+    Mutant(EPSILON, merging, "[(lse - most).clamp", "[lse.clamp"),
+    Mutant(RESULT, merging, "(lse.view(most.shape) + most)", "lse.view(most.shape)"),
+    Mutant(RESULT, merging, ".masked_fill(no_keys, -math.inf)", ""),
+    Mutant(RESULT, merging, "most.masked_fill(no_keys, 0.0)", "most"),
+    Mutant(EMPTY, merging, "if not prefix_output.numel():", "if False:"),
+    Mutant(REFUSAL, merging, "shape[2] % MULTIPLE or not", "not"),
+    Mutant(REFUSAL, merging, "lse.dtype != torch.float32 or ", ""),
     Mutant(REFUSAL, activation, "if x.shape[-1] % 2:", "if False:"),
     Mutant(REFUSAL, activation, "if x.shape[-1] % 2:", "if x.shape[-1] % 16:"),
     Mutant(REFUSAL, normalization, "if epsilon < 0:", "if False:"),

@@ -12,6 +12,11 @@ from vllm_fl_flaggems import loading
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
+    "concat_and_cache_mla": {"odd sizes"},
+    "reshape_and_cache": {
+        "heads before slots, keys beside values",
+        "heads before slots, the first token skipped",
+    },
     "rms_norm": {
         "weight=None",
         "weight=None, residual",

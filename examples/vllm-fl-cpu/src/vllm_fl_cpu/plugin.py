@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
-from .impl import activation, experts, gated_delta, normalization, quantisation, rotary
+from .impl import activation, experts, gated_delta, normalization, paging, quantisation, rotary
 
 POLICY = Path(__file__).with_name("cpu.yaml")
 
@@ -19,6 +19,7 @@ def register_ops() -> list[OpImpl]:
         *experts.OPS,
         *gated_delta.OPS,
         *normalization.OPS,
+        *paging.OPS,
         *quantisation.OPS,
         *rotary.OPS,
     ]

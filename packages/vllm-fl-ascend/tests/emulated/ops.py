@@ -196,3 +196,30 @@ def npu_moe_gating_top_k(
         y = y / (y.sum(-1, keepdim=True) + eps)
     shown = normed if out_flag else torch.zeros_like(normed)
     return (y * routed_scaling_factor).to(x.dtype), ids.int(), shown
+
+
+@numerics("npu_attention_update")
+def npu_attention_update(
+    lse: list[Tensor], local_out: list[Tensor], update_type: int
+) -> tuple[Tensor, Tensor]:
+    name = "npu_attention_update"
+    demand(1 <= len(lse) == len(local_out) <= 16, name, "1 to 16 parts")
+    demand(update_type in (0, 1), name, "update_type 0 or 1")
+    for sums, out in zip(lse, local_out, strict=True):
+        demand(sums.dtype == torch.float32 and sums.ndim == 1, name, "float32 sums in one row")
+        demand(bool(sums.isfinite().all()), name, "finite sums")
+        demand(out.dtype in FLOATS, name, "float32, float16 or bfloat16")
+        demand(out.dtype == local_out[0].dtype, name, "outputs of one dtype")
+        demand(out.ndim == 2 and out.shape == local_out[0].shape, name, "outputs of one shape")
+        demand(len(out) == len(sums) > 0, name, "a sum for each row, and no empty tensors")
+        demand(out.shape[1] % 8 == 0 and 8 <= out.shape[1] <= 512, name, "heads of 8 * n to 512")
+        demand(sums.is_contiguous() and out.is_contiguous(), name, "contiguous tensors")
+    most = torch.stack(lse).amax(0)
+    total = most + torch.stack([(sums - most).exp() for sums in lse]).sum(0).log()
+    merged = torch.zeros_like(local_out[0], dtype=torch.float32)
+    for sums, out in zip(lse, local_out, strict=True):
+        merged += out.float() * (sums - total).exp()[:, None]
+    # Without update_type 1 the second result means nothing.
+    return merged.to(local_out[0].dtype), total if update_type else torch.full_like(
+        total, torch.nan
+    )
