@@ -13,14 +13,22 @@ from test_contracts import DTYPES, IMPLS, mistakes, one_row, unseen
 from vllm_fl import OpImpl
 from vllm_fl.testing import failures
 from vllm_fl_ascend import impl as shared
-from vllm_fl_ascend.impl import activation, merging, multimodal_rotary, normalization, rotary
+from vllm_fl_ascend.impl import (
+    activation,
+    merging,
+    multimodal_rotary,
+    normalization,
+    rotary,
+    routing,
+)
 
-MODULES = (activation, merging, multimodal_rotary, normalization, rotary)
+MODULES = (activation, merging, multimodal_rotary, normalization, rotary, routing)
 SLOW = ("fork", "spawn", "engine", "tracing", "opcheck")
 """Checks that no mistake of these is for."""
 
 KEYWORD, HALVES, LAYOUT, EPSILON = "keyword", "halves", "layout", "epsilon"
 RESIDUAL, RESULT, EMPTY, REFUSAL = "residual", "result", "empty", "refusal"
+ROUTING = "routing"
 
 MUTANTS = [
     Mutant(KEYWORD, activation, "npu_swiglu.default(x, dim=-1)", "npu_swiglu.default(x, axis=-1)"),
@@ -203,6 +211,23 @@ MUTANTS = [
     Mutant(EMPTY, merging, "if not prefix_output.numel():", "if False:"),
     Mutant(REFUSAL, merging, "shape[2] % MULTIPLE or not", "not"),
     Mutant(REFUSAL, merging, "lse.dtype != torch.float32 or ", ""),
+    Mutant(ROUTING, routing, "norm_type=SCORING[scoring_func]", "norm_type=0"),
+    Mutant(ROUTING, routing, '{"softmax": 0, "sigmoid": 1}', '{"softmax": 1, "sigmoid": 0}'),
+    Mutant(ROUTING, routing, "group_select_mode=mode", "group_select_mode=0"),
+    Mutant(ROUTING, routing, "group_select_mode=mode", "group_select_mode=1"),
+    Mutant(ROUTING, routing, "k_group=best", "k_group=count"),
+    Mutant(ROUTING, routing, "bias=None if bias is None else bias.float()", "bias=None"),
+    Mutant(ROUTING, routing, "if of_softmax and renormalize:", "if False:"),
+    Mutant(ROUTING, routing, "if of_softmax and renormalize:", "if of_softmax:"),
+    Mutant(ROUTING, routing, "factor=1.0 if of_softmax else factor", "factor=1.0"),
+    Mutant(ROUTING, routing, "factor=1.0 if of_softmax else factor", "factor=factor"),
+    Mutant(RESULT, routing, "logits = gating_output.float()", "logits = gating_output"),
+    Mutant(RESULT, routing, "weights, ids, _scores =", "_scores, ids, weights ="),
+    Mutant(EMPTY, routing, "if not logits.numel():", "if False:"),
+    Mutant(REFUSAL, routing, 'if scoring_func == "sigmoid" and not renormalize:', "if False:"),
+    Mutant(REFUSAL, routing, "experts < 3 * groups", "experts < groups"),
+    Mutant(REFUSAL, routing, "* 32 * groups > MOST_EXPERTS", "* groups > MOST_EXPERTS"),
+    Mutant(REFUSAL, routing, "if bias.shape != logits.shape[1:]:", "if False:"),
     Mutant(REFUSAL, activation, "if x.shape[-1] % 2:", "if False:"),
     Mutant(REFUSAL, activation, "if x.shape[-1] % 2:", "if x.shape[-1] % 16:"),
     Mutant(REFUSAL, normalization, "if epsilon < 0:", "if False:"),

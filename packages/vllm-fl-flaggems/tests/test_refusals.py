@@ -23,6 +23,7 @@ REFUSED = {
         "variance_size",
         "variance_size, residual",
     },
+    "moe_sum": {"places without an expert", "experts elsewhere", "strided ids"},
     "moe_topk": {
         "sigmoid",
         "sigmoid with bias, scaled",

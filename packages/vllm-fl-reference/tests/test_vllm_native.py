@@ -90,6 +90,18 @@ def grouped_topk(gating_output: torch.Tensor, *rest: Any) -> Any:
     return router._grouped_topk(gating_output, *rest)
 
 
+def moe_sum(
+    input: torch.Tensor, topk_ids: torch.Tensor | None, expert_map: torch.Tensor | None
+) -> Any:
+    """What vLLM's experts take for the operator where a build has none, over the places here."""
+    if topk_ids is not None:
+        here = topk_ids >= 0
+        if expert_map is not None:
+            here &= expert_map[topk_ids.clamp(min=0).long()] >= 0
+        input = torch.where(here.unsqueeze(-1), input, 0.0)
+    return torch.sum(input, dim=1)
+
+
 def multimodal_rotary_embedding(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -179,6 +191,7 @@ OWN = (
     grouped_topk,
     layer_norm,
     merge_attn_states,
+    moe_sum,
     moe_topk,
     multimodal_rotary_embedding,
     qk_norm_rope,
