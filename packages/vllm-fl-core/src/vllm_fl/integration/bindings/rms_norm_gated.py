@@ -155,7 +155,8 @@ BINDING = Binding(
         SizeRule("gated_norm_groups", _groups, 1),
         EPSILON,
     ),
-    when=lambda config: config.model_config.has_inner_state,  # all of these layers' models keep one
+    # All models with such a layer keep a state.
+    when=lambda config: getattr(config.model_config, "has_inner_state", True),
     not_reached=(
         "Mamba 2's norm where a group of features reaches beyond one rank: it sums over the ranks",
         "kernels that compute the norm with what is before it or after it: Kimi's with a residual, "
