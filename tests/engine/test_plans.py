@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_run import largest_difference
-from engines import OPS, Pair, Runner, assert_same_bits
+from engines import Pair, Runner, assert_same_bits
 
 MODES = [
     pytest.param(True, id="eager"),
@@ -118,7 +118,7 @@ def test_the_start_line_says_the_plan(engine: Runner) -> None:
     log = engine("qwen3", "vendor")["log"]
     lines = [line for line in log.splitlines() if "vllm-fl: " in line and "ops planned" in line]
     assert len(lines) == 1
-    for op in OPS:
+    for op in ("rms_norm", "rotary_embedding", "silu_and_mul", "attention_backend"):
         assert f"{op}=" in lines[0]
     assert "rms_norm=vendor.cpu" in lines[0] and "verified in" in lines[0]
 

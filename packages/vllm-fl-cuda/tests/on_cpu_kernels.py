@@ -19,17 +19,20 @@ from vllm_fl import OpImpl, hookimpl
 LANES = 8
 """Elements of one vector of the CPU kernels, which have no remainder."""
 
+LAYERS = {"relu_squared": "relu2"}
+"""Kernel -> vLLM's layer of it, where that has another name."""
+
 
 @hookimpl
 def register_ops() -> Iterable[OpImpl]:
     """Nothing: what the installed plugin brings is let run here."""
     import vllm_fl_cuda.impl as shared
-    from vllm_fl_cuda.impl import activation, normalization, rotary
+    from vllm_fl_cuda.impl import activation, normalization, quantisation, rotary
 
     shared._no_cuda_build = shared._no_device = lambda: None
-    for module in (shared, activation, normalization, rotary):
+    for module in (shared, activation, normalization, quantisation, rotary):
         module.kernel = kernel
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, quantisation, rotary):
         module.unsuitable = unsuitable
     return ()
 
@@ -56,9 +59,7 @@ def kernel(name: str) -> Callable[..., None]:
     if not hasattr(torch.ops._C, name):
         return _by_layer(name)
     overload = getattr(torch.ops._C, name).default
-    return {"rms_norm": _norm, "fused_add_rms_norm": _add_norm, "rotary_embedding": _rotary}.get(
-        name, _gated
-    )(overload)
+    return BEHIND.get(name, _gated)(overload)
 
 
 def _by_layer(name: str) -> Callable[..., None]:
@@ -70,6 +71,7 @@ def _by_layer(name: str) -> Callable[..., None]:
     from vllm.model_executor.custom_op import op_registry
     from vllm.model_executor.layers import activation  # noqa: F401 (registers its layers)
 
+    name = LAYERS.get(name, name)
     if name not in op_registry:
         raise AttributeError(f"neither a CPU kernel nor a layer of vLLM's is called {name!r}")
     cls = op_registry[name]
@@ -100,6 +102,17 @@ def _gated(overload: Any) -> Callable[..., None]:
     return call
 
 
+def _elementwise(overload: Any) -> Callable[..., None]:
+    def call(out: torch.Tensor, x: torch.Tensor) -> None:
+        _reads_packed(x)
+        whole = F.pad(x, (0, -x.shape[-1] % LANES))
+        result = torch.empty_like(whole)
+        overload(result, whole)
+        out.copy_(result[..., : x.shape[-1]])
+
+    return call
+
+
 def _norm(overload: Any) -> Callable[..., None]:
     def call(out: torch.Tensor, x: torch.Tensor, weight: Any, epsilon: float) -> None:
         assert 2 <= x.ndim <= 4, "the CUDA kernel takes two to four dimensions"
@@ -115,6 +128,14 @@ def _add_norm(overload: Any) -> Callable[..., None]:
         _reads_packed(x, residual)
         _whole_vectors(x)
         overload(x, residual, weight, epsilon)
+
+    return call
+
+
+def _int8(overload: Any) -> Callable[..., None]:
+    def call(out: torch.Tensor, x: torch.Tensor, *scales: torch.Tensor | None) -> None:
+        _reads_packed(x, *(scale for scale in scales if scale is not None))
+        overload(out, x, *scales)
 
     return call
 
@@ -149,3 +170,16 @@ def _whole_vectors(x: torch.Tensor) -> None:
 def _reads_packed(*tensors: torch.Tensor) -> None:
     for x in tensors:
         assert x.is_contiguous(), "the kernel reads it as if it were contiguous"
+
+
+BEHIND = {
+    "rms_norm": _norm,
+    "fused_add_rms_norm": _add_norm,
+    "rotary_embedding": _rotary,
+    "gelu_new": _elementwise,
+    "gelu_fast": _elementwise,
+    "gelu_quick": _elementwise,
+    "static_scaled_int8_quant": _int8,
+    "dynamic_scaled_int8_quant": _int8,
+}
+"""CUDA kernel -> what stands behind it; every other one is a gated activation."""

@@ -15,7 +15,7 @@ import torch
 
 import vllm_fl_cuda.impl as shared
 from vllm_fl.contracts import contracts
-from vllm_fl_cuda.impl import activation, normalization, rotary
+from vllm_fl_cuda.impl import activation, normalization, quantisation, rotary
 from vllm_fl_cuda.plugin import register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
@@ -25,12 +25,19 @@ SCHEMAS = {
     "silu_and_mul": "silu_and_mul(Tensor! result, Tensor input) -> ()",
     "gelu_and_mul": "gelu_and_mul(Tensor! out, Tensor input) -> ()",
     "gelu_tanh_and_mul": "gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()",
+    "gelu_new": "gelu_new(Tensor! out, Tensor input) -> ()",
+    "gelu_fast": "gelu_fast(Tensor! out, Tensor input) -> ()",
+    "gelu_quick": "gelu_quick(Tensor! out, Tensor input) -> ()",
     "rms_norm": "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
     "fused_add_rms_norm": "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, "
     "float epsilon) -> ()",
     "rotary_embedding": "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, "
     "int head_size, Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, "
     "bool inverse=False) -> ()",
+    "static_scaled_int8_quant": "static_scaled_int8_quant(Tensor! result, Tensor input, "
+    "Tensor scale, Tensor? azp) -> ()",
+    "dynamic_scaled_int8_quant": "dynamic_scaled_int8_quant(Tensor! result, Tensor input, "
+    "Tensor! scale, Tensor!? azp) -> ()",
 }
 """As vLLM 0.26.0's CUDA build registers them (vllm/_C_stable_libtorch.abi3.so of its wheel)."""
 
@@ -49,7 +56,7 @@ REFUSED = {
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`supports` as on a GPU, for tensors that lie on the CPU."""
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, quantisation, rotary):
         monkeypatch.setattr(module, "unsuitable", lambda name, x: None)
 
 
@@ -95,7 +102,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     record = Recorder()
-    for module in (activation, normalization, rotary):
+    for module in (activation, normalization, quantisation, rotary):
         monkeypatch.setattr(module, "kernel", record)
     return record
 
@@ -116,10 +123,11 @@ def unaligned(*shape: int) -> torch.Tensor:
 def test_vectors_are_loaded_from_aligned_memory_only(recorder: Recorder) -> None:
     x, residual = unaligned(2, 64), unaligned(2, 64)
     IMPLS["silu_and_mul"].fn(x)
+    IMPLS["quick_gelu"].fn(x)
     IMPLS["rms_norm"].fn(x, None, unaligned(64), 1e-6)
     IMPLS["rms_norm"].fn(x, residual, unaligned(64), 1e-6)
     tensors = [a for call in recorder.calls for a in call if isinstance(a, torch.Tensor)]
-    assert len(tensors) == 2 + 3 + 3
+    assert len(tensors) == 2 + 2 + 3 + 3
     assert all(a.data_ptr() % 32 == 0 for a in tensors)
 
 
