@@ -100,7 +100,7 @@ def made(name: str, head_size: int = 32, **options: Any) -> Any:
     return get_rope(head_size, 64, rope_parameters=told, **options)
 
 
-def ours(layer: Any) -> Any:
+def ours(layer: Any, *, native: bool = False) -> Any:
     """The forward that its binding makes for the layer, with the contract's oracle behind it."""
     (place,) = (
         (op, place)
@@ -115,7 +115,7 @@ def ours(layer: Any) -> Any:
         return tuple(x if x is None else x.to(args[0].dtype) for x in spec.oracle(*args))
 
     assert place[1].adapt
-    return place[1].adapt(layer, op)
+    return place[1].adapt(layer, place[1].native if native else op)
 
 
 @pytest.fixture(autouse=True)
@@ -174,3 +174,31 @@ def test_llama_4s_patches() -> None:
     layer = made("Llama4VisionRotaryEmbedding", 16, dtype=torch.complex64)
     query, key = torch.randn(2, 3, 65, HEADS, 32)[:, :2].unbind()
     agree(layer, query, key)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("RotaryEmbedding", ()),
+        ("MRotaryEmbedding", (3,)),
+        ("MRotaryEmbedding, axes in turns", (3,)),
+        ("Ernie4_5_VLRotaryEmbedding", (3,)),
+    ],
+)
+def test_a_compiler_traces_it_whole(name: str, axes: tuple[int, ...]) -> None:
+    layer, args = made(name), flat(*axes)
+    forward = torch.compile(ours(layer, native=True), backend="eager", fullgraph=True)
+    for one, other in zip(forward(*args), layer.forward_native(*args), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_compiler_traces_deepseeks_whole() -> None:
+    layer = made("DeepseekScalingRotaryEmbedding")
+    args = (
+        torch.arange(TOKENS),
+        torch.randn(TOKENS, HEADS, 96)[..., 64:],
+        torch.randn(TOKENS, 1, 32),
+    )
+    forward = torch.compile(ours(layer, native=True), backend="eager", fullgraph=True)
+    for one, other in zip(forward(*args), layer.forward_native(*args), strict=True):
+        torch.testing.assert_close(one, other)
