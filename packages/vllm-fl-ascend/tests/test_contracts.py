@@ -80,6 +80,12 @@ UNSUITABLE = [
     ("multimodal_rotary_embedding", (ROWS, ROWS.half(), *AXES, [4, 4, 0]), "key is torch.float16"),
     ("rms_norm", (X, None, None, 1e-6, 8), "variance_size"),
     ("rms_norm", (X, X.half(), None, 1e-6), "residual is torch.float16"),
+    ("rms_norm_gated", (X, X.half(), X[0], 1e-6), "z is torch.float16"),
+    ("rms_norm_gated", (X, X[:1], X[0], 1e-6), "z is (1, 16)"),
+    ("rms_norm_gated", (X, X, X[0, :8], 1e-6), "weight is (8,)"),
+    ("rms_norm_gated", (X, X, X[0], 0.0), "not above 0"),
+    ("rms_norm_gated", (X, X, X[0], 1e-6, 3), "do not divide"),
+    ("rms_norm_gated", (X, X, X[0], 1e-6, 8, True, "gelu"), "no gate of 'gelu'"),
     ("rotary_embedding", (ROWS, ROWS.half(), *TABLES), "key is torch.float16"),
     ("rotary_embedding", (ROWS, None, *TABLES), "not the two halves of one cache"),
 ]
