@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -12,7 +14,11 @@ from . import VENDOR, mixed, unsuitable
 
 __all__ = ["OPS", "rms_norm_gated", "supports_rms_norm_gated"]
 
-ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "sigmoid": torch.sigmoid,
+}
 
 
 def rms_norm_gated(

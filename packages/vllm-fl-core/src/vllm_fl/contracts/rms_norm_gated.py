@@ -61,7 +61,7 @@ def rms_norm_gated(
     if not norm_before_gate:
         y = y * gate
     groups = y.unflatten(-1, (-1, group_size or x.shape[-1]))
-    normed = groups * (groups.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt()
+    normed: torch.Tensor = groups * (groups.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt()
     normed = normed.flatten(-2)
     normed = normed * weight.double()
     return normed * gate if norm_before_gate else normed
