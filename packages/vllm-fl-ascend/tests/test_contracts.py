@@ -41,6 +41,11 @@ REFUSED = {
         "odd head_size": "head_size 7 is no multiple",
         "1 pair": "head_size 2 is no multiple",
     },
+    "moe_topk": {"sigmoid with bias, plain": "always renormalises"},
+    "grouped_topk": {
+        "every group, plain": "always renormalises",
+        "bias, plain, scaled": "always renormalises",
+    },
 }
 """What torch_npu's kernels have no form for: op -> sample -> a part of the reason."""
 

@@ -7,7 +7,15 @@ from pathlib import Path
 from vllm_fl import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults, hookimpl
 
 from .attention_request import supports_attention
-from .impl import VENDOR, activation, gated_normalization, multimodal_rotary, normalization, rotary
+from .impl import (
+    VENDOR,
+    activation,
+    gated_normalization,
+    multimodal_rotary,
+    normalization,
+    rotary,
+    routing,
+)
 from .npu import available
 
 POLICY = Path(__file__).with_name("ascend.yaml")
@@ -30,6 +38,7 @@ def register_ops() -> list[OpImpl]:
         *multimodal_rotary.OPS,
         *normalization.OPS,
         *rotary.OPS,
+        *routing.OPS,
     ]
 
 
