@@ -15,6 +15,7 @@ from vllm_fl.testing import failures
 from vllm_fl_ascend import impl as shared
 from vllm_fl_ascend.impl import (
     activation,
+    gated_normalization,
     merging,
     multimodal_rotary,
     normalization,
@@ -22,7 +23,15 @@ from vllm_fl_ascend.impl import (
     routing,
 )
 
-MODULES = (activation, merging, multimodal_rotary, normalization, rotary, routing)
+MODULES = (
+    activation,
+    gated_normalization,
+    merging,
+    multimodal_rotary,
+    normalization,
+    rotary,
+    routing,
+)
 SLOW = ("fork", "spawn", "engine", "tracing", "opcheck")
 """Checks that no mistake of these is for."""
 
@@ -71,6 +80,21 @@ MUTANTS = [
         "joint_cos_sin(cos, sin),",
         "torch.cat((sin, cos), -1),",
     ),
+    Mutant(KEYWORD, gated_normalization, "epsilon=epsilon", "eps=epsilon"),
+    Mutant(EPSILON, gated_normalization, "epsilon=epsilon", "epsilon=1e-5"),
+    Mutant(HALVES, gated_normalization, "and not norm_before_gate:", "and norm_before_gate:"),
+    Mutant(RESULT, gated_normalization, "if group_size is None else group_size", ""),
+    Mutant(
+        RESULT,
+        gated_normalization,
+        "weight.float() if alone else y.new_ones(size)",
+        "y.new_ones(size)",
+    ),
+    Mutant(RESULT, gated_normalization, "    if not alone:\n", "    if False:\n"),
+    Mutant(RESULT, gated_normalization, "ACTIVATIONS[activation]", "F.silu"),
+    Mutant(RESULT, gated_normalization, "normed.to(x.dtype)", "normed"),
+    Mutant(EMPTY, gated_normalization, "if not x.numel():", "if False:"),
+    Mutant(REFUSAL, gated_normalization, "if epsilon <= 0:", "if False:"),
     Mutant(HALVES, multimodal_rotary, "joint_cos_sin(cos, sin),", "torch.cat((sin, cos), -1),"),
     Mutant(HALVES, multimodal_rotary, '"interleave" if rotary_interleaved else "half"', '"half"'),
     Mutant(KEYWORD, multimodal_rotary, "mrope_section=list(mrope_section)", "mrope_section=[]"),

@@ -7,7 +7,16 @@ from pathlib import Path
 from vllm_fl import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults, hookimpl
 
 from .attention_request import supports_attention
-from .impl import VENDOR, activation, merging, multimodal_rotary, normalization, rotary, routing
+from .impl import (
+    VENDOR,
+    activation,
+    gated_normalization,
+    merging,
+    multimodal_rotary,
+    normalization,
+    rotary,
+    routing,
+)
 from .npu import available
 
 POLICY = Path(__file__).with_name("ascend.yaml")
@@ -27,6 +36,7 @@ def register_ops() -> list[OpImpl]:
     return [
         *activation.OPS,
         *merging.OPS,
+        *gated_normalization.OPS,
         *multimodal_rotary.OPS,
         *normalization.OPS,
         *rotary.OPS,
