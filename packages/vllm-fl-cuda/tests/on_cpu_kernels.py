@@ -53,6 +53,8 @@ def kernel(name: str) -> Callable[..., None]:
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.import_kernels()
+    if name in FP8:  # the CPU build has placeholders without parameters
+        return _fp8(name)
     if not hasattr(torch.ops._C, name):
         return _by_layer(name)
     overload = getattr(torch.ops._C, name).default
@@ -82,6 +84,31 @@ def _by_layer(name: str) -> Callable[..., None]:
     def call(out: torch.Tensor, x: torch.Tensor, *numbers: float) -> None:
         _reads_packed(x)
         out.copy_(cls.forward_native(layer_with(*numbers), x))
+
+    return call
+
+
+def _fp8(name: str) -> Callable[..., None]:
+    """The layer QuantFP8, in PyTorch."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
+
+    static, per_token = name.startswith("static"), "per_token" in name
+
+    @cache
+    def layer() -> Any:
+        made = object.__new__(QuantFP8)
+        with set_current_vllm_config(VllmConfig()):
+            made.__init__(static, GroupShape.PER_TOKEN if per_token else GroupShape.PER_TENSOR)
+        return made
+
+    def call(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, bound: Any = None) -> None:
+        _reads_packed(x, scale)
+        assert x.numel(), "an empty grid is a launch error"
+        value, found = QuantFP8.forward_native(layer(), x, scale if static else None, bound)
+        out.copy_(value)
+        if not static:
+            scale.copy_(found)
 
     return call
 
@@ -156,6 +183,14 @@ def _reads_packed(*tensors: torch.Tensor) -> None:
     for x in tensors:
         assert x.is_contiguous(), "the kernel reads it as if it were contiguous"
 
+
+FP8 = frozenset(
+    {
+        "static_scaled_fp8_quant",
+        "dynamic_scaled_fp8_quant",
+        "dynamic_per_token_scaled_fp8_quant",
+    }
+)
 
 BEHIND = {
     "rms_norm": _norm,

@@ -25,6 +25,8 @@ pytest.importorskip("vllm", reason="vllm is not installed: there is no native fo
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from vllm_fl.integration.seams.layers import layer_for
@@ -63,6 +65,18 @@ def rotary_embedding(
     )
 
 
+def quant_fp8(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    scale_ub: torch.Tensor | None,
+    per_token: bool,
+) -> Any:
+    shape = GroupShape.PER_TOKEN if per_token else GroupShape.PER_TENSOR
+    with set_current_vllm_config(VllmConfig()):
+        layer = QuantFP8(static=scale is not None, group_shape=shape)
+    return QuantFP8.forward_native(layer, x, scale, scale_ub)
+
+
 def of_layer(spec: OpSpec) -> Callable[..., Any]:
     """`forward_native` of the layer that the op's binding names, by the contract's parameters."""
 
@@ -78,9 +92,9 @@ def of_layer(spec: OpSpec) -> Callable[..., Any]:
 LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)})
 """The ops that layers run. The others have no native form in vLLM."""
 
-# The norms are ops of vLLM's IR, and a rope takes its own arguments; any other layer is called.
+# The norms are ops of vLLM's IR; a rope and QuantFP8 take their own arguments.
 NATIVE = {op: of_layer(contracts()[op]) for op in LAYERS} | {
-    op.__name__: op for op in (rms_norm, rotary_embedding)
+    op.__name__: op for op in (rms_norm, rotary_embedding, quant_fp8)
 }
 CASES = [
     pytest.param(impl.op_name, impl.fn, sample, id=f"{impl.op_name}-{str(dtype)[6:]}-{sample.name}")
@@ -118,6 +132,9 @@ def assert_same_bits(got: Any, want: Any) -> None:
             continue
         assert own.dtype == theirs.dtype
         assert own.shape == theirs.shape
+        if theirs.element_size() == 1:
+            assert torch.equal(own.view(torch.uint8), theirs.view(torch.uint8))
+            continue
         torch.testing.assert_close(own, theirs, rtol=0, atol=0, equal_nan=True)
         numbers = ~theirs.isnan()
         assert torch.equal(own[numbers].signbit(), theirs[numbers].signbit())
