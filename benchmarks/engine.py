@@ -34,8 +34,6 @@ from typing import Any
 
 from figures import Figure, MeasurementFailed, figure, vector_extensions
 
-from vllm_fl.contracts import contracts
-
 __all__ = ["add_arguments", "measure"]
 
 ROUNDS = 8
@@ -121,10 +119,7 @@ class Variant:
 
 
 NO_PLUGIN = {"VLLM_PLUGINS": ""}
-REFERENCE = {
-    "VLLM_FL_PREFER": "reference",
-    "VLLM_FL_PER_OP": ";".join(f"{op}=reference" for op in contracts()),
-}
+REFERENCE = {"VLLM_FL_PREFER": "reference"}
 
 VARIANTS = {
     "stock": Variant(NO_PLUGIN),

@@ -23,6 +23,8 @@ COMMON = {
     "pad_token_id": 0,
 }
 
+EXPERTS = {"num_experts_per_tok": 2}
+
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("Qwen3", {"head_dim": 64}),
     "llama": (
@@ -49,6 +51,80 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "phi": ("Phi3", {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 512}),
+    "mixtral": ("Mixtral", {"head_dim": 64, **EXPERTS, "num_local_experts": 8}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 64,
+            **EXPERTS,
+            "num_experts": 8,
+            "moe_intermediate_size": 128,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **EXPERTS,
+            "n_routed_experts": 8,
+            "topk_method": "noaux_tc",
+            "moe_intermediate_size": 128,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 8,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 512,  # with 64 rotated ones what vLLM's kernels for the CPU take
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 64,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 64,
+            **EXPERTS,
+            "num_local_experts": 8,
+            "sliding_window": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "head_dim": 64,
+            **EXPERTS,
+            "num_experts": 8,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
+    "llama4": (
+        "Llama4Text",
+        {
+            "head_dim": 64,
+            **EXPERTS,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 512,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
 }
 """Name -> transformers' class prefix and what it has beside COMMON."""
 

@@ -1,6 +1,7 @@
-"""vLLM's engine on a GPU, Qwen3-8B's shapes with dummy weights: stock, shipped and FlagGems.
+"""vLLM's engine on a GPU, a model's shapes with dummy weights: stock, shipped and FlagGems.
 
-    python benchmarks/gpu/engine.py [--modes compiled eager] [--variants …] [--rounds 6]
+    python benchmarks/gpu/engine.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
+        [--rounds 6]
 
 The engines of one mode are loaded side by side, each in a process of its own with a quarter of the
 memory or less, and work in turn: every round visits all of them with each workload, in another
@@ -30,8 +31,6 @@ from typing import Any
 
 from host import facts
 
-from vllm_fl.contracts import contracts
-
 SERVER = Path(__file__).resolve().parents[1] / "engine_server.py"
 START_TIMEOUT, ANSWER_TIMEOUT = 400.0, 120.0
 VOCABULARY = 151_936
@@ -57,6 +56,29 @@ MODEL = {
     "eos_token_id": 2,
 }
 
+EXPERTS = {
+    **MODEL,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 12,  # of 48, so that engines fit side by side
+    "num_key_value_heads": 4,
+}
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3-8b": (MODEL, {}),
+    "qwen3-8b-fp8": (MODEL, {"quantization": "fp8"}),
+    "qwen3-30b-a3b": (EXPERTS, {}),
+}
+"""Name -> (its configuration, further arguments of vllm.LLM)."""
+
 OPTIONS = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -73,8 +95,7 @@ WORKLOADS = {"batch 1": (1, 128, 128), "batch 64": (64, 128, 128), "prefill": (1
 """Name -> (prompts, tokens of each, new tokens of each)."""
 
 STOCK = {"VLLM_PLUGINS": ""}
-LAYERS = ";".join(f"{op}=flagos" for op in contracts())
-ONLY_LAYERS = {"VLLM_FL_PER_OP": f"{LAYERS};attention_backend=stock"}
+ONLY_LAYERS = {"VLLM_FL_PREFER": "flagos", "VLLM_FL_PER_OP": "attention_backend=stock"}
 VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "stock": (STOCK, False),
     "stock-again": (STOCK, False),
@@ -148,7 +169,9 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running(name: str, mode: str, model: Path, folder: Path, share: float) -> Iterator[Engine]:
+def running(
+    name: str, mode: str, model: Path, folder: Path, share: float, **further: Any
+) -> Iterator[Engine]:
     """Start an engine and wait until it is ready; end all its processes at the end.
 
     One after the other: an engine measures the free memory while it starts.
@@ -161,6 +184,7 @@ def running(name: str, mode: str, model: Path, folder: Path, share: float) -> It
             **OPTIONS,
             "enforce_eager": mode == "eager",
             "gpu_memory_utilization": share,
+            **further,
         },
         **({"patch": "gpu.direct"} if name == "direct" else {}),
     }
@@ -265,7 +289,7 @@ def table(result: dict[str, Any]) -> str:
     """The result of a mode, a line per engine and workload."""
     lines = []
     for name, engine in result["engines"].items():
-        bars = BARS.get((result["mode"], name), {})
+        bars = BARS.get((result["mode"], name), {}) if result["model"] == "qwen3-8b" else {}
         for workload, found in engine["tokens_per_second"].items():
             share = spread(engine["of_stock"][workload])
             bar = f"≥ {bars[workload]}" if workload in bars else ""
@@ -286,6 +310,7 @@ def main() -> None:
     """Measure the modes that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     modes, variants = ["compiled", "eager"], ["stock", "shipped", "flagos"]
+    parser.add_argument("--model", default="qwen3-8b", choices=MODELS)
     parser.add_argument("--modes", nargs="+", default=modes, choices=modes)
     parser.add_argument("--variants", nargs="+", default=variants, choices=VARIANTS)
     parser.add_argument("--rounds", type=int, default=6)
@@ -302,13 +327,15 @@ def main() -> None:
         folder = Path(scratch)
         model = folder / "model"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODEL))
+        config, further = MODELS[options.model]
+        (model / "config.json").write_text(json.dumps(config))
         for mode in options.modes:
             with contextlib.ExitStack() as stack:
                 engines: dict[str, Engine] = {}
                 for name in options.variants:
                     try:
-                        engine = stack.enter_context(running(name, mode, model, folder, share))
+                        starting = running(name, mode, model, folder, share, **further)
+                        engine = stack.enter_context(starting)
                     except RuntimeError as error:
                         print(f"does not start: {error}", flush=True)
                         results[f"{mode} {name}"] = {"failed": str(error)}
@@ -317,7 +344,7 @@ def main() -> None:
                 if "stock" not in engines or len(engines) < 2:
                     continue  # nothing to compare: spend no more time on the device
                 for result in compare(mode, engines, options.rounds):
-                    results[mode] = result
+                    results[mode] = {"model": options.model, **result}
                     text = json.dumps({"host": facts(), "results": results}, indent=1)
                     (out / "engine.json").write_text(text)
             if mode in results:

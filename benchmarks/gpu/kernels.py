@@ -1,10 +1,10 @@
-"""What the GPU does in one step of vLLM's engine, kernel by kernel; Qwen3-8B's shapes, compiled.
+"""What the GPU does in one step of vLLM's engine, kernel by kernel; compiled, with graphs.
 
     python benchmarks/gpu/kernels.py stock > stock.txt
-    python benchmarks/gpu/kernels.py flagos > flagos.txt
+    python benchmarks/gpu/kernels.py flagos --model qwen3-30b-a3b > flagos.txt
 
 One variant of engine.py per process, which holds the engine itself so that PyTorch's profiler sees
-it. JSON goes to $OUT/kernels-VARIANT.json: µs and calls of each kernel per step.
+it. JSON goes to $OUT/kernels-MODEL-VARIANT.json: µs and calls of each kernel per step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from engine import ALONE, MODEL, OPTIONS, VARIANTS, prompts
+from engine import ALONE, MODELS, OPTIONS, VARIANTS, prompts
 from host import facts
 
 STEPS = {"decode, batch 1": (1, 1, 33), "decode, batch 64": (64, 1, 33), "prefill": (16, 1024, 1)}
@@ -30,9 +30,11 @@ def main() -> None:
     """Profile the variant that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variant", choices=[name for name in VARIANTS if name != "direct"])
-    variant = parser.parse_args().variant
+    parser.add_argument("--model", default="qwen3-8b", choices=MODELS)
+    options = parser.parse_args()
+    variant, (config, further) = options.variant, MODELS[options.model]
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         os.environ |= {
             **VARIANTS[variant][0],
             **ALONE,
@@ -41,13 +43,13 @@ def main() -> None:
         }
         from vllm import LLM
 
-        llm = LLM(folder, **OPTIONS)
+        llm = LLM(folder, **OPTIONS, **further)
         found = {name: step(llm, *sizes) for name, sizes in STEPS.items()}
     for name, kernels in found.items():
         print(f"{variant}, {name}: {sum(k['us'] for k in kernels.values()):.1f} µs of kernels")
         for kernel, figures in list(kernels.items())[:SHOWN]:
             print(f"{figures['us']:10.1f} µs {figures['calls']:7.1f} calls  {kernel[:100]}")
-    out = Path(os.environ.get("OUT", ".")) / f"kernels-{variant}.json"
+    out = Path(os.environ.get("OUT", ".")) / f"kernels-{options.model}-{variant}.json"
     out.write_text(json.dumps({"host": facts(), variant: found}, indent=1))
 
 

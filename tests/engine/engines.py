@@ -12,38 +12,34 @@ import pytest
 import tiny_model
 from engine_run import BIND, STOCK, Job, cores, largest_difference, run
 
-from vllm_fl.contracts import contracts
-
 PLUGINS = Path(__file__).parent / "plugins"
 
-OPS = tuple(contracts())
-
-REFERENCE = ";".join(f"{op}=reference" for op in OPS)
-VENDOR = ";".join(f"{op}=vendor|reference" for op in OPS)
+REFERENCE, VENDOR = {"VLLM_FL_PREFER": "reference"}, {"VLLM_FL_PREFER": "vendor"}
 
 VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "stock": (STOCK, {}),
     "stock-native": (STOCK, {"compilation_config": {"custom_ops": ["none"]}}),
-    "reference": ({"VLLM_FL_PER_OP": REFERENCE}, {}),
+    "reference": (REFERENCE, {}),
     "cast-order": (
         {
             "VLLM_FL_PLUGIN_MODULES": "cast_order",
             "PYTHONPATH": str(PLUGINS),
-            "VLLM_FL_PER_OP": REFERENCE.replace("rms_norm=reference", "rms_norm=vendor:castorder"),
+            **REFERENCE,
+            "VLLM_FL_PER_OP": "rms_norm=vendor:castorder",
         },
         {},
     ),
-    "vendor": ({"VLLM_FL_PER_OP": VENDOR}, {}),
+    "vendor": (VENDOR, {}),
     **{
         f"{name}-without-ir": (
             {
                 "VLLM_FL_PLUGIN_MODULES": "no_ir",
                 "PYTHONPATH": str(PLUGINS),
-                "VLLM_FL_PER_OP": orders,
+                **preferring,
             },
             {},
         )
-        for name, orders in (("reference", REFERENCE), ("vendor", VENDOR))
+        for name, preferring in (("reference", REFERENCE), ("vendor", VENDOR))
     },
 }
 """Name -> environment variables and arguments of vllm.LLM."""

@@ -67,6 +67,7 @@ def test_the_plan_names_it_and_vllm_is_given_its_class(chosen: dict[str, Any]) -
     assert case["faults"] == []
 
 
+@pytest.mark.slow
 def test_what_vllm_was_told_to_take_wins_and_is_named(chosen: dict[str, Any]) -> None:
     case = chosen["told"]
     assert case["path"] == STOCK_PATH
@@ -80,6 +81,7 @@ def test_a_model_that_it_refuses_is_stock_with_its_reason(chosen: dict[str, Any]
     assert "vendor.counting: refuses this model: head size 64, only 128" in case["reason"]
 
 
+@pytest.mark.slow
 def test_a_layer_that_it_refuses_is_stock_and_said(chosen: dict[str, Any]) -> None:
     case = chosen["refuses a layer"]
     assert (case["path"], case["planned"]) == (STOCK_PATH, "vendor.counting")
@@ -94,6 +96,7 @@ def test_strict_mode_raises_what_a_layer_refuses(chosen: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("which", ["policy says stock", "vendor denied"])
+@pytest.mark.slow
 def test_the_policy_decides(chosen: dict[str, Any], which: str) -> None:
     assert chosen[which]["planned"] == "stock"
     assert chosen[which]["path"] == STOCK_PATH
@@ -107,6 +110,7 @@ def test_the_policy_decides(chosen: dict[str, Any], which: str) -> None:
         ("no backend", "is no AttentionBackend of vLLM: it has no get_name"),
     ],
 )
+@pytest.mark.slow
 def test_a_class_that_cannot_be_used_is_a_fault_at_start(
     chosen: dict[str, Any], which: str, why: str
 ) -> None:
@@ -115,6 +119,7 @@ def test_a_class_that_cannot_be_used_is_a_fault_at_start(
     assert chosen[which]["path"] == STOCK_PATH
 
 
+@pytest.mark.slow
 def test_the_older_form_is_taken_too(tmp_path: Path) -> None:
     model = tiny_model.make(tmp_path)
     (case,) = ask(model, [{}], VLLM_FL_PLUGIN_MODULES="older_attention")

@@ -87,6 +87,7 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
     assert worst <= 0.05 * magnitude  # as for any right plan
 
 
+@pytest.mark.slow
 def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
     engine: Runner, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
     assert_same_bits(engine("qwen3", "stock-native"), result)
 
 
+@pytest.mark.slow
 def test_a_file_that_was_never_there_ends_the_start(
     model: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def impls(plan: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("number", range(len(LISTS)), ids=lambda n: ",".join(LISTS[n][0].values()))
+@pytest.mark.slow
 def test_lists_leave_layers_to_vllm(told: list[Any], number: int) -> None:
     _, stock, kept = LISTS[number]
     plan = told[number]
@@ -99,6 +100,7 @@ def test_lists_leave_layers_to_vllm(told: list[Any], number: int) -> None:
     assert (plan["norms"][0] == "vllm_fl") == ("rms_norm" not in stock)
 
 
+@pytest.mark.slow
 def test_an_unknown_layer_is_an_error_with_the_near_name(told: list[Any]) -> None:
     assert "Did you mean 'SiluAndMul'?" in told[-2]["error"]
 

@@ -60,6 +60,7 @@ def test_layers_of_the_older_form_serve_in_an_eager_engine(
     "eager",
     [pytest.param(True, id="eager", marks=pytest.mark.slow), pytest.param(False, id="compiled")],
 )
+@pytest.mark.slow
 def test_names_that_look_alike_are_not_mixed_up(
     engine: Runner, model: Callable[[str], Path], plugin: Plugin, tmp_path: Path, eager: bool
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_norm_that_refuses_while_it_serves_leaves_the_call_to_the_next(
     assert log.count("Op 'rms_norm' fallback to 'reference.torch'") == 1
 
 
+@pytest.mark.slow
 def test_strict_mode_raises_the_refusal_by_name(
     model: Callable[[str], Path], plugin: Plugin
 ) -> None:
@@ -204,6 +206,7 @@ LISTS: list[tuple[dict[str, str], dict[str, Any], list[str], str]] = [
 """Variables, `compilation_config`, the norms then kept, and why all are (or nothing)."""
 
 
+@pytest.mark.slow
 def test_in_eager_mode_norms_are_left_layer_by_layer(model: Callable[[str], Path]) -> None:
     cases = [
         (variables, EAGER | ({"compilation_config": options} if options else {}))

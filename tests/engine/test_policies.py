@@ -33,6 +33,7 @@ SLIP = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.cup"}
 MEANT = "'impl:vendor.cup'. Did you mean 'impl:vendor.cpu'?"
 
 
+@pytest.mark.slow
 def test_a_slip_is_in_the_engines_log_once(model: Callable[[str], Path]) -> None:
     ours = run(Job(str(model("qwen3")), BATCHES), **SLIP)
     assert ours["report"][0]["ops"]["silu_and_mul"]["impl"] == "stock"
@@ -40,6 +41,7 @@ def test_a_slip_is_in_the_engines_log_once(model: Callable[[str], Path]) -> None
     assert "silu_and_mul has lost every implementation" in ours["log"]
 
 
+@pytest.mark.slow
 def test_strict_and_an_absent_backend_end_the_start(model: Callable[[str], Path]) -> None:
     with pytest.raises(EngineFailed) as failure:
         run(Job(str(model("qwen3")), BATCHES), VLLM_FL_STRICT="1", **SLIP)

@@ -21,7 +21,7 @@ IN_QWEN3 = {"RowParallelLinear": 4, "QKVParallelLinear": 2, "VocabParallelEmbedd
 """Layers of these classes in the tiny model, which has two blocks."""
 
 MODES = [
-    pytest.param(True, id="eager", marks=pytest.mark.oldest),
+    pytest.param(True, id="eager"),
     pytest.param(False, id="compiled", marks=pytest.mark.oldest),
 ]
 
@@ -111,6 +111,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used_is_out_at_start_by_name(serve: Runner) -> None:
     result = serve(OWN_LAYERS=json.dumps(BROKEN))
     report = result["report"]
@@ -142,6 +143,7 @@ def test_a_class_that_registers_itself_is_the_policys_all_the_same(serve: Runner
     assert "greedy_class.GreedyRow registers itself with vLLM" in result["log"]
 
 
+@pytest.mark.slow
 def test_loras_checks_of_classes_find_them(serve: Runner) -> None:
     # vLLM's CPU kernels for LoRA fail where the logits of a prompt are asked for.
     result = serve(options={"enable_lora": True, "max_lora_rank": 8}, logits=False)
@@ -168,6 +170,7 @@ print("TWO " + json.dumps([first, second]))
 """
 
 
+@pytest.mark.slow
 def test_the_next_engine_of_the_process_has_its_own_plan(
     model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
 ) -> None:

@@ -11,15 +11,12 @@ from typing import Any
 import tiny_model
 from engine_run import STOCK, EngineFailed, Job, largest_difference, run
 
-from vllm_fl.contracts import contracts
-
 __all__ = ["OPTIONS", "batches", "cases", "close", "side_by_side"]
 
-LAYERS = ";".join(f"{op}={{0}}" for op in contracts())
 VARIANTS = {
     "shipped": ({}, None),
-    "reference": ({"VLLM_FL_PER_OP": LAYERS.format("reference")}, "reference.torch"),
-    "vendor": ({"VLLM_FL_PER_OP": LAYERS.format("vendor:cuda")}, "vendor.cuda"),
+    "reference": ({"VLLM_FL_PREFER": "reference"}, "reference.torch"),
+    "vendor": ({"VLLM_FL_PREFER": "vendor"}, "vendor.cuda"),
     "flagos": ({"VLLM_FL_PREFER": "flagos"}, "default.flagos"),
 }
 """Name -> (variables, the implementation that silu_and_mul must be planned with)."""

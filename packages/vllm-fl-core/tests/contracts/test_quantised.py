@@ -54,6 +54,77 @@ def int8(
     return (*results, zero.to(torch.int32)) if asymmetric and scale is None else results  # type: ignore[union-attr]
 
 
+def to_fp8(value: Tensor) -> Tensor:
+    return value.to(torch.float8_e4m3fn)
+
+
+def fp8(
+    x: Tensor,
+    scale: Tensor | None = None,
+    scale_ub: Tensor | None = None,
+    per_token: bool = False,
+    *,
+    rounding: Callable[[Tensor], Tensor] = to_fp8,
+    most: float = 448.0,
+    least: float = 1 / (448 * 512),
+    bounds: str = "|x|",
+    saturates: bool = True,
+    rows: str = "per_token",
+    skips: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Right by default; each option is a mistake."""
+    wide = x.float()
+    size = wide[:, : wide.shape[1] - skips].abs()
+    if scale is not None:
+        steps = scale.clone()
+    elif not size.numel():
+        steps = size.new_full((0, 1) if per_token else (1,), least)
+    else:
+        steps = size.amax(-1, keepdim=True) if per_token else size.amax().reshape(1)
+        if rows == "all" and per_token:
+            steps = steps.amax().expand_as(steps).contiguous()
+        if rows == "first" and not per_token:
+            steps = size[:1].amax().reshape(1)
+        if scale_ub is not None and bounds == "|x|":
+            steps = steps.clamp(max=scale_ub)
+        steps = (steps / most).clamp(min=least)
+        if scale_ub is not None and bounds == "scale":
+            steps = steps.clamp(max=scale_ub)
+    value = wide / (steps if per_token else steps.reshape(()))
+    return rounding(value.clamp(-448, 448) if saturates else value % 448), steps
+
+
+def towards_0(value: Tensor) -> Tensor:
+    nearest = to_fp8(value)
+    back = torch.where(nearest.float().abs() > value.abs(), value * (1 - 2.0**-4), value)
+    return to_fp8(back)
+
+
+def fp8_group(
+    x: Tensor,
+    group_size: int = 128,
+    eps: float = 1e-10,
+    ue8m0: bool = False,
+    *,
+    rounding: Callable[[Tensor], Tensor] = to_fp8,
+    most: float = 448.0,
+    least: float = 0.0,
+    power: Callable[[Tensor], Tensor] = torch.ceil,
+    skips: int = 0,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Right by default; each option is a mistake."""
+    groups = x.float().unflatten(-1, (x.shape[1] // group_size, group_size))
+    seen = groups[..., : group_size - skips]
+    steps = (seen.abs().amax(-1).clamp(min=eps) / most).clamp(min=least)
+    if ue8m0:
+        steps = power(steps.log2()).exp2()
+    value = rounding((groups / steps.unsqueeze(-1)).clamp(-448, 448)).flatten(-2)
+    if transposed:
+        steps = steps.mT.contiguous().view(steps.shape)
+    return value, steps
+
+
 WRONG: dict[str, dict[str, dict[str, Any]]] = {
     "quant_int8": {
         "right": {},
@@ -68,8 +139,35 @@ WRONG: dict[str, dict[str, dict[str, Any]]] = {
         "one scale for all tokens": {"whole": True},
         "the last feature not looked at": {"skips": 1},
     },
+    "quant_fp8": {
+        "right": {},
+        "rounds towards 0": {"rounding": towards_0},
+        "scales to 240, as another format": {"most": 240.0},
+        "no least scale": {"least": 1e-12},
+        "no bound": {"bounds": ""},
+        "bounds the scale instead of |x|": {"bounds": "scale"},
+        "wraps": {"saturates": False},
+        "one scale for all tokens": {"rows": "all"},
+        "the first token's scale for all": {"rows": "first"},
+        "the last feature not looked at": {"skips": 1},
+    },
+    "quant_fp8_group": {
+        "right": {},
+        "rounds towards 0": {"rounding": towards_0},
+        "scales to 240, as another format": {"most": 240.0},
+        "a least scale": {"least": 1 / (448 * 512)},
+        "the power of two below": {"power": torch.floor},
+        "the next power of two": {"power": lambda exponent: exponent.floor() + 1},
+        "the nearest power of two": {"power": torch.round},
+        "the last feature not looked at": {"skips": 1},
+        "scales transposed": {"transposed": True},
+    },
 }
-FORMS = {"quant_int8": int8}
+FORMS: dict[str, Callable[..., Any]] = {
+    "quant_fp8": fp8,
+    "quant_fp8_group": fp8_group,
+    "quant_int8": int8,
+}
 MUTANTS = [(op, what, options) for op, table in WRONG.items() for what, options in table.items()]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
-from .impl import activation, normalization, quantisation, rotary
+from .impl import activation, merging, normalization, paging, quantisation, rotary, routing
 
 POLICY = Path(__file__).with_name("cuda.yaml")
 
@@ -14,7 +14,15 @@ POLICY = Path(__file__).with_name("cuda.yaml")
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.cuda`; they run where vLLM's CUDA build and an NVIDIA GPU are."""
-    return [*activation.OPS, *normalization.OPS, *quantisation.OPS, *rotary.OPS]
+    return [
+        *activation.OPS,
+        *merging.OPS,
+        *normalization.OPS,
+        *paging.OPS,
+        *quantisation.OPS,
+        *rotary.OPS,
+        *routing.OPS,
+    ]
 
 
 @hookimpl

@@ -5,11 +5,13 @@ Each returns None, or (parameter, problem), so that `a(...) or b(...)` gives the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
     "Problem",
+    "finite_number",
     "floating_tensor",
     "gated_tensor",
     "matrix",
@@ -43,6 +45,16 @@ def gated_tensor(name: str, value: Any) -> Problem:
         return name, "must have at least one dimension, got a scalar tensor"
     if value.shape[-1] % 2:
         return name, f"must have an even last dimension, got {value.shape[-1]}"
+    return None
+
+
+def finite_number(name: str, value: Any, above: float = -math.inf) -> Problem:
+    """`value` must be a finite number, and above `above`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return name, f"must be a number, got {type(value).__name__}"
+    if not above < value < math.inf:
+        bound = "" if above == -math.inf else f" and above {above:g}"
+        return name, f"must be finite{bound}, got {value}"
     return None
 
 

@@ -137,6 +137,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("0 tokens, per token", (source.normal(0, 64), None, None, True))
     uneven = source.normal(16, 5 * 67)
     uneven *= torch.arange(1, 17, device=source.device).to(dtype)[:, None] / 8
+    uneven[-1, -1] = 20.0  # the largest of all
     yield Sample("16 tokens, odd hidden size", (uneven, None, None, False))
     yield Sample("16 tokens, odd hidden size, per token", (uneven, None, None, True))
     small = source.normal(5, 96)
