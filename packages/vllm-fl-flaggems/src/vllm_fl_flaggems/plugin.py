@@ -16,7 +16,7 @@ from vllm_fl import (
 )
 
 from .attention_request import supports_attention
-from .impl import DEFAULT, activation, normalization, rotary, routing
+from .impl import DEFAULT, activation, normalization, quantisation, rotary, routing
 from .loading import available
 from .settings import SETTINGS, findings, rejected
 
@@ -37,7 +37,8 @@ KERNEL_DISTRIBUTIONS = ("flag-gems",)
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `default.flagos`; available with FlagGems and a device that it supports."""
-    return [*activation.OPS, *normalization.OPS, *rotary.OPS, *routing.OPS]
+    ops = (activation.OPS, normalization.OPS, quantisation.OPS, rotary.OPS, routing.OPS)
+    return [impl for group in ops for impl in group]
 
 
 @hookimpl
