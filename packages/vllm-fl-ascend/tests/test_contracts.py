@@ -41,6 +41,14 @@ REFUSED = {
         "odd head_size": "head_size 7 is no multiple",
         "1 pair": "head_size 2 is no multiple",
     },
+    "quant_int8": {
+        "static": "a given scale",
+        "static, saturating on both sides": "a given scale",
+        "static, azp": "a given scale",
+        "static, 0 tokens": "a given scale",
+        "asymmetric": "zero points",
+        "asymmetric, all above 0, every other row": "zero points",
+    },
     "moe_topk": {"sigmoid with bias, plain": "always renormalises"},
     "grouped_topk": {
         "every group, plain": "always renormalises",
@@ -48,6 +56,9 @@ REFUSED = {
     },
 }
 """What torch_npu's kernels have no form for: op -> sample -> a part of the reason."""
+
+REFUSED_IN_FP32 = {"quant_int8": "takes float16 and bfloat16"}
+"""Ops whose kernel takes no fp32, with a part of the reason."""
 
 
 def mistakes(impls: dict[str, OpImpl], op: str, dtype: torch.dtype) -> list[str]:
@@ -57,6 +68,8 @@ def mistakes(impls: dict[str, OpImpl], op: str, dtype: torch.dtype) -> list[str]
         reason = REFUSED.get(op, {}).get(sample.name)
         if dtype is torch.float32 and "fp32" in sample.name:
             reason = None  # no mixture of dtypes
+        if dtype is torch.float32:
+            reason = REFUSED_IN_FP32.get(op, reason)
         result = compare(impls[op], contracts()[op], sample, dtype)
         as_wanted = result.status == ("refused" if reason else "ok")
         if not as_wanted or (reason and reason not in (result.reason or "")):
@@ -83,6 +96,10 @@ UNSUITABLE = [
     ("multimodal_rotary_embedding", (ROWS, ROWS, *AXES, [4, 4, 4]), "do not add up to 8"),
     ("multimodal_rotary_embedding", (ROWS, ROWS, *TABLES, [4, 4, 0]), "position_ids is"),
     ("multimodal_rotary_embedding", (ROWS, ROWS.half(), *AXES, [4, 4, 0]), "key is torch.float16"),
+    ("quant_int8", (X,), "takes float16 and bfloat16"),
+    ("quant_int8", (X.half()[None],), "not (tokens, hidden)"),
+    ("quant_int8", (X.half(), None, X[0, :1].int()), "a given scale"),
+    ("quant_int8", (X.long(),), "x of torch.int64"),
     ("rms_norm", (X, None, None, 1e-6, 8), "variance_size"),
     ("rms_norm", (X, X.half(), None, 1e-6), "residual is torch.float16"),
     ("rotary_embedding", (ROWS, ROWS.half(), *TABLES), "key is torch.float16"),

@@ -13,9 +13,15 @@ from test_contracts import DTYPES, IMPLS, mistakes, one_row, unseen
 from vllm_fl import OpImpl
 from vllm_fl.testing import failures
 from vllm_fl_ascend import impl as shared
-from vllm_fl_ascend.impl import activation, multimodal_rotary, normalization, rotary
+from vllm_fl_ascend.impl import (
+    activation,
+    multimodal_rotary,
+    normalization,
+    quantisation,
+    rotary,
+)
 
-MODULES = (activation, multimodal_rotary, normalization, rotary)
+MODULES = (activation, multimodal_rotary, normalization, quantisation, rotary)
 SLOW = ("fork", "spawn", "engine", "tracing", "opcheck")
 """Checks that no mistake of these is for."""
 
@@ -67,6 +73,13 @@ MUTANTS = [
     Mutant(LAYOUT, multimodal_rotary, "position_ids.t()", "position_ids"),
     Mutant(LAYOUT, multimodal_rotary, "position_ids.t()", "position_ids.t().flip(0)"),
     Mutant(LAYOUT, multimodal_rotary, "key.flatten(1),", "key.flip(1).flatten(1),"),
+    Mutant(KEYWORD, quantisation, "quant.default(x)", "quant.default(x, dst_type=24)"),
+    Mutant(KEYWORD, quantisation, "quant.default(x)", 'quant.default(x, quant_mode="pertensor")'),
+    Mutant(LAYOUT, quantisation, "quant.default(x)", "quant.default(x.flip(0))"),
+    Mutant(RESULT, quantisation, "steps.unsqueeze(-1)", "steps"),
+    Mutant(EMPTY, quantisation, "if not x.numel():", "if False:"),
+    Mutant(REFUSAL, quantisation, "if scale is not None or azp", "if azp"),
+    Mutant(REFUSAL, quantisation, "if asymmetric is not None:", "if False:"),
     Mutant(EMPTY, multimodal_rotary, "if not query.numel():", "if False:"),
     Mutant(REFUSAL, multimodal_rotary, "    if mrope_interleaved:", "    if False:"),
     Mutant(HALVES, rotary, "if rotary_interleaved else", "if not rotary_interleaved else"),
