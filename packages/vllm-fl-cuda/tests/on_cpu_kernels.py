@@ -32,6 +32,7 @@ def register_ops() -> Iterable[OpImpl]:
         merging,
         normalization,
         paging,
+        qk_norm_rope,
         quantisation,
         rotary,
         routing,
@@ -44,13 +45,24 @@ def register_ops() -> Iterable[OpImpl]:
         merging,
         normalization,
         paging,
+        qk_norm_rope,
         quantisation,
         rotary,
         routing,
     ):
         module.kernel = kernel
-    for module in (activation, merging, normalization, paging, quantisation, rotary, routing):
+    for module in (
+        activation,
+        merging,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    ):
         module.unsuitable = unsuitable
+    qk_norm_rope._capability = lambda device: (8, 0)
     return ()
 
 
@@ -75,6 +87,8 @@ def kernel(name: str) -> Callable[..., None]:
     CpuPlatform.import_kernels()
     if name in OTHERWISE:
         return OTHERWISE[name]
+    if name == "fused_qk_norm_rope":
+        return _norm_rope(kernel("rms_norm"), kernel("rotary_embedding"))
     if not hasattr(torch.ops._C, name):
         return _by_layer(name)
     overload = getattr(torch.ops._C, name).default
@@ -229,6 +243,38 @@ def _rotary(overload: Any) -> Callable[..., None]:
         for x, turned in zip((query, key), wide, strict=True):
             if x is not None:
                 x.copy_(turned)
+
+    return call
+
+
+def _norm_rope(norm: Callable[..., None], rotary: Callable[..., None]) -> Callable[..., None]:
+    """The CPU build's two kernels behind the demands of the CUDA build's one."""
+
+    def call(
+        qkv: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        values: int,
+        size: int,
+        epsilon: float,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        cache: torch.Tensor,
+        neox: bool,
+        positions: torch.Tensor,
+    ) -> None:
+        _reads_packed(qkv, q_weight, k_weight, cache, positions)
+        assert qkv.shape == (len(positions), (heads + kv_heads + values) * size)
+        assert {q_weight.dtype, k_weight.dtype} == {qkv.dtype} <= {torch.float16, torch.bfloat16}
+        assert size in (64, 128, 256) and positions.dtype is torch.int64
+        parts = [part * size for part in (heads, kv_heads, values)]
+        query, key, _ = (part.contiguous() for part in qkv.float().split(parts, dim=-1))
+        for rows, weight in ((query, q_weight), (key, k_weight)):
+            by_head = rows.view(-1, size)
+            norm(by_head, by_head.clone(), weight.float(), epsilon)
+        rotary(positions, query, key, size, cache, neox)
+        for part, turned in zip(qkv.split(parts, dim=-1), (query, key), strict=False):
+            part.copy_(turned)
 
     return call
 

@@ -20,6 +20,7 @@ from vllm_fl_cuda.impl import (
     merging,
     normalization,
     paging,
+    qk_norm_rope,
     quantisation,
     rotary,
     routing,
@@ -67,6 +68,7 @@ REFUSED = {
         "every group, plain",
         "every other row of a slice",
     },  # without a bias
+    "qk_norm_rope": {"three quarters of each head rotate", "odd sizes", "fp32 weights and table"},
 }
 """What the CUDA kernels have no form for; every other sample is taken."""
 
@@ -74,8 +76,18 @@ REFUSED = {
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`supports` as on a GPU, for tensors that lie on the CPU."""
-    for module in (activation, merging, normalization, paging, quantisation, rotary, routing):
+    for module in (
+        activation,
+        merging,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    ):
         monkeypatch.setattr(module, "unsuitable", lambda name, x: None)
+    monkeypatch.setattr(qk_norm_rope, "_capability", lambda device: (8, 0))
 
 
 @pytest.mark.usefixtures("any_device")
@@ -85,7 +97,9 @@ def test_what_the_kernels_have_no_form_for_is_refused_and_nothing_else(
     op: str, dtype: torch.dtype
 ) -> None:
     wanted = REFUSED.get(op, set())
-    if dtype is torch.float32:
+    if op == "qk_norm_rope" and dtype is torch.float32:
+        wanted = {sample.name for sample in contracts()[op].samples(dtype, CPU)}
+    elif dtype is torch.float32:
         wanted = {name for name in wanted if "fp32 weight" not in name}
     samples = list(contracts()[op].samples(dtype, CPU))
     refused = {s.name for s in samples if IMPLS[op].supports(*s.args) is not True}
@@ -120,7 +134,16 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     record = Recorder()
-    for module in (activation, merging, normalization, paging, quantisation, rotary, routing):
+    for module in (
+        activation,
+        merging,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    ):
         monkeypatch.setattr(module, "kernel", record)
     return record
 

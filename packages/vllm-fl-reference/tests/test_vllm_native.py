@@ -37,8 +37,6 @@ from vllm_fl.integration.seams.layers import layer_for
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)})
-"""The ops that layers run. The others have no native form in vLLM."""
 
 
 def rms_norm(
@@ -152,6 +150,28 @@ def merge_attn_states(
     return output, sums.T
 
 
+def qk_norm_rope(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool,
+) -> torch.Tensor:
+    """What vLLM's pass takes the place of: two norms, and the rope of both behind them."""
+    size, tokens = q_weight.shape[0], len(qkv)
+    parts = (heads * size, kv_heads * size, qkv.shape[1] - (heads + kv_heads) * size)
+    query, key, value = qkv.split(parts, dim=-1)
+    query = rms_norm(query.view(tokens, heads, size), None, q_weight, epsilon, None)
+    key = rms_norm(key.view(tokens, kv_heads, size), None, k_weight, epsilon, None)
+    tables = cos_sin_cache.chunk(2, dim=-1)
+    query, key = rotary_embedding(query, key, *tables, position_ids, rotary_interleaved)
+    return torch.cat((query.flatten(1), key.flatten(1), value), dim=-1)
+
+
 def of_layer(spec: OpSpec) -> Callable[..., Any]:
     """`forward_native` of the layer that the op's binding names, by the contract's parameters."""
 
@@ -175,6 +195,7 @@ OWN = (
     merge_attn_states,
     moe_topk,
     multimodal_rotary_embedding,
+    qk_norm_rope,
     quant_fp8,
     rms_norm,
     rotary_embedding,
@@ -245,6 +266,64 @@ def plan() -> Iterator[Plan]:
         replace_layers()
         settings = load_settings({"VLLM_FL_PREFER": "reference"})
         yield make_plan(get_default_manager(), EngineFacts(settings, "eager"))
+
+
+QUANTISERS = {
+    "static": {"static": True, "group_shape": GroupShape.PER_TENSOR},
+    "per tensor": {"static": False, "group_shape": GroupShape.PER_TENSOR},
+    "per token": {"static": False, "group_shape": GroupShape.PER_TOKEN},
+}
+LEFT_TO_VLLM = {
+    "a scale for each channel": {"static": True, "group_shape": GroupShape.PER_CHANNEL},
+    "groups": {"static": False, "group_shape": GroupShape(1, 32)},
+    "rows of padding": {
+        "static": False,
+        "group_shape": GroupShape.PER_TENSOR,
+        "num_token_padding": 17,
+    },
+}
+
+
+@pytest.mark.parametrize("options", QUANTISERS.values(), ids=QUANTISERS)
+def test_layers_that_quantise_to_fp8_are_ours_and_bit_equal(
+    plan: Plan, options: dict[str, Any]
+) -> None:
+    quantised_alike(plan, options, calls=1)
+
+
+@pytest.mark.parametrize("options", LEFT_TO_VLLM.values(), ids=LEFT_TO_VLLM)
+def test_layers_with_other_scales_are_left_to_vllm(plan: Plan, options: dict[str, Any]) -> None:
+    quantised_alike(plan, options, calls=0)
+
+
+def quantised_alike(plan: Plan, options: dict[str, Any], *, calls: int) -> None:
+    counted: list[str] = []
+
+    class Counting:
+        mode = plan.mode
+
+        def bind(self, op: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            bound = plan.bind(op, *args, **kwargs)
+
+            def call(*args: Any) -> Any:
+                counted.append(op)
+                return bound(*args)
+
+            return call
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plan, name)
+
+    with building(Counting()):  # type: ignore[arg-type]
+        layer = QuantFP8(**options)
+    assert type(layer) is not QuantFP8
+    torch.manual_seed(0)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    channels = options["group_shape"] == GroupShape.PER_CHANNEL
+    scale = torch.full((64,) if channels else (1,), 0.01) if options["static"] else None
+    assert_same_bits(layer(x, scale), QuantFP8.forward_native(layer, x, scale))
+    assert counted == ["quant_fp8"] * calls
+    assert plan.fallbacks == {}
 
 
 NORMS = {

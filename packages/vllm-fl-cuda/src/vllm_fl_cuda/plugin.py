@@ -6,7 +6,16 @@ from pathlib import Path
 
 from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
-from .impl import activation, merging, normalization, paging, quantisation, rotary, routing
+from .impl import (
+    activation,
+    merging,
+    normalization,
+    paging,
+    qk_norm_rope,
+    quantisation,
+    rotary,
+    routing,
+)
 
 POLICY = Path(__file__).with_name("cuda.yaml")
 
@@ -19,6 +28,7 @@ def register_ops() -> list[OpImpl]:
         *merging.OPS,
         *normalization.OPS,
         *paging.OPS,
+        *qk_norm_rope.OPS,
         *quantisation.OPS,
         *rotary.OPS,
         *routing.OPS,

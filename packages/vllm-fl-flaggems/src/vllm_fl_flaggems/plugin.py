@@ -16,7 +16,7 @@ from vllm_fl import (
 )
 
 from .attention_request import supports_attention
-from .impl import DEFAULT, activation, normalization, quantisation, rotary, routing
+from .impl import DEFAULT, activation, normalization, qk_norm_rope, quantisation, rotary, routing
 from .loading import available
 from .settings import SETTINGS, findings, rejected
 
@@ -37,8 +37,8 @@ KERNEL_DISTRIBUTIONS = ("flag-gems",)
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `default.flagos`; available with FlagGems and a device that it supports."""
-    ops = (activation.OPS, normalization.OPS, quantisation.OPS, rotary.OPS, routing.OPS)
-    return [impl for group in ops for impl in group]
+    modules = (activation, normalization, qk_norm_rope, quantisation, rotary, routing)
+    return [impl for module in modules for impl in module.OPS]
 
 
 @hookimpl

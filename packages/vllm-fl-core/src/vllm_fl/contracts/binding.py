@@ -23,6 +23,7 @@ __all__ = [
     "Bound",
     "Contract",
     "FunctionPlace",
+    "FusionPlace",
     "IrPlace",
     "LayerPlace",
     "OperatorPlace",
@@ -150,7 +151,28 @@ class AttentionPlace:
     """The attention backends of a model's layers, which vLLM is given by class path."""
 
 
-Place = LayerPlace | OperatorPlace | FunctionPlace | IrPlace | AttentionPlace
+@dataclass(frozen=True)
+class FusionPlace:
+    """A pass of vLLM's compiler that finds the op in a graph and puts an operator there.
+
+    While the op is planned, the pass is turned on, and what it looks for is left to vLLM. The
+    operator is an `OperatorPlace` of the same binding: the pass decides where the op runs, and the
+    operator which implementation does.
+
+    Args:
+        path: the pass's class, as `vllm.compilation.passes.fusion.…Pass`.
+        flag: the field of vLLM's PassConfig that turns it on.
+        parts: the ops that it looks for in vLLM's own form.
+        layers: the layers (by the names in `custom_ops`) that must be on for that.
+    """
+
+    path: str
+    flag: str
+    parts: tuple[str, ...]
+    layers: tuple[str, ...] = ()
+
+
+Place = LayerPlace | OperatorPlace | FunctionPlace | IrPlace | AttentionPlace | FusionPlace
 
 
 @dataclass(frozen=True)
