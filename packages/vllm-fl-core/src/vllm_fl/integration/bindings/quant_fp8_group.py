@@ -114,7 +114,6 @@ BINDING = Binding(
                 f"{_LAYERS}.quantization.utils.fp8_utils.per_token_group_quant_fp8",
                 f"{_LAYERS}.fused_moe.utils.per_token_group_quant_fp8",
                 f"{_LAYERS}.fused_moe.experts.deep_gemm_moe.per_token_group_quant_fp8",
-                f"{_LAYERS}.fused_moe.deep_gemm_moe.per_token_group_quant_fp8",
                 "vllm.model_executor.kernels.linear.scaled_mm.flashinfer.per_token_group_quant_fp8",
                 "vllm.model_executor.models.deepseek_v2.per_token_group_quant_fp8",
             ),
@@ -141,6 +140,8 @@ BINDING = Binding(
         "the layer QuantFP8 with groups where vLLM computes it in PyTorch: compiled without "
         "+quant_fp8, and on platforms of plugins",
         "scales packed for DeepGEMM (per_token_group_quant_fp8_packed_for_deepgemm)",
+        "models in vllm/models that import the function by name: DeepSeek V3.2's, Hunyuan 4's and "
+        "dots3's, where vLLM has them there",
         "groups of features in int8 (per_token_group_quant_int8), or of several tokens",
         "quantisation inside another kernel: after an activation or a norm, or of experts",
     ),
