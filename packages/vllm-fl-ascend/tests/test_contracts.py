@@ -42,6 +42,14 @@ REFUSED = {
         "odd head_size": "head_size 7 is no multiple",
         "1 pair": "head_size 2 is no multiple",
     },
+    "quant_int8": {
+        "static": "a given scale",
+        "static, saturating on both sides": "a given scale",
+        "static, azp": "a given scale",
+        "static, 0 tokens": "a given scale",
+        "asymmetric": "zero points",
+        "asymmetric, all above 0, every other row": "zero points",
+    },
     "moe_topk": {"sigmoid with bias, plain": "always renormalises"},
     "grouped_topk": {
         "every group, plain": "always renormalises",
@@ -49,6 +57,9 @@ REFUSED = {
     },
 }
 """What torch_npu's kernels have no form for: op -> sample -> a part of the reason."""
+
+REFUSED_IN_FP32 = {"quant_int8": "takes float16 and bfloat16"}
+"""Ops whose kernel takes no fp32, with a part of the reason."""
 
 
 def mistakes(impls: dict[str, OpImpl], op: str, dtype: torch.dtype) -> list[str]:
@@ -58,6 +69,8 @@ def mistakes(impls: dict[str, OpImpl], op: str, dtype: torch.dtype) -> list[str]
         reason = REFUSED.get(op, {}).get(sample.name)
         if dtype is torch.float32 and "fp32" in sample.name:
             reason = None  # no mixture of dtypes
+        if dtype is torch.float32:
+            reason = REFUSED_IN_FP32.get(op, reason)
         result = compare(impls[op], contracts()[op], sample, dtype)
         as_wanted = result.status == ("refused" if reason else "ok")
         if not as_wanted or (reason and reason not in (result.reason or "")):
@@ -96,6 +109,10 @@ UNSUITABLE = [
     ("moe_topk", (X, 2, True, "softmax", float("inf")), "not finite"),
     ("moe_topk", (X, 2, True, "softmax", 1.0, X[0, :1]), "bias is (1,)"),
     ("grouped_topk", (torch.ones(2, 2048), 2, True, 128, 4), "as many as 2048 experts"),
+    ("quant_int8", (X,), "takes float16 and bfloat16"),
+    ("quant_int8", (X.half()[None],), "not (tokens, hidden)"),
+    ("quant_int8", (X.half(), None, X[0, :1].int()), "a given scale"),
+    ("quant_int8", (X.long(),), "x of torch.int64"),
     ("rms_norm", (X, None, None, 1e-6, 8), "variance_size"),
     ("rms_norm", (X, X.half(), None, 1e-6), "residual is torch.float16"),
     ("rms_norm_gated", (X, X.half(), X[0], 1e-6), "z is torch.float16"),

@@ -14,15 +14,8 @@ POLICY = Path(__file__).with_name("cpu.yaml")
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.cpu`; they run where vLLM's CPU build is installed."""
-    return [
-        *activation.OPS,
-        *experts.OPS,
-        *gated_delta.OPS,
-        *normalization.OPS,
-        *paging.OPS,
-        *quantisation.OPS,
-        *rotary.OPS,
-    ]
+    modules = (activation, experts, gated_delta, normalization, paging, quantisation, rotary)
+    return [impl for module in modules for impl in module.OPS]
 
 
 @hookimpl

@@ -14,6 +14,7 @@ from .impl import (
     merging,
     multimodal_rotary,
     normalization,
+    quantisation,
     rotary,
     routing,
 )
@@ -33,15 +34,17 @@ PROFILE = DeviceProfile(
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.ascend`; they run where torch_npu and an NPU are."""
-    return [
-        *activation.OPS,
-        *merging.OPS,
-        *gated_normalization.OPS,
-        *multimodal_rotary.OPS,
-        *normalization.OPS,
-        *rotary.OPS,
-        *routing.OPS,
-    ]
+    modules = (
+        activation,
+        gated_normalization,
+        merging,
+        multimodal_rotary,
+        normalization,
+        quantisation,
+        rotary,
+        routing,
+    )
+    return [impl for module in modules for impl in module.OPS]
 
 
 @hookimpl

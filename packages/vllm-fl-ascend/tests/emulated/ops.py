@@ -223,3 +223,25 @@ def npu_attention_update(
     return merged.to(local_out[0].dtype), total if update_type else torch.full_like(
         total, torch.nan
     )
+
+
+@numerics("npu_dynamic_quant")
+def npu_dynamic_quant(
+    input: Tensor,
+    *,
+    smooth_scales: Tensor | None = None,
+    group_index: Tensor | None = None,
+    dst_type: int | None = None,
+    quant_mode: str = "pertoken",
+    dst_type_max: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    name = "npu_dynamic_quant"
+    demand(input.dtype in FLOATS[1:], name, "float16 or bfloat16")
+    demand(input.ndim > 1, name, "more than one dimension")
+    demand(input.numel() > 0, name, "no empty tensors")
+    demand(smooth_scales is None and group_index is None, name, "here no smoothing")
+    demand(dst_type in (None, 1) and quant_mode == "pertoken", name, "here int8 by token")
+    wide = input.float()
+    scale = wide.abs().amax(-1) / 127
+    value = (wide / scale.unsqueeze(-1)).nan_to_num(0.0).round()
+    return value.to(torch.int8), scale

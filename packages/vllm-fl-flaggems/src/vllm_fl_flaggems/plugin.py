@@ -16,7 +16,16 @@ from vllm_fl import (
 )
 
 from .attention_request import supports_attention
-from .impl import DEFAULT, activation, normalization, paging, qk_norm_rope, rotary, routing
+from .impl import (
+    DEFAULT,
+    activation,
+    normalization,
+    paging,
+    qk_norm_rope,
+    quantisation,
+    rotary,
+    routing,
+)
 from .loading import available
 from .settings import SETTINGS, findings, rejected
 
@@ -37,14 +46,8 @@ KERNEL_DISTRIBUTIONS = ("flag-gems",)
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `default.flagos`; available with FlagGems and a device that it supports."""
-    return [
-        *activation.OPS,
-        *normalization.OPS,
-        *paging.OPS,
-        *qk_norm_rope.OPS,
-        *rotary.OPS,
-        *routing.OPS,
-    ]
+    modules = (activation, normalization, paging, qk_norm_rope, quantisation, rotary, routing)
+    return [impl for module in modules for impl in module.OPS]
 
 
 @hookimpl
