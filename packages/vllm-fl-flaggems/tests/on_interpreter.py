@@ -26,7 +26,17 @@ def register_ops() -> Iterable[OpImpl]:
 
     loading._outcome[:] = [triton_interpreter.install()]
     _look_for_positions()
+    _exponentials_by_name()
     return ()
+
+
+@cache
+def _exponentials_by_name() -> None:
+    """The interpreter replaces `tl.exp`, and not what a module has imported as `exp`."""
+    import triton.language as tl
+    from flag_gems.fused.FLA import fused_recurrent
+
+    fused_recurrent.exp = lambda x: tl.exp(x)
 
 
 @cache

@@ -6,7 +6,16 @@ from pathlib import Path
 
 from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
-from .impl import activation, experts, gated_delta, normalization, paging, quantisation, rotary
+from .impl import (
+    activation,
+    convolution,
+    experts,
+    gated_delta,
+    normalization,
+    paging,
+    quantisation,
+    rotary,
+)
 
 POLICY = Path(__file__).with_name("cpu.yaml")
 
@@ -14,7 +23,16 @@ POLICY = Path(__file__).with_name("cpu.yaml")
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.cpu`; they run where vLLM's CPU build is installed."""
-    modules = (activation, experts, gated_delta, normalization, paging, quantisation, rotary)
+    modules = (
+        activation,
+        convolution,
+        experts,
+        gated_delta,
+        normalization,
+        paging,
+        quantisation,
+        rotary,
+    )
     return [impl for module in modules for impl in module.OPS]
 
 

@@ -234,7 +234,12 @@ SERVED = {
 }
 """Op -> what follows the tokens in the first argument's shape, by the sizes below."""
 
-OF_SEQUENCES = {"chunk_gated_delta_rule", "recurrent_gated_delta_rule"}
+OF_SEQUENCES = {
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "recurrent_gated_delta_rule",
+}
 """Ops whose tokens belong to sequences with a state each: a start cannot rearrange them."""
 
 
@@ -363,6 +368,32 @@ def hybrid_mutants(oracle: Mapping[str, Op]) -> Iterator[tuple[str, str, Op]]:
     yield op, "states in the order of tokens", lambda *x: step(*x[:8], x[8].sort().values, x[9])
     yield op, "padding computed", lambda *x: step(*x[:8], x[8] + (x[8] == 0).int(), x[9])
     yield op, "v not corrected", lambda q, k, v, *x: (step(q, k, v, *x)[0], step(q, -k, v, *x)[1])
+    yield from convolution_mutants(oracle)
+
+
+def convolution_mutants(oracle: Mapping[str, Op]) -> Iterator[tuple[str, str, Op]]:
+    """The same of the short convolutions."""
+    op = "causal_conv1d"
+    whole = oracle[op]
+    yield op, "taps reversed", lambda x, w, *y: whole(x, w.flip(1), *y)
+    yield op, "no bias", lambda x, w, b, *y: whole(x, w, None, *y)
+    yield op, "always activated", lambda *x: whole(*x[:7], "silu")
+    yield op, "never activated", lambda *x: whole(*x[:7], None)
+    yield op, "states not written", lambda *x: (whole(*x)[0], x[3])
+    yield op, "every sequence has a state", lambda *x: whole(*x[:6], x[6] | True, x[7])
+    yield op, "no sequence has a state", lambda *x: whole(*x[:6], x[6] & False, x[7])
+    yield op, "states in order", lambda *x: whole(*x[:5], x[5].sort().values, *x[6:])
+    yield op, "the newest first", lambda *x: (whole(*x)[0], whole(*x)[1].flip(2))
+
+    op = "causal_conv1d_update"
+    one = oracle[op]
+    yield op, "taps reversed", lambda x, s, w, *y: one(x, s, w.flip(1), *y)
+    yield op, "no bias", lambda x, s, w, b, *y: one(x, s, w, None, *y)
+    yield op, "always activated", lambda *x: one(*x[:4], "silu", x[5])
+    yield op, "states not written", lambda *x: (one(*x)[0], x[1])
+    yield op, "states in order", lambda *x: one(*x[:5], x[5].sort().values)
+    yield op, "padding computed", lambda *x: one(*x[:5], x[5] + (x[5] == 0).int())
+    yield op, "states from the last columns", lambda x, s, *y: one(x, s.roll(-1, 2), *y)
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)

@@ -19,6 +19,7 @@ from .attention_request import supports_attention
 from .impl import (
     DEFAULT,
     activation,
+    gated_delta,
     normalization,
     paging,
     qk_norm_rope,
@@ -46,7 +47,16 @@ KERNEL_DISTRIBUTIONS = ("flag-gems",)
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `default.flagos`; available with FlagGems and a device that it supports."""
-    modules = (activation, normalization, paging, qk_norm_rope, quantisation, rotary, routing)
+    modules = (
+        activation,
+        gated_delta,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    )
     return [impl for module in modules for impl in module.OPS]
 
 

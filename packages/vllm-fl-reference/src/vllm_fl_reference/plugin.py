@@ -6,6 +6,7 @@ from vllm_fl import OpImpl, hookimpl
 
 from .impl import (
     activation,
+    convolution,
     experts,
     gated_delta,
     merging,
@@ -23,6 +24,7 @@ def register_ops() -> list[OpImpl]:
     """The ops as `reference.torch`; they run wherever PyTorch does."""
     modules = (
         activation,
+        convolution,
         experts,
         gated_delta,
         merging,

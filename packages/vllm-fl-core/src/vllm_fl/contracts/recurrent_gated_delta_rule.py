@@ -217,6 +217,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     for tokens in (16, 1, 0):
         name = f"{tokens} token{'s' * (tokens != 1)}"
         yield Sample(name, (*_call(source, tokens).values(),))
+    yield Sample("more than 64 tokens", (*_call(source, 70, 1, 1, 16, 8).values(),))
     padded = _call(source, 6, value_heads=4)
     padded["state_indices"][3:] = 0
     yield Sample("padding", (*padded.values(),))

@@ -44,7 +44,9 @@ def boundaries(name: str, value: Any, tokens: int, sequences: int, first: Any) -
     return None
 
 
-def slots(name: str, value: Any, count: int, of: int, first: Any) -> Problem:
+def slots(
+    name: str, value: Any, count: int, of: int, first: Any, *, padding: bool = True
+) -> Problem:
     """`value` must be `count` states of a cache of so many, none of them twice but slot 0.
 
     Args:
@@ -52,6 +54,7 @@ def slots(name: str, value: Any, count: int, of: int, first: Any) -> Problem:
         count: how many there must be.
         of: how many states the cache has.
         first: (parameter, tensor) on whose device it must be.
+        padding: whether it may name slot 0, which is vLLM's null block.
     """
     problem = _integers(name, value)
     if problem:
@@ -61,9 +64,9 @@ def slots(name: str, value: Any, count: int, of: int, first: Any) -> Problem:
     problem = on_device_of(name, value, *first)
     if problem or value.device.type == "meta":
         return problem
-    named = [at for at in value.tolist() if at]
+    named = [at for at in value.tolist() if at or not padding]
     if any(not 0 < at < of for at in named):
-        return name, f"must be from 0 to {of - 1}, got {value.tolist()}"
+        return name, f"must be from {1 - padding} to {of - 1}, got {value.tolist()}"
     if len(set(named)) != len(named):
         return name, f"must name no state twice, got {value.tolist()}"
     return None

@@ -58,7 +58,7 @@ def _as_update(op: Bound) -> Bound:
             return NotImplemented
         out, state = op(
             *(x[0] for x in (q, k, v)),
-            *(x.reshape(tokens, -1) for x in (a, b)),
+            *(x.reshape(-1, x.shape[-1]) for x in (a, b)),
             A_log,
             dt_bias,
             initial_state,

@@ -24,6 +24,8 @@ def known(
         args: what the call gave by position.
         named: what it gave by name.
     """
+    if len(args) > len(parameters) or not named.keys() <= set(parameters):
+        return None  # something for its *args or **kwargs
     given = {**defaults, **dict(zip(parameters, args, strict=False)), **named}
     for name in parameters[count:]:
         value, default = given[name], defaults[name]

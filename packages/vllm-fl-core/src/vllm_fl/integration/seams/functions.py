@@ -149,7 +149,7 @@ def _misfit(place: FunctionPlace) -> str:
         return ""  # for another engine of this process, with the same vLLM
     try:
         function = _target(place.name).function
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = _named(function)
     except Exception as error:
         return f"this vLLM has no such function: {quote(error)}"
     names = tuple(parameter.name for parameter in parameters)
@@ -161,6 +161,13 @@ def _misfit(place: FunctionPlace) -> str:
         if parameter.default is parameter.empty
     ]
     return f"it has further parameters without default: {', '.join(odd)}" if odd else ""
+
+
+def _named(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that have names, without `*args` and `**kwargs`."""
+    taken = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind not in taken]
 
 
 class _Inside(threading.local):
@@ -195,7 +202,7 @@ class _Replacement:
 
     def _function(self) -> Callable[..., Any]:
         own, routes, inside = self.own, self.routes, self.inside
-        parameters = inspect.signature(own).parameters.values()
+        parameters = _named(own)
         names = tuple(parameter.name for parameter in parameters)
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         count = len(self.place.parameters)

@@ -1,0 +1,127 @@
+"""The gated delta rule in decode, on FlagGems's Triton kernels.
+
+Its chunked rule, for prefill, is not brought: on Triton's interpreter it gives no numbers in
+bfloat16, so that nothing here would hold it to the contract.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from vllm_fl import Availability, OpImpl
+
+from ..loading import available, flag_gems, unsuitable
+from . import DEFAULT
+
+__all__ = ["OPS", "recurrent_gated_delta_rule", "supports_recurrent_gated_delta_rule"]
+
+EPSILON = 1e-6
+"""What the kernels add to the squared length of a head, where they norm it."""
+
+MOST_WITH_KEYS_FIRST = 64
+"""FlagGems 5.0.2 has states of keys by values up to so many tokens, of values by keys beyond."""
+
+
+def recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gates by PyTorch and the rule by a kernel, both in fp32; results are rounded once.
+
+    The kernel works on copies of the states that the tokens name: it knows no padding, and which
+    way it lays out a state depends on the number of tokens.
+
+    Args:
+        q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout.
+        v: (tokens, value_heads, value_size), of q's dtype.
+        a, b: (tokens, value_heads), of q's dtype.
+        A_log, dt_bias: (value_heads,), of q's dtype or float32.
+        state: (slots, value_heads, value_size, key_size), overwritten.
+        state_indices: (tokens,), int32 or int64; 0 is padding.
+        epsilon: None or 1e-6, which `supports` sees to.
+
+    Returns:
+        (out, state): out of v's shape and dtype, 0 for padding; and the same state.
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    tokens = len(q)
+    if not tokens:
+        return v.new_empty(v.shape), state
+    flag_gems()  # which says why, where it does not load
+    from flag_gems.fused.FLA.fused_recurrent import fused_recurrent_gated_delta_rule_fwd
+
+    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    rows = state_indices.long()
+    before = state.index_select(0, rows)
+    keys_first = tokens <= MOST_WITH_KEYS_FIRST
+    after = before.mT.contiguous() if keys_first else before.clone()
+    out, _ = fused_recurrent_gated_delta_rule_fwd(
+        *(x.contiguous()[None] for x in (q, k, v)),
+        g[None],
+        b.float().sigmoid()[None],
+        q.shape[-1] ** -0.5,
+        after,
+        cu_seqlens=torch.arange(tokens + 1, dtype=torch.int32, device=q.device),
+        ssm_state_indices=torch.arange(tokens, dtype=torch.int32, device=q.device),
+        use_qk_l2norm_in_kernel=epsilon is not None,
+    )
+    real = (rows != 0)[:, None, None]
+    # Of padding all are what slot 0 has been: which of them is written does not matter.
+    kept = torch.where(real[..., None], after.mT if keys_first else after, before)
+    state.index_copy_(0, rows, kept)
+    return out[0].masked_fill(~real, 0.0), state
+
+
+def supports_recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    epsilon: float | None = None,
+) -> Availability:
+    """True, or why the kernel would fail, or read and write by sizes that its arguments lack."""
+    reason = unsuitable("q", q)
+    if reason:
+        return reason
+    if epsilon not in (None, EPSILON):
+        return f"epsilon is {epsilon}, and the kernel adds {EPSILON}"
+    if q.ndim != 3 or v.ndim != 3 or k.shape != q.shape or not q.dtype == k.dtype == v.dtype:
+        return "q, k and v are not (tokens, heads, size) of one dtype"
+    heads = v.shape[1:2]
+    if v.shape[1] % q.shape[1] or state.shape[1:] != (*v.shape[1:], q.shape[2]):
+        return f"no heads in common: q {tuple(q.shape)}, v {tuple(v.shape)}, {tuple(state.shape)}"
+    if not a.shape == b.shape == v.shape[:2] or not A_log.shape == dt_bias.shape == heads:
+        return "a and b are not (tokens, value_heads), or A_log and dt_bias not (value_heads,)"
+    if not state.is_floating_point() or state_indices.is_floating_point():
+        return f"state is {state.dtype} and state_indices {state_indices.dtype}"
+    if len(v) != len(q) or state_indices.shape != v.shape[:1]:
+        return "v or state_indices has not one row for each token"
+    return True
+
+
+OPS = (
+    OpImpl(
+        "recurrent_gated_delta_rule",
+        *DEFAULT,
+        recurrent_gated_delta_rule,
+        available=available,
+        supports=supports_recurrent_gated_delta_rule,
+        consumes=frozenset({"state"}),
+    ),
+)

@@ -1,0 +1,141 @@
+"""Short convolutions, as vLLM's CPU build computes them in PyTorch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from . import implementations
+
+__all__ = ["OPS", "causal_conv1d", "causal_conv1d_update"]
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    activation: str | None = "silu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequence by sequence; what is convolved is rounded before the activation.
+
+    Args:
+        x: (tokens, dim), floating.
+        weight: (dim, width), of x's dtype.
+        bias: (dim,), of x's dtype, or None.
+        conv_states: (slots, dim, width - 1 or more), of x's dtype; overwritten.
+        query_start_loc: (sequences + 1,), int32 or int64, from 0 to the number of tokens.
+        cache_indices: (sequences,), int32 or int64, from 1.
+        has_initial_state: (sequences,), bool.
+        activation: "silu" or None.
+
+    Returns:
+        (out, conv_states): out of x's shape and dtype, and the same conv_states.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast or counted from the end in silence.
+        IndexError: a slot that conv_states does not have.
+    """
+    _refuse_silent_mistakes(x, weight, bias, conv_states, activation)
+    _refuse_strange_slots(cache_indices, 1)
+    if query_start_loc.is_floating_point() or has_initial_state.dtype != torch.bool:
+        raise TypeError("query_start_loc must be integers, has_initial_state bool")
+    at, slots = query_start_loc.tolist(), cache_indices.tolist()
+    if [0, *sorted(at[1:-1]), len(x)] != at:
+        raise ValueError(f"query_start_loc must rise from 0 to {len(x)}, got {at}")
+    if not len(at) - 1 == len(slots) == len(has_initial_state):
+        raise ValueError("query_start_loc, cache_indices, has_initial_state: one per sequence")
+    taps = weight.shape[1] - 1
+    out = x.new_empty(x.shape)
+    rows = zip(slots, has_initial_state.tolist(), pairwise(at), strict=True)
+    for slot, has, (begin, end) in rows:
+        if begin == end:
+            continue
+        state = conv_states[slot, :, :taps]
+        inputs = torch.cat((state if has else torch.zeros_like(state), x[begin:end].T), dim=-1)
+        out[begin:end] = _convolved(inputs[None], weight, bias, activation)[0].T
+        state.copy_(inputs[:, -taps:])
+    return out, conv_states
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    conv_state_indices: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All tokens at once; what is convolved is rounded before the activation.
+
+    Args:
+        x: (tokens, dim), floating.
+        conv_state: (slots, dim, width - 1 or more), of x's dtype; overwritten.
+        weight: (dim, width), of x's dtype.
+        bias: (dim,), of x's dtype, or None.
+        activation: "silu" or None.
+        conv_state_indices: (tokens,), int32 or int64; 0 is padding.
+
+    Returns:
+        (out, conv_state): out of x's shape and dtype, x itself for padding; the same conv_state.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast or counted from the end in silence.
+        IndexError: a slot that conv_state does not have.
+    """
+    _refuse_silent_mistakes(x, weight, bias, conv_state, activation)
+    _refuse_strange_slots(conv_state_indices, 0)
+    if conv_state_indices.shape != x.shape[:1]:
+        raise ValueError("conv_state_indices must be (tokens,)")
+    taps, real = weight.shape[1] - 1, conv_state_indices != 0
+    rows = conv_state_indices[real].long()
+    inputs = torch.cat((conv_state[rows, :, :taps], x[real].unsqueeze(-1)), dim=-1)
+    out = x.clone(memory_format=torch.contiguous_format)
+    if len(rows):
+        out[real] = _convolved(inputs, weight, bias, activation)[:, :, 0]
+    conv_state[rows, :, :taps] = inputs[:, :, 1:]
+    return out, conv_state
+
+
+def _convolved(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    out = F.conv1d(inputs, weight.unsqueeze(1), bias, groups=len(weight))
+    return F.silu(out) if activation == "silu" else out
+
+
+def _refuse_silent_mistakes(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    activation: str | None,
+) -> None:
+    if not x.is_floating_point() or not x.dtype == weight.dtype == states.dtype:
+        raise TypeError("x, weight and the states must be floating, of one dtype")
+    if x.ndim != 2 or weight.ndim != 2 or len(weight) != x.shape[1] or weight.shape[1] < 2:
+        raise ValueError("x must be (tokens, dim), weight (dim, 2 or more)")
+    if bias is not None and (bias.shape != x.shape[1:] or bias.dtype != x.dtype):
+        raise ValueError("bias must be (dim,), of x's dtype")
+    if states.ndim != 3 or states.shape[1] != x.shape[1] or states.shape[2] < weight.shape[1] - 1:
+        raise ValueError("the states must be (slots, dim, width - 1 or more)")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
+
+
+def _refuse_strange_slots(slots: torch.Tensor, least: int) -> None:
+    if slots.is_floating_point():
+        raise TypeError(f"slots must be integers, got {slots.dtype}")
+    if bool((slots < least).any()):
+        raise ValueError(f"slots must be {least} or more")
+
+
+OPS = (
+    *implementations(causal_conv1d, consumes=("conv_states",), traceable=False),
+    *implementations(causal_conv1d_update, consumes=("conv_state",), traceable=False),
+)
