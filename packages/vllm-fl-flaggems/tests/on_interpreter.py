@@ -32,13 +32,19 @@ def register_ops() -> Iterable[OpImpl]:
 @cache
 def _look_for_positions() -> None:
     """An error where the interpreter would read outside of rotary's tables, and end the process."""
-    kernel = sys.modules["flag_gems.fused.rotary_embedding"].apply_rotary_pos_emb_kernel
-    run = kernel.run
+    from vllm_fl_flaggems.triton_kernels import qk_norm_rope_kernel
+
+    rotary = sys.modules["flag_gems.fused.rotary_embedding"].apply_rotary_pos_emb_kernel
+    for kernel, table, positions in ((rotary, 4, 6), (qk_norm_rope_kernel, 3, 4)):
+        kernel.run = _looking(kernel.run, table, positions)
+
+
+def _looking(run: Any, table: int, positions: int) -> Any:
+    """A kernel's launch by arguments of these numbers."""
 
     def looking(*args: Any, **kwargs: Any) -> Any:
-        cos, positions = args[4], args[6]
-        if not all(0 <= position < len(cos) for position in positions.tolist()):
+        if not all(0 <= position < len(args[table]) for position in args[positions].tolist()):
             raise IndexError("a position outside the tables, which on a GPU is undefined")
         return run(*args, **kwargs)
 
-    kernel.run = looking
+    return looking

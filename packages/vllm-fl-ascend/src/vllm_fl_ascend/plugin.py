@@ -7,7 +7,15 @@ from pathlib import Path
 from vllm_fl import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults, hookimpl
 
 from .attention_request import supports_attention
-from .impl import VENDOR, activation, experts, normalization, rotary
+from .impl import (
+    VENDOR,
+    activation,
+    experts,
+    multimodal_rotary,
+    normalization,
+    rotary,
+    routing,
+)
 from .npu import available
 
 POLICY = Path(__file__).with_name("ascend.yaml")
@@ -24,7 +32,8 @@ PROFILE = DeviceProfile(
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.ascend`; they run where torch_npu and an NPU are."""
-    return [*activation.OPS, *experts.OPS, *normalization.OPS, *rotary.OPS]
+    modules = activation, experts, multimodal_rotary, normalization, rotary, routing
+    return [impl for module in modules for impl in module.OPS]
 
 
 @hookimpl

@@ -1,8 +1,8 @@
 """Where vLLM runs an op: its places there, the sizes that it has in a model, what is not reached.
 
-A binding is data and small functions. It names vLLM's classes, operators and functions by strings and imports
-vllm and torch inside functions only, so that the command line and the documentation read bindings
-where neither is installed.
+A binding is data and small functions. It names vLLM's classes, operators and functions by strings
+and imports vllm and torch inside functions only, so that the command line and the documentation
+read bindings where neither is installed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "Bound",
     "Contract",
     "FunctionPlace",
+    "FusionPlace",
     "IrPlace",
     "LayerPlace",
     "OperatorPlace",
@@ -150,7 +151,28 @@ class AttentionPlace:
     """The attention backends of a model's layers, which vLLM is given by class path."""
 
 
-Place = LayerPlace | OperatorPlace | FunctionPlace | IrPlace | AttentionPlace
+@dataclass(frozen=True)
+class FusionPlace:
+    """A pass of vLLM's compiler that finds the op in a graph and puts an operator there.
+
+    While the op is planned, the pass is turned on, and what it looks for is left to vLLM. The
+    operator is an `OperatorPlace` of the same binding: the pass decides where the op runs, and the
+    operator which implementation does.
+
+    Args:
+        path: the pass's class, as `vllm.compilation.passes.fusion.…Pass`.
+        flag: the field of vLLM's PassConfig that turns it on.
+        parts: the ops that it looks for in vLLM's own form.
+        layers: the layers (by the names in `custom_ops`) that must be on for that.
+    """
+
+    path: str
+    flag: str
+    parts: tuple[str, ...]
+    layers: tuple[str, ...] = ()
+
+
+Place = LayerPlace | OperatorPlace | FunctionPlace | IrPlace | AttentionPlace | FusionPlace
 
 
 @dataclass(frozen=True)

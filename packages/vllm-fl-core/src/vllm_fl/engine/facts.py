@@ -34,6 +34,7 @@ class EngineFacts:
         batch_invariant: whether vLLM was told to use its batch-invariant kernels.
         compile_backend: what vLLM compiles the model with; empty for its default.
         norm_fusions: vLLM's passes that are on and take norms into a kernel of their own.
+        passes_off: vLLM's passes that the user turned off, of those that find an op of ours.
         absent: the ops that the model cannot have, as their bindings read its configuration.
     """
 
@@ -49,6 +50,7 @@ class EngineFacts:
     batch_invariant: bool = False
     compile_backend: str = ""
     norm_fusions: tuple[str, ...] = ()
+    passes_off: tuple[str, ...] = ()
     absent: frozenset[str] = frozenset()
 
     def lowering(self, device: torch.device) -> str:

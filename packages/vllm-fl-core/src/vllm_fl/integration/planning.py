@@ -18,7 +18,7 @@ from ..plugins.attention import ATTENTION
 from ..settings.loading import Settings, check_names
 from .bindings import all_bindings
 from .compat import hide_our_variables
-from .seams import attention, whole_layers
+from .seams import attention, fusions, whole_layers
 from .seams.ir import ir_ops
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table
 
@@ -115,6 +115,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         norm_fusions=tuple(
             name for name in NORM_FUSIONS if getattr(compilation.pass_config, name, False)
         ),
+        passes_off=tuple(entry.get("passes_off", ()) if entry is not None else ()),
         absent=frozenset(
             op for op, binding in _bindings().items() if model and _lacks(vllm_config, op, binding)
         ),
@@ -229,19 +230,21 @@ def plan_for(facts: EngineFacts, demoted: Mapping[tuple[str, str], str] | None =
         demoted: (op, impl id) -> why it is demoted for this engine.
     """
     notes, kept = _layers_left_to_vllm(facts)
-    return make_plan(
+    plan = make_plan(
         get_default_manager(),
         facts,
         demoted={**attention.refusals(facts), **whole_layers.refusals(facts), **(demoted or {})},
-        notes=notes | _user_notes(facts) | _whole_layer_notes(facts),
+        notes=notes | fusions.notes(facts) | _user_notes(facts) | _whole_layer_notes(facts),
         kept_layers=kept,
     )
+    left = {op: replace(plan.entries[op], note=why) for op, why in fusions.parts_left(plan).items()}
+    return replace(plan, entries={**plan.entries, **left}) if left else plan
 
 
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     """Turn on the custom ops whose implementation is ours, and off those that we turned on before.
 
-    The others stay as vLLM and the user have them.
+    The same for the passes that find an op of ours. The others stay as vLLM and the user have them.
     """
     custom_ops = vllm_config.compilation_config.custom_ops
     entry = _entry(vllm_config)
@@ -255,10 +258,11 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     )
     added = [
         f"+{name}"
-        for name in dict.fromkeys((*layers, *whole_layers.custom_ops(plan)))
+        for name in dict.fromkeys((*layers, *whole_layers.custom_ops(plan), *fusions.layers(plan)))
         if f"+{name}" not in custom_ops and "all" not in custom_ops
     ]
     custom_ops += added
+    fusions.switch(plan, vllm_config, {} if entry is None else entry)
     if entry is not None:
         entry["enabled"] = added
 
@@ -392,9 +396,13 @@ def _user_notes(facts: EngineFacts) -> dict[str, str]:
 
 
 def note_user_priority(vllm_config: VllmConfig) -> None:
-    """Keep what the user wrote in `ir_op_priority`, before vLLM appends its defaults to it."""
+    """Keep what the user wrote in `ir_op_priority`, before vLLM appends its defaults to it.
+
+    And which of the passes that find an op of ours he turned off, before vLLM turns off the others.
+    """
     entry = _entry(vllm_config)
     if entry is not None and "user_priority" not in entry:
         config = vllm_config.kernel_config.ir_op_priority
         names = [place.name for of_op in ir_ops().values() for place in of_op]
         entry["user_priority"] = {name: list(getattr(config, name, None) or ()) for name in names}
+        entry["passes_off"] = fusions.turned_off(vllm_config)

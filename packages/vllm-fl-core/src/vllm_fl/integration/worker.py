@@ -27,7 +27,7 @@ from . import serving
 from .bindings import all_bindings
 from .planning import apply, facts_of, load_plugins, plan_for, seal
 from .ranks import Verdict, agree, differences
-from .seams import attention, functions, operators, whole_layers
+from .seams import attention, functions, fusions, operators, whole_layers
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     foreign_layers,
@@ -121,6 +121,7 @@ class PlannedWorker:
         try:
             operators.take(plan, chosen, self.device)
             functions.take(plan, replaced)
+            fusions.watch(plan)
             with building(plan), serving.calling(plan), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -132,9 +133,14 @@ class PlannedWorker:
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm vLLM's worker up, and name who has overridden an operator after us meanwhile."""
+        """Warm vLLM's worker up, and name who has overridden an operator after us meanwhile.
+
+        The model is compiled by then: what passes found in it is said, too.
+        """
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         _name_overriders(self)
+        if self.rank == 0 and hasattr(self, "vllm_fl_plan"):
+            fusions.say(self.vllm_fl_plan)
         return times
 
     def vllm_fl_report(self) -> dict[str, Any]:
@@ -145,9 +151,10 @@ class PlannedWorker:
             vLLM's: how many layers of the model are the plan's class}, `calls` and `fallbacks`
             {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted under
             VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
-            `seams.operators.report` says; `functions` {op: {function: the same}}. `defined`
-            {operator: schema}: what this vLLM, an empty build, lacks, and is there while the engine
-            is.
+            `seams.operators.report` says; `functions` {op: {function: the same}}. `fusions` {op:
+            {graphs, found}}: how many graphs vLLM's pass for the op went through, and in how many
+            places it found the op. `defined` {operator: schema}: what this vLLM, an empty build,
+            lacks, and is there while the engine is.
         """
         plan = self.vllm_fl_plan
         return {
@@ -164,6 +171,7 @@ class PlannedWorker:
             "demotions": _nested(plan.record.demotions),
             "operators": operators.report(plan, self.vllm_fl_operators),
             "functions": functions.report(plan, self.vllm_fl_functions),
+            "fusions": {op: dataclasses.asdict(s) for op, s in fusions.sites(plan).items()},
             "defined": self.vllm_fl_operators.schemas,
         }
 

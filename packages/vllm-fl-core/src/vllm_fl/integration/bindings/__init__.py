@@ -16,6 +16,7 @@ from ...contracts.binding import (
     AttentionPlace,
     Binding,
     FunctionPlace,
+    FusionPlace,
     IrPlace,
     LayerPlace,
     OperatorPlace,
@@ -25,7 +26,7 @@ from ...plugins.types import BackendImplKind, OpImpl
 
 __all__ = ["all_bindings", "bindings", "places", "stock_form"]
 
-P = TypeVar("P", LayerPlace, OperatorPlace, FunctionPlace, IrPlace, AttentionPlace)
+P = TypeVar("P", LayerPlace, OperatorPlace, FunctionPlace, IrPlace, AttentionPlace, FusionPlace)
 
 
 @cache

@@ -1,0 +1,101 @@
+"""Where vLLM runs `qk_norm_rope`: an operator that one pass of its compiler puts into graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace, put
+from ...contracts.sizes import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+
+def _to_operator(op: Bound) -> Bound:
+    """(qkv, heads and their size, weights, table, pairing, positions) over the contract's order."""
+
+    def kernel(
+        qkv: Tensor,
+        num_heads_q: int,
+        num_heads_k: int,
+        num_heads_v: int,
+        head_dim: int,
+        eps: float,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+        position_ids: Tensor,
+    ) -> None:
+        heads = (num_heads_q, num_heads_k)
+        put(
+            qkv,
+            op(qkv, q_weight, k_weight, cos_sin_cache, position_ids, *heads, eps, not is_neox),
+        )
+
+    return kernel
+
+
+def _from_operator(replaced: Bound) -> Bound:
+    def qk_norm_rope(
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos_sin_cache: Tensor,
+        position_ids: Tensor,
+        heads: int,
+        kv_heads: int,
+        epsilon: float,
+        rotary_interleaved: bool = False,
+    ) -> Tensor:
+        size = q_weight.shape[0]
+        values = qkv.shape[1] // size - heads - kv_heads
+        replaced(
+            qkv,
+            *(heads, kv_heads, values, size, epsilon),
+            *(q_weight, k_weight, cos_sin_cache, not rotary_interleaved, position_ids),
+        )
+        return qkv
+
+    return qk_norm_rope
+
+
+BINDING = Binding(
+    places=(
+        OperatorPlace(
+            "_C::fused_qk_norm_rope",
+            (
+                "qkv",
+                "num_heads_q",
+                "num_heads_k",
+                "num_heads_v",
+                "head_dim",
+                "eps",
+                "q_weight",
+                "k_weight",
+                "cos_sin_cache",
+                "is_neox",
+                "position_ids",
+            ),
+            _to_operator,
+            _from_operator,
+            grants=("qkv",),
+        ),
+        FusionPlace(
+            "vllm.compilation.passes.fusion.qk_norm_rope_fusion.QKNormRoPEFusionPass",
+            "enable_qk_norm_rope_fusion",
+            parts=("rms_norm", "rotary_embedding"),
+            layers=("rotary_embedding",),
+        ),
+    ),
+    sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON),
+    not_reached=(
+        "eager mode, and platforms other than CUDA and ROCm: there no pass of vLLM's looks for a "
+        "norm with a rope behind it",
+        "norms and ropes that the pass does not find: heads of another size than 64, 128 or 256, "
+        "an epsilon other than 1e-5 and 1e-6, multimodal ropes, a gate between the projections, "
+        "models that norm heads all at once",
+    ),
+)

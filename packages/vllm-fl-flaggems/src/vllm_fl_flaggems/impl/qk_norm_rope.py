@@ -1,0 +1,142 @@
+"""Norms of query and key heads with rotary embedding, on a Triton kernel of this package's own."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from ..kernels import contiguous
+from ..loading import available, unsuitable
+from . import DEFAULT
+
+__all__ = ["OPS", "qk_norm_rope", "supports_qk_norm_rope"]
+
+LARGEST_HEAD = 1024
+"""Features of a head that one program holds."""
+
+ELEMENTS, WARPS = 2048, 4
+"""What one program takes, of all its heads together: 16 elements a thread, which are two of the
+widest loads, one for each half of the pairs."""
+
+CUDA = ("cuda", "cpu")
+"""Devices whose programs CUDA launches; on the CPU there is Triton's interpreter alone."""
+
+
+def qk_norm_rope(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> torch.Tensor:
+    """Norm and turn the query and key heads of qkv in fp32, rounded once.
+
+    The kernel works in place: a contiguous qkv is overwritten, and its values are not read.
+
+    Args:
+        qkv: (tokens, (heads + kv_heads + n) * head_size), float32, float16 or bfloat16, of any
+            layout.
+        q_weight, k_weight: (head_size,), contiguous, of qkv's dtype or float32.
+        cos_sin_cache: (max_position, 2 * half), with contiguous rows, of any floating dtype.
+        position_ids: (tokens,), int64 or int32. A position outside the table is not looked for.
+        heads, kv_heads: how many query and key heads there are.
+        epsilon: added to the mean of squares.
+        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
+
+    Returns:
+        A tensor of qkv's shape and dtype.
+    """
+    qkv = contiguous(qkv)
+    tokens, size = len(qkv), q_weight.shape[0]
+    if not tokens:
+        return qkv
+    half = cos_sin_cache.shape[1] // 2
+    pairs, rest = _power_of_two(half), _power_of_two(size - 2 * half)
+    group = _group(size, heads + kv_heads)
+    from ..triton_kernels import qk_norm_rope_kernel as kernel
+
+    with torch.cuda.device(qkv.device):
+        kernel[(tokens, -(-(heads + kv_heads) // group))](
+            qkv,
+            q_weight,
+            k_weight,
+            cos_sin_cache,
+            position_ids,
+            qkv.stride(0),
+            cos_sin_cache.stride(0),
+            position_ids.stride(0),
+            heads,
+            heads + kv_heads,
+            epsilon,
+            size,
+            half,
+            group,
+            pairs,
+            rest,
+            rotary_interleaved,
+            num_warps=WARPS,
+        )
+    return qkv
+
+
+def _group(size: int, heads: int) -> int:
+    """How many heads one program takes: a power of two."""
+    return min(max(ELEMENTS // _power_of_two(size), 1), _power_of_two(heads))
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not below `number`; 0 stays 0."""
+    return 1 << (number - 1).bit_length() if number else 0
+
+
+def supports_qk_norm_rope(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> Availability:
+    """True, or why the kernel would fail."""
+    reason = unsuitable("qkv", qkv)
+    if reason:
+        return reason
+    if qkv.device.type not in CUDA:
+        return f"the kernel is launched through CUDA, and qkv is on {qkv.device}"
+    # The kernel checks no shape: it would read and write beyond a smaller tensor.
+    size, tokens = q_weight.shape[0], len(qkv)
+    if not 1 < size <= LARGEST_HEAD:
+        return f"the kernel takes heads of 2 to {LARGEST_HEAD} features, not of {size}"
+    wanted = min(heads, kv_heads) >= 1 and (heads + kv_heads) * size
+    if qkv.ndim != 2 or qkv.shape[1] % size or not wanted or qkv.shape[1] < wanted:
+        return f"qkv is {tuple(qkv.shape)}, and its heads are {heads} and {kv_heads} of {size}"
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        fits = weight.dtype in (qkv.dtype, torch.float32) and weight.shape == (size,)
+        if not fits or not weight.is_contiguous():
+            return f"{name} is {weight.dtype} {tuple(weight.shape)} of strides {weight.stride()}"
+    if position_ids.is_floating_point() or position_ids.shape != (tokens,):
+        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
+    table = cos_sin_cache
+    if table.ndim != 2 or table.stride(1) != 1 or table.shape[1] % 2 or table.shape[1] > size:
+        return f"cos_sin_cache is {tuple(table.shape)} of strides {table.stride()}"
+    return True if epsilon >= 0 else f"epsilon is {epsilon}"
+
+
+OPS = (
+    OpImpl(
+        "qk_norm_rope",
+        *DEFAULT,
+        qk_norm_rope,
+        available=available,
+        supports=supports_qk_norm_rope,
+        consumes=frozenset({"qkv"}),
+    ),
+)

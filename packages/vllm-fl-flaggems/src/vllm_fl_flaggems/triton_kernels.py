@@ -1,0 +1,85 @@
+"""Triton kernels of this package's own: what FlagGems has no kernel for.
+
+Imports Triton, and is imported only where one of them is launched.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+__all__ = ["qk_norm_rope_kernel"]
+
+
+@triton.jit
+def qk_norm_rope_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    table_ptr,
+    positions_ptr,
+    token_step,
+    table_step,
+    position_step,
+    heads,
+    all_heads,
+    epsilon,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """One token's next GROUP query and key heads, in place; the first `heads` are queries.
+
+    A head's features are held in three parts: the first and the second of each pair, and those
+    that do not rotate. PAIRS and REST are their numbers, made powers of two; REST may be 0.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    is_head = (head < all_heads)[:, None]
+    is_query = (head < heads)[:, None]
+    rows = qkv_ptr + token * token_step + head[:, None] * SIZE
+
+    pair = tl.arange(0, PAIRS)
+    is_pair = pair < HALF
+    if INTERLEAVED:
+        first = 2 * pair
+        second = first + 1
+    else:
+        first = pair
+        second = pair + HALF
+    here = is_head & is_pair[None, :]
+    a = tl.load(rows + first[None, :], mask=here, other=0.0).to(tl.float32)
+    b = tl.load(rows + second[None, :], mask=here, other=0.0).to(tl.float32)
+    squares = tl.sum(a * a + b * b, axis=1)
+    if REST > 0:
+        beyond = 2 * HALF + tl.arange(0, REST)
+        is_rest = beyond < SIZE
+        there = is_head & is_rest[None, :]
+        rest = tl.load(rows + beyond[None, :], mask=there, other=0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, axis=1)
+    norm = (1.0 / tl.sqrt(squares / SIZE + epsilon))[:, None]
+
+    position = tl.load(positions_ptr + token * position_step).to(tl.int64)
+    row = table_ptr + position * table_step
+    cos = tl.load(row + pair, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(row + HALF + pair, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    q_first = tl.load(q_weight_ptr + first, mask=is_pair, other=0.0).to(tl.float32)
+    k_first = tl.load(k_weight_ptr + first, mask=is_pair, other=0.0).to(tl.float32)
+    q_second = tl.load(q_weight_ptr + second, mask=is_pair, other=0.0).to(tl.float32)
+    k_second = tl.load(k_weight_ptr + second, mask=is_pair, other=0.0).to(tl.float32)
+    a = a * norm * tl.where(is_query, q_first[None, :], k_first[None, :])
+    b = b * norm * tl.where(is_query, q_second[None, :], k_second[None, :])
+
+    # Threads may hold the same features twice: all have read before one of them writes.
+    tl.debug_barrier()
+    dtype = qkv_ptr.dtype.element_ty
+    tl.store(rows + first[None, :], (a * cos - b * sin).to(dtype), mask=here)
+    tl.store(rows + second[None, :], (b * cos + a * sin).to(dtype), mask=here)
+    if REST > 0:
+        q_rest = tl.load(q_weight_ptr + beyond, mask=is_rest, other=0.0).to(tl.float32)
+        k_rest = tl.load(k_weight_ptr + beyond, mask=is_rest, other=0.0).to(tl.float32)
+        rest = rest * norm * tl.where(is_query, q_rest[None, :], k_rest[None, :])
+        tl.store(rows + beyond[None, :], rest.to(dtype), mask=there)

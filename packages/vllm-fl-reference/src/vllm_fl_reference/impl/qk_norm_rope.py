@@ -1,0 +1,60 @@
+"""Norms of query and key heads with rotary embedding, by the two layers' own arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import implementations
+from .normalization import rms_norm
+from .rotary import rotary_embedding
+
+__all__ = ["OPS", "qk_norm_rope"]
+
+
+def qk_norm_rope(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> torch.Tensor:
+    """Norm and turn the query and key heads of qkv; rounded as vLLM's two layers round.
+
+    Args:
+        qkv: (tokens, (heads + kv_heads + n) * head_size), floating; the last n heads pass.
+        q_weight, k_weight: (head_size,), of qkv's dtype or float32.
+        cos_sin_cache: (max_position, 2 * half), rounded to qkv's dtype after the look-up.
+        position_ids: (tokens,), int64 or int32.
+        heads, kv_heads: how many query and key heads there are.
+        epsilon: added to the mean of squares, not negative.
+        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
+
+    Returns:
+        A new tensor of qkv's shape and dtype.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast or rounded to integers in silence.
+        RuntimeError, IndexError: shapes, dtypes or positions that PyTorch cannot combine.
+    """
+    if qkv.ndim != 2 or q_weight.shape != k_weight.shape:
+        raise ValueError("qkv must be (tokens, columns), q_weight and k_weight of one shape")
+    if heads < 1 or kv_heads < 1:
+        raise ValueError(f"heads and kv_heads must be at least 1, got {heads} and {kv_heads}")
+    if cos_sin_cache.ndim != 2 or cos_sin_cache.shape[1] % 2:
+        raise ValueError("cos_sin_cache must be (max_position, 2 * half)")
+    head_size = q_weight.shape[0]
+    query, key, value = qkv.tensor_split((heads * head_size, (heads + kv_heads) * head_size), -1)
+    q: Any = rms_norm(query.unflatten(-1, (heads, head_size)), None, q_weight, epsilon)
+    k: Any = rms_norm(key.unflatten(-1, (kv_heads, head_size)), None, k_weight, epsilon)
+    cos, sin = cos_sin_cache.chunk(2, dim=-1)
+    turned: Any = rotary_embedding(q, k, cos, sin, position_ids, rotary_interleaved)
+    return torch.cat((*(part.flatten(1) for part in turned), value), dim=-1)
+
+
+OPS = implementations(qk_norm_rope)
