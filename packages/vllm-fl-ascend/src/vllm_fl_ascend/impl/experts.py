@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vllm_fl import Availability, OpImpl
@@ -12,7 +14,7 @@ from .activation import gelu_and_mul, silu_and_mul, swigluoai_and_mul
 
 __all__ = ["OPS", "fused_experts", "supports_fused_experts"]
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_and_mul,
     "gelu": gelu_and_mul,
     "gelu_tanh": lambda x: gelu_and_mul(x, "tanh"),
