@@ -15,6 +15,7 @@ from vllm_fl.testing import failures
 from vllm_fl_ascend import impl as shared
 from vllm_fl_ascend.impl import (
     activation,
+    experts,
     gated_normalization,
     merging,
     multimodal_rotary,
@@ -26,6 +27,7 @@ from vllm_fl_ascend.impl import (
 
 MODULES = (
     activation,
+    experts,
     gated_normalization,
     merging,
     multimodal_rotary,
@@ -61,6 +63,9 @@ MUTANTS = [
     Mutant(KEYWORD, rotary, '"interleave"', '"interleaved"'),
     Mutant(KEYWORD, activation, "torch.ops.npu.npu_swiglu", "torch.ops.npu.npu_swiglu_backward"),
     Mutant(KEYWORD, normalization, "npu.npu_rms_norm.", "npu.npu_gemma_rms_norm."),
+    Mutant(KEYWORD, experts, "group_type=0", "group_kind=0"),
+    Mutant(KEYWORD, experts, "group_list_type=1", "group_list_type=0"),
+    Mutant(KEYWORD, experts, "expert_tokens_num_flag=True", "expert_tokens_num_flag=False"),
     Mutant(HALVES, activation, ", activate_left=True", ""),
     Mutant(HALVES, activation, "activate_left=True", "activate_left=False"),
     Mutant(
@@ -116,6 +121,10 @@ MUTANTS = [
     Mutant(HALVES, rotary, "if rotary_interleaved else", "if not rotary_interleaved else"),
     Mutant(HALVES, rotary, '"interleave" if rotary_interleaved else "half"', '"half"'),
     Mutant(HALVES, rotary, '"interleave" if rotary_interleaved else "half"', '"interleave"'),
+    Mutant(LAYOUT, experts, "[weight.transpose(1, 2)]", "[weight]"),
+    Mutant(LAYOUT, experts, "x.contiguous(),", "x,"),
+    Mutant(LAYOUT, experts, "probs=weights.contiguous()", "probs=weights.flip(1)"),
+    Mutant(LAYOUT, experts, "counts), places,", "counts), places.flip(0),"),
     Mutant(LAYOUT, rotary, "query.flatten(1),", "query,"),
     Mutant(LAYOUT, rotary, "query.flatten(1),", "query.transpose(1, 2).flatten(1),"),
     Mutant(LAYOUT, rotary, "second.flatten(1),", "second.flip(1).flatten(1),"),
@@ -222,6 +231,9 @@ MUTANTS = [
     ),
     Mutant(RESULT, rotary, "query[:, :1] if key is None", "query[:, :0] if key is None"),
     Mutant(RESULT, rotary, "turned, other = torch", "other, turned = torch"),
+    Mutant(RESULT, experts, "torch.ones_like(weights)", "weights"),
+    Mutant(RESULT, experts, "x * weights, ", "x, "),
+    Mutant(EMPTY, experts, "if not hidden_states.numel():", "if False:"),
     Mutant(EMPTY, rotary, "if not query.numel():", "if False:"),
     Mutant(EMPTY, activation, "x.shape[-1] // 2", "x.shape[-1]"),
     Mutant(
@@ -263,6 +275,8 @@ MUTANTS = [
     Mutant(REFUSAL, routing, "if bias.shape != logits.shape[1:]:", "if False:"),
     Mutant(REFUSAL, activation, "if x.shape[-1] % 2:", "if False:"),
     Mutant(REFUSAL, activation, "if x.shape[-1] % 2:", "if x.shape[-1] % 16:"),
+    Mutant(REFUSAL, experts, "if expert_map is not None:", "if False:"),
+    Mutant(REFUSAL, experts, "if w13_bias is not None or w2_bias is not None:", "if False:"),
     Mutant(REFUSAL, normalization, "if epsilon < 0:", "if False:"),
     Mutant(
         REFUSAL,

@@ -10,6 +10,7 @@ from .attention_request import supports_attention
 from .impl import (
     VENDOR,
     activation,
+    experts,
     gated_normalization,
     merging,
     multimodal_rotary,
@@ -36,6 +37,7 @@ def register_ops() -> list[OpImpl]:
     """The ops as `vendor.ascend`; they run where torch_npu and an NPU are."""
     modules = (
         activation,
+        experts,
         gated_normalization,
         merging,
         multimodal_rotary,

@@ -19,6 +19,7 @@ from .attention_request import supports_attention
 from .impl import (
     DEFAULT,
     activation,
+    experts,
     gated_delta,
     normalization,
     paging,
@@ -49,6 +50,7 @@ def register_ops() -> list[OpImpl]:
     """The ops as `default.flagos`; available with FlagGems and a device that it supports."""
     modules = (
         activation,
+        experts,
         gated_delta,
         normalization,
         paging,
