@@ -30,6 +30,8 @@ ACTIVATION = {
     "NaN and infinity",
 }
 NEVER_REFUSED = {
+    "concat_and_cache_mla": {"1 token", "16 tokens", "0 tokens", "every third token skipped",
+                             "strided out of one projection", "gaps between rows", "odd sizes"},
     "gelu_new": ACTIVATION,
     "gelu_fast": ACTIVATION,
     "quick_gelu": ACTIVATION,

@@ -18,7 +18,17 @@ IMPLS = {impl.op_name: impl for impl in register_ops()}
 CPU = torch.device("cpu")
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
+BFLOAT16_ALONE = {"fused_experts"}
+"""Ops with an operator that torch_npu's documentation has no other dtype of."""
+
 REFUSED = {
+    "merge_attn_states": {"odd sizes": "head_size 33 is no multiple"},
+    "fused_experts": {
+        "experts of other ranks": "expert_map",
+        "biases": "biases are not added",
+        "gelu, gates near -3": "biases are not added",
+        "gelu_tanh, gates near -3": "biases are not added",
+    },
     "multimodal_rotary_embedding": {
         "axes take turns": "in sections, not in turns",
         "axes take turns, width ends first": "in sections, not in turns",
@@ -41,6 +51,14 @@ REFUSED = {
         "odd head_size": "head_size 7 is no multiple",
         "1 pair": "head_size 2 is no multiple",
     },
+    "quant_int8": {
+        "static": "a given scale",
+        "static, saturating on both sides": "a given scale",
+        "static, azp": "a given scale",
+        "static, 0 tokens": "a given scale",
+        "asymmetric": "zero points",
+        "asymmetric, all above 0, every other row": "zero points",
+    },
     "moe_topk": {"sigmoid with bias, plain": "always renormalises"},
     "grouped_topk": {
         "every group, plain": "always renormalises",
@@ -48,6 +66,9 @@ REFUSED = {
     },
 }
 """What torch_npu's kernels have no form for: op -> sample -> a part of the reason."""
+
+REFUSED_IN_FP32 = {"quant_int8": "takes float16 and bfloat16"}
+"""Ops whose kernel takes no fp32, with a part of the reason."""
 
 
 def mistakes(impls: dict[str, OpImpl], op: str, dtype: torch.dtype) -> list[str]:
@@ -57,6 +78,10 @@ def mistakes(impls: dict[str, OpImpl], op: str, dtype: torch.dtype) -> list[str]
         reason = REFUSED.get(op, {}).get(sample.name)
         if dtype is torch.float32 and "fp32" in sample.name:
             reason = None  # no mixture of dtypes
+        if dtype is torch.float32:
+            reason = REFUSED_IN_FP32.get(op, reason)
+        if op in BFLOAT16_ALONE and dtype is not torch.bfloat16:
+            reason = "takes bfloat16 alone"
         result = compare(impls[op], contracts()[op], sample, dtype)
         as_wanted = result.status == ("refused" if reason else "ok")
         if not as_wanted or (reason and reason not in (result.reason or "")):
@@ -72,6 +97,7 @@ def test_samples_are_right_or_refused(op: str, dtype: torch.dtype) -> None:
 
 
 X, ROWS = torch.ones(2, 16), torch.ones(2, 3, 16)
+SUMS, WIDE = torch.ones(2, 3), torch.ones(2, 3, 520)
 TABLES = (torch.ones(4, 8), torch.ones(4, 8), torch.arange(2))
 AXES = (*TABLES[:2], torch.zeros(2, 3, dtype=torch.int64))
 UNSUITABLE = [
@@ -86,9 +112,32 @@ UNSUITABLE = [
     ("multimodal_rotary_embedding", (ROWS, ROWS, *AXES, [4, 4, 4]), "do not add up to 8"),
     ("multimodal_rotary_embedding", (ROWS, ROWS, *TABLES, [4, 4, 0]), "position_ids is"),
     ("multimodal_rotary_embedding", (ROWS, ROWS.half(), *AXES, [4, 4, 0]), "key is torch.float16"),
+    ("moe_topk", (X.long(), 2, True), "gating_output of torch.int64"),
+    ("moe_topk", (X, 17, True), "17 experts of 1 groups"),
+    ("moe_topk", (X[:, :2], 1, True), "2 experts in 1 groups"),
+    ("moe_topk", (X, 2, True, "tanh"), "no kernel for tanh"),
+    ("moe_topk", (X, 2, False, "sigmoid"), "always renormalises"),
+    ("moe_topk", (X, 2, True, "softmax", float("inf")), "not finite"),
+    ("moe_topk", (X, 2, True, "softmax", 1.0, X[0, :1]), "bias is (1,)"),
+    ("grouped_topk", (torch.ones(2, 2048), 2, True, 128, 4), "as many as 2048 experts"),
+    ("quant_int8", (X,), "takes float16 and bfloat16"),
+    ("quant_int8", (X.half()[None],), "not (tokens, hidden)"),
+    ("quant_int8", (X.half(), None, X[0, :1].int()), "a given scale"),
+    ("quant_int8", (X.long(),), "x of torch.int64"),
     ("rms_norm", (X, None, None, 1e-6, 8), "variance_size"),
     ("rms_norm", (X, X.half(), None, 1e-6), "residual is torch.float16"),
+    ("rms_norm_gated", (X, X.half(), X[0], 1e-6), "z is torch.float16"),
+    ("rms_norm_gated", (X, X[:1], X[0], 1e-6), "z is (1, 16)"),
+    ("rms_norm_gated", (X, X, X[0, :8], 1e-6), "weight is (8,)"),
+    ("rms_norm_gated", (X, X, X[0], 0.0), "not above 0"),
+    ("rms_norm_gated", (X, X, X[0], 1e-6, 3), "do not divide"),
+    ("rms_norm_gated", (X, X, X[0], 1e-6, 8, True, "gelu"), "no gate of 'gelu'"),
     ("rotary_embedding", (ROWS, ROWS.half(), *TABLES), "key is torch.float16"),
+    ("merge_attn_states", (ROWS, SUMS, ROWS.half(), SUMS), "suffix_output is torch.float16"),
+    ("merge_attn_states", (ROWS, SUMS, ROWS[:1], SUMS), "outputs of (2, 3, 16) and (1, 3, 16)"),
+    ("merge_attn_states", (ROWS, SUMS.T, ROWS, SUMS), "prefix_lse is torch.float32 (3, 2)"),
+    ("merge_attn_states", (ROWS, SUMS, ROWS, SUMS.half()), "suffix_lse is torch.float16"),
+    ("merge_attn_states", (WIDE, SUMS, WIDE, SUMS), "head_size 520 is no multiple of 8 up to 512"),
     ("rotary_embedding", (ROWS, None, *TABLES), "not the two halves of one cache"),
 ]
 """Calls that no kernel takes, with a part of the reason."""

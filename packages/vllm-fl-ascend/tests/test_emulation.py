@@ -20,6 +20,7 @@ USED = (
     "npu_rms_norm",
     "npu_add_rms_norm",
     "npu_mrope",
+    "npu_attention_update",
 )
 
 
@@ -61,6 +62,11 @@ def test_numerics_that_the_meta_function_does_not_bear_out_are_an_error() -> Non
         ("npu_fast_gelu", (torch.ones(2, 4).double(),)),
         ("npu_fast_gelu", (torch.ones([1] * 9),)),
         ("npu_fast_gelu", (torch.ones(0, 4),)),
+        ("npu_attention_update", ([torch.zeros(2)], [torch.ones(2, 12)], 1)),
+        ("npu_attention_update", ([torch.zeros(2)], [torch.ones(2, 8)], 2)),
+        ("npu_attention_update", ([torch.zeros(2).half()], [torch.ones(2, 8)], 1)),
+        ("npu_attention_update", ([torch.full((2,), -math.inf)], [torch.ones(2, 8)], 1)),
+        ("npu_attention_update", ([torch.zeros(0)], [torch.ones(0, 8)], 1)),
         ("npu_rms_norm", (torch.ones(4), torch.ones(4))),
         ("npu_rms_norm", (torch.ones(2, 4).half(), torch.ones(4))),
         ("npu_rms_norm", (torch.ones(2, 4), torch.ones(3))),
@@ -73,6 +79,16 @@ def test_numerics_that_the_meta_function_does_not_bear_out_are_an_error() -> Non
 def test_what_is_not_documented_is_refused(name: str, args: tuple[object, ...]) -> None:
     with pytest.raises(emulated.EmulationError, match=f"{name} takes"):
         getattr(torch.ops.npu, name)(*args)
+
+
+def test_an_attention_update_is_what_its_documentation_says() -> None:
+    """Natural logarithms: two parts whose sums differ by log 3 weigh 1 and 3."""
+    lse = [torch.tensor([2.0]), torch.tensor([2.0 + math.log(3)])]
+    parts = [torch.full((1, 8), 4.0), torch.full((1, 8), 8.0)]
+    out, total = torch.ops.npu.npu_attention_update(lse, parts, 1)
+    torch.testing.assert_close(out, torch.full((1, 8), 7.0))
+    torch.testing.assert_close(total, torch.tensor([2.0 + math.log(4)]))
+    assert torch.ops.npu.npu_attention_update(lse, parts, 0)[1].isnan().all()
 
 
 def test_a_clipped_swiglu_is_what_its_documentation_says() -> None:

@@ -8,7 +8,7 @@ less, the stand-in takes the call for them or refuses it; nothing here knows a r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -68,7 +68,6 @@ def register_ops() -> Iterable[OpImpl]:
 
 def unsuitable(name: str, x: torch.Tensor) -> str | None:
     """The backend's own question, with the CPU for the CUDA device."""
-    from vllm_fl_cuda.impl import DTYPES
 
     if x.device.type != "cpu":
         return f"{name} is on {x.device}, not on the CPU"
@@ -121,6 +120,58 @@ def _by_layer(name: str) -> Callable[..., None]:
         out.copy_(cls.forward_native(layer_with(*numbers), x))
 
     return call
+
+
+def _fp8(static: bool, shape: tuple[int, int]) -> Callable[..., None]:
+    """The layer QuantFP8, in PyTorch."""
+
+    def call(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, bound: Any = None) -> None:
+        _reads_packed(x, scale)
+        assert x.numel(), "an empty grid is a launch error"
+        value, found = _quant_fp8(static, shape)(x, scale if static else None, bound)
+        out.copy_(value)
+        if not static:
+            scale.copy_(found)
+
+    return call
+
+
+def _fp8_group(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    size: int,
+    eps: float,
+    *rest: Any,
+) -> None:
+    least, most, ue8m0, transposed, aligned = rest
+    _reads_packed(x, out)
+    assert x.numel(), "an empty grid is a launch error"
+    assert (least, most, transposed, aligned) == (-448.0, 448.0, False, False)
+    if x.unflatten(-1, (-1, size)).abs().amax(-1).min() < max(eps, 1 / 512):
+        raise NotImplementedError("the layer has a least scale of its own, and no eps")
+    value, found = _quant_fp8(False, (1, size), ue8m0)(x)
+    out.copy_(value)
+    scale.copy_(found)
+
+
+_fp8_group._schema = torch._C.parse_schema(
+    "_C::per_token_group_fp8_quant(Tensor input, Tensor(a!) output_q, Tensor(b!) output_s, "
+    "int group_size, float eps, float fp8_min, float fp8_max, bool scale_ue8m0, "
+    "bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()"
+)
+
+
+@cache
+def _quant_fp8(static: bool, shape: tuple[int, int], ue8m0: bool = False) -> Callable[..., Any]:
+    """`forward_native` of vLLM's own QuantFP8, which knows nothing of what stands in its place."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
+
+    layer = object.__new__(QuantFP8)
+    with set_current_vllm_config(VllmConfig()):
+        layer.__init__(static, GroupShape(*shape), use_ue8m0=ue8m0)
+    return partial(QuantFP8.forward_native, layer)
 
 
 def _gated(overload: Any) -> Callable[..., None]:
@@ -314,6 +365,11 @@ def _merge(
 OTHERWISE = {
     "_C_cache_ops::concat_and_cache_mla": _concat_mla,
     "_C_cache_ops::reshape_and_cache_flash": _reshape,
+    "dynamic_per_token_scaled_fp8_quant": _fp8(static=False, shape=(1, -1)),
+    "dynamic_scaled_fp8_quant": _fp8(static=False, shape=(-1, -1)),
     "merge_attn_states": _merge,
+    "per_token_group_fp8_quant": _fp8_group,
+    "static_scaled_fp8_quant": _fp8(static=True, shape=(-1, -1)),
 }
-"""Kernels that the CPU build has under another name, for other rows, or in PyTorch."""
+"""Kernels that the CPU build has under another name, for other rows, or in PyTorch. Of fp8 it has
+placeholders alone."""

@@ -12,12 +12,18 @@ from vllm_fl_flaggems import loading
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
+    "concat_and_cache_mla": {"odd sizes"},
+    "reshape_and_cache": {
+        "heads before slots, keys beside values",
+        "heads before slots, the first token skipped",
+    },
     "rms_norm": {
         "weight=None",
         "weight=None, residual",
         "variance_size",
         "variance_size, residual",
     },
+    "moe_sum": {"places without an expert", "experts elsewhere", "strided ids"},
     "moe_topk": {
         "sigmoid",
         "sigmoid with bias, scaled",

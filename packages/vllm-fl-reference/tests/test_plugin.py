@@ -26,11 +26,22 @@ def test_every_contract_has_an_implementation() -> None:
     assert set(IMPLS) == set(contracts())
 
 
+BY_CONTENTS = {"chunk_gated_delta_rule", "fused_experts", "recurrent_gated_delta_rule"}
+"""Ops whose steps depend on what tensors hold: a compiler takes them whole."""
+
+INTO_CACHES = {
+    "concat_and_cache_mla": {"kv_cache"},
+    "recurrent_gated_delta_rule": {"state"},
+    "reshape_and_cache": {"key_cache", "value_cache"},
+}
+"""Ops that change what a request has left behind: op -> what of it."""
+
+
 @pytest.mark.parametrize("impl", IMPLS.values(), ids=lambda impl: impl.op_name)
 def test_identity(impl: OpImpl) -> None:
     assert impl.impl_id == "reference.torch"
     assert impl.kind is BackendImplKind.REFERENCE
-    assert impl.traceable
+    assert impl.traceable == (impl.op_name not in BY_CONTENTS)
     assert impl.vendor is None
-    assert not impl.consumes
+    assert impl.consumes == INTO_CACHES.get(impl.op_name, set())
     assert impl.is_available()

@@ -27,6 +27,8 @@ pytest.importorskip("vllm", reason="vllm is not installed: there is no native fo
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
@@ -67,6 +69,18 @@ def rotary_embedding(
     )
 
 
+def quant_fp8(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    scale_ub: torch.Tensor | None,
+    per_token: bool,
+) -> Any:
+    shape = GroupShape.PER_TOKEN if per_token else GroupShape.PER_TENSOR
+    with set_current_vllm_config(VllmConfig()):
+        layer = QuantFP8(static=scale is not None, group_shape=shape)
+    return QuantFP8.forward_native(layer, x, scale, scale_ub)
+
+
 def moe_topk(
     gating_output: torch.Tensor,
     topk: int,
@@ -88,6 +102,18 @@ def grouped_topk(gating_output: torch.Tensor, *rest: Any) -> Any:
     if not gating_output.shape[0]:  # vLLM's view(0, groups, -1) is ambiguous
         return torch.empty(0, rest[0]), torch.empty(0, rest[0], dtype=torch.int32)
     return router._grouped_topk(gating_output, *rest)
+
+
+def moe_sum(
+    input: torch.Tensor, topk_ids: torch.Tensor | None, expert_map: torch.Tensor | None
+) -> Any:
+    """What vLLM's experts take for the operator where a build has none, over the places here."""
+    if topk_ids is not None:
+        here = topk_ids >= 0
+        if expert_map is not None:
+            here &= expert_map[topk_ids.clamp(min=0).long()] >= 0
+        input = torch.where(here.unsqueeze(-1), input, 0.0)
+    return torch.sum(input, dim=1)
 
 
 def multimodal_rotary_embedding(
@@ -173,15 +199,17 @@ def of_layer(spec: OpSpec) -> Callable[..., Any]:
 LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)} - {"chunk_gated_delta_rule"})
 """The ops that layers run in PyTorch. The others have no native form in vLLM."""
 
-# RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, a rope takes its
-# own arguments, and the others are functions; any other layer is called.
+# RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, a rope and
+# QuantFP8 take their own arguments, and the others are functions; any other layer is called.
 OWN = (
     grouped_topk,
     layer_norm,
     merge_attn_states,
+    moe_sum,
     moe_topk,
     multimodal_rotary_embedding,
     qk_norm_rope,
+    quant_fp8,
     rms_norm,
     rotary_embedding,
 )
@@ -192,6 +220,7 @@ KERNELS_ONLY = {
     "concat_and_cache_mla",
     "fused_experts",
     "gdn_gating",
+    "quant_fp8_group",
     "quant_int8",
     "reshape_and_cache",
 }
@@ -233,6 +262,9 @@ def assert_same_bits(got: Any, want: Any) -> None:
             continue
         assert own.dtype == theirs.dtype
         assert own.shape == theirs.shape
+        if theirs.element_size() == 1:
+            assert torch.equal(own.view(torch.uint8), theirs.view(torch.uint8))
+            continue
         torch.testing.assert_close(own, theirs, rtol=0, atol=0, equal_nan=True)
         numbers = ~theirs.isnan()
         assert torch.equal(own[numbers].signbit(), theirs[numbers].signbit())
@@ -247,6 +279,64 @@ def plan() -> Iterator[Plan]:
         replace_layers()
         settings = load_settings({"VLLM_FL_PREFER": "reference"})
         yield make_plan(get_default_manager(), EngineFacts(settings, "eager"))
+
+
+QUANTISERS = {
+    "static": {"static": True, "group_shape": GroupShape.PER_TENSOR},
+    "per tensor": {"static": False, "group_shape": GroupShape.PER_TENSOR},
+    "per token": {"static": False, "group_shape": GroupShape.PER_TOKEN},
+}
+LEFT_TO_VLLM = {
+    "a scale for each channel": {"static": True, "group_shape": GroupShape.PER_CHANNEL},
+    "groups": {"static": False, "group_shape": GroupShape(1, 32)},
+    "rows of padding": {
+        "static": False,
+        "group_shape": GroupShape.PER_TENSOR,
+        "num_token_padding": 17,
+    },
+}
+
+
+@pytest.mark.parametrize("options", QUANTISERS.values(), ids=QUANTISERS)
+def test_layers_that_quantise_to_fp8_are_ours_and_bit_equal(
+    plan: Plan, options: dict[str, Any]
+) -> None:
+    quantised_alike(plan, options, calls=1)
+
+
+@pytest.mark.parametrize("options", LEFT_TO_VLLM.values(), ids=LEFT_TO_VLLM)
+def test_layers_with_other_scales_are_left_to_vllm(plan: Plan, options: dict[str, Any]) -> None:
+    quantised_alike(plan, options, calls=0)
+
+
+def quantised_alike(plan: Plan, options: dict[str, Any], *, calls: int) -> None:
+    counted: list[str] = []
+
+    class Counting:
+        mode = plan.mode
+
+        def bind(self, op: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            bound = plan.bind(op, *args, **kwargs)
+
+            def call(*args: Any) -> Any:
+                counted.append(op)
+                return bound(*args)
+
+            return call
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plan, name)
+
+    with building(Counting()):  # type: ignore[arg-type]
+        layer = QuantFP8(**options)
+    assert type(layer) is not QuantFP8
+    torch.manual_seed(0)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    channels = options["group_shape"] == GroupShape.PER_CHANNEL
+    scale = torch.full((64,) if channels else (1,), 0.01) if options["static"] else None
+    assert_same_bits(layer(x, scale), QuantFP8.forward_native(layer, x, scale))
+    assert counted == ["quant_fp8"] * calls
+    assert plan.fallbacks == {}
 
 
 NORMS = {

@@ -12,6 +12,7 @@ from .impl import (
     experts,
     gated_delta,
     normalization,
+    paging,
     quantisation,
     rotary,
 )
@@ -22,15 +23,17 @@ POLICY = Path(__file__).with_name("cpu.yaml")
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.cpu`; they run where vLLM's CPU build is installed."""
-    return [
-        *activation.OPS,
-        *convolution.OPS,
-        *experts.OPS,
-        *gated_delta.OPS,
-        *normalization.OPS,
-        *quantisation.OPS,
-        *rotary.OPS,
-    ]
+    modules = (
+        activation,
+        convolution,
+        experts,
+        gated_delta,
+        normalization,
+        paging,
+        quantisation,
+        rotary,
+    )
+    return [impl for module in modules for impl in module.OPS]
 
 
 @hookimpl

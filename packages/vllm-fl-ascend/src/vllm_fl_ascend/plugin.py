@@ -7,7 +7,18 @@ from pathlib import Path
 from vllm_fl import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults, hookimpl
 
 from .attention_request import supports_attention
-from .impl import VENDOR, activation, multimodal_rotary, normalization, rotary, routing
+from .impl import (
+    VENDOR,
+    activation,
+    experts,
+    gated_normalization,
+    merging,
+    multimodal_rotary,
+    normalization,
+    quantisation,
+    rotary,
+    routing,
+)
 from .npu import available
 
 POLICY = Path(__file__).with_name("ascend.yaml")
@@ -24,7 +35,18 @@ PROFILE = DeviceProfile(
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.ascend`; they run where torch_npu and an NPU are."""
-    return [*activation.OPS, *multimodal_rotary.OPS, *normalization.OPS, *rotary.OPS, *routing.OPS]
+    modules = (
+        activation,
+        experts,
+        gated_normalization,
+        merging,
+        multimodal_rotary,
+        normalization,
+        quantisation,
+        rotary,
+        routing,
+    )
+    return [impl for module in modules for impl in module.OPS]
 
 
 @hookimpl

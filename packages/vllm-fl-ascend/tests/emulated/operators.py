@@ -18,6 +18,9 @@ __all__ = ["EmulationError", "define", "numerics"]
 
 Function = Callable[..., Any]
 
+PACKED_DTYPES = ("hifloat8", "float4_e2m1fn_x2", "float4_e1m2fn_x2", "float8_e8m0fnu", "int4")
+"""torch_npu's own dtypes, which meta functions compare arguments with."""
+
 _libraries: list[torch.library.Library] = []
 """A library that is collected takes its registrations along."""
 
@@ -107,7 +110,7 @@ def _register_meta() -> None:
     )
     npu = module("torch_npu.npu", utils=utils)
     stand_ins = {
-        "torch_npu": module("torch_npu", npu=npu),
+        "torch_npu": module("torch_npu", npu=npu, **{name: name for name in PACKED_DTYPES}),
         "torch_npu.utils": module("torch_npu.utils"),
         "torch_npu.utils._error_code": module(
             "torch_npu.utils._error_code", ErrCode=Codes(), ops_error=lambda code: f" [{code}]"

@@ -153,6 +153,97 @@ def npu_mrope(
     return turn(query), turn(key)
 
 
+@numerics("npu_moe_init_routing_v2")
+def npu_moe_init_routing_v2(
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: list[int] | None = None,
+    row_idx_type: int = 0,
+    x_dtype: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    name = "npu_moe_init_routing_v2"
+    demand(x.dtype in FLOATS and x.ndim == 2, name, "x of floats, in 2 dimensions")
+    demand(expert_idx.dtype == torch.int32 and expert_idx.ndim == 2, name, "int32 ids of tokens")
+    demand(expert_idx.shape[0] == x.shape[0], name, "ids for each token")
+    demand(x.is_contiguous() and expert_idx.is_contiguous(), name, "contiguous tensors")
+    demand(x.numel() > 0, name, "no empty tensors")
+    demand(scale is None and offset is None and quant_mode == -1, name, "here nothing to quantise")
+    demand(drop_pad_mode == 0, name, "drop_pad_mode 0 alone")
+    demand(expert_tokens_num_type == 1 and expert_tokens_num_flag, name, "here type 1 with flag")
+    demand(active_expert_range == [0, expert_num] and expert_num > 0, name, "here all experts")
+    demand(active_num in (-1, 0, expert_idx.numel()), name, "here all rows as active")
+    demand(row_idx_type == 0 and x_dtype is None, name, "here row_idx_type 0")
+    demand(int(expert_idx.max()) < expert_num, name, "no id beyond the experts")
+    flat = expert_idx.flatten().long()
+    order = flat.argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    counts = flat.bincount(minlength=expert_num)
+    undefined = torch.full((len(flat),), torch.nan)
+    return x[order // expert_idx.shape[1]], places.to(torch.int32), counts, undefined
+
+
+@numerics("npu_grouped_matmul")
+def npu_grouped_matmul(
+    x: list[Tensor],
+    weight: list[Tensor],
+    *,
+    bias: list[Tensor] | None = None,
+    group_list: Tensor | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    **others: object,
+) -> list[Tensor]:
+    name = "npu_grouped_matmul"
+    given = {key for key, value in others.items() if value not in (None, 0)}
+    demand(not given and not bias, name, f"here no {', '.join(sorted(given)) or 'bias'}")
+    demand(len(x) == len(weight) == 1, name, "here one tensor each")
+    demand((split_item, group_type, group_list_type) == (2, 0, 1), name, "here counts of rows")
+    (rows,), (matrices,) = x, weight
+    demand(rows.dtype == matrices.dtype and rows.dtype in FLOATS, name, "floats of one dtype")
+    demand(rows.ndim == 2 and matrices.ndim == 3, name, "rows, and a matrix for each group")
+    demand(rows.shape[1] == matrices.shape[1], name, "matrices of the rows' width")
+    demand(rows.shape[1] <= 65535, name, "rows of up to 65535")
+    demand(group_list is not None and group_list.dtype == torch.int64, name, "an int64 group_list")
+    assert group_list is not None
+    demand(group_list.shape == matrices.shape[:1], name, "a count for each matrix")
+    demand(int(group_list.sum()) == rows.shape[0], name, "counts of all rows")
+    parts = rows.float().split(group_list.tolist())
+    products = [part @ matrix.float() for part, matrix in zip(parts, matrices, strict=True)]
+    return [torch.cat(products).to(rows.dtype)]
+
+
+@numerics("npu_moe_token_unpermute")
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+) -> Tensor:
+    name = "npu_moe_token_unpermute"
+    demand(permuted_tokens.dtype == torch.bfloat16, name, "bfloat16 tokens")
+    demand(permuted_tokens.ndim == 2 and sorted_indices.ndim == 1, name, "rows and their places")
+    demand(sorted_indices.dtype in (torch.int32, torch.int64), name, "integer places")
+    demand(not padded_mode and restore_shape is None, name, "padded_mode False alone")
+    demand(probs is not None and probs.dtype == torch.bfloat16, name, "here bfloat16 probs")
+    assert probs is not None
+    demand(probs.numel() == sorted_indices.numel(), name, "a weight for each place")
+    rows = permuted_tokens.float()[sorted_indices.long()].unflatten(0, tuple(probs.shape))
+    return (rows * probs.float().unsqueeze(-1)).sum(1).to(permuted_tokens.dtype)
+
+
 @numerics("npu_moe_gating_top_k")
 def npu_moe_gating_top_k(
     x: Tensor,
@@ -196,3 +287,52 @@ def npu_moe_gating_top_k(
         y = y / (y.sum(-1, keepdim=True) + eps)
     shown = normed if out_flag else torch.zeros_like(normed)
     return (y * routed_scaling_factor).to(x.dtype), ids.int(), shown
+
+
+@numerics("npu_attention_update")
+def npu_attention_update(
+    lse: list[Tensor], local_out: list[Tensor], update_type: int
+) -> tuple[Tensor, Tensor]:
+    name = "npu_attention_update"
+    demand(1 <= len(lse) == len(local_out) <= 16, name, "1 to 16 parts")
+    demand(update_type in (0, 1), name, "update_type 0 or 1")
+    for sums, out in zip(lse, local_out, strict=True):
+        demand(sums.dtype == torch.float32 and sums.ndim == 1, name, "float32 sums in one row")
+        demand(bool(sums.isfinite().all()), name, "finite sums")
+        demand(out.dtype in FLOATS, name, "float32, float16 or bfloat16")
+        demand(out.dtype == local_out[0].dtype, name, "outputs of one dtype")
+        demand(out.ndim == 2 and out.shape == local_out[0].shape, name, "outputs of one shape")
+        demand(len(out) == len(sums) > 0, name, "a sum for each row, and no empty tensors")
+        demand(out.shape[1] % 8 == 0 and 8 <= out.shape[1] <= 512, name, "heads of 8 * n to 512")
+        demand(sums.is_contiguous() and out.is_contiguous(), name, "contiguous tensors")
+    most = torch.stack(lse).amax(0)
+    total = most + torch.stack([(sums - most).exp() for sums in lse]).sum(0).log()
+    merged = torch.zeros_like(local_out[0], dtype=torch.float32)
+    for sums, out in zip(lse, local_out, strict=True):
+        merged += out.float() * (sums - total).exp()[:, None]
+    # Without update_type 1 the second result means nothing.
+    return merged.to(local_out[0].dtype), total if update_type else torch.full_like(
+        total, torch.nan
+    )
+
+
+@numerics("npu_dynamic_quant")
+def npu_dynamic_quant(
+    input: Tensor,
+    *,
+    smooth_scales: Tensor | None = None,
+    group_index: Tensor | None = None,
+    dst_type: int | None = None,
+    quant_mode: str = "pertoken",
+    dst_type_max: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    name = "npu_dynamic_quant"
+    demand(input.dtype in FLOATS[1:], name, "float16 or bfloat16")
+    demand(input.ndim > 1, name, "more than one dimension")
+    demand(input.numel() > 0, name, "no empty tensors")
+    demand(smooth_scales is None and group_index is None, name, "here no smoothing")
+    demand(dst_type in (None, 1) and quant_mode == "pertoken", name, "here int8 by token")
+    wide = input.float()
+    scale = wide.abs().amax(-1) / 127
+    value = (wide / scale.unsqueeze(-1)).nan_to_num(0.0).round()
+    return value.to(torch.int8), scale

@@ -25,6 +25,7 @@ def mutants() -> Iterator[tuple[str, str, Op]]:
     """(op, what is wrong, a wrong form of it)."""
     yield from (("moe_topk", wrong, op) for wrong, op in wrong_moe_topk())
     yield from (("grouped_topk", wrong, op) for wrong, op in wrong_grouped_topk())
+    yield from (("moe_sum", wrong, op) for wrong, op in wrong_moe_sum())
 
 
 def wrong_moe_topk() -> Iterator[tuple[str, Op]]:
@@ -139,6 +140,42 @@ def wrong_grouped_topk() -> Iterator[tuple[str, Op]]:
     yield "other groups masked with 0", masked_with_0
 
 
+def wrong_moe_sum() -> Iterator[tuple[str, Op]]:
+    right = contracts()["moe_sum"].oracle
+    yield "ids ignored", lambda x, ids, here: right(x, None, None)
+    yield "map ignored", lambda x, ids, here: right(x, ids, None)
+    yield (
+        "map the other way round",
+        lambda x, ids, here: right(x, ids, None if here is None else -1 - here),
+    )
+    yield (
+        "-1 taken for the last expert",
+        lambda x, ids, here: right(
+            x, None if ids is None else ids % (1 << 30 if here is None else len(here)), here
+        ),
+    )
+    yield (
+        "multiplied by 0",
+        lambda x, ids, here: right(x if ids is None else x * (ids >= 0).unsqueeze(-1), None, None),
+    )
+    yield "mean", lambda x, ids, here: right(x, ids, here) / x.shape[1]
+    yield (
+        "last expert left out",
+        lambda x, ids, here: right(x[:, :-1], None if ids is None else ids[:, :-1], here),
+    )
+    yield "packed rows", lambda x, ids, here: right(packed(x), ids, here)
+    yield (
+        "packed ids",
+        lambda x, ids, here: right(
+            x, ids if ids is None or ids.is_contiguous() else packed(ids), here
+        ),
+    )
+    yield (
+        "sum in 8 bits",
+        lambda x, ids, here: right(x.bfloat16(), ids, here).bfloat16() * (1 + 2**-6),
+    )
+
+
 def packed(x: torch.Tensor) -> torch.Tensor:
     """What a kernel reads that takes a strided tensor for a contiguous one."""
     storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
@@ -161,7 +198,7 @@ def problems(spec: Any, op: Op, sample: Any) -> str:
     return worst(results if isinstance(got, tuple) else results[0], wanted_of(spec, sample))[1]
 
 
-@pytest.mark.parametrize("op", ["moe_topk", "grouped_topk"])
+@pytest.mark.parametrize("op", ["moe_topk", "grouped_topk", "moe_sum"])
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_samples_take_the_right_op(op: str, dtype: torch.dtype) -> None:
     spec = contracts()[op]

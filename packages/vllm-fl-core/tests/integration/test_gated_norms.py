@@ -49,15 +49,16 @@ LAYERS = {
 }
 
 
-def ours(layer: Any, calls: list[str]) -> Any:
+def ours(layer: Any, calls: list[str], *, native: bool = False) -> Any:
     """The forward that its binding makes for the layer, with the contract's oracle behind it."""
     place = PLACES[type(layer).__name__]
     provider = place.stand_in(layer) if place.stand_in else layer
 
     def op(x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         calls.append("ours")
-        told = (read(provider) for read in SPEC.from_layer.values())
-        return SPEC.oracle(x, z, *told).to(x.dtype)
+        told = [read(provider) for read in SPEC.from_layer.values()]
+        computed = place.native if native else SPEC.oracle
+        return computed(x, z, *told).to(x.dtype)
 
     return place.adapt(layer, op) if place.adapt else op
 
@@ -69,6 +70,13 @@ def test_a_layer_computes_what_its_native_form_does(layer: Any) -> None:
     found = ours(layer, calls)(x, z)
     assert calls == ["ours"]
     torch.testing.assert_close(found, type(layer).forward_native(layer, x, z))
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_a_compiler_traces_it_whole(layer: Any) -> None:
+    x, z = torch.randn(5, 24), torch.randn(5, 24)
+    forward = torch.compile(ours(layer, [], native=True), backend="eager", fullgraph=True)
+    torch.testing.assert_close(forward(x, z), type(layer).forward_native(layer, x, z))
 
 
 def test_mamba2_without_a_norm_is_vllms_own() -> None:

@@ -23,16 +23,17 @@ POLICY = Path(__file__).with_name("cuda.yaml")
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.cuda`; they run where vLLM's CUDA build and an NVIDIA GPU are."""
-    return [
-        *activation.OPS,
-        *merging.OPS,
-        *normalization.OPS,
-        *paging.OPS,
-        *qk_norm_rope.OPS,
-        *quantisation.OPS,
-        *rotary.OPS,
-        *routing.OPS,
-    ]
+    modules = (
+        activation,
+        merging,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    )
+    return [impl for module in modules for impl in module.OPS]
 
 
 @hookimpl

@@ -19,9 +19,12 @@ from .attention_request import supports_attention
 from .impl import (
     DEFAULT,
     activation,
+    experts,
     gated_delta,
     normalization,
+    paging,
     qk_norm_rope,
+    quantisation,
     rotary,
     routing,
 )
@@ -45,14 +48,18 @@ KERNEL_DISTRIBUTIONS = ("flag-gems",)
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `default.flagos`; available with FlagGems and a device that it supports."""
-    return [
-        *activation.OPS,
-        *gated_delta.OPS,
-        *normalization.OPS,
-        *qk_norm_rope.OPS,
-        *rotary.OPS,
-        *routing.OPS,
-    ]
+    modules = (
+        activation,
+        experts,
+        gated_delta,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    )
+    return [impl for module in modules for impl in module.OPS]
 
 
 @hookimpl

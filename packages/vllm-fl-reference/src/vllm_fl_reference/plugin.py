@@ -22,16 +22,17 @@ from .impl import (
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `reference.torch`; they run wherever PyTorch does."""
-    return [
-        *activation.OPS,
-        *convolution.OPS,
-        *experts.OPS,
-        *gated_delta.OPS,
-        *merging.OPS,
-        *normalization.OPS,
-        *paging.OPS,
-        *qk_norm_rope.OPS,
-        *quantisation.OPS,
-        *rotary.OPS,
-        *routing.OPS,
-    ]
+    modules = (
+        activation,
+        convolution,
+        experts,
+        gated_delta,
+        merging,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    )
+    return [impl for module in modules for impl in module.OPS]

@@ -57,9 +57,10 @@ def fused_experts(
     Raises:
         RuntimeError: the kernel refuses its arguments.
     """
-    x = hidden_states.contiguous()
+    x, weights = hidden_states.contiguous(), topk_weights.to(torch.float32).contiguous()
     if apply_router_weight_on_input:
-        x = x * topk_weights.to(x.dtype)
+        # Told so, the kernel would overwrite the weights.
+        x, weights = x * topk_weights.to(x.dtype), torch.ones_like(weights)
     out = torch.empty_like(x)
     if not out.numel():
         return out
@@ -70,9 +71,9 @@ def fused_experts(
         _packed(w2),
         None if w13_bias is None else w13_bias.contiguous(),
         None if w2_bias is None else w2_bias.contiguous(),
-        topk_weights.to(torch.float32).contiguous(),
+        weights,
         topk_ids.to(torch.int32).contiguous(),
-        apply_router_weight_on_input,
+        False,
         activation,
         ISA,
     )

@@ -111,9 +111,11 @@ def supports_grouped_topk(
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> Availability:
     """True, or why the kernel would fail, or renormalise unasked."""
-    groups = (num_expert_group, topk_group)
     scale = (renormalize, scoring_func, routed_scaling_factor)
-    return _unfit(gating_output, topk, *groups, *scale, e_score_correction_bias) or True
+    reason = _unfit(
+        gating_output, topk, num_expert_group, topk_group, *scale, e_score_correction_bias
+    )
+    return reason or True
 
 
 def _route(

@@ -92,7 +92,8 @@ def _allowed(
     choice = (scores if bias is None else scores + bias.double()).unflatten(-1, (groups, -1))
     worth = choice.amax(-1) if bias is None else choice.topk(2, dim=-1).values.sum(-1)
     taken = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, highest(worth, topk_group), True)
-    return choice.masked_fill(~taken.unsqueeze(-1), -math.inf).flatten(-2)
+    allowed: torch.Tensor = choice.masked_fill(~taken.unsqueeze(-1), -math.inf).flatten(-2)
+    return allowed
 
 
 def _scores(
@@ -206,7 +207,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     nothing = router_logits(source, 0, 64)
     yield Sample("0 tokens", (nothing, *sizes, "softmax", 1.0, None))
     odd = router_logits(source, 7, 35)
-    yield Sample("odd sizes, plain", (odd, 3, False, 5, 2, "softmax", 1.0, None))
+    yield Sample("odd sizes, plain", (odd, 3, False, 5, 2, "softmax", 1.5, None))
     every = router_logits(source, 5, 24)
     yield Sample("every group, plain", (every, 5, False, 4, 4, "sigmoid", 1.5, None))
     strided = router_logits(source, 12, 80)[::2, 8:72]

@@ -150,7 +150,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("16 tokens", (router_logits(source, 16, 128), 8, True, "softmax", 1.0, None))
     yield Sample("0 tokens", (router_logits(source, 0, 64), 8, True, "softmax", 1.0, None))
     far = router_logits(source, 7, 37, spread=32.0)
-    yield Sample("odd sizes, far apart, plain", (far, 3, False, "softmax", 1.0, None))
+    yield Sample("odd sizes, far apart, plain", (far, 3, False, "softmax", 1.5, None))
     every = router_logits(source, 5, 8)
     yield Sample("every expert, plain", (every, 8, False, "softmax", 1.0, None))
     ties = router_logits(source, 6, 16)

@@ -272,6 +272,8 @@ def _served(
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
     source = Source(dtype, device)
     query, key = heads_of_qkv(source, 4, 2, 1, 8)
     cos, sin = tables(source, 16, 8)
@@ -297,6 +299,8 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("sin of another width", "sin", sin=source.normal(16, 3))
     yield bad("one position a token", "position_ids", position_ids=at[:, 0])
     yield bad("two positions a token", "position_ids", position_ids=at[:, :2])
+    four = torch.zeros(4, 4, dtype=torch.int64, device=source.device)
+    yield bad("four positions a token", "position_ids", position_ids=four)
     yield bad("too few positions", "position_ids", position_ids=at[:3])
     yield bad("positions of floats", "position_ids", position_ids=at.float())
     yield bad("a section is missing", "mrope_section", mrope_section=[2, 2])

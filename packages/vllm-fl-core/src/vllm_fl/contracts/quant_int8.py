@@ -67,9 +67,9 @@ def quant_int8(
     if scale is None:
         return wide.clone(), wide.abs().amax(-1, keepdim=True) / HIGHEST
     steps = scale.double()
-    zero = 0.0 if azp is None else azp.double().reshape(())
     one = steps.reshape(())
-    return (wide / one + zero).clamp(LOWEST, HIGHEST) * one, steps.clone()
+    values = wide / one if azp is None else wide / one + azp.double().reshape(())
+    return values.clamp(LOWEST, HIGHEST) * one, steps.clone()
 
 
 def _by_limits(
@@ -83,10 +83,10 @@ def _by_limits(
 
     wide = x.to(torch.float64)
     if scale is not None:
-        step, zero = float(scale), 0 if azp is None else int(azp)
-        low, high = (LOWEST - zero) * step, (HIGHEST - zero) * step
-        inside = torch.minimum(torch.maximum(wide, wide.new_tensor(low)), wide.new_tensor(high))
-        return inside + zero * step, wide.new_full(scale.shape, step)
+        one, whole = float(scale), 0 if azp is None else int(azp)
+        least, most = ((limit - whole) * one for limit in (LOWEST, HIGHEST))
+        inside = torch.minimum(torch.maximum(wide, wide.new_tensor(least)), wide.new_tensor(most))
+        return inside + whole * one, wide.new_full(scale.shape, one)
     ordered = wide.sort(dim=-1).values
     low, high = ordered[:, :1], ordered[:, -1:]
     if not asymmetric:

@@ -223,6 +223,9 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("value_cache of fewer blocks", "value_cache", source.normal(2, 4, 2, 8))
     yield bad("value_cache of other blocks", "value_cache", source.normal(4, 3, 2, 8))
     yield bad("value_cache of another dtype", "value_cache", source.normal(3, 4, 2, 8, dtype=other))
+    narrow = {"key": source.normal(4, 1, 8), "value": source.normal(4, 1, 8)}
+    args = tuple((good | narrow).values())
+    yield BadInput("one head, which would broadcast to the cache's", args, "key_cache")
     for name, mapping in bad_slots(good["slot_mapping"]):
         yield bad(name, "slot_mapping", mapping)
 

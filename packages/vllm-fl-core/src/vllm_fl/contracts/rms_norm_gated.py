@@ -61,7 +61,7 @@ def rms_norm_gated(
     if not norm_before_gate:
         y = y * gate
     groups = y.unflatten(-1, (-1, group_size or x.shape[-1]))
-    normed = groups * (groups.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt()
+    normed: torch.Tensor = groups * (groups.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt()
     normed = normed.flatten(-2)
     normed = normed * weight.double()
     return normed * gate if norm_before_gate else normed
@@ -241,6 +241,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     integers = torch.ones(4, 8, dtype=torch.int64, device=source.device)
     yield bad("x is not a tensor", "x", x=[1.0, 2.0])
     yield bad("x of integers", "x", x=integers)
+    yield bad("x and z of integers", "x", x=integers, z=integers)
     yield bad("z is not a tensor", "z", z="z")
     yield bad("z that would broadcast", "z", z=source.normal(1, 8))
     yield bad("z of another dtype", "z", z=source.normal(4, 8, dtype=other))

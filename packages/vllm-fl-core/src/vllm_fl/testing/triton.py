@@ -145,7 +145,7 @@ def _close_gaps() -> None:
     _interpreted_functions_look_compiled()
     _extern_functions()
     _logical_operators()
-    _bfloat16()
+    _small_floats()
 
 
 class _Launcher:
@@ -346,10 +346,14 @@ def _logical_operators() -> None:
     interpreter.FunctionRewriter.ast_transformer = transformer()
 
 
-def _bfloat16() -> None:
-    """Products of bfloat16 blocks in fp32, and rounding to nearest even, as the hardware does."""
+def _small_floats() -> None:
+    """Products of bfloat16 blocks in fp32, and rounding to nearest even, as the hardware does.
+
+    Rounding to float8_e4m3fn, too: Triton's own interpreter loses what is carried over into the
+    exponent.
+    """
     interpreter, np = _interpreter(), import_module("numpy")
-    tl: Any = import_module("triton.language")
+    torch, tl = import_module("torch"), import_module("triton.language")
     handle_type: Any = interpreter.TensorHandle
     dot = interpreter.InterpreterBuilder.create_dot
 
@@ -366,6 +370,9 @@ def _bfloat16() -> None:
     convert = interpreter._convert_float
 
     def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) == (tl.float32, tl.float8e4nv):
+            whole = torch.tensor(np.ascontiguousarray(data)).to(torch.float8_e4m3fn)
+            return whole.view(torch.uint8).numpy()
         if (source, target) != (tl.float32, tl.bfloat16):
             return convert(data, source, target, mode)
         bits = np.frombuffer(np.ascontiguousarray(data).tobytes(), dtype=np.uint32)

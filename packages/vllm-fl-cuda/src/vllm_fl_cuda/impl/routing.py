@@ -1,4 +1,4 @@
-"""The routing of mixtures of experts, on vLLM's CUDA kernels."""
+"""Around the experts of a mixture: routing and the sum, on vLLM's CUDA kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from vllm_fl import Availability, OpImpl
 
 from . import VENDOR, kernel, packed, provides, unsuitable
 
-__all__ = ["OPS", "grouped_topk", "moe_topk", "supports_grouped_topk", "supports_moe_topk"]
+__all__ = [
+    "OPS",
+    "grouped_topk",
+    "moe_sum",
+    "moe_topk",
+    "supports_grouped_topk",
+    "supports_moe_sum",
+    "supports_moe_topk",
+]
 
 SCORING = ("softmax", "sigmoid")
 
@@ -157,6 +165,53 @@ def supports_grouped_topk(
     return True
 
 
+def moe_sum(
+    input: torch.Tensor,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum over each token's experts that are on this rank, in fp32, rounded once.
+
+    The kernel minds the strides of input and ids.
+
+    Args:
+        input: (tokens, topk, hidden), float32, float16 or bfloat16, of any layout.
+        topk_ids: (tokens, topk), int32 or int64, negative in a place without an expert, or None.
+        expert_map: (experts,), int32, negative for an expert that is elsewhere, or None.
+
+    Returns:
+        (tokens, hidden), of input's dtype.
+    """
+    out = input.new_empty((input.shape[0], input.shape[2]))
+    if out.numel():
+        where = None if expert_map is None else expert_map.contiguous()
+        kernel("_moe_C::moe_sum")(input, out, topk_ids, where)
+    return out
+
+
+def supports_moe_sum(
+    input: torch.Tensor,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> Availability:
+    """True, or why the kernel would fail, or read memory that is not its own."""
+    if input.ndim != 3:
+        return f"input has {input.ndim} dimensions"
+    if topk_ids is None and expert_map is not None:
+        return "the kernel ignores expert_map without topk_ids"
+    for name, ids, dtypes in (
+        ("topk_ids", topk_ids, (torch.int32, torch.int64)),
+        ("expert_map", expert_map, (torch.int32,)),
+    ):
+        if ids is not None and (ids.device != input.device or ids.dtype not in dtypes):
+            return f"{name} is {ids.dtype} on {ids.device}"
+    if topk_ids is not None and topk_ids.shape != input.shape[:2]:
+        return f"topk_ids is {tuple(topk_ids.shape)}"
+    if expert_map is not None and expert_map.ndim != 1:
+        return f"expert_map has {expert_map.ndim} dimensions"
+    return unsuitable("input", input) or True
+
+
 def _unfit(
     logits: torch.Tensor, scoring_func: str, factor: float, bias: torch.Tensor | None
 ) -> str | None:
@@ -189,5 +244,13 @@ OPS = (
         "cuda",
         available=provides("_moe_C::grouped_topk"),
         supports=supports_grouped_topk,
+    ),
+    OpImpl(
+        "moe_sum",
+        *VENDOR,
+        moe_sum,
+        "cuda",
+        available=provides("_moe_C::moe_sum"),
+        supports=supports_moe_sum,
     ),
 )

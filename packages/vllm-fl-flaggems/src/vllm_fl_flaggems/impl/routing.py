@@ -1,4 +1,4 @@
-"""The routing of mixtures of experts, on FlagGems's Triton kernels."""
+"""Around the experts of a mixture: routing and the sum, on FlagGems's Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from ..kernels import contiguous
 from ..loading import available, flag_gems, unsuitable
 from . import DEFAULT
 
-__all__ = ["OPS", "grouped_topk", "moe_topk", "supports_grouped_topk", "supports_moe_topk"]
+__all__ = [
+    "OPS",
+    "grouped_topk",
+    "moe_sum",
+    "moe_topk",
+    "supports_grouped_topk",
+    "supports_moe_sum",
+    "supports_moe_topk",
+]
 
 MOST = 32
 """Experts of a token, and groups, that the kernels take."""
@@ -155,6 +163,44 @@ def supports_grouped_topk(
     return unsuitable("e_score_correction_bias", bias) or True
 
 
+def moe_sum(
+    input: torch.Tensor,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum over each token's experts in fp32, rounded once.
+
+    Args:
+        input: (tokens, topk, hidden), float32, float16 or bfloat16, of any layout.
+        topk_ids, expert_map: None; the kernel adds whatever there is.
+
+    Returns:
+        (tokens, hidden), of input's dtype.
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    gems = flag_gems()
+    out = input.new_empty((input.shape[0], input.shape[2]))
+    if out.numel():
+        # The kernel takes features for neighbours, whatever their stride.
+        gems.moe_sum(input if input.stride(-1) == 1 else input.contiguous(), out)
+    return out
+
+
+def supports_moe_sum(
+    input: torch.Tensor,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> Availability:
+    """True, or why the kernel would fail, or add what does not count."""
+    if topk_ids is not None or expert_map is not None:
+        return "the kernel adds the places of topk_ids and expert_map that do not count"
+    if input.ndim != 3:
+        return f"input has {input.ndim} dimensions"
+    return unsuitable("input", input) or True
+
+
 def _unfit(logits: torch.Tensor, factor: float) -> str | None:
     if logits.ndim != 2:
         return f"gating_output has {logits.ndim} dimensions"
@@ -168,4 +214,5 @@ OPS = (
     OpImpl(
         "grouped_topk", *DEFAULT, grouped_topk, available=available, supports=supports_grouped_topk
     ),
+    OpImpl("moe_sum", *DEFAULT, moe_sum, available=available, supports=supports_moe_sum),
 )

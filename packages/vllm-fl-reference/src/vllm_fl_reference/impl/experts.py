@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -11,7 +13,7 @@ from .activation import gelu_and_mul, silu_and_mul, swigluoai_and_mul
 
 __all__ = ["OPS", "fused_experts"]
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_and_mul,
     "gelu": gelu_and_mul,
     "gelu_tanh": lambda x: gelu_and_mul(x, "tanh"),
@@ -34,7 +36,7 @@ def fused_experts(
 ) -> torch.Tensor:
     """The tokens of one expert after another; an expert's result is rounded, their sum in fp32.
 
-    Every expert's tokens are counted, for which a device waits: not to be captured in a CUDA graph.
+    Every expert's tokens are counted on the host, for which a device waits.
 
     Args:
         hidden_states: (tokens, hidden), floating.
@@ -56,7 +58,10 @@ def fused_experts(
         ValueError: the shapes do not belong together, or `activation` is another word.
         TypeError: topk_ids or expert_map is not of integers.
         RuntimeError: the dtypes differ.
+        NotImplementedError: a CUDA graph is being captured, in which nothing can be counted.
     """
+    if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError("tokens cannot be counted while a CUDA graph is captured")
     _refuse_silent_mistakes(
         hidden_states,
         w13,

@@ -40,8 +40,6 @@ def reshape_and_cache(
         )
     _refuse_silent_mistakes(key_cache, key, slot_mapping, 3)
     _refuse_silent_mistakes(value_cache, value, slot_mapping, 3)
-    if value.dtype != key.dtype:
-        raise ValueError(f"key is {key.dtype} and value {value.dtype}")
     _write(key_cache, key, slot_mapping)
     _write(value_cache, value, slot_mapping)
     return key_cache, value_cache

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from . import implementations
 
-__all__ = ["OPS", "quant_int8"]
+__all__ = ["OPS", "quant_fp8", "quant_fp8_group", "quant_int8"]
+
+MOST = 448.0
+"""The largest number of float8_e4m3fn."""
+
+LEAST_SCALE = 1.0 / (MOST * 512.0)
 
 
 def quant_int8(
@@ -56,13 +63,92 @@ def quant_int8(
     return value.clamp(-128, 127).to(torch.int8), steps
 
 
+def quant_fp8(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    scale_ub: torch.Tensor | None = None,
+    per_token: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest float8_e4m3fn to x / scale, saturating, by fp32's reciprocal of the scale.
+
+    Args:
+        x: (tokens, hidden), floating, finite.
+        scale: one float32 number; None for max |x| / 448, 1 / (448 * 512) at least.
+        scale_ub: what |x| is taken for at most, one number; with `per_token` alone.
+        per_token: a scale for each token; not with `scale`.
+
+    Returns:
+        (value, scale).
+
+    Raises:
+        TypeError: x is not floating.
+        ValueError: x is not (tokens, hidden), scale or scale_ub not one float32 number, or an
+            argument is given that another one rules out.
+    """
+    _refuse_silent_mistakes(x, scale)
+    if (scale is not None and per_token) or (scale_ub is not None and not per_token):
+        raise ValueError("per_token goes without scale, and scale_ub with per_token alone")
+    if scale_ub is not None:
+        _refuse_all_but_one("scale_ub", scale_ub)
+    if scale is not None:
+        steps = scale.clone()
+    else:
+        if per_token:
+            largest = x.abs().amax(dim=-1, keepdim=True).to(torch.float32)
+        elif x.numel():
+            largest = x.abs().max().unsqueeze(-1).to(torch.float32)
+        else:
+            largest = x.new_zeros(1, dtype=torch.float32)
+        if scale_ub is not None:
+            largest = largest.clamp(max=scale_ub)
+        steps = (largest / MOST).clamp(min=LEAST_SCALE)
+    one = steps if per_token else steps.reshape(())
+    value = (x.to(torch.float32) * one.reciprocal()).clamp(-MOST, MOST)
+    return value.to(torch.float8_e4m3fn), steps
+
+
+def quant_fp8_group(
+    x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest float8_e4m3fn to x / scale of its group, computed in fp32.
+
+    Args:
+        x: (tokens, hidden), floating, finite.
+        group_size: features of a group; divides hidden.
+        eps: the least of what counts as a group's largest |x|; above 0.
+        ue8m0: scales are powers of two.
+
+    Returns:
+        (value, scale).
+
+    Raises:
+        RuntimeError: group_size does not divide hidden.
+        TypeError: x is not floating.
+        ValueError: x is not (tokens, hidden), eps not above 0, or ue8m0 no bool.
+    """
+    _refuse_silent_mistakes(x, None)
+    if not 0 < eps < math.inf or not isinstance(ue8m0, bool):
+        raise ValueError(f"eps must be finite and above 0, ue8m0 a bool, got {eps} and {ue8m0}")
+    groups = x.to(torch.float32).unflatten(-1, (x.shape[1] // group_size, group_size))
+    steps = groups.abs().amax(dim=-1).clamp(min=eps) / MOST
+    if ue8m0:
+        steps = steps.log2().ceil().exp2()
+    value = (groups / steps.unsqueeze(-1)).clamp(-MOST, MOST)
+    return value.flatten(-2).to(torch.float8_e4m3fn), steps
+
+
 def _refuse_silent_mistakes(x: torch.Tensor, scale: torch.Tensor | None) -> None:
     if not x.is_floating_point():
         raise TypeError(f"x must be floating, got {x.dtype}")
     if x.ndim != 2:
         raise ValueError(f"x must be (tokens, hidden), got {tuple(x.shape)}")
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-        raise ValueError(f"scale must be one float32 number, got {scale.shape} of {scale.dtype}")
+    if scale is not None:
+        _refuse_all_but_one("scale", scale)
 
 
-OPS = implementations(quant_int8)
+def _refuse_all_but_one(name: str, value: torch.Tensor) -> None:
+    if value.numel() != 1 or value.dtype != torch.float32:  # it would broadcast, or round otherwise
+        raise ValueError(f"{name} must be one float32 number, got {value.shape} of {value.dtype}")
+
+
+OPS = implementations(quant_fp8, quant_fp8_group, quant_int8)

@@ -74,8 +74,6 @@ def multimodal_rotary_embedding(
         raise ValueError(f"position_ids must be (tokens, 3), got {tuple(position_ids.shape)}")
     if len(mrope_section) != 3 or min(mrope_section) < 0 or sum(mrope_section) != cos.shape[-1]:
         raise ValueError(f"mrope_section must add up to {cos.shape[-1]}, got {mrope_section}")
-    if key is None:
-        raise TypeError("key must be a tensor")
     _refuse_silent_mistakes(query, key, cos, sin, position_ids[:, 0])
 
     def dealt_out(table: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The routing of mixtures of experts, as vLLM's CPU build computes it in PyTorch, in fp32."""
+"""Around the experts of a mixture: routing, as vLLM's CPU build computes it, and the sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from . import implementations
 
-__all__ = ["OPS", "grouped_topk", "moe_topk"]
+__all__ = ["OPS", "grouped_topk", "moe_sum", "moe_topk"]
 
 
 def moe_topk(
@@ -114,6 +114,48 @@ def grouped_topk(
     return _scaled(weights, routed_scaling_factor), ids.int()
 
 
+def moe_sum(
+    input: torch.Tensor,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum over each token's experts that are on this rank; PyTorch adds in fp32.
+
+    Args:
+        input: (tokens, topk, hidden), floating.
+        topk_ids: (tokens, topk), int32 or int64, negative in a place without an expert, or None.
+        expert_map: (experts,), int32, negative for an expert that is elsewhere, or None.
+
+    Returns:
+        (tokens, hidden), of input's dtype.
+
+    Raises:
+        TypeError: input is not floating, or ids or map are other integers.
+        ValueError: a tensor has another shape, or there is a map without ids.
+        IndexError: an id is outside of expert_map.
+    """
+    if not input.is_floating_point():
+        raise TypeError(f"input must be floating, got {input.dtype}")
+    if input.ndim != 3:
+        raise ValueError(f"input must be (tokens, topk, hidden), got {tuple(input.shape)}")
+    if topk_ids is None:
+        if expert_map is not None:
+            raise ValueError("expert_map must come with topk_ids")
+        return input.sum(dim=1)
+    if topk_ids.shape != input.shape[:2]:  # ids of one token would broadcast
+        raise ValueError(f"topk_ids must be (tokens, topk), got {tuple(topk_ids.shape)}")
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
+    here = topk_ids >= 0
+    if expert_map is not None:
+        if expert_map.dtype != torch.int32:
+            raise TypeError(f"expert_map must be int32, got {expert_map.dtype}")
+        if expert_map.ndim != 1:
+            raise ValueError(f"expert_map must have one dimension, got {expert_map.ndim}")
+        here = here & (expert_map[topk_ids.clamp(min=0).long()] >= 0)
+    return input.masked_fill(~here.unsqueeze(-1), 0.0).sum(dim=1)
+
+
 def _logits(
     gating_output: torch.Tensor, topk: int, factor: float, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -146,4 +188,4 @@ def _scaled(weights: torch.Tensor, factor: float) -> torch.Tensor:
     return weights if factor == 1.0 else weights * factor
 
 
-OPS = implementations(moe_topk, grouped_topk)
+OPS = implementations(moe_topk, grouped_topk, moe_sum)

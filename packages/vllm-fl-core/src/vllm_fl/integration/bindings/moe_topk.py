@@ -37,7 +37,8 @@ def _softmax(op: Bound) -> Bound:
             return NotImplemented
         topk = topk_weights.shape[-1]
         routing = op(gating_output, topk, renormalize, "softmax", 1.0, bias)
-        return _leave(routing, topk_weights, topk_indices, is_padding)
+        _leave(routing, topk_weights, topk_indices, is_padding)
+        return None
 
     return kernel
 
@@ -57,7 +58,8 @@ def _sigmoid(op: Bound) -> Bound:
             return NotImplemented
         topk = topk_weights.shape[-1]
         routing = op(gating_output, topk, renormalize, "sigmoid", routed_scaling_factor, bias)
-        return _leave(routing, topk_weights, topk_indices, is_padding)
+        _leave(routing, topk_weights, topk_indices, is_padding)
+        return None
 
     return kernel
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...contracts.binding import Binding, Bound, LayerPlace
 from ...contracts.sizes import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._phrases import HW_AGNOSTIC
+from ._ropes import halves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,49 +25,46 @@ def _native(
     mrope_interleaved: bool = False,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """As vLLM's layer computes it: every product is rounded."""
     import torch
-    from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
-    from vllm.model_executor.layers.rotary_embedding.mrope import apply_interleaved_rope
+
+    half, (_time, height, width) = cos.shape[-1], mrope_section
 
     def dealt_out(table: Tensor) -> Tensor:
         rows = table[position_ids.t()]
         if mrope_interleaved:
-            dealt: Tensor = apply_interleaved_rope(rows, mrope_section)
-            return dealt
-        parts = rows.split(list(mrope_section), dim=-1)
-        return torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
+            dealt = rows[0].clone()
+            dealt[:, 1 : 3 * height : 3] = rows[1, :, 1 : 3 * height : 3]
+            dealt[:, 2 : 3 * width : 3] = rows[2, :, 2 : 3 * width : 3]
+        else:
+            parts = rows.split(list(mrope_section), dim=-1)
+            dealt = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
+        return dealt.unsqueeze(1).to(query.dtype)
 
-    c, s, rotary = dealt_out(cos), dealt_out(sin), 2 * cos.shape[-1]
+    c, s = dealt_out(cos), dealt_out(sin)
 
     def turn(x: Tensor) -> Tensor:
-        turned = ApplyRotaryEmb.forward_static(x[..., :rotary], c, s, not rotary_interleaved)
-        return torch.cat((turned, x[..., rotary:]), dim=-1)
+        turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+        if rotary_interleaved:
+            a, b = turning[..., ::2], turning[..., 1::2]
+            turned = torch.stack((a * c - b * s, b * c + a * s), dim=-1).flatten(-2)
+        else:
+            a, b = turning.chunk(2, dim=-1)
+            turned = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+        return torch.cat((turned, rest), dim=-1)
 
     return turn(query), turn(key)
 
 
-def _from_positions(layer: Any, rotate: Bound) -> Bound:
-    """vLLM's rope (positions, flat query, flat key) over the contract's (heads apart, cos, sin).
-
-    cos and sin are views of the layer's one cache, the same ones at every step.
-    """
-    from torch.compiler import is_compiling
-
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+def _by_axes(layer: Any, rotate: Bound) -> Bound:
+    """vLLM's rope (positions, flat query, flat key) over the contract's (heads apart, cos, sin)."""
+    tables = halves()
     # A layer without sections turns text alone, whose one position is that of every axis.
     section = list(layer.mrope_section or (layer.rotary_dim // 2, 0, 0))
 
     def forward(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        nonlocal tables
         at = positions.t() if positions.ndim == 2 else positions.unsqueeze(-1).expand(-1, 3)
-        cache = layer._match_cos_sin_cache_dtype(query)
-        if is_compiling():  # there views cost nothing
-            cos, sin = cache.chunk(2, dim=-1)
-        else:
-            known, cos, sin = tables
-            if known is not cache:
-                cos, sin = cache.chunk(2, dim=-1)
-                tables = cache, cos, sin
+        cos, sin = tables(layer._match_cos_sin_cache_dtype(query))
         heads = (at.shape[0], -1, layer.head_size)
         q_out, k_out = rotate(
             query.reshape(heads),  # views, but for odd layouts
@@ -88,12 +86,12 @@ BINDING = Binding(
         LayerPlace(
             "vllm.model_executor.layers.rotary_embedding.MRotaryEmbedding",
             _native,
-            adapt=_from_positions,
+            adapt=_by_axes,
             subclasses=True,
         ),
     ),
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY),
-    when=lambda config: config.model_config.uses_mrope,
+    when=lambda config: getattr(config.model_config, "uses_mrope", True),
     not_reached=(
         "openPangu's `MRotaryEmbeddingInterleaved`: its `forward` goes past vLLM's dispatch",
         "Hunyuan's `XDRotaryEmbedding` (vLLM 0.26 and 0.27), which has four axes",

@@ -132,6 +132,12 @@ def _first(text: Any, names: tuple[str, ...]) -> Any:
     return next((v for name in names if (v := getattr(text, name, None)) is not None), None)
 
 
+def _keeps_a_state(config: Any) -> bool:
+    """Whether the model has linear attention or Mamba: each such layer keeps a state."""
+    model = config.model_config
+    return any(getattr(model, name, True) for name in ("has_inner_state", "is_hybrid"))
+
+
 BINDING = Binding(
     places=(
         LayerPlace("vllm.model_executor.layers.layernorm.RMSNormGated", _native, enabled=False),
@@ -155,7 +161,7 @@ BINDING = Binding(
         SizeRule("gated_norm_groups", _groups, 1),
         EPSILON,
     ),
-    when=lambda config: config.model_config.has_inner_state,  # all of these layers' models keep one
+    when=_keeps_a_state,
     not_reached=(
         "Mamba 2's norm where a group of features reaches beyond one rank: it sums over the ranks",
         "kernels that compute the norm with what is before it or after it: Kimi's with a residual, "

@@ -1,0 +1,148 @@
+"""Mixtures of experts, on torch_npu's operators for grouped tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from ..npu import available
+from . import VENDOR, unsuitable
+from .activation import gelu_and_mul, silu_and_mul, swigluoai_and_mul
+
+__all__ = ["OPS", "fused_experts", "supports_fused_experts"]
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_tanh": lambda x: gelu_and_mul(x, "tanh"),
+    "swigluoai": swigluoai_and_mul,
+}
+
+
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sorts tokens by expert, multiplies in groups, and sums what belongs to one token.
+
+    That is `npu_moe_init_routing_v2`, `npu_grouped_matmul`, the activation's operator,
+    `npu_grouped_matmul` and `npu_moe_token_unpermute`, between which results are rounded. The
+    weights of the routing are rounded to hidden_states' dtype.
+
+    Args:
+        hidden_states: (tokens, hidden), bfloat16, of any layout.
+        w13: (experts, 2 * intermediate, hidden), bfloat16.
+        w2: (experts, hidden, intermediate), bfloat16.
+        topk_weights: (tokens, k), floating.
+        topk_ids: (tokens, k), int32 or int64.
+        activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
+        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
+        global_num_experts: not read.
+        expert_map: None.
+        w13_bias: None.
+        w2_bias: None.
+
+    Returns:
+        (tokens, hidden), bfloat16.
+
+    Raises:
+        RuntimeError: one of CANN's kernels fails.
+    """
+    if not hidden_states.numel():
+        return hidden_states.new_empty(hidden_states.shape)
+    x, weights = hidden_states, topk_weights.to(hidden_states.dtype)
+    if apply_router_weight_on_input:
+        x, weights = x * weights, torch.ones_like(weights)
+    experts = w13.shape[0]
+    tokens, places, counts, _scale = torch.ops.npu.npu_moe_init_routing_v2.default(
+        x.contiguous(),
+        topk_ids.to(torch.int32).contiguous(),
+        active_num=topk_ids.numel(),
+        expert_num=experts,
+        expert_tokens_num_type=1,  # a number for each expert, as `_multiplied` says
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=[0, experts],
+        row_idx_type=0,
+    )
+    inner = ACTIVATIONS[activation](_multiplied(tokens, w13, counts))
+    out: torch.Tensor = torch.ops.npu.npu_moe_token_unpermute.default(
+        _multiplied(inner, w2, counts), places, probs=weights.contiguous()
+    )
+    return out
+
+
+def _multiplied(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows by its matrix. Rows are sorted by expert, `counts` of each."""
+    (product,) = torch.ops.npu.npu_grouped_matmul.default(
+        [rows],
+        [weight.transpose(1, 2)],
+        group_list=counts,
+        split_item=2,  # one tensor of all results
+        group_type=0,  # groups of rows
+        group_list_type=1,  # by their counts
+    )
+    result: torch.Tensor = product
+    return result
+
+
+def supports_fused_experts(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> Availability:
+    """True, or why the kernels would fail, or give something else."""
+    x = hidden_states
+    reason = unsuitable("hidden_states", x)
+    if reason:
+        return reason
+    if not x.dtype == w13.dtype == w2.dtype == torch.bfloat16:
+        return f"npu_moe_token_unpermute takes bfloat16 alone, not {x.dtype} and {w13.dtype}"
+    if expert_map is not None:
+        return "experts of other ranks (an expert_map) are not left out here"
+    if w13_bias is not None or w2_bias is not None:
+        return "biases are not added here"
+    if activation not in ACTIVATIONS:
+        return f"there is no operator for the activation {activation!r}"
+    experts, inner, hidden = w13.shape
+    fitting = (
+        x.shape == (topk_ids.shape[0], hidden)
+        and w2.shape == (experts, hidden, inner // 2)
+        and topk_weights.shape == topk_ids.shape
+        and topk_ids.dtype in (torch.int32, torch.int64)
+        and not (apply_router_weight_on_input and topk_ids.shape[1] != 1)
+        and global_num_experts in (-1, experts)
+    )
+    return True if fitting else "the arguments do not fit each other, which the kernels do not see"
+
+
+OPS = (
+    OpImpl(
+        "fused_experts",
+        *VENDOR,
+        fused_experts,
+        "ascend",
+        available=available,
+        supports=supports_fused_experts,
+    ),
+)

@@ -1,0 +1,92 @@
+"""Attention over parts of the keys, merged by torch_npu's kernel for sequence parallelism."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from ..npu import available
+from . import VENDOR, mixed, unsuitable
+
+__all__ = ["OPS", "merge_attn_states", "supports_merge_attn_states"]
+
+MULTIPLE, LARGEST = 8, 512
+"""Of a head's features (CANN, aclnnAttentionUpdate)."""
+
+NOTHING = -1e4
+"""A log-sum-exp, beside 0, whose exp is 0 in fp32. The kernel's documentation knows no infinity."""
+
+
+def merge_attn_states(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs' mean, weighted with exp(lse), by `npu_attention_update`.
+
+    The kernel takes what exceeds the larger log-sum-exp, so that its weights are as exact for large
+    ones; both are natural logarithms.
+
+    Args:
+        prefix_output, suffix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of
+            any layout; head_size a multiple of 8 up to 512.
+        prefix_lse, suffix_lse: (tokens, heads), float32; infinite ones are of no keys.
+
+    Returns:
+        (output, lse); 0 and -inf where neither had keys.
+
+    Raises:
+        RuntimeError: CANN's kernel fails.
+    """
+    if not prefix_output.numel():
+        return prefix_output.new_empty(prefix_output.shape), prefix_lse.new_empty(prefix_lse.shape)
+    prefix, suffix = (
+        lse.masked_fill(lse == math.inf, -math.inf) for lse in (prefix_lse, suffix_lse)
+    )
+    most = torch.maximum(prefix, suffix)
+    no_keys = most == -math.inf
+    most = most.masked_fill(no_keys, 0.0)
+    sums = [(lse - most).clamp(min=NOTHING).flatten() for lse in (prefix, suffix)]
+    outputs = [x.flatten(0, 1).contiguous() for x in (prefix_output, suffix_output)]
+    merged, lse = torch.ops.npu.npu_attention_update.default(sums, outputs, 1)
+    output = merged.view(prefix_output.shape).masked_fill(no_keys[..., None], 0.0)
+    return output, (lse.view(most.shape) + most).masked_fill(no_keys, -math.inf)
+
+
+def supports_merge_attn_states(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+) -> Availability:
+    """True, or why the kernel would fail."""
+    reason = unsuitable("prefix_output", prefix_output) or mixed(
+        "suffix_output", suffix_output, "prefix_output", prefix_output
+    )
+    if reason:
+        return reason
+    shape = prefix_output.shape
+    if prefix_output.ndim != 3 or suffix_output.shape != shape:
+        return f"outputs of {tuple(shape)} and {tuple(suffix_output.shape)}"
+    if shape[2] % MULTIPLE or not MULTIPLE <= shape[2] <= LARGEST:
+        return f"head_size {shape[2]} is no multiple of {MULTIPLE} up to {LARGEST}"
+    for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
+        if lse.dtype != torch.float32 or lse.shape != shape[:2]:
+            return f"{name} is {lse.dtype} {tuple(lse.shape)}"
+    return True
+
+
+OPS = (
+    OpImpl(
+        "merge_attn_states",
+        *VENDOR,
+        merge_attn_states,
+        "ascend",
+        available=available,
+        supports=supports_merge_attn_states,
+    ),
+)

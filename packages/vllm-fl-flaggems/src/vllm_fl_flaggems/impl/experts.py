@@ -1,0 +1,135 @@
+"""Mixtures of experts, on FlagGems's Triton kernels."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from ..loading import available, flag_gems, unsuitable
+from . import DEFAULT
+
+__all__ = ["OPS", "fused_experts", "supports_fused_experts"]
+
+
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """By `fused_experts_impl`: what comes between its kernels is rounded, the sum is in fp32.
+
+    Args:
+        hidden_states: (tokens, hidden), float16 or bfloat16, of any layout.
+        w13: (experts, 2 * intermediate, hidden), of the same dtype.
+        w2: (experts, hidden, intermediate), of the same dtype.
+        topk_weights: (tokens, k), floating.
+        topk_ids: (tokens, k), int32 or int64.
+        activation: "silu", the only one that the kernels have.
+        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
+        global_num_experts: not read: it is expert_map's length, or w13's.
+        expert_map: expert -> row of w13 and w2, or -1 for one of another rank, which adds nothing.
+        w13_bias: (experts, 2 * intermediate), of the same dtype.
+        w2_bias: (experts, hidden), of the same dtype.
+
+    Returns:
+        (tokens, hidden), of hidden_states' dtype.
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    out: torch.Tensor = _kernels().fused_experts_impl(
+        hidden_states.contiguous(),
+        w13.contiguous(),
+        w2.contiguous(),
+        topk_weights.contiguous(),  # the kernels know no strides of the routing
+        topk_ids.contiguous(),
+        activation=activation,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        global_num_experts=-1 if expert_map is None else expert_map.numel(),
+        expert_map=expert_map,
+        w1_bias=w13_bias,
+        w2_bias=w2_bias,
+    )
+    return out
+
+
+@cache
+def _kernels() -> Any:
+    """FlagGems's module, of whose warnings each is said once: it gives them in every call."""
+    flag_gems()
+    module = import_module("flag_gems.fused.fused_moe")
+    said: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return message not in said and not said.add(message)  # type: ignore[func-returns-value]
+
+    logging.getLogger(module.__name__).addFilter(is_new)
+    return module
+
+
+def supports_fused_experts(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> Availability:
+    """True, or why the kernels would fail, or give something else."""
+    x = hidden_states
+    reason = unsuitable("hidden_states", x)
+    if reason:
+        return reason
+    if x.dtype == torch.float32:
+        return "the kernels multiply float32 in TF32, with 10 bits"
+    if activation != "silu":
+        return f"the kernels have no activation {activation!r}"
+    if apply_router_weight_on_input and w13_bias is not None:
+        return "the kernels multiply the bias by the weight, too, that belongs on the input"
+    if not x.dtype == w13.dtype == w2.dtype or topk_ids.dtype not in (torch.int32, torch.int64):
+        return f"hidden_states are {x.dtype}, w13 {w13.dtype}, w2 {w2.dtype}, ids {topk_ids.dtype}"
+    experts, inner, hidden = w13.shape
+    fitting = (
+        x.shape == (topk_ids.shape[0], hidden)
+        and w2.shape == (experts, hidden, inner // 2)
+        and topk_weights.shape == topk_ids.shape
+        and not (apply_router_weight_on_input and topk_ids.shape[1] != 1)
+        and (w13_bias is None or w13_bias.shape == (experts, inner))
+        and (w2_bias is None or w2_bias.shape == (experts, hidden))
+    )
+    if expert_map is None:
+        fitting = fitting and global_num_experts in (-1, experts)
+    else:
+        fitting = fitting and global_num_experts == expert_map.numel()
+    return True if fitting else "the arguments do not fit each other, which the kernels do not see"
+
+
+OPS = (
+    OpImpl(
+        "fused_experts",
+        *DEFAULT,
+        fused_experts,
+        available=available,
+        supports=supports_fused_experts,
+    ),
+)

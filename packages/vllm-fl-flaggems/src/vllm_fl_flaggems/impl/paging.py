@@ -1,0 +1,171 @@
+"""Paged caches, on FlagGems's Triton kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from ..kernels import contiguous
+from ..loading import available, flag_gems, unsuitable
+from . import DEFAULT
+
+__all__ = [
+    "OPS",
+    "concat_and_cache_mla",
+    "reshape_and_cache",
+    "supports_concat_and_cache_mla",
+    "supports_reshape_and_cache",
+]
+
+LONGEST_PIECE = 512
+"""Elements of a latent that FlagGems's kernel copies at once, or the whole of a shorter one. Triton
+has no ranges but those of powers of two."""
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write each token's key and value into its slot, in place.
+
+    Args:
+        key, value: (tokens, kv_heads, head_size), float32, float16 or bfloat16, of any layout.
+        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of key's dtype, each
+            block in one piece. They are overwritten.
+        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the caches is not
+            looked for.
+
+    Returns:
+        (key_cache, value_cache), the arguments themselves.
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    store = flag_gems().reshape_and_cache_flash
+    if key.numel():  # not every device's driver may run an empty grid
+        one, slots = _one(key.device), slot_mapping.contiguous()
+        store(_rows(key), _rows(value), key_cache, value_cache, slots, "auto", one, one)
+    return key_cache, value_cache
+
+
+def supports_reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> Availability:
+    """True, or why the kernel would fail, or write into other slots."""
+    reason = unsuitable("key", key) or _strangers(
+        key, value=value, key_cache=key_cache, value_cache=value_cache
+    )
+    if reason:
+        return reason
+    if key.ndim != 3 or value.shape != key.shape:
+        return f"key is {tuple(key.shape)} and value {tuple(value.shape)}"
+    row = key.shape[1] * key.shape[2]
+    for name, held in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if held.ndim != 4 or held.shape[2:] != key.shape[1:] or held.shape != key_cache.shape:
+            return f"{name} is {tuple(held.shape)} and key {tuple(key.shape)}"
+        # The kernel asks for the stride of blocks alone, and takes that of the first cache.
+        if held.stride() != (key_cache.stride(0), row, key.shape[2], 1):
+            return f"{name} has the strides {held.stride()}: FlagGems writes slots before heads"
+    return _slots(slot_mapping, key) or True
+
+
+def concat_and_cache_mla(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> torch.Tensor:
+    """Write each token's kv_c, then k_pe, into its slot, in place.
+
+    Args:
+        kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, of any layout.
+        k_pe: (tokens, rope_size), of kv_c's dtype and any layout.
+        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype, with rows in one
+            piece. It is overwritten.
+        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the cache is not
+            looked for.
+
+    Returns:
+        kv_cache, the argument itself.
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    store = flag_gems().concat_and_cache_mla
+    if slot_mapping.numel():  # not every device's driver may run an empty grid
+        rows = (x if x.stride(1) == 1 else x.contiguous() for x in (kv_c, k_pe))
+        store(*rows, kv_cache, slot_mapping.contiguous(), "auto", _one(kv_c.device))
+    return kv_cache
+
+
+def supports_concat_and_cache_mla(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> Availability:
+    """True, or why the kernel would fail, or read beyond a tensor."""
+    reason = unsuitable("kv_c", kv_c) or _strangers(kv_c, k_pe=k_pe, kv_cache=kv_cache)
+    if reason:
+        return reason
+    if kv_c.ndim != 2 or k_pe.ndim != 2 or k_pe.shape[0] != kv_c.shape[0]:
+        return f"kv_c is {tuple(kv_c.shape)} and k_pe {tuple(k_pe.shape)}"
+    width = kv_c.shape[1] + k_pe.shape[1]
+    if kv_cache.ndim != 3 or kv_cache.shape[2] != width:
+        return f"kv_cache is {tuple(kv_cache.shape)}, and rows have {width} elements"
+    if kv_cache.stride(2) != 1:
+        return f"kv_cache has the strides {kv_cache.stride()}: FlagGems writes rows in one piece"
+    piece = min(kv_c.shape[1], LONGEST_PIECE)
+    if piece < 1 or piece & (piece - 1):
+        return f"a latent of {piece} elements, which is no power of two"
+    return _slots(slot_mapping, kv_c) or True
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    """A scale, which FlagGems demands and does not read where nothing is quantised."""
+    with torch.inference_mode(False):
+        return torch.ones(1, dtype=torch.float32, device=device)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself where a token's heads lie side by side, else a copy."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else contiguous(x)
+
+
+def _strangers(first: torch.Tensor, **others: torch.Tensor) -> str | None:
+    """Which of the tensors is of another dtype or on another device than `first`."""
+    for name, x in others.items():
+        if x.dtype != first.dtype or x.device != first.device:
+            return f"{name} is {x.dtype} on {x.device}, not {first.dtype} on {first.device}"
+    return None
+
+
+def _slots(slot_mapping: torch.Tensor, rows: torch.Tensor) -> str | None:
+    if slot_mapping.dtype == torch.int64 and slot_mapping.shape == rows.shape[:1]:
+        return None
+    return f"slot_mapping is {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
+
+
+OPS = (
+    OpImpl(
+        "reshape_and_cache",
+        *DEFAULT,
+        reshape_and_cache,
+        available=available,
+        supports=supports_reshape_and_cache,
+        consumes=frozenset({"key_cache", "value_cache"}),
+    ),
+    OpImpl(
+        "concat_and_cache_mla",
+        *DEFAULT,
+        concat_and_cache_mla,
+        available=available,
+        supports=supports_concat_and_cache_mla,
+        consumes=frozenset({"kv_cache"}),
+    ),
+)
