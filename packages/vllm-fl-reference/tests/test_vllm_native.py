@@ -253,6 +253,27 @@ def test_what_runs_when_every_candidate_refused_is_bit_equal_too(op: str) -> Non
                 assert_same_bits(native(*sample.args), want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convolutions_are_bit_equal_to_those_of_vllms_cpu_build(dtype: torch.dtype) -> None:
+    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d as native
+
+    own = {impl.op_name: impl.fn for impl in plugin.register_ops()}
+    for sample in contracts()["causal_conv1d"].samples(dtype, CPU):
+        x, weight, bias, states, *rest = sample.args
+        cache = states.clone()
+        out = native.causal_conv1d_fn_cpu(x.T, weight, bias, cache, *rest)
+        assert_same_bits(own["causal_conv1d"](x, weight, bias, states, *rest), (out.T, cache))
+    for sample in contracts()["causal_conv1d_update"].samples(dtype, CPU):
+        x, states, weight, bias, activation, slots = sample.args
+        rows, taps = slots[slots != 0].long(), weight.shape[1] - 1
+        if len(rows) != len(x) or not len(x):
+            continue  # vLLM's form in PyTorch knows no padding
+        its = states[rows][:, :, :taps]
+        out = native.causal_conv1d_update_torch(x[..., None], its, weight, bias, activation)
+        got, after = own["causal_conv1d_update"](x, states, weight, bias, activation, slots)
+        assert_same_bits((got, after[rows][:, :, :taps]), (out[..., 0], its))
+
+
 def assert_same_bits(got: Any, want: Any) -> None:
     if not isinstance(got, tuple):
         got, want = (got,), (want,)
