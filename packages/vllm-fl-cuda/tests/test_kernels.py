@@ -267,16 +267,16 @@ def test_heads_that_the_kernel_would_leave_or_turn_wrongly_are_refused(
     assert "position_ids" in str(supports(*normed_heads(position_ids=torch.arange(2))))
     wide = torch.randn(8, 128).bfloat16()
     assert "cos_sin_cache" in str(supports(*normed_heads(cos_sin_cache=wide[:, :64])))
-    for rotary, interleaved, fits in (
+    for width, interleaved, fits in (
         (32, False, True),  # halves 8 threads apart
         (48, False, False),  # 12 threads apart: no thread differs from another by one bit
         (48, True, True),
         (2, False, False),  # half a thread
         (2, True, True),
     ):
-        table = torch.randn(8, rotary).bfloat16()
+        table = torch.randn(8, width).bfloat16()
         asked = normed_heads(cos_sin_cache=table, rotary_interleaved=interleaved)
-        assert (supports(*asked) is True) is fits, (rotary, interleaved)
+        assert (supports(*asked) is True) is fits, (width, interleaved)
     monkeypatch.setattr(qk_norm_rope, "MOST_ELEMENTS", 3 * 256 - 1)
     assert "768 elements" in str(supports(*normed_heads()))
     monkeypatch.setattr(qk_norm_rope, "MOST_ELEMENTS", 3 * 256)
