@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import layer_table
+import op_pages
 import pytest
 import support_matrix
 
@@ -425,3 +426,14 @@ def test_what_is_no_run_is_refused(change: dict[str, Any]) -> None:
     run = next(iter(RUNS.values())) | change
     with pytest.raises(ValueError, match=r"x\.json"):
         support_matrix.page({"x.json": run})
+
+
+def test_the_pages_of_the_ops_are_what_contracts_and_bindings_say() -> None:
+    made = op_pages.pages()
+    held = {path.name: path.read_text() for path in op_pages.FOLDER.glob("*.md")}
+    # The page of an op that has come since then may wait for the next time that they are made.
+    listed = held.pop("README.md").splitlines()
+    assert set(listed) <= set(made["README.md"].splitlines()), "run tools/op_pages.py"
+    assert held and all(made.get(name) == page for name, page in held.items()), (
+        "run tools/op_pages.py"
+    )

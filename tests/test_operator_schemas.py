@@ -120,6 +120,10 @@ def test_releases_that_agree_are_one_span_and_one_that_differs_begins_another() 
         table({(0, 9): [({}, {"_C::lost"})]}, [])
 
 
+CPU_BUILDS_ALONE = {"_C::cpu_fused_moe", "_C::prepack_moe_weight"}
+"""Operators of bindings that no CUDA build has."""
+
+
 def test_the_table_that_is_here_has_what_core_binds() -> None:
     kept = {e["schema"].partition("(")[0] for e in json.loads(TABLE.read_text())["operators"]}
-    assert bound() <= kept
+    assert bound() - CPU_BUILDS_ALONE <= kept

@@ -67,6 +67,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         {
             **EXPERTS,
             "n_routed_experts": 8,
+            "topk_method": "noaux_tc",
             "moe_intermediate_size": 128,
             "n_shared_experts": 1,
             "n_group": 2,
@@ -91,6 +92,9 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
                 "rope_type": "yarn",
                 "rope_theta": 150000.0,
                 "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
                 "original_max_position_embeddings": 128,
             },
         },

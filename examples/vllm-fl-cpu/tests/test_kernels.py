@@ -19,7 +19,20 @@ CPU = torch.device("cpu")
 QWEN3_06B = ModelSizes(1024, 3072, 16, 8, 128, 128, tokens=(1, 16, 256))
 PARTIAL = ModelSizes(2560, 10240, 32, 32, 80, 32, tokens=(1, 7))
 
+ACTIVATION = {
+    "1 token",
+    "16 tokens",
+    "0 tokens",
+    "3-D",
+    "far from zero",
+    "slice of a wider buffer",
+    "every other row",
+    "NaN and infinity",
+}
 NEVER_REFUSED = {
+    "gelu_new": ACTIVATION,
+    "gelu_fast": ACTIVATION,
+    "quick_gelu": ACTIVATION,
     "silu_and_mul": {"1 token", "16 tokens", "0 tokens", "3-D", "gate far from zero",
                      "slice of a wider buffer", "every other row"},
     "gelu_and_mul": {f"{name}, approximate={how}" for name in ("1 token", "0 tokens", "3-D")
@@ -30,6 +43,8 @@ NEVER_REFUSED = {
     "rotary_embedding": {"1 token, strided out of qkv", "16 tokens, strided out of qkv",
                          "0 tokens, strided out of qkv", "interleaved", "key=None",
                          "int32 positions", "strided positions", "partial rotary"},
+    "quant_int8": {"1 token", "0 tokens", "16 tokens, odd hidden size", "strided rows", "static",
+                   "static, azp", "static, 0 tokens", "asymmetric"},
 }  # fmt: skip
 
 
@@ -68,6 +83,9 @@ def test_kernels_work_in_place_where_they_can(dtype: torch.dtype) -> None:
 REFUSED = [
     ("silu_and_mul", lambda d: (torch.zeros(2, 24, dtype=d),), "multiple of 16"),
     ("silu_and_mul", lambda d: (torch.zeros(2, 32, dtype=d, device="meta"),), "not on the CPU"),
+    ("gelu_new", lambda d: (torch.zeros(2, 12, dtype=d),), "multiple of 8"),
+    ("gelu_fast", lambda d: (torch.zeros(2, 12, dtype=d),), "multiple of 8"),
+    ("quick_gelu", lambda d: (torch.zeros((), dtype=d),), "multiple of 8"),
     ("rms_norm", lambda d: (torch.zeros(2, 12, dtype=d), None, None, 1e-6), "multiple of 8"),
     ("rms_norm", lambda d: (torch.zeros(2, 16, dtype=d), None, None, 1e-6, 8), "variance_size"),
     (
@@ -138,6 +156,9 @@ def test_any_layout_is_right(layout: str, dtype: torch.dtype) -> None:
     calls: dict[str, tuple[Any, ...]] = {
         "silu_and_mul": (draw(3, 64),),
         "gelu_and_mul": (draw(3, 64), "tanh"),
+        "gelu_new": (draw(3, 64),),
+        "gelu_fast": (draw(3, 64),),
+        "quick_gelu": (draw(3, 64),),
         "rms_norm": (draw(3, 64), draw(3, 64), None, 1e-6, None),
         "rotary_embedding": (draw(3, 4, 64), draw(3, 2, 64), cos, sin, torch.tensor([5, 0, 9])),
     }

@@ -19,6 +19,14 @@ CPU = torch.device("cpu")
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 REFUSED = {
+    "multimodal_rotary_embedding": {
+        "axes take turns": "in sections, not in turns",
+        "axes take turns, width ends first": "in sections, not in turns",
+        "both take turns": "in sections, not in turns",
+        "contiguous, cos and sin apart": "not the two halves of one cache",
+        "fp32 tables": "cos is torch.float32",
+        "odd sizes, an axis without pairs": "head_size 38 is no multiple",
+    },
     "rms_norm": {
         "variance_size": "variance_size",
         "variance_size, residual": "variance_size",
@@ -32,6 +40,11 @@ REFUSED = {
         "odd sizes, interleaved": "head_size 70 is no multiple",
         "odd head_size": "head_size 7 is no multiple",
         "1 pair": "head_size 2 is no multiple",
+    },
+    "moe_topk": {"sigmoid with bias, plain": "always renormalises"},
+    "grouped_topk": {
+        "every group, plain": "always renormalises",
+        "bias, plain, scaled": "always renormalises",
     },
 }
 """What torch_npu's kernels have no form for: op -> sample -> a part of the reason."""
@@ -60,11 +73,16 @@ def test_samples_are_right_or_refused(op: str, dtype: torch.dtype) -> None:
 
 X, ROWS = torch.ones(2, 16), torch.ones(2, 3, 16)
 TABLES = (torch.ones(4, 8), torch.ones(4, 8), torch.arange(2))
+AXES = (*TABLES[:2], torch.zeros(2, 3, dtype=torch.int64))
 UNSUITABLE = [
     ("silu_and_mul", (torch.ones(2, 3),), "no two halves"),
     ("silu_and_mul", (X.long(),), "x of torch.int64"),
     ("silu_and_mul", (torch.ones([1] * 8 + [2]),), "of 9 dimensions"),
     ("gelu_and_mul", (X.double(),), "x of torch.float64"),
+    ("multimodal_rotary_embedding", (ROWS, ROWS, *AXES, [4, 4, 0], True), "not in turns"),
+    ("multimodal_rotary_embedding", (ROWS, ROWS, *AXES, [4, 4, 4]), "do not add up to 8"),
+    ("multimodal_rotary_embedding", (ROWS, ROWS, *TABLES, [4, 4, 0]), "position_ids is"),
+    ("multimodal_rotary_embedding", (ROWS, ROWS.half(), *AXES, [4, 4, 0]), "key is torch.float16"),
     ("rms_norm", (X, None, None, 1e-6, 8), "variance_size"),
     ("rms_norm", (X, X.half(), None, 1e-6), "residual is torch.float16"),
     ("rotary_embedding", (ROWS, ROWS.half(), *TABLES), "key is torch.float16"),

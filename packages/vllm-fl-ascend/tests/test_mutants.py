@@ -13,9 +13,9 @@ from test_contracts import DTYPES, IMPLS, mistakes, one_row, unseen
 from vllm_fl import OpImpl
 from vllm_fl.testing import failures
 from vllm_fl_ascend import impl as shared
-from vllm_fl_ascend.impl import activation, normalization, rotary
+from vllm_fl_ascend.impl import activation, multimodal_rotary, normalization, rotary
 
-MODULES = (activation, normalization, rotary)
+MODULES = (activation, multimodal_rotary, normalization, rotary)
 SLOW = ("fork", "spawn", "engine", "tracing", "opcheck")
 """Checks that no mistake of these is for."""
 
@@ -60,6 +60,15 @@ MUTANTS = [
         "joint_cos_sin(cos, sin),",
         "torch.cat((sin, cos), -1),",
     ),
+    Mutant(HALVES, multimodal_rotary, "joint_cos_sin(cos, sin),", "torch.cat((sin, cos), -1),"),
+    Mutant(HALVES, multimodal_rotary, '"interleave" if rotary_interleaved else "half"', '"half"'),
+    Mutant(KEYWORD, multimodal_rotary, "mrope_section=list(mrope_section)", "mrope_section=[]"),
+    Mutant(HALVES, multimodal_rotary, "list(mrope_section)", "list(mrope_section)[::-1]"),
+    Mutant(LAYOUT, multimodal_rotary, "position_ids.t()", "position_ids"),
+    Mutant(LAYOUT, multimodal_rotary, "position_ids.t()", "position_ids.t().flip(0)"),
+    Mutant(LAYOUT, multimodal_rotary, "key.flatten(1),", "key.flip(1).flatten(1),"),
+    Mutant(EMPTY, multimodal_rotary, "if not query.numel():", "if False:"),
+    Mutant(REFUSAL, multimodal_rotary, "    if mrope_interleaved:", "    if False:"),
     Mutant(HALVES, rotary, "if rotary_interleaved else", "if not rotary_interleaved else"),
     Mutant(HALVES, rotary, '"interleave" if rotary_interleaved else "half"', '"half"'),
     Mutant(HALVES, rotary, '"interleave" if rotary_interleaved else "half"', '"interleave"'),

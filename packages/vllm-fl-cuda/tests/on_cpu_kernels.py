@@ -19,17 +19,48 @@ from vllm_fl import OpImpl, hookimpl
 LANES = 8
 """Elements of one vector of the CPU kernels, which have no remainder."""
 
+LAYERS = {"relu_squared": "relu2"}
+"""Kernel -> vLLM's layer of it, where that has another name."""
+
 
 @hookimpl
 def register_ops() -> Iterable[OpImpl]:
     """Nothing: what the installed plugin brings is let run here."""
     import vllm_fl_cuda.impl as shared
-    from vllm_fl_cuda.impl import activation, normalization, qk_norm_rope, rotary
+    from vllm_fl_cuda.impl import (
+        activation,
+        merging,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    )
 
     shared._no_cuda_build = shared._no_device = lambda: None
-    for module in (shared, activation, normalization, qk_norm_rope, rotary):
+    for module in (
+        shared,
+        activation,
+        merging,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    ):
         module.kernel = kernel
-    for module in (activation, normalization, qk_norm_rope, rotary):
+    for module in (
+        activation,
+        merging,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    ):
         module.unsuitable = unsuitable
     qk_norm_rope._capability = lambda device: (8, 0)
     return ()
@@ -54,14 +85,14 @@ def kernel(name: str) -> Callable[..., None]:
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.import_kernels()
+    if name in OTHERWISE:
+        return OTHERWISE[name]
     if name == "fused_qk_norm_rope":
         return _norm_rope(kernel("rms_norm"), kernel("rotary_embedding"))
     if not hasattr(torch.ops._C, name):
         return _by_layer(name)
     overload = getattr(torch.ops._C, name).default
-    return {"rms_norm": _norm, "fused_add_rms_norm": _add_norm, "rotary_embedding": _rotary}.get(
-        name, _gated
-    )(overload)
+    return BEHIND.get(name, _gated)(overload)
 
 
 def _by_layer(name: str) -> Callable[..., None]:
@@ -73,6 +104,7 @@ def _by_layer(name: str) -> Callable[..., None]:
     from vllm.model_executor.custom_op import op_registry
     from vllm.model_executor.layers import activation  # noqa: F401 (registers its layers)
 
+    name = LAYERS.get(name, name)
     if name not in op_registry:
         raise AttributeError(f"neither a CPU kernel nor a layer of vLLM's is called {name!r}")
     cls = op_registry[name]
@@ -103,6 +135,17 @@ def _gated(overload: Any) -> Callable[..., None]:
     return call
 
 
+def _elementwise(overload: Any) -> Callable[..., None]:
+    def call(out: torch.Tensor, x: torch.Tensor) -> None:
+        _reads_packed(x)
+        whole = F.pad(x, (0, -x.shape[-1] % LANES))
+        result = torch.empty_like(whole)
+        overload(result, whole)
+        out.copy_(result[..., : x.shape[-1]])
+
+    return call
+
+
 def _norm(overload: Any) -> Callable[..., None]:
     def call(out: torch.Tensor, x: torch.Tensor, weight: Any, epsilon: float) -> None:
         assert 2 <= x.ndim <= 4, "the CUDA kernel takes two to four dimensions"
@@ -118,6 +161,14 @@ def _add_norm(overload: Any) -> Callable[..., None]:
         _reads_packed(x, residual)
         _whole_vectors(x)
         overload(x, residual, weight, epsilon)
+
+    return call
+
+
+def _int8(overload: Any) -> Callable[..., None]:
+    def call(out: torch.Tensor, x: torch.Tensor, *scales: torch.Tensor | None) -> None:
+        _reads_packed(x, *(scale for scale in scales if scale is not None))
+        overload(out, x, *scales)
 
     return call
 
@@ -184,3 +235,85 @@ def _whole_vectors(x: torch.Tensor) -> None:
 def _reads_packed(*tensors: torch.Tensor) -> None:
     for x in tensors:
         assert x.is_contiguous(), "the kernel reads it as if it were contiguous"
+
+
+BEHIND = {
+    "rms_norm": _norm,
+    "fused_add_rms_norm": _add_norm,
+    "rotary_embedding": _rotary,
+    "gelu_new": _elementwise,
+    "gelu_fast": _elementwise,
+    "gelu_quick": _elementwise,
+    "static_scaled_int8_quant": _int8,
+    "dynamic_scaled_int8_quant": _int8,
+}
+"""CUDA kernel -> what stands behind it; every other one is a gated activation."""
+
+
+def _concat_mla(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+) -> None:
+    _reads_packed(slot_mapping)
+    assert kind == "auto" and scale.dtype == torch.float32, "of a cache without quantisation"
+    assert kv_c.stride(1) == k_pe.stride(1) == kv_cache.stride(2) == 1, "rows in one piece"
+    # The CPU kernel minds no gaps between blocks, and moves 16 bits at a time.
+    whole = kv_cache.contiguous()
+    parts = (x.contiguous().view(torch.bfloat16) for x in (kv_c, k_pe))
+    torch.ops._C.concat_and_cache_mla_cpu(*parts, whole.view(torch.bfloat16), slot_mapping)
+    kv_cache.copy_(whole)
+
+
+def _reshape(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kind: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    assert key_cache.stride() == value_cache.stride(), "the kernel writes both by one's strides"
+    assert key_cache.stride(3) == 1, "heads in one piece"
+    for rows, held in ((key, key_cache), (value, value_cache)):
+        assert rows.stride()[1:] == (rows.shape[2], 1), "the kernel reads heads side by side"
+        sizes = (held.data_ptr(), *(step * held.itemsize for step in held.stride()[:3]))
+        assert not any(size % 16 for size in sizes), "the kernel stores 16 bytes"
+        # A row in two pieces, as the CPU build's kernel for latents has it.
+        whole, half = held.contiguous().flatten(2), rows.shape[1] * rows.shape[2] // 2
+        pieces = rows.flatten(1)[:, :half], rows.flatten(1)[:, half:]
+        _concat_mla(*pieces, whole, slot_mapping, kind, k_scale)
+        held.copy_(whole.view(held.shape))
+
+
+def _merge(
+    output: torch.Tensor,
+    output_lse: torch.Tensor,
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    prefill_tokens_with_context: int | None,
+) -> None:
+    from vllm.v1.attention.ops.merge_attn_states import _merge_attn_states_torch
+
+    _reads_packed(output, output_lse, prefix_lse, suffix_lse)
+    heads, side = prefix_output.shape[1], prefix_output.stride(1)
+    for x in (prefix_output, suffix_output):
+        assert x.stride() == (heads * side, side, 1), "the kernel reads both by one stride of heads"
+        assert x.data_ptr() % 16 == (side * x.itemsize) % 16 == 0, "the kernel loads 16 bytes"
+    args = (prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+    _merge_attn_states_torch(output, *args, prefill_tokens_with_context)
+
+
+OTHERWISE = {
+    "_C_cache_ops::concat_and_cache_mla": _concat_mla,
+    "_C_cache_ops::reshape_and_cache_flash": _reshape,
+    "merge_attn_states": _merge,
+}
+"""Kernels that the CPU build has under another name, for other rows, or in PyTorch."""

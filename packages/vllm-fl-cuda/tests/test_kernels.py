@@ -15,7 +15,16 @@ import torch
 
 import vllm_fl_cuda.impl as shared
 from vllm_fl.contracts import contracts
-from vllm_fl_cuda.impl import activation, normalization, qk_norm_rope, rotary
+from vllm_fl_cuda.impl import (
+    activation,
+    merging,
+    normalization,
+    paging,
+    qk_norm_rope,
+    quantisation,
+    rotary,
+    routing,
+)
 from vllm_fl_cuda.plugin import register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
@@ -25,12 +34,19 @@ SCHEMAS = {
     "silu_and_mul": "silu_and_mul(Tensor! result, Tensor input) -> ()",
     "gelu_and_mul": "gelu_and_mul(Tensor! out, Tensor input) -> ()",
     "gelu_tanh_and_mul": "gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()",
+    "gelu_new": "gelu_new(Tensor! out, Tensor input) -> ()",
+    "gelu_fast": "gelu_fast(Tensor! out, Tensor input) -> ()",
+    "gelu_quick": "gelu_quick(Tensor! out, Tensor input) -> ()",
     "rms_norm": "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
     "fused_add_rms_norm": "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, "
     "float epsilon) -> ()",
     "rotary_embedding": "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, "
     "int head_size, Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, "
     "bool inverse=False) -> ()",
+    "static_scaled_int8_quant": "static_scaled_int8_quant(Tensor! result, Tensor input, "
+    "Tensor scale, Tensor? azp) -> ()",
+    "dynamic_scaled_int8_quant": "dynamic_scaled_int8_quant(Tensor! result, Tensor input, "
+    "Tensor! scale, Tensor!? azp) -> ()",
 }
 """As vLLM 0.26.0's CUDA build registers them (vllm/_C_stable_libtorch.abi3.so of its wheel)."""
 
@@ -42,6 +58,16 @@ REFUSED = {
         "fp32 weight, residual",
     },
     "rotary_embedding": {"cos and sin are separate tensors"},
+    "reshape_and_cache": {"odd sizes"},
+    "merge_attn_states": {"odd sizes"},
+    "grouped_topk": {
+        "1 token",
+        "16 tokens",
+        "0 tokens",
+        "odd sizes, plain",
+        "every group, plain",
+        "every other row of a slice",
+    },  # without a bias
     "qk_norm_rope": {"three quarters of each head rotate", "odd sizes", "fp32 weights and table"},
 }
 """What the CUDA kernels have no form for; every other sample is taken."""
@@ -50,7 +76,16 @@ REFUSED = {
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`supports` as on a GPU, for tensors that lie on the CPU."""
-    for module in (activation, normalization, qk_norm_rope, rotary):
+    for module in (
+        activation,
+        merging,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    ):
         monkeypatch.setattr(module, "unsuitable", lambda name, x: None)
     monkeypatch.setattr(qk_norm_rope, "_capability", lambda device: (8, 0))
 
@@ -99,7 +134,16 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     record = Recorder()
-    for module in (activation, normalization, qk_norm_rope, rotary):
+    for module in (
+        activation,
+        merging,
+        normalization,
+        paging,
+        qk_norm_rope,
+        quantisation,
+        rotary,
+        routing,
+    ):
         monkeypatch.setattr(module, "kernel", record)
     return record
 
@@ -120,10 +164,11 @@ def unaligned(*shape: int) -> torch.Tensor:
 def test_vectors_are_loaded_from_aligned_memory_only(recorder: Recorder) -> None:
     x, residual = unaligned(2, 64), unaligned(2, 64)
     IMPLS["silu_and_mul"].fn(x)
+    IMPLS["quick_gelu"].fn(x)
     IMPLS["rms_norm"].fn(x, None, unaligned(64), 1e-6)
     IMPLS["rms_norm"].fn(x, residual, unaligned(64), 1e-6)
     tensors = [a for call in recorder.calls for a in call if isinstance(a, torch.Tensor)]
-    assert len(tensors) == 2 + 3 + 3
+    assert len(tensors) == 2 + 2 + 3 + 3
     assert all(a.data_ptr() % 32 == 0 for a in tensors)
 
 
@@ -179,6 +224,69 @@ def test_kernels_work_in_place_where_they_can(recorder: Recorder) -> None:
     assert turned is query
     assert none is None
     assert recorder.calls[-1][2].shape == (4, 128)
+
+
+def test_keys_are_written_where_the_cache_lies_and_read_where_they_lie(recorder: Recorder) -> None:
+    qkv = torch.randn(5, 4 * 64).bfloat16()
+    key, value = (qkv[:, at : at + 64].view(5, 2, 32) for at in (128, 192))
+    caches = torch.zeros(3, 2, 16, 64).bfloat16().transpose(1, 2).split(32, dim=-1)
+    slots = torch.arange(10)[::2]
+    found = paging.reshape_and_cache(key, value, *caches, slots)
+    assert all(a is b for a, b in zip(found, caches, strict=True))
+    ((_, k, v, kc, vc, s, kind, one, other),) = recorder.calls
+    assert k is key and v is value and kc is caches[0] and vc is caches[1]
+    assert s.is_contiguous() and torch.equal(s, slots) and kind == "auto"
+    assert one is other and one.dtype == torch.float32 and one.shape == (1,)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        torch.randn(4, 2, 64)[..., ::2],
+        torch.randn(4, 2, 40)[..., :32],
+        torch.randn(4, 65)[:, 1:].view(4, 2, 32),
+        torch.randn(4 * 64 + 1)[1:].view(4, 2, 32),
+    ],
+    ids=["features apart", "padded heads", "rows out of step", "begins between vectors"],
+)
+def test_keys_that_the_kernel_would_not_find_are_copied(
+    recorder: Recorder, key: torch.Tensor
+) -> None:
+    paging.reshape_and_cache(key, key, *torch.zeros(2, 1, 8, 2, 32), torch.arange(4))
+    ((_, read, *_),) = recorder.calls
+    assert read.is_contiguous() and not read.data_ptr() % 16 and torch.equal(read, key)
+
+
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize(
+    ("caches", "reason"),
+    [
+        (torch.zeros(2, 1, 8, 4, 32).unbind(0), "(1, 8, 4, 32)"),
+        ((torch.zeros(1, 8, 2, 32), torch.zeros(1, 2, 8, 32).transpose(1, 2)), "strides"),
+        (torch.zeros(2, 1, 8, 2, 64)[..., ::2].unbind(0), "strides"),
+        (torch.zeros(2, 1, 8, 2, 33)[..., 1:].unbind(0), "multiples of 16"),
+        (torch.zeros(2, 1, 8, 2, 32).half().unbind(0), "float16"),
+    ],
+    ids=["other heads", "two layouts", "features apart", "between vectors", "another dtype"],
+)
+def test_caches_that_the_kernel_would_spoil_are_refused(caches: Any, reason: str) -> None:
+    key = torch.randn(4, 2, 32)
+    verdict = paging.supports_reshape_and_cache(key, key, *caches, torch.arange(4))
+    assert verdict is not True and reason in verdict
+
+
+def test_padded_heads_are_merged_where_they_lie(recorder: Recorder) -> None:
+    prefix, suffix = torch.randn(2, 5, 4, 96)[..., :64].unbind(0)
+    sums = torch.randn(4, 5)
+    merging.merge_attn_states(prefix, sums.T, suffix, torch.randn(5, 4))
+    ((_, out, lse, first, first_lse, second, second_lse, context),) = recorder.calls
+    assert first is prefix and second is suffix and context is None
+    assert first_lse.data_ptr() == sums.data_ptr() and second_lse.shape == lse.shape == (4, 5)
+    assert out.is_contiguous() and lse.is_contiguous() and second_lse.is_contiguous()
+    recorder.calls.clear()
+    merging.merge_attn_states(prefix, sums.T, suffix.contiguous(), torch.randn(5, 4))
+    ((_, _, _, first, _, second, *_),) = recorder.calls
+    assert first.is_contiguous() and second.is_contiguous()
 
 
 @pytest.mark.parametrize(

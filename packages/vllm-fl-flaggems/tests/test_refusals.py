@@ -12,7 +12,27 @@ from vllm_fl_flaggems import loading
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
-    "rms_norm": {"weight=None", "weight=None, residual", "variance_size", "variance_size, residual"}
+    "rms_norm": {
+        "weight=None",
+        "weight=None, residual",
+        "variance_size",
+        "variance_size, residual",
+    },
+    "moe_topk": {
+        "sigmoid",
+        "sigmoid with bias, scaled",
+        "sigmoid with bias, plain",
+        "softmax with bias, scaled",
+    },
+    "grouped_topk": {
+        "1 token",
+        "16 tokens",
+        "0 tokens",
+        "odd sizes, plain",
+        "every group, plain",
+        "every other row of a slice",  # so far: without a bias
+        "one group",  # 6 experts of a token
+    },
 }
 """What FlagGems has no kernel for."""
 

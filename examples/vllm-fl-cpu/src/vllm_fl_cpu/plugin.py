@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
-from .impl import activation, normalization, rotary
+from .impl import activation, experts, gated_delta, normalization, quantisation, rotary
 
 POLICY = Path(__file__).with_name("cpu.yaml")
 
@@ -14,7 +14,14 @@ POLICY = Path(__file__).with_name("cpu.yaml")
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.cpu`; they run where vLLM's CPU build is installed."""
-    return [*activation.OPS, *normalization.OPS, *rotary.OPS]
+    return [
+        *activation.OPS,
+        *experts.OPS,
+        *gated_delta.OPS,
+        *normalization.OPS,
+        *quantisation.OPS,
+        *rotary.OPS,
+    ]
 
 
 @hookimpl

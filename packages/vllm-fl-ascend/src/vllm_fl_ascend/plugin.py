@@ -7,7 +7,7 @@ from pathlib import Path
 from vllm_fl import AttentionImpl, DeviceProfile, OpImpl, PolicyDefaults, hookimpl
 
 from .attention_request import supports_attention
-from .impl import VENDOR, activation, normalization, rotary
+from .impl import VENDOR, activation, multimodal_rotary, normalization, rotary, routing
 from .npu import available
 
 POLICY = Path(__file__).with_name("ascend.yaml")
@@ -24,7 +24,7 @@ PROFILE = DeviceProfile(
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.ascend`; they run where torch_npu and an NPU are."""
-    return [*activation.OPS, *normalization.OPS, *rotary.OPS]
+    return [*activation.OPS, *multimodal_rotary.OPS, *normalization.OPS, *rotary.OPS, *routing.OPS]
 
 
 @hookimpl

@@ -106,8 +106,10 @@ def npu_mrope(
 ) -> tuple[Tensor, Tensor]:
     name = "npu_mrope"
     demand(positions.dtype == torch.int64, name, "int64 positions")
-    demand(positions.shape == query.shape[:1], name, "one position for each token")
-    demand(not mrope_section or not any(mrope_section), name, "no sections with such positions")
+    sections = mrope_section if mrope_section and any(mrope_section) else None
+    axes = positions.shape[:-1]
+    demand(positions.shape[-1:] == query.shape[:1], name, "a position for each token")
+    demand(axes == ((3,) if sections else ()), name, "three axes with sections, else one")
     demand(query.ndim == key.ndim == cos_sin_cache.ndim == 2, name, "two dimensions each")
     demand(query.dtype in FLOATS, name, "float32, float16 or bfloat16")
     demand(query.dtype == key.dtype == cos_sin_cache.dtype, name, "query, key, cache of one dtype")
@@ -118,7 +120,14 @@ def npu_mrope(
     rotary = cos_sin_cache.shape[1]
     demand(head_size % step == rotary % step == 0, name, f"sizes that are multiples of {step}")
     demand(rotary <= head_size, name, "a cache no wider than a head")
-    cos, sin = cos_sin_cache.float()[positions].unsqueeze(1).chunk(2, -1)
+    cos, sin = cos_sin_cache.float()[positions].unsqueeze(-2).chunk(2, -1)
+    if sections:
+        demand(len(sections) == 3, name, "three sections")
+        demand(sum(sections) == rotary // 2, name, "sections of all pairs")
+        cos, sin = (
+            torch.cat([part[axis] for axis, part in enumerate(table.split(sections, -1))], -1)
+            for table in (cos, sin)
+        )
 
     def turn(x: Tensor) -> Tensor:
         heads = x.float().unflatten(1, (-1, head_size))
@@ -132,3 +141,48 @@ def npu_mrope(
         return torch.cat((turned, rest), -1).flatten(1).to(x.dtype)
 
     return turn(query), turn(key)
+
+
+@numerics("npu_moe_gating_top_k")
+def npu_moe_gating_top_k(
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    name = "npu_moe_gating_top_k"
+    demand(x.dtype in FLOATS and x.ndim == 2, name, "two dimensions, floating")
+    demand(x.numel() > 0, name, "no empty tensors")
+    experts = x.shape[1]
+    demand(experts <= 2048, name, "at most 2048 experts")
+    demand(bias is None or (bias.dtype, bias.shape) == (x.dtype, x.shape[1:]), name, "a bias as x")
+    demand(input_ids is None and tid2eid is None, name, "here no table of experts")
+    demand(group_count > 0 and experts % group_count == 0, name, "groups of equal size")
+    size = experts // group_count
+    demand(size > 2, name, "groups of more than 2 experts")
+    demand(-(-size // 32) * 32 * group_count <= 2048, name, "2048 experts, groups padded to 32")
+    demand(1 <= k_group <= group_count and 1 <= k <= k_group * size, name, "k of what there is")
+    demand(renorm == 0 and norm_type in (0, 1), name, "renorm 0, norm_type 0 or 1")
+    demand(group_select_mode in (0, 1), name, "group_select_mode 0 or 1")
+    normed = x.float().softmax(-1) if norm_type == 0 else x.float().sigmoid()
+    choice = normed if bias is None else normed + bias.float()
+    groups = choice.unflatten(-1, (group_count, size))
+    worth = groups.topk(1 + group_select_mode, -1).values.sum(-1)
+    taken = torch.zeros_like(worth, dtype=torch.bool)
+    taken.scatter_(-1, worth.topk(k_group, -1).indices, True)
+    ids = groups.masked_fill(~taken.unsqueeze(-1), -torch.inf).flatten(-2).topk(k, -1).indices
+    y = normed.gather(-1, ids)
+    if norm_type == 1:  # aclnnMoeGatingTopK: only a sigmoid's weights are divided by their sum
+        y = y / (y.sum(-1, keepdim=True) + eps)
+    shown = normed if out_flag else torch.zeros_like(normed)
+    return (y * routed_scaling_factor).to(x.dtype), ids.int(), shown

@@ -110,7 +110,7 @@ def test_the_contract_is_whole(fl: Command, plugin: Plugin, op: str) -> None:
         assert parameter in done.out.rpartition("Its samples")[2]
     told = fl("explain", op, "--contract", "--json").json()
     assert told["documentation"] == written and told["dtypes"] == list(spec.dtypes)
-    assert set(told["tolerances"]["results"]) == set(spec.tolerances)
+    assert set(told["tolerances"].get("results", ())) == set(spec.tolerances)
     assert f"vllm-fl explain {op} --contract" in fl("explain", op).out
     assert "Args:" not in fl("explain", op).out
 

@@ -20,23 +20,23 @@ CPU = torch.device("cpu")
 
 
 def honest(spec: OpSpec) -> OpImpl:
-    """The contract's own oracle, rounded to x's dtype: right by definition."""
+    """The contract's own oracle, in the dtypes of its results: right by definition."""
     names = ", ".join(
         str(p.replace(annotation=p.empty)) for p in spec.signature.parameters.values()
     )
-    scope: dict[str, Any] = {"oracle": spec.oracle, "round_to": round_to}
+    scope: dict[str, Any] = {"oracle": spec.oracle, "fake": spec.fake, "as_in": as_in}
     arguments = ", ".join(spec.parameters)
-    first = spec.parameters[0]
     exec(
-        f"def {spec.name}({names}):\n    return round_to(oracle({arguments}), {first}.dtype)", scope
+        f"def {spec.name}({names}):\n    return as_in(fake({arguments}), oracle({arguments}))",
+        scope,
     )
     return OpImpl(spec.name, "vendor.honest", BackendImplKind.VENDOR, scope[spec.name], "honest")
 
 
-def round_to(result: Any, dtype: torch.dtype) -> Any:
+def as_in(like: Any, result: Any) -> Any:
     if isinstance(result, tuple):
-        return tuple(round_to(part, dtype) for part in result)
-    return None if result is None else result.to(dtype).contiguous()
+        return tuple(map(as_in, like, result))
+    return None if result is None else result.to(like.dtype).contiguous()
 
 
 def planned(*impls: OpImpl, **policy: Any) -> Plan:

@@ -631,7 +631,8 @@ def sampled(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]
     """The same of samples of the contract, as the binding hands them to the replaced kernel."""
     kinds = (p for p in bindings()[op].places if isinstance(p, OperatorPlace) and p.name == name)
     place, calls = next(kinds), list[tuple[Any, ...]]()
-    for sample in contracts()[op].samples(torch.float32, torch.device("cpu")):
+    dtype = torch.bfloat16 if name.endswith("_mla_cpu") else torch.float32  # it takes no other
+    for sample in contracts()[op].samples(dtype, torch.device("cpu")):
         if sample.name.startswith(("0 token", "16 token")):
             place.native(lambda *args: calls.append(args))(*sample.args)
     return [

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from vllm_fl.contracts import OpSpec
+from vllm_fl.contracts import OpSpec, QuantisedPair
+from vllm_fl.engine.wanted import _spread
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 __all__ = ["CHANGES", "oracle_impl", "oracle_mutants"]
@@ -33,6 +34,8 @@ def oracle_impl(spec: OpSpec, change: Callable[..., Any] | None = None) -> OpImp
     def fn(*args: Any) -> Any:
         wanted, shaped = spec.oracle(*args), spec.fake(*args)
         several = isinstance(wanted, tuple)
+        if several:
+            wanted = _quantised(spec, wanted, shaped)
         pairs = zip(wanted, shaped, strict=True) if several else [(wanted, shaped)]
         results = tuple(
             None if one is None else one.to(like.dtype).contiguous() for one, like in pairs
@@ -42,6 +45,18 @@ def oracle_impl(spec: OpSpec, change: Callable[..., Any] | None = None) -> OpImp
         return results if several else results[0]
 
     return OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+
+
+def _quantised(spec: OpSpec, wanted: tuple[Any, ...], shaped: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The oracle's results, with the values of quantised pairs: it gives what these stand for."""
+    results, at = list(wanted), 0
+    for output in spec.outputs_of(len(results)):
+        if isinstance(output, QuantisedPair):
+            value = (results[at] / _spread(results[at + 1], results[at].shape)).nan_to_num()
+            whole = not shaped[at].dtype.is_floating_point
+            results[at] = value.round() if whole else value
+        at += output.results
+    return tuple(results)
 
 
 def oracle_mutants(spec: OpSpec) -> Iterator[tuple[str, OpImpl]]:
@@ -70,11 +85,13 @@ def _scaled(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:
 
 
 def _neighbours_swapped(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:
-    if result.ndim == 0 or result.shape[-1] < 2:
+    """Of the last dimension that has two: the tokens of a scale for each of them."""
+    dims = [dim for dim in range(result.ndim) if result.shape[dim] > 1]
+    if not dims:
         return result
-    order = torch.arange(result.shape[-1])
+    order = torch.arange(result.shape[dims[-1]])
     order[:2] = order[:2].flip(0)
-    return result[..., order]
+    return result.index_select(dims[-1], order)
 
 
 def _without_last_row(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:

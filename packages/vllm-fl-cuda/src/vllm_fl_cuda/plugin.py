@@ -6,7 +6,16 @@ from pathlib import Path
 
 from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
-from .impl import activation, normalization, qk_norm_rope, rotary
+from .impl import (
+    activation,
+    merging,
+    normalization,
+    paging,
+    qk_norm_rope,
+    quantisation,
+    rotary,
+    routing,
+)
 
 POLICY = Path(__file__).with_name("cuda.yaml")
 
@@ -14,7 +23,16 @@ POLICY = Path(__file__).with_name("cuda.yaml")
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.cuda`; they run where vLLM's CUDA build and an NVIDIA GPU are."""
-    return [*activation.OPS, *normalization.OPS, *qk_norm_rope.OPS, *rotary.OPS]
+    return [
+        *activation.OPS,
+        *merging.OPS,
+        *normalization.OPS,
+        *paging.OPS,
+        *qk_norm_rope.OPS,
+        *quantisation.OPS,
+        *rotary.OPS,
+        *routing.OPS,
+    ]
 
 
 @hookimpl

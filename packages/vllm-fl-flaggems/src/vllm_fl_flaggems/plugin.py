@@ -16,7 +16,7 @@ from vllm_fl import (
 )
 
 from .attention_request import supports_attention
-from .impl import DEFAULT, activation, normalization, qk_norm_rope, rotary
+from .impl import DEFAULT, activation, normalization, qk_norm_rope, rotary, routing
 from .loading import available
 from .settings import SETTINGS, findings, rejected
 
@@ -37,7 +37,7 @@ KERNEL_DISTRIBUTIONS = ("flag-gems",)
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `default.flagos`; available with FlagGems and a device that it supports."""
-    return [*activation.OPS, *normalization.OPS, *qk_norm_rope.OPS, *rotary.OPS]
+    return [*activation.OPS, *normalization.OPS, *qk_norm_rope.OPS, *rotary.OPS, *routing.OPS]
 
 
 @hookimpl

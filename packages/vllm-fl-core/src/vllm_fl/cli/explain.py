@@ -31,6 +31,8 @@ from ._replaced import replaced_layers
 from ._show import UsageError, print_json, print_table, say
 from .policy import merged_from
 
+__all__ = ["add_arguments", "documentation_of", "places_of", "run", "signature_of"]
+
 WHERE = {
     "script": "called by a script (call_op)",
     "eager": "in an engine, eager mode",
@@ -101,18 +103,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(
             op=op,
-            signature=_signature(spec),
+            signature=signature_of(spec),
             modes=views,
             settings=bearing,
             merged=merged,
             unmatched=slips,
-            places=_places(binding),
+            places=places_of(binding),
             bypasses=list(binding.not_reached),
             replaced=replaced,
         )
     else:
         _show(op, spec, views, bearing, is_layer=op in snapshot.layers)
-        if modes != ["script"] and (places := _places(binding)):
+        if modes != ["script"] and (places := places_of(binding)):
             say(f"\nInside vLLM it runs in: {'; '.join(places)}.")
         if modes != ["script"] and binding.not_reached:
             say("This is not reached, whatever the policy says:")
@@ -163,7 +165,7 @@ def _origin(settings: Settings, op: str, mode: Mode) -> str:
     return f"prefer={prefer.value}, {prefer.origin}"
 
 
-def _places(binding: Binding) -> list[str]:
+def places_of(binding: Binding) -> list[str]:
     """Where vLLM runs the op and the plan reaches it, one phrase each; not of which release."""
     told = []
     for place in binding.places:
@@ -184,7 +186,7 @@ def _places(binding: Binding) -> list[str]:
     return list(dict.fromkeys(told))
 
 
-def _signature(spec: OpSpec | None) -> str | None:
+def signature_of(spec: OpSpec | None) -> str | None:
     """The contract's parameters, one line; None for an op without a contract."""
     if spec is None:
         return None
@@ -219,7 +221,7 @@ def _show(
         say(f"{op} (no contract names it: scripts call it, and no engine runs it)")
     else:
         _show_signature(spec)
-        say(_documentation(spec).split("\n\n")[0])
+        say(documentation_of(spec).split("\n\n")[0])
         say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
     for setting in bearing:
         say(f"{setting['key']}={setting['value']} ({setting['origin']})")
@@ -255,8 +257,8 @@ def _show_contract(op: str, spec: OpSpec | None, *, as_json: bool) -> int:
     if as_json:
         print_json(
             op=op,
-            signature=_signature(spec),
-            documentation=_documentation(spec),
+            signature=signature_of(spec),
+            documentation=documentation_of(spec),
             dtypes=list(spec.dtypes),
             tolerances={
                 name: {dtype: asdict(bound) for dtype, bound in table.items()}
@@ -267,7 +269,7 @@ def _show_contract(op: str, spec: OpSpec | None, *, as_json: bool) -> int:
         )
         return 0
     _show_signature(spec)
-    say(_documentation(spec))
+    say(documentation_of(spec))
     say(f"\nIts samples are made in {', '.join(spec.dtypes)}.")
     if spec.consumable:
         consumable = ", ".join(sorted(spec.consumable))
@@ -290,7 +292,8 @@ def _show_signature(spec: OpSpec) -> None:
     say("\n".join([f"{spec.name}(", *lines, f") -> {returns}"]))
 
 
-def _documentation(spec: OpSpec) -> str:
+def documentation_of(spec: OpSpec) -> str:
+    """What the contract says of the op, in its own words."""
     return inspect.getdoc(spec.oracle) or ""
 
 

@@ -1,8 +1,8 @@
 """Where vLLM runs an op: its places there, the sizes that it has in a model, what is not reached.
 
-A binding is data and small functions. It names vLLM's classes, operators and functions by strings and imports
-vllm and torch inside functions only, so that the command line and the documentation read bindings
-where neither is installed.
+A binding is data and small functions. It names vLLM's classes, operators and functions by strings
+and imports vllm and torch inside functions only, so that the command line and the documentation
+read bindings where neither is installed.
 """
 
 from __future__ import annotations

@@ -5,10 +5,20 @@ Each returns None, or (parameter, problem), so that `a(...) or b(...)` gives the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Problem", "floating_tensor", "gated_tensor", "on_device_of", "shaped"]
+__all__ = [
+    "Problem",
+    "finite_number",
+    "floating_tensor",
+    "gated_tensor",
+    "matrix",
+    "on_device_of",
+    "one_number",
+    "shaped",
+]
 
 Problem = tuple[str, str] | None
 
@@ -38,6 +48,16 @@ def gated_tensor(name: str, value: Any) -> Problem:
     return None
 
 
+def finite_number(name: str, value: Any, above: float = -math.inf) -> Problem:
+    """`value` must be a finite number, and above `above`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return name, f"must be a number, got {type(value).__name__}"
+    if not above < value < math.inf:
+        bound = "" if above == -math.inf else f" and above {above:g}"
+        return name, f"must be finite{bound}, got {value}"
+    return None
+
+
 def on_device_of(name: str, value: Any, other_name: str, other: Any) -> Problem:
     """The tensor `value` must be on the device of the tensor `other`."""
     if value.device == other.device:
@@ -50,3 +70,22 @@ def shaped(name: str, value: Any, shape: Sequence[int], meaning: str) -> Problem
     if tuple(value.shape) == tuple(shape):
         return None
     return name, f"must have {meaning} {tuple(shape)}, got {tuple(value.shape)}"
+
+
+def matrix(name: str, value: Any) -> Problem:
+    """`value` must be a floating tensor of shape (tokens, features), with at least one feature."""
+    problem = floating_tensor(name, value)
+    if problem is None and (value.ndim != 2 or not value.shape[1]):
+        return name, f"must be (tokens, features), got {tuple(value.shape)}"
+    return problem
+
+
+def one_number(name: str, value: Any, dtype: str) -> Problem:
+    """`value` must be a tensor of one element, of this dtype."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return name, f"must be a torch.Tensor or None, got {type(value).__name__}"
+    if str(value.dtype).removeprefix("torch.") != dtype or value.numel() != 1:
+        return name, f"must be one number of {dtype}, got {value.dtype} of {tuple(value.shape)}"
+    return None

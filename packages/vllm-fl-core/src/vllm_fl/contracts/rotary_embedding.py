@@ -13,7 +13,15 @@ from .spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC", "joint_cos_sin"]
+__all__ = [
+    "SPEC",
+    "check_key",
+    "check_table",
+    "heads_of_qkv",
+    "joint_cos_sin",
+    "served_positions",
+    "tables",
+]
 
 
 def rotary_embedding(
@@ -169,9 +177,9 @@ def _check(
     if query.ndim != 3:
         return "query", f"must be (tokens, heads, head_size), got {tuple(query.shape)}"
     problem = (
-        _check_key(key, query)
-        or _check_table("cos", cos, query)
-        or _check_table("sin", sin, query)
+        check_key(key, query)
+        or check_table("cos", cos, query)
+        or check_table("sin", sin, query)
         or shaped("sin", sin, cos.shape, "cos's shape")
         or _check_positions(position_ids, query, cos.shape[0])
     )
@@ -183,7 +191,8 @@ def _check(
     return None
 
 
-def _check_key(key: Any, query: torch.Tensor) -> Problem:
+def check_key(key: Any, query: torch.Tensor) -> Problem:
+    """`key` must be None, or heads of query's tokens and size."""
     if key is None:
         return None
     problem = floating_tensor("key", key)
@@ -198,7 +207,8 @@ def _check_key(key: Any, query: torch.Tensor) -> Problem:
     return on_device_of("key", key, "query", query)
 
 
-def _check_table(name: str, table: Any, query: torch.Tensor) -> Problem:
+def check_table(name: str, table: Any, query: torch.Tensor) -> Problem:
+    """`table` must be cos or sin of some of the pairs of query's heads."""
     problem = floating_tensor(name, table)
     if problem:
         return problem
@@ -232,7 +242,7 @@ def _check_positions(position_ids: Any, query: torch.Tensor, max_position: int) 
     return None
 
 
-def _tables(
+def tables(
     source: Source,
     max_position: int,
     rotary: int,
@@ -259,7 +269,7 @@ def _positions(
     return (ids % max_position).to(dtype or torch.int64)
 
 
-def _heads(
+def heads_of_qkv(
     source: Source, tokens: int, heads: int, kv_heads: int, head_size: int, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query and key as a model passes them: strided views of one qkv buffer."""
@@ -272,12 +282,12 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     import torch
 
     source = Source(dtype, device)
-    cos, sin = _tables(source, 64, 128)
+    cos, sin = tables(source, 64, 128)
     for tokens in (1, 16, 0):
-        q, k = _heads(source, tokens, 16, 8, 128)
+        q, k = heads_of_qkv(source, tokens, 16, 8, 128)
         name = f"{tokens} token{'s' * (tokens != 1)}, strided out of qkv"
         yield Sample(name, (q, k, cos, sin, _positions(source, tokens, 64), False))
-    q, k = _heads(source, 5, 4, 2, 128)
+    q, k = heads_of_qkv(source, 5, 4, 2, 128)
     at = _positions(source, 5, 64)
     yield Sample("contiguous query and key", (q.contiguous(), k.contiguous(), cos, sin, at, False))
     heads_first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
@@ -295,25 +305,25 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     )
     strided = _positions(source, 10, 64)[::2]
     yield Sample("strided positions", (q, k, cos, sin, strided, False))
-    wide = _tables(source, 64, 128, torch.float32)
+    wide = tables(source, 64, 128, torch.float32)
     yield Sample("fp32 tables", (q, k, *wide, at, False))
-    part = _tables(source, 64, 32)
+    part = tables(source, 64, 32)
     for interleaved in (False, True):
         name = "partial rotary" + ", interleaved" * interleaved
         yield Sample(name, (q, k, *part, at, interleaved))
     yield Sample("partial rotary, key=None", (q, None, *part, at, False))
-    q, k = _heads(source, 3, 2, 1, 256)
+    q, k = heads_of_qkv(source, 3, 2, 1, 256)
     at = _positions(source, 3, 64)
-    yield Sample("wide heads", (q, k, *_tables(source, 64, 256), at, False))
-    q, k = _heads(source, 3, 5, 1, 70)
-    odd = _tables(source, 11, 70)
+    yield Sample("wide heads", (q, k, *tables(source, 64, 256), at, False))
+    q, k = heads_of_qkv(source, 3, 5, 1, 70)
+    odd = tables(source, 11, 70)
     for interleaved in (False, True):
         name = "odd sizes" + ", interleaved" * interleaved
         yield Sample(name, (q, k, *odd, _positions(source, 3, 11), interleaved))
-    q, k = _heads(source, 3, 1, 1, 7)
-    yield Sample("odd head_size", (q, k, *_tables(source, 8, 6), _positions(source, 3, 8), False))
-    q, k = _heads(source, 2, 2, 1, 2)
-    yield Sample("1 pair", (q, k, *_tables(source, 1, 2), _positions(source, 2, 1), False))
+    q, k = heads_of_qkv(source, 3, 1, 1, 7)
+    yield Sample("odd head_size", (q, k, *tables(source, 8, 6), _positions(source, 3, 8), False))
+    q, k = heads_of_qkv(source, 2, 2, 1, 2)
+    yield Sample("1 pair", (q, k, *tables(source, 1, 2), _positions(source, 2, 1), False))
 
 
 def _served(
@@ -326,17 +336,17 @@ def _served(
     if large and str(dtype) != "torch.float16":
         scale = 3e4  # beyond fp16's range
     base = 500000.0 if large else 10000.0
-    cos, sin = _tables(source, sizes.max_position, sizes.rotary, base=base)
+    cos, sin = tables(source, sizes.max_position, sizes.rotary, base=base)
     for tokens in sizes.tokens:
         for interleaved in (False, True):
-            q, k = _heads(source, tokens, heads, kv_heads, head_size, scale)
-            at = _served_positions(source, tokens, sizes.max_position, large)
+            q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
+            at = served_positions(source, tokens, sizes.max_position, large)
             name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
             name += ", interleaved" * interleaved + ", large" * large
             yield Sample(name, (q, k, cos, sin, at, interleaved), scale)
 
 
-def _served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
+def served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
     """Positions all over the model's length, its ends and the powers of two among them."""
     import torch
 
@@ -356,8 +366,8 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     import torch
 
     source = Source(dtype, device)
-    query, key = _heads(source, 4, 2, 1, 8)
-    cos, sin = _tables(source, 16, 8)
+    query, key = heads_of_qkv(source, 4, 2, 1, 8)
+    cos, sin = tables(source, 16, 8)
     at = _positions(source, 4, 16)
     integers = torch.ones(4, 2, 8, dtype=torch.int64, device=source.device)
     good = {"query": query, "key": key, "cos": cos, "sin": sin, "position_ids": at}

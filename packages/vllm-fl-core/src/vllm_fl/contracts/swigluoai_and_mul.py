@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .checks import Problem, gated_tensor
+from .checks import Problem, finite_number, gated_tensor
 from .sampling import Source, bad_gated_inputs, gated_inputs, served_gated_inputs
 from .spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
@@ -61,21 +61,11 @@ def _fake(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Te
 
 
 def _check(x: Any, alpha: Any = 1.702, limit: Any = 7.0) -> Problem:
-    return gated_tensor("x", x) or _check_alpha(alpha) or _check_limit(limit)
-
-
-def _check_alpha(alpha: Any) -> Problem:
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        return "alpha", f"must be a number, got {type(alpha).__name__}"
-    return None if math.isfinite(alpha) else ("alpha", f"must be finite, got {alpha}")
-
-
-def _check_limit(limit: Any) -> Problem:
-    if isinstance(limit, bool) or not isinstance(limit, int | float):
-        return "limit", f"must be a number, got {type(limit).__name__}"
-    if not 0 < limit < math.inf:
-        return "limit", f"must be finite and above 0, got {limit}"
-    return None
+    return (
+        gated_tensor("x", x)
+        or finite_number("alpha", alpha)
+        or finite_number("limit", limit, above=0)
+    )
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:

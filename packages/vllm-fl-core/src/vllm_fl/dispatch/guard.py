@@ -123,7 +123,7 @@ class Chain:
         if not copied:
             return call.args
         return [
-            arg.clone() if name in copied and arg is not None else arg
+            _copy(arg) if name in copied and arg is not None else arg
             for name, arg in zip(self.names, call.args, strict=False)
         ]
 
@@ -228,6 +228,7 @@ def _compile(
     scope: dict[str, Any] = {
         "_fn": first.fn,
         "_Call": Call,
+        "_copy": _copy,
         "_supports": chain.asked(first),
         "_chain": chain,
     }
@@ -254,7 +255,7 @@ def _compile(
     for name in (first.consumes - chain.grants) & values.keys():
         needed = {name} | (chain.spec.consumed_with[name] if chain.spec else set())
         given = " and ".join(f"{values[p]} is not None" for p in sorted(needed))
-        safe[name] = f"{values[name]}.clone() if {given} else {values[name]}"
+        safe[name] = f"_copy({values[name]}) if {given} else {values[name]}"
     if first.needs_layer:
         invoke = f"_fn({', '.join(['_layer', *(safe[p.name] for p in taken)])})"
     else:
@@ -325,6 +326,11 @@ def _guard_of_anything(chain: Chain, is_method: bool) -> Callable[..., Any]:
 
     guard.__name__ = chain.op
     return guard
+
+
+def _copy(argument: Any) -> Any:
+    """A copy that may be overwritten and returned: contiguous, as results are."""
+    return argument.clone() if argument.is_contiguous() else argument.contiguous()
 
 
 def _is_plain(name: str) -> bool:

@@ -41,6 +41,14 @@ class _Storage:
         """Take what is there now for what must be there after a call."""
         self.before = _bits(self.memory).clone()
 
+    def restore(self, consumed: Collection[str]) -> None:
+        """Put back what these arguments held; what was written beside them stays, to be seen."""
+        for name in consumed:
+            if name in self.views:
+                assert self.before is not None
+                now = _same_place(self.views[name], _bits(self.memory))
+                now.copy_(_same_place(self.views[name], self.before))
+
     def disturbance(self, consumed: Collection[str]) -> tuple[str, int] | None:
         """(the argument that was overwritten, or empty; how many elements); None for nothing."""
         assert self.before is not None
@@ -81,6 +89,11 @@ class Guarded:
         """Note what the memory holds, before a call."""
         for storage in self.storages:
             storage.remember()
+
+    def restore(self, consumed: Collection[str]) -> None:
+        """Give a call's consumed arguments back what they held, for the next one."""
+        for storage in self.storages:
+            storage.restore(consumed)
 
     def disturbance(self, consumed: Collection[str]) -> tuple[str, str, int] | None:
         """What a call has written and had no right to.

@@ -442,7 +442,7 @@ class _Run:
             got = self._call_once(form, laid, where)
             if got is None:
                 return
-            results.append((order, _kept(got, laid)))
+            results.append((order, _kept(got, form.call(laid))))
         for number, (order, got) in enumerate(results if self.compares else ()):
             _, problem = worst(got, form.wanted(large, order, count))
             if problem:
@@ -475,6 +475,8 @@ class _Run:
         """One call; its result, or None when it was refused."""
         impl, spec = self.impl, self.spec
         call = form.call(laid)
+        consumed = spec.consumed(impl.consumes, call.args)
+        form.static.restore(consumed)  # a cache: the call before has written into it
         who = "its supports"
         laid.remember()
         try:
@@ -489,11 +491,10 @@ class _Run:
             self.served += 1
             if not self.compares:
                 return got
-            consumed = spec.consumed(impl.consumes, call.args)
             problem = misplaced(got, spec.fake(*call.args), call, consumed)
             problem = problem or misuse(laid, consumed, impl, spec)
         except NotImplementedError as error:
-            if laid.disturbance(frozenset()) is not None and self.compares:
+            if call.disturbance(frozenset()) is not None and self.compares:
                 why = "it refuses a call after it has written into its arguments"
                 raise _Stop(f"{why}, which the next candidate is given ({where})", error) from error
             self.refusals.append(f"{where}: {error}")
@@ -513,8 +514,9 @@ class _Run:
         return got
 
     def _check_intact(self, form: _Form) -> None:
-        """Weights and tables are as they were before all these calls."""
-        problem = misuse(form.static, (), self.impl, self.spec)
+        """Weights and tables are as they were before all these calls, but for consumed ones."""
+        consumed = self.spec.consumed(self.impl.consumes, form.samples[0].args)
+        problem = misuse(form.static, consumed, self.impl, self.spec)
         if problem and self.compares:
             raise _Stop(f"it is wrong: {problem} ({form.name})")
 
@@ -545,6 +547,7 @@ class _Run:
             where = f"{how}, {dtype_name(self.trials.dtype)}"
             order = self.trials.order(count, 0)[:count]
             args = form.call(rows_of(form.pool(False), _repeated(order, count))).args
+            form.static.restore(self.spec.consumed(self.impl.consumes, args))
             try:
                 with torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0]):
                     got = self._timed(where, partial(call, *args), compiles=True)
@@ -578,7 +581,7 @@ class _Run:
 
 
 def _kept(result: Any, laid: Guarded) -> Any:
-    """A result that stays what it is when the arguments' memory is written anew."""
+    """A result that stays what it is when the memory of the arguments `laid` is written anew."""
     if isinstance(result, tuple):
         return tuple(_kept(part, laid) for part in result)
     alias: Callable[..., bool] = torch._C._is_alias_of  # type: ignore[attr-defined]

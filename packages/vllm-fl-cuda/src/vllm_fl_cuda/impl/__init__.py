@@ -23,8 +23,13 @@ ALIGNMENT = 32
 """Bytes of the widest vector that the kernels load (16 before Blackwell). They choose vectors by
 the innermost size alone: an address that is no multiple ends the process's CUDA context."""
 
-EXTENSIONS = ("vllm._C_stable_libtorch", "vllm._C")
-"""The modules whose import registers `torch.ops._C`: vLLM 0.26 has the first one only."""
+EXTENSIONS = (
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm._C",
+    "vllm._moe_C",
+)
+"""The modules whose import registers vLLM's operators: no release has all of them."""
 
 
 @cache
@@ -46,14 +51,18 @@ def load_kernels() -> None:
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
-    """vLLM's CUDA kernel `torch.ops._C.<name>`.
+    """vLLM's CUDA kernel of this name, in `torch.ops._C` unless the name has another namespace.
+
+    Args:
+        name: `rms_norm`, or with its namespace `_moe_C::moe_sum`.
 
     Raises:
         ImportError: vLLM or its extension is not installed.
         AttributeError: this vLLM has no such kernel.
     """
     load_kernels()
-    overload: Callable[..., Any] = getattr(torch.ops._C, name).default
+    namespace, _, operator = name.rpartition("::")
+    overload: Callable[..., Any] = getattr(getattr(torch.ops, namespace or "_C"), operator).default
     return overload
 
 

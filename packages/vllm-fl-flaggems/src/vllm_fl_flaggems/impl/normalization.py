@@ -1,4 +1,4 @@
-"""RMS normalisation, on FlagGems's Triton kernels."""
+"""Normalisations, on FlagGems's Triton kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..kernels import contiguous, launchable, warps
 from ..loading import available, flag_gems, unsuitable
 from . import DEFAULT
 
-__all__ = ["OPS", "rms_norm", "supports_rms_norm"]
+__all__ = ["OPS", "layer_norm", "rms_norm", "supports_layer_norm", "supports_rms_norm"]
 
 LONGEST_ROW = 4096
 """FlagGems norms a longer row in several steps, with a kernel that it tunes."""
@@ -144,7 +144,63 @@ def supports_rms_norm(
     return unsuitable("x", x) or True
 
 
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias in fp32, rounded once.
+
+    Args:
+        x: (..., hidden), float32, float16 or bfloat16, of any layout.
+        weight: (hidden,), of x's dtype or float32, or None for 1.
+        bias: (hidden,), of x's dtype or float32, or None for 0.
+        epsilon: added to the variance.
+
+    Returns:
+        (..., hidden), contiguous, of x's dtype.
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    if not x.numel():  # not every device's driver may run an empty grid
+        return x.new_empty(x.shape)
+    # The mean and the spread, for gradients, come back too.
+    normed: torch.Tensor = flag_gems().layer_norm(
+        contiguous(x), x.shape[-1:], weight, bias, epsilon
+    )[0]
+    return normed
+
+
+def supports_layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> Availability:
+    """True, or why the kernels would fail."""
+    if epsilon <= 0:
+        return f"epsilon is not above 0: {epsilon}"
+    if bias is not None and weight is None:
+        return "there is a bias and no weight"
+    # The kernels check no shape, and read beyond a smaller tensor.
+    for name, each in (("weight", weight), ("bias", bias)):
+        if each is not None and each.shape != x.shape[-1:]:
+            return (
+                f"{name} is {tuple(each.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
+            )
+    return unsuitable("x", x) or True
+
+
 OPS = (
+    OpImpl(
+        "layer_norm",
+        *DEFAULT,
+        layer_norm,
+        available=available,
+        supports=supports_layer_norm,
+    ),
     OpImpl(
         "rms_norm",
         *DEFAULT,

@@ -1,4 +1,4 @@
-"""Gated activations, as vLLM's layers compute them in PyTorch."""
+"""Activations, as vLLM's layers compute them in PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ import torch.nn.functional as F
 
 from . import implementations
 
-__all__ = ["OPS", "gelu_and_mul", "silu_and_mul", "swigluoai_and_mul"]
+__all__ = [
+    "OPS",
+    "fatrelu_and_mul",
+    "gelu_and_mul",
+    "gelu_fast",
+    "gelu_new",
+    "mul_and_silu",
+    "quick_gelu",
+    "relu2",
+    "silu_and_mul",
+    "silu_and_mul_with_clamp",
+    "swigluoai_and_mul",
+]
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -65,8 +77,7 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
         ValueError: the last dimension of x is odd, or alpha or limit is out of its range.
     """
     _refuse_silent_mistakes(x)
-    if not x.is_floating_point():  # sigmoid would turn integers into float32
-        raise TypeError(f"x must be floating, got {x.dtype}")
+    _refuse_integers(x)
     if not -math.inf < alpha < math.inf or not 0 < limit < math.inf:  # isfinite cannot be traced
         raise ValueError(f"alpha must be finite, limit finite and above 0, got {alpha} and {limit}")
     gate, up = x[..., ::2], x[..., 1::2]
@@ -75,9 +86,165 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
+def silu_and_mul_with_clamp(
+    x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
+) -> torch.Tensor:
+    """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves; every step is rounded.
+
+    Args:
+        x: (..., 2 * d), floating: gate, then up projection.
+        limit: a finite number above 0: the largest gate, and how far up lies from 0 at most.
+        alpha: a finite number.
+        beta: a finite number.
+
+    Returns:
+        (..., d), of x's dtype.
+
+    Raises:
+        TypeError: x is not floating, or limit, alpha or beta no number.
+        ValueError: the last dimension of x is odd, or limit, alpha or beta is out of its range.
+    """
+    _refuse_silent_mistakes(x)
+    _refuse_integers(x)
+    if not 0 < limit < math.inf:
+        raise ValueError(f"limit must be finite and above 0, got {limit}")
+    if not (-math.inf < alpha < math.inf and -math.inf < beta < math.inf):
+        raise ValueError(f"alpha and beta must be finite, got {alpha} and {beta}")
+    d = x.shape[-1] // 2
+    gate = x[..., :d].clamp(max=limit)
+    up = x[..., d:].clamp(min=-limit, max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+
+def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
+    """x[..., :d] * silu(x[..., d:]); silu is rounded to x's dtype before the product.
+
+    Args:
+        x: (..., 2 * d), floating.
+
+    Returns:
+        (..., d), of x's dtype.
+
+    Raises:
+        ValueError: the last dimension of x is odd.
+        RuntimeError: x is not floating.
+    """
+    _refuse_silent_mistakes(x)
+    d = x.shape[-1] // 2
+    return x[..., :d] * F.silu(x[..., d:])
+
+
+def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
+    """gate * x[..., d:], where gate is x[..., :d] above the threshold and 0 elsewhere.
+
+    Args:
+        x: (..., 2 * d), floating.
+        threshold: a finite number.
+
+    Returns:
+        (..., d), of x's dtype.
+
+    Raises:
+        TypeError: x is not floating, or threshold no number.
+        ValueError: the last dimension of x is odd, or threshold is not finite.
+    """
+    _refuse_silent_mistakes(x)
+    _refuse_integers(x)
+    if not -math.inf < threshold < math.inf:
+        raise ValueError(f"threshold must be finite, got {threshold}")
+    d = x.shape[-1] // 2
+    return F.threshold(x[..., :d], threshold, 0.0) * x[..., d:]
+
+
+def gelu_new(x: torch.Tensor) -> torch.Tensor:
+    """GELU by tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)); every step is rounded.
+
+    Args:
+        x: floating, of any shape.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        TypeError: x is not floating.
+    """
+    _refuse_integers(x)
+    c = math.sqrt(2.0 / math.pi)
+    return _packed(0.5 * x * (1.0 + torch.tanh(c * (x + 0.044715 * torch.pow(x, 3.0)))))
+
+
+def gelu_fast(x: torch.Tensor) -> torch.Tensor:
+    """GELU by tanh(0.7978845608 * x * (1 + 0.044715 * x**2)); every step is rounded.
+
+    Args:
+        x: floating, of any shape.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        TypeError: x is not floating.
+    """
+    _refuse_integers(x)
+    return _packed(0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))))
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 * x); every step is rounded.
+
+    Args:
+        x: floating, of any shape.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        TypeError: x is not floating.
+    """
+    _refuse_integers(x)
+    return _packed(x * torch.sigmoid(1.702 * x))
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)**2, rounded once.
+
+    Args:
+        x: floating, of any shape.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        TypeError: x is not floating.
+    """
+    _refuse_integers(x)
+    return _packed(torch.square(F.relu(x)))
+
+
+def _refuse_integers(x: torch.Tensor) -> None:
+    if not x.is_floating_point():  # some steps would take them, and others turn them into float32
+        raise TypeError(f"x must be floating, got {x.dtype}")
+
+
+def _packed(result: torch.Tensor) -> torch.Tensor:
+    """Contiguous: PyTorch gives elementwise results the strides of a dense x."""
+    return result.contiguous()
+
+
 def _refuse_silent_mistakes(x: torch.Tensor) -> None:
     if x.shape[-1] % 2:  # three features would broadcast: one gate for two of them
         raise ValueError(f"x must have an even last dimension, got {x.shape[-1]}")
 
 
-OPS = implementations(silu_and_mul, gelu_and_mul, swigluoai_and_mul)
+OPS = implementations(
+    silu_and_mul,
+    gelu_and_mul,
+    swigluoai_and_mul,
+    silu_and_mul_with_clamp,
+    mul_and_silu,
+    fatrelu_and_mul,
+    gelu_new,
+    gelu_fast,
+    quick_gelu,
+    relu2,
+)

@@ -1,12 +1,44 @@
-"""RMS normalisation, as `vllm.ir.ops.rms_norm` and `fused_add_rms_norm` compute it."""
+"""Normalisations, as vLLM's layers and its IR's `rms_norm` compute them in PyTorch."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from . import implementations
 
-__all__ = ["OPS", "rms_norm"]
+__all__ = ["OPS", "layer_norm", "rms_norm", "rms_norm_gated"]
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias, in the wider dtype of x and weight.
+
+    Args:
+        x: (..., hidden), floating.
+        weight: (hidden,), of x's dtype or float32, or None for 1.
+        bias: (hidden,), of weight's dtype, or None for 0.
+        epsilon: added to the variance, above 0.
+
+    Returns:
+        (..., hidden), contiguous, of x's dtype.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have computed with such an argument in silence.
+        RuntimeError: shapes, dtypes or devices that PyTorch cannot combine.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating, got {x.dtype}")
+    if bias is not None and weight is None:
+        raise ValueError("bias must be None without a weight")
+    if epsilon <= 0:
+        raise ValueError(f"epsilon must be above 0, got {epsilon}")
+    wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))
+    return F.layer_norm(wide, x.shape[-1:], weight, bias, epsilon).to(x.dtype)
 
 
 def rms_norm(
@@ -49,6 +81,61 @@ def rms_norm(
     return normed if residual is None else (normed, residual)
 
 
+def rms_norm_gated(
+    x: torch.Tensor,
+    z: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "swish",
+) -> torch.Tensor:
+    """norm(x) * act(z), or norm(x * act(z)), in fp32, rounded once.
+
+    Args:
+        x: (..., hidden), floating.
+        z: the gate, of x's shape and dtype, or None.
+        weight: (hidden,), of x's dtype or float32.
+        epsilon: added to the mean of squares, above 0.
+        group_size: each mean goes over this many features; None for all.
+        norm_before_gate: whether x alone is normed, or its product with the gate.
+        activation: `silu`, `swish` or `sigmoid`.
+
+    Returns:
+        (..., hidden), contiguous, of x's dtype.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have computed with such an argument in silence.
+        RuntimeError: shapes or devices that PyTorch cannot combine.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating, got {x.dtype}")
+    if z is not None and (z.shape != x.shape or z.dtype != x.dtype):
+        raise ValueError("z must have x's shape and dtype")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError("weight must have the shape (hidden,)")
+    if epsilon <= 0:
+        raise ValueError(f"epsilon must be above 0, got {epsilon}")
+    if activation not in ACTIVATIONS or norm_before_gate not in (True, False):
+        raise ValueError(f"no gate of {activation!r} with norm_before_gate={norm_before_gate!r}")
+    if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
+        raise ValueError(f"group_size must divide {x.shape[-1]}, got {group_size}")
+    gate = None if z is None else ACTIVATIONS[activation](z.float())
+    y = x.float()
+    if gate is not None and not norm_before_gate:
+        y = y * gate
+    groups = y if group_size is None else y.unflatten(-1, (-1, group_size))
+    groups = groups * torch.rsqrt(groups.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    y = groups if group_size is None else groups.flatten(-2)
+    y = y * weight.float()
+    if gate is not None and norm_before_gate:
+        y = y * gate
+    return y.to(x.dtype)
+
+
+ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+
+
 def _refuse_silent_mistakes(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -68,4 +155,4 @@ def _refuse_silent_mistakes(
         raise ValueError(f"variance_size must be from 1 to {x.shape[-1]}, got {variance_size}")
 
 
-OPS = implementations(rms_norm)
+OPS = implementations(layer_norm, rms_norm, rms_norm_gated)

@@ -1,4 +1,4 @@
-"""Rotary embedding, with the arithmetic of vLLM's `RotaryEmbedding.forward_native`."""
+"""Rotary embeddings, with the arithmetic of the native forms of vLLM's layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from . import implementations
 
-__all__ = ["OPS", "rotary_embedding"]
+__all__ = ["OPS", "multimodal_rotary_embedding", "rotary_embedding"]
 
 
 def rotary_embedding(
@@ -40,6 +40,62 @@ def rotary_embedding(
         _turn(query, cos, sin, rotary_interleaved),
         None if key is None else _turn(key, cos, sin, rotary_interleaved),
     )
+
+
+def multimodal_rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    mrope_section: list[int],
+    mrope_interleaved: bool = False,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn the first 2 * cos.shape[-1] features of each head; each product is rounded.
+
+    Args:
+        query: (tokens, heads, head_size), floating.
+        key: (tokens, kv_heads, head_size), of query's dtype.
+        cos, sin: (max_position, half) tables, rounded to query's dtype after the look-up.
+        position_ids: (tokens, 3), int64 or int32: along the axes time, height and width.
+        mrope_section: how many pairs each axis has; their sum is half.
+        mrope_interleaved: the axes take turns instead.
+        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
+
+    Returns:
+        New tensors of the shapes and dtypes of query and key.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast or rounded to integers in silence.
+        RuntimeError, IndexError: shapes, dtypes or positions that PyTorch cannot combine.
+    """
+    if position_ids.ndim != 2 or position_ids.shape[1] != 3:
+        raise ValueError(f"position_ids must be (tokens, 3), got {tuple(position_ids.shape)}")
+    if len(mrope_section) != 3 or min(mrope_section) < 0 or sum(mrope_section) != cos.shape[-1]:
+        raise ValueError(f"mrope_section must add up to {cos.shape[-1]}, got {mrope_section}")
+    if key is None:
+        raise TypeError("key must be a tensor")
+    _refuse_silent_mistakes(query, key, cos, sin, position_ids[:, 0])
+
+    def dealt_out(table: torch.Tensor) -> torch.Tensor:
+        rows = [table.index_select(0, position_ids[:, axis]) for axis in range(3)]
+        if mrope_interleaved:
+            dealt = _in_turns(rows, mrope_section)
+        else:
+            parts = zip(*(each.split(list(mrope_section), dim=-1) for each in rows), strict=True)
+            dealt = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
+        return dealt.unsqueeze(1).to(query.dtype)
+
+    c, s = dealt_out(cos), dealt_out(sin)
+    return _turn(query, c, s, rotary_interleaved), _turn(key, c, s, rotary_interleaved)
+
+
+def _in_turns(rows: list[torch.Tensor], section: list[int]) -> torch.Tensor:
+    pairs = torch.arange(rows[0].shape[-1], device=rows[0].device)
+    by_height = (pairs % 3 == 1) & (pairs < 3 * section[1])
+    by_width = (pairs % 3 == 2) & (pairs < 3 * section[2])
+    return torch.where(by_width, rows[2], torch.where(by_height, rows[1], rows[0]))
 
 
 def _refuse_silent_mistakes(
@@ -81,4 +137,4 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
     return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
-OPS = implementations(rotary_embedding)
+OPS = implementations(multimodal_rotary_embedding, rotary_embedding)

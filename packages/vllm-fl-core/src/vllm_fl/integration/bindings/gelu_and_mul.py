@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...contracts.binding import Binding, LayerPlace, OperatorPlace
+from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._gated import native, route
+from ._activation import gated
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -25,18 +25,8 @@ def _native(x: Tensor, approximate: str = "none") -> Tensor:
 BINDING = Binding(
     places=(
         LayerPlace("vllm.model_executor.layers.activation.GeluAndMul", _native),
-        *(
-            OperatorPlace(
-                name,
-                ("out", "input"),
-                route(approximate=approximate),
-                native(approximate=approximate),
-            )
-            for name, approximate in (
-                ("_C::gelu_and_mul", "none"),
-                ("_C::gelu_tanh_and_mul", "tanh"),
-            )
-        ),
+        gated("_C::gelu_and_mul", ("out", "input"), "none"),
+        gated("_C::gelu_tanh_and_mul", ("out", "input"), "tanh"),
     ),
     sizes=(INTERMEDIATE,),
     not_reached=(EXPERTS, HW_AGNOSTIC),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...contracts.binding import Binding, LayerPlace, OperatorPlace
+from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._gated import native, route
+from ._activation import gated
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ BINDING = Binding(
     places=(
         LayerPlace("vllm.model_executor.layers.activation.SiluAndMul", _native),
         # What mixtures of experts call: the parameters of vLLM's CUDA build, and of its CPU one.
-        OperatorPlace("_C::silu_and_mul", ("result", "input"), route(), native()),
-        OperatorPlace("_C::silu_and_mul", ("out", "input"), route(), native()),
+        gated("_C::silu_and_mul", ("result", "input")),
+        gated("_C::silu_and_mul", ("out", "input")),
     ),
     sizes=(INTERMEDIATE,),
     not_reached=(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, put
+from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
+from ._activation import gated
 from ._models import has_experts
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
@@ -21,27 +22,11 @@ def _native(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return (up + 1) * (gate * (gate * alpha).sigmoid())
 
 
-def _into(op: Bound) -> Bound:
-    def kernel(out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
-        put(out, op(input, alpha, limit))
-
-    return kernel
-
-
-def _from(replaced: Bound) -> Bound:
-    def op(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-        replaced(out, x, alpha, limit)
-        return out
-
-    return op
-
-
 BINDING = Binding(
     places=(
         LayerPlace("vllm.model_executor.layers.activation.SwigluOAIAndMul", _native),
         # What gpt-oss's experts call where they are not one kernel; in CUDA builds.
-        OperatorPlace("_C::swigluoai_and_mul", ("out", "input", "alpha", "limit"), _into, _from),
+        gated("_C::swigluoai_and_mul", ("out", "input", "alpha", "limit")),
     ),
     sizes=(INTERMEDIATE,),
     not_reached=(

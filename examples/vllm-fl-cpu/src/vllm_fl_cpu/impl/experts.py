@@ -1,0 +1,136 @@
+"""Mixtures of experts, on vLLM's C++ CPU kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from . import VENDOR, kernel, provides, unsuitable
+
+__all__ = ["OPS", "fused_experts", "supports_fused_experts"]
+
+TILE = 32
+"""Features of one tile of the kernel, which has no code for a part of one."""
+
+ISA = "vec"
+"""The kernel that every processor has. Those with matrix units serve bf16 faster by another."""
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+
+
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Packs the weights for the kernel and calls it.
+
+    Packing takes longer than the kernel does for a few tokens, and is done in every call. An engine
+    that has this implementation first does not call it: vLLM packs the weights once, when they are
+    loaded, and calls the same kernel itself.
+
+    Args:
+        hidden_states: (tokens, hidden), float32, float16 or bfloat16; hidden a multiple of 32.
+        w13: (experts, 2 * intermediate, hidden), of the same dtype; intermediate a multiple of 32.
+        w2: (experts, hidden, intermediate), of the same dtype.
+        topk_weights: (tokens, k), floating.
+        topk_ids: (tokens, k), int32 or int64.
+        activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
+        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
+        global_num_experts: not read.
+        expert_map: None.
+        w13_bias: (experts, 2 * intermediate), of the same dtype.
+        w2_bias: (experts, hidden), of the same dtype.
+
+    Returns:
+        (tokens, hidden), of hidden_states' dtype.
+
+    Raises:
+        RuntimeError: the kernel refuses its arguments.
+    """
+    x = hidden_states.contiguous()
+    if apply_router_weight_on_input:
+        x = x * topk_weights.to(x.dtype)
+    out = torch.empty_like(x)
+    if not out.numel():
+        return out
+    kernel("cpu_fused_moe")(
+        out,
+        x,
+        _packed(w13),
+        _packed(w2),
+        None if w13_bias is None else w13_bias.contiguous(),
+        None if w2_bias is None else w2_bias.contiguous(),
+        topk_weights.to(torch.float32).contiguous(),
+        topk_ids.to(torch.int32).contiguous(),
+        apply_router_weight_on_input,
+        activation,
+        ISA,
+    )
+    return out
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    packed = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    kernel("prepack_moe_weight")(weight.contiguous(), packed, ISA)
+    return packed
+
+
+def supports_fused_experts(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> Availability:
+    """True, or why the kernel would fail, or read memory that is not there."""
+    x = hidden_states
+    reason = unsuitable("hidden_states", x) or unsuitable("w13", w13)
+    if reason:
+        return reason
+    if expert_map is not None:
+        return "the kernel knows no expert_map: it would take another rank's expert for its own"
+    experts, inner, hidden = w13.shape
+    if hidden % TILE or inner % (2 * TILE):
+        return f"hidden and intermediate size, {hidden} and {inner // 2}, are not of {TILE}s"
+    if activation not in ACTIVATIONS:
+        return f"the kernel has no activation {activation!r}"
+    if not x.dtype == w13.dtype == w2.dtype or topk_ids.dtype not in (torch.int32, torch.int64):
+        return f"hidden_states are {x.dtype}, w13 {w13.dtype}, w2 {w2.dtype}, ids {topk_ids.dtype}"
+    fitting = (
+        x.shape == (topk_ids.shape[0], hidden)
+        and w2.shape == (experts, hidden, inner // 2)
+        and topk_weights.shape == topk_ids.shape
+        and not (apply_router_weight_on_input and topk_ids.shape[1] != 1)
+        and global_num_experts in (-1, experts)
+        and (w13_bias is None or w13_bias.shape == (experts, inner))
+        and (w2_bias is None or w2_bias.shape == (experts, hidden))
+    )
+    return True if fitting else "the arguments do not fit each other, which the kernel does not see"
+
+
+OPS = (
+    OpImpl(
+        "fused_experts",
+        *VENDOR,
+        fused_experts,
+        "cpu",
+        available=provides("cpu_fused_moe", "prepack_moe_weight"),
+        supports=supports_fused_experts,
+    ),
+)

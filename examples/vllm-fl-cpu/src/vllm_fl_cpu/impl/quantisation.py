@@ -1,0 +1,68 @@
+"""Activations to int8, on vLLM's C++ CPU kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from . import VENDOR, kernel, provides, unsuitable
+
+__all__ = ["OPS", "quant_int8", "supports_quant_int8"]
+
+
+def quant_int8(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    azp: torch.Tensor | None = None,
+    asymmetric: bool | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The nearest int8 to x / scale + azp, saturating, computed in fp32; halves go to even.
+
+    Args:
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout.
+        scale: one float32 number; None for a scale for each token.
+        azp: one int32 number with `scale`; None for 0.
+        asymmetric: True for a zero point for each token; not with `scale`.
+
+    Returns:
+        (value, scale), or (value, scale, azp) with `asymmetric`.
+
+    Raises:
+        RuntimeError: the kernel refuses x or scale.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    value = torch.empty(x.shape, dtype=torch.int8)
+    if scale is not None:
+        kernel("static_scaled_int8_quant")(value, x, scale, azp)
+        return value, scale.clone()
+    steps = torch.empty((x.shape[0], 1), dtype=torch.float32)
+    zero = torch.empty_like(steps, dtype=torch.int32) if asymmetric else None
+    kernel("dynamic_scaled_int8_quant")(value, x, steps, zero)
+    return (value, steps) if zero is None else (value, steps, zero)
+
+
+def supports_quant_int8(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    azp: torch.Tensor | None = None,
+    asymmetric: bool | None = None,
+) -> Availability:
+    """True, or why the kernel would fail, or quantise otherwise."""
+    if scale is None and azp is not None:
+        return "azp without a scale, which the kernel would overwrite"
+    if asymmetric is not None and (scale is not None or asymmetric is not True):
+        return f"asymmetric={asymmetric} with a scale, or neither True nor None"
+    return unsuitable("x", x) or True
+
+
+OPS = (
+    OpImpl(
+        "quant_int8",
+        *VENDOR,
+        quant_int8,
+        "cpu",
+        available=provides("static_scaled_int8_quant", "dynamic_scaled_int8_quant"),
+        supports=supports_quant_int8,
+    ),
+)

@@ -1,0 +1,88 @@
+"""Rotary position embedding by three positions, on torch_npu's kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_fl import Availability, OpImpl, joint_cos_sin
+
+from ..npu import available
+from . import VENDOR
+from .rotary import supports_rotary_embedding
+
+__all__ = ["OPS", "multimodal_rotary_embedding", "supports_multimodal_rotary_embedding"]
+
+
+def multimodal_rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    mrope_section: list[int],
+    mrope_interleaved: bool = False,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn the first 2 * cos.shape[-1] features of each head, by `npu_mrope`; out of place.
+
+    Args:
+        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
+        key: (tokens, kv_heads, head_size), of query's dtype.
+        cos, sin: (max_position, half), of query's dtype, adjacent halves of one cache, which
+            `supports` sees to.
+        position_ids: (tokens, 3), int64 or int32, in [0, max_position).
+        mrope_section: how many pairs each axis has; their sum is half.
+        mrope_interleaved: False, which `supports` sees to: older releases of CANN deal the axes
+            out in sections alone.
+        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
+
+    Returns:
+        (query, key) turned.
+
+    Raises:
+        RuntimeError: CANN's kernel fails.
+    """
+    if not query.numel():
+        return query.new_empty(query.shape), key.new_empty(key.shape)
+    turned, other = torch.ops.npu.npu_mrope.default(
+        position_ids.t().long().contiguous(),
+        query.flatten(1),
+        key.flatten(1),
+        joint_cos_sin(cos, sin),
+        query.shape[-1],
+        mrope_section=list(mrope_section),
+        rotary_mode="interleave" if rotary_interleaved else "half",
+    )
+    return turned.view(query.shape), other.view(key.shape)
+
+
+def supports_multimodal_rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    mrope_section: list[int],
+    mrope_interleaved: bool = False,
+    rotary_interleaved: bool = False,
+) -> Availability:
+    """True, or why the kernel would fail."""
+    if mrope_interleaved:
+        return "the kernel deals the axes out in sections, not in turns"
+    if position_ids.shape != (len(query), 3) or position_ids.is_floating_point():
+        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
+    if len(mrope_section) != 3 or sum(mrope_section) != cos.shape[-1]:
+        return f"the sections {mrope_section} do not add up to {cos.shape[-1]} pairs"
+    return supports_rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+
+
+OPS = (
+    OpImpl(
+        "multimodal_rotary_embedding",
+        *VENDOR,
+        multimodal_rotary_embedding,
+        "ascend",
+        available=available,
+        supports=supports_multimodal_rotary_embedding,
+    ),
+)

@@ -1,0 +1,195 @@
+"""The routing of mixtures of experts, on torch_npu's kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from ..npu import available
+from . import VENDOR, unsuitable
+
+__all__ = ["OPS", "grouped_topk", "moe_topk", "supports_grouped_topk", "supports_moe_topk"]
+
+SCORING = {"softmax": 0, "sigmoid": 1}
+"""How `npu_moe_gating_top_k` numbers the functions."""
+
+MOST_EXPERTS = 2048
+"""That the kernel takes, each group counted as a multiple of 32."""
+
+
+def moe_topk(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token with the highest scores, by `npu_moe_gating_top_k`, in fp32.
+
+    Args:
+        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout; from 3 to
+            2048 experts.
+        topk: from 1 to experts.
+        renormalize: whether a token's weights are divided by their sum; of a sigmoid's the kernel
+            knows no others.
+        scoring_func: "softmax" or "sigmoid".
+        routed_scaling_factor: a finite number.
+        e_score_correction_bias: (experts,), floating, or None.
+
+    Returns:
+        (weights, float32; ids, int32), both (tokens, topk).
+
+    Raises:
+        RuntimeError: CANN's kernel fails.
+    """
+    groups = (1, 1, 0)
+    scale = (renormalize, scoring_func, routed_scaling_factor)
+    return _route(gating_output, topk, groups, *scale, e_score_correction_bias)
+
+
+def supports_moe_topk(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> Availability:
+    """True, or why the kernel would fail, or renormalise unasked."""
+    scale = (renormalize, scoring_func, routed_scaling_factor)
+    return _unfit(gating_output, topk, 1, 1, *scale, e_score_correction_bias) or True
+
+
+def grouped_topk(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best experts of the best groups of each token, by `npu_moe_gating_top_k`, in fp32.
+
+    Args:
+        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
+        topk: from 1 to the experts of topk_group groups.
+        renormalize: whether a token's weights are divided by their sum; of a sigmoid's the kernel
+            knows no others.
+        num_expert_group: a divisor of experts that leaves 3 or more for each group, at most 2048
+            together with each group counted as a multiple of 32.
+        topk_group: from 1 to num_expert_group.
+        scoring_func: "softmax" or "sigmoid".
+        routed_scaling_factor: a finite number.
+        e_score_correction_bias: (experts,), floating, or None.
+
+    Returns:
+        (weights, float32; ids, int32), both (tokens, topk).
+
+    Raises:
+        RuntimeError: CANN's kernel fails.
+    """
+    by_two = e_score_correction_bias is not None
+    groups = (num_expert_group, topk_group, int(by_two))
+    scale = (renormalize, scoring_func, routed_scaling_factor)
+    return _route(gating_output, topk, groups, *scale, e_score_correction_bias)
+
+
+def supports_grouped_topk(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> Availability:
+    """True, or why the kernel would fail, or renormalise unasked."""
+    groups = (num_expert_group, topk_group)
+    scale = (renormalize, scoring_func, routed_scaling_factor)
+    return _unfit(gating_output, topk, *groups, *scale, e_score_correction_bias) or True
+
+
+def _route(
+    gating_output: torch.Tensor,
+    topk: int,
+    groups: tuple[int, int, int],
+    renormalize: bool,
+    scoring_func: str,
+    factor: float,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = gating_output.float()  # weights are of the logits' dtype
+    if not logits.numel():
+        shape = (logits.shape[0], topk)
+        return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
+    of_softmax = scoring_func == "softmax"
+    count, best, mode = groups
+    weights, ids, _scores = torch.ops.npu.npu_moe_gating_top_k.default(
+        logits,
+        topk,
+        bias=None if bias is None else bias.float(),
+        k_group=best,
+        group_count=count,
+        group_select_mode=mode,
+        renorm=0,
+        norm_type=SCORING[scoring_func],
+        routed_scaling_factor=1.0 if of_softmax else factor,
+    )
+    if of_softmax and renormalize:  # the kernel divides a sigmoid's weights alone
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * factor if of_softmax and factor != 1.0 else weights, ids
+
+
+def _unfit(
+    logits: torch.Tensor,
+    topk: int,
+    groups: int,
+    best: int,
+    renormalize: bool,
+    scoring_func: str,
+    factor: float,
+    bias: torch.Tensor | None,
+) -> str | None:
+    if logits.ndim != 2:
+        return f"gating_output has {logits.ndim} dimensions"
+    if scoring_func not in SCORING:
+        return f"no kernel for {scoring_func}"
+    if scoring_func == "sigmoid" and not renormalize:
+        return "the kernel always renormalises a sigmoid's weights"
+    if not math.isfinite(factor):
+        return f"routed_scaling_factor={factor} is not finite"
+    experts = logits.shape[1]
+    if groups < 1 or experts % groups or experts < 3 * groups:
+        return f"no kernel for {experts} experts in {groups} groups"
+    size = experts // groups
+    if -(-size // 32) * 32 * groups > MOST_EXPERTS:
+        return f"no kernel for as many as {experts} experts in {groups} groups"
+    if not 1 <= best <= groups or not 1 <= topk <= best * size:
+        return f"no kernel for {topk} experts of {best} groups"
+    if bias is None:
+        return unsuitable("gating_output", logits)
+    if bias.shape != logits.shape[1:]:
+        return f"e_score_correction_bias is {tuple(bias.shape)}"
+    return unsuitable("gating_output", logits) or unsuitable("e_score_correction_bias", bias)
+
+
+OPS = (
+    OpImpl(
+        "moe_topk", *VENDOR, moe_topk, "ascend", available=available, supports=supports_moe_topk
+    ),
+    OpImpl(
+        "grouped_topk",
+        *VENDOR,
+        grouped_topk,
+        "ascend",
+        available=available,
+        supports=supports_grouped_topk,
+    ),
+)

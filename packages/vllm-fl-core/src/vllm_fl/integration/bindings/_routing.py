@@ -1,0 +1,22 @@
+"""The sizes of a routing by groups of experts, as a model's configuration tells them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...contracts.sizes import SizeRule
+
+__all__ = ["EXPERT_GROUPS", "GROUPS_OF_A_TOKEN"]
+
+_GROUPS = ("n_group", "num_expert_group", "moe_n_group")
+_TAKEN = ("topk_group", "num_limited_groups", "moe_topk_group")
+"""What configurations call these numbers."""
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    text = config.model_config.hf_text_config
+    return int(next(value for name in names if (value := getattr(text, name, None))))
+
+
+EXPERT_GROUPS = SizeRule("expert_groups", lambda config: _first(config, _GROUPS), 8)
+GROUPS_OF_A_TOKEN = SizeRule("expert_groups_per_token", lambda config: _first(config, _TAKEN), 4)

@@ -1,0 +1,101 @@
+"""Attention over parts of the keys, merged by vLLM's CUDA kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from . import VENDOR, kernel, provides, unsuitable
+
+__all__ = ["OPS", "merge_attn_states", "supports_merge_attn_states"]
+
+VECTOR = 16
+"""Bytes that the kernel loads at once; an address between two ends the process's CUDA context."""
+
+
+def merge_attn_states(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs' mean, weighted with exp(lse), in fp32, rounded once.
+
+    Args:
+        prefix_output, suffix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of
+            any layout.
+        prefix_lse, suffix_lse: (tokens, heads), float32; infinite ones are of no keys.
+
+    Returns:
+        (output, lse). Where neither had keys, output is prefix_output.
+    """
+    output = prefix_output.new_empty(prefix_output.shape)
+    # Heads first, without gaps: the kernel of vLLM 0.26 minds no strides of log-sum-exps.
+    sums = prefix_lse.new_empty(prefix_lse.shape[::-1])
+    if output.numel():  # an empty grid is a launch error
+        if not _one_grid(prefix_output, suffix_output):
+            prefix_output, suffix_output = _packed(prefix_output), _packed(suffix_output)
+        kernel("merge_attn_states")(
+            output,
+            sums,
+            prefix_output,
+            prefix_lse.T.contiguous(),
+            suffix_output,
+            suffix_lse.T.contiguous(),
+            None,
+        )
+    return output, sums.T.contiguous()
+
+
+def supports_merge_attn_states(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+) -> Availability:
+    """True, or why the kernel would fail; it checks no shape but the size of a head."""
+    reason = unsuitable("prefix_output", prefix_output)
+    if reason:
+        return reason
+    first, other = prefix_output, suffix_output
+    if (other.shape, other.dtype, other.device) != (first.shape, first.dtype, first.device):
+        return (
+            f"suffix_output is {other.dtype} {tuple(other.shape)} on {other.device} and "
+            f"prefix_output {first.dtype} {tuple(first.shape)} on {first.device}"
+        )
+    if first.ndim != 3 or (first.shape[2] * first.itemsize) % VECTOR:
+        return f"heads of {first.shape[-1:]} {first.dtype} are no multiples of {VECTOR} bytes"
+    for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
+        if (lse.shape, lse.dtype, lse.device) != (first.shape[:2], torch.float32, first.device):
+            return f"{name} is {lse.dtype} {tuple(lse.shape)} on {lse.device}"
+    return True
+
+
+def _one_grid(prefix: torch.Tensor, suffix: torch.Tensor) -> bool:
+    """Whether the kernel finds both by the stride of the prefix's heads, at whole vectors."""
+    side = prefix.stride(1)
+    wanted = (prefix.shape[1] * side, side, 1)
+    return (
+        prefix.stride() == suffix.stride() == wanted
+        and not (side * prefix.itemsize) % VECTOR
+        and not prefix.data_ptr() % VECTOR
+        and not suffix.data_ptr() % VECTOR
+    )
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % VECTOR else x
+
+
+OPS = (
+    OpImpl(
+        "merge_attn_states",
+        *VENDOR,
+        merge_attn_states,
+        "cuda",
+        available=provides("merge_attn_states"),
+        supports=supports_merge_attn_states,
+    ),
+)

@@ -1,0 +1,169 @@
+"""Paged caches, on vLLM's CUDA kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from . import VENDOR, kernel, provides, unsuitable
+
+__all__ = [
+    "OPS",
+    "concat_and_cache_mla",
+    "reshape_and_cache",
+    "supports_concat_and_cache_mla",
+    "supports_reshape_and_cache",
+]
+
+RESHAPE = "_C_cache_ops::reshape_and_cache_flash"
+CONCAT = "_C_cache_ops::concat_and_cache_mla"
+
+VECTOR = 16
+"""Bytes that the kernel for keys and values moves at once. In vLLM 0.26 it asks for the address of
+what it reads alone: a row of the cache that begins between two vectors ends the CUDA context."""
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write each token's key and value into its slot, in place.
+
+    Args:
+        key, value: (tokens, kv_heads, head_size), float32, float16 or bfloat16, of any layout.
+        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of key's dtype, both of
+            one layout, heads before or behind slots. They are overwritten.
+        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the caches is not
+            looked for.
+
+    Returns:
+        (key_cache, value_cache), the arguments themselves.
+    """
+    if key.numel():  # an empty grid is a launch error
+        one = _one(key.device)
+        slots = slot_mapping.contiguous()
+        kernel(RESHAPE)(_rows(key), _rows(value), key_cache, value_cache, slots, "auto", one, one)
+    return key_cache, value_cache
+
+
+def supports_reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> Availability:
+    """True, or why the kernel would fail; it checks no shape, and writes beyond a smaller cache."""
+    reason = unsuitable("key", key) or _strangers(
+        key, value=value, key_cache=key_cache, value_cache=value_cache
+    )
+    if reason:
+        return reason
+    if key.ndim != 3 or value.shape != key.shape:
+        return f"key is {tuple(key.shape)} and value {tuple(value.shape)}"
+    for name, held in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if held.ndim != 4 or held.shape[2:] != key.shape[1:] or held.shape != key_cache.shape:
+            return f"{name} is {tuple(held.shape)} and key {tuple(key.shape)}"
+        if held.stride() != key_cache.stride() or held.stride(3) != 1:
+            return f"the caches have the strides {key_cache.stride()} and {value_cache.stride()}"
+        sizes = (held.data_ptr(), *(n * held.itemsize for n in (*held.stride()[:3], held.shape[3])))
+        if any(size % VECTOR for size in sizes):
+            return f"heads of {name} do not begin at multiples of {VECTOR} bytes"
+    return _slots(slot_mapping, key) or True
+
+
+def concat_and_cache_mla(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> torch.Tensor:
+    """Write each token's kv_c, then k_pe, into its slot, in place.
+
+    Args:
+        kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, of any layout.
+        k_pe: (tokens, rope_size), of kv_c's dtype and any layout.
+        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype, with rows in one
+            piece. It is overwritten.
+        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the cache is not
+            looked for.
+
+    Returns:
+        kv_cache, the argument itself.
+    """
+    if slot_mapping.numel():  # an empty grid is a launch error
+        rows = [x if x.stride(1) == 1 else x.contiguous() for x in (kv_c, k_pe)]
+        slots = slot_mapping.contiguous()
+        kernel(CONCAT)(*rows, kv_cache, slots, "auto", _one(kv_c.device))
+    return kv_cache
+
+
+def supports_concat_and_cache_mla(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> Availability:
+    """True, or why the kernel would fail, or read beyond a tensor."""
+    reason = unsuitable("kv_c", kv_c) or _strangers(kv_c, k_pe=k_pe, kv_cache=kv_cache)
+    if reason:
+        return reason
+    if kv_c.ndim != 2 or k_pe.ndim != 2 or k_pe.shape[0] != kv_c.shape[0]:
+        return f"kv_c is {tuple(kv_c.shape)} and k_pe {tuple(k_pe.shape)}"
+    width = kv_c.shape[1] + k_pe.shape[1]
+    if kv_cache.ndim != 3 or kv_cache.shape[2] != width:
+        return f"kv_cache is {tuple(kv_cache.shape)}, and rows have {width} elements"
+    if kv_cache.stride(2) != 1:
+        return f"kv_cache has the strides {kv_cache.stride()}: the kernel writes rows in one piece"
+    return _slots(slot_mapping, kv_c) or True
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    """A scale, which the kernels demand and do not read where nothing is quantised."""
+    with torch.inference_mode(False):
+        return torch.ones(1, dtype=torch.float32, device=device)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself where a token's heads lie side by side and begin at a vector, else a copy."""
+    step, side, inner = x.stride()
+    if inner != 1 or side != x.shape[2] or (step * x.itemsize) % VECTOR:
+        x = x.contiguous()
+    return x.clone() if x.data_ptr() % VECTOR else x
+
+
+def _strangers(first: torch.Tensor, **others: torch.Tensor) -> str | None:
+    """Which of the tensors is of another dtype or on another device than `first`."""
+    for name, x in others.items():
+        if x.dtype != first.dtype or x.device != first.device:
+            return f"{name} is {x.dtype} on {x.device}, not {first.dtype} on {first.device}"
+    return None
+
+
+def _slots(slot_mapping: torch.Tensor, rows: torch.Tensor) -> str | None:
+    if slot_mapping.dtype == torch.int64 and slot_mapping.shape == rows.shape[:1]:
+        return None
+    return f"slot_mapping is {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
+
+
+OPS = (
+    OpImpl(
+        "reshape_and_cache",
+        *VENDOR,
+        reshape_and_cache,
+        "cuda",
+        available=provides(RESHAPE),
+        supports=supports_reshape_and_cache,
+        consumes=frozenset({"key_cache", "value_cache"}),
+    ),
+    OpImpl(
+        "concat_and_cache_mla",
+        *VENDOR,
+        concat_and_cache_mla,
+        "cuda",
+        available=provides(CONCAT),
+        supports=supports_concat_and_cache_mla,
+        consumes=frozenset({"kv_cache"}),
+    ),
+)

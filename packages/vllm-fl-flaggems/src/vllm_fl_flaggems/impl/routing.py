@@ -1,0 +1,171 @@
+"""The routing of mixtures of experts, on FlagGems's Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from ..kernels import contiguous
+from ..loading import available, flag_gems, unsuitable
+from . import DEFAULT
+
+__all__ = ["OPS", "grouped_topk", "moe_topk", "supports_grouped_topk", "supports_moe_topk"]
+
+MOST = 32
+"""Experts of a token, and groups, that the kernels take."""
+
+MOST_EXPERTS = 1024
+"""The kernel without groups reads no more of a token's logits, and does not say so."""
+
+
+def moe_topk(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token with the highest softmax, and their weights, in fp32.
+
+    The kernel adds 1e-8 to each sum by which it divides.
+
+    Args:
+        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
+        topk: from 1 to 32, and to experts.
+        renormalize: whether a token's weights are divided by their sum.
+        scoring_func: "softmax"; the kernel has no other.
+        routed_scaling_factor: a finite number.
+        e_score_correction_bias: None; the kernel knows no bias.
+
+    Returns:
+        (weights, float32; ids, int32), both (tokens, topk).
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    gems = flag_gems()
+    shape = (gating_output.shape[0], topk)
+    weights = gating_output.new_empty(shape, dtype=torch.float32)
+    ids, rows = (gating_output.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    if ids.numel():
+        gems.topk_softmax(weights, ids, rows, contiguous(gating_output), renormalize)
+    if routed_scaling_factor != 1.0:
+        weights *= routed_scaling_factor
+    return weights, ids
+
+
+def supports_moe_topk(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> Availability:
+    """True, or why the kernel would fail, or leave something out."""
+    if scoring_func != "softmax":
+        return f"no kernel for {scoring_func}"
+    if e_score_correction_bias is not None:
+        return "the kernel has no e_score_correction_bias"
+    reason = _unfit(gating_output, routed_scaling_factor)
+    if reason:
+        return reason
+    experts = gating_output.shape[1]
+    if experts > MOST_EXPERTS or not 1 <= topk <= min(MOST, experts):
+        return f"no kernel for {topk} of {experts} experts"
+    return True
+
+
+def grouped_topk(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best experts of the best groups of each token, and their weights, in fp32.
+
+    Args:
+        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
+        topk: a power of two from 1 to 32, at most the experts of topk_group groups.
+        renormalize: whether a token's weights are divided by their sum.
+        num_expert_group: a divisor of experts, at most 32, that leaves two or more for each group.
+        topk_group: from 1 to num_expert_group.
+        scoring_func: "softmax" or "sigmoid", which PyTorch computes before the kernels.
+        routed_scaling_factor: a finite number.
+        e_score_correction_bias: (experts,), floating.
+
+    Returns:
+        (weights, float32; ids, int32), both (tokens, topk).
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    gems = flag_gems()
+    logits = contiguous(gating_output).float()  # the kernels round scores to the logits' dtype
+    if not logits.numel():
+        shape = (logits.shape[0], topk)
+        return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
+    routing: tuple[torch.Tensor, torch.Tensor] = gems.grouped_topk(
+        logits.softmax(-1) if scoring_func == "softmax" else logits.sigmoid(),
+        num_expert_group,
+        topk_group,
+        topk,
+        renormalize,
+        routed_scaling_factor,
+        e_score_correction_bias,
+        0,  # these are scores already
+    )
+    return routing
+
+
+def supports_grouped_topk(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+) -> Availability:
+    """True, or why the kernels would fail, or count groups otherwise."""
+    if scoring_func not in ("softmax", "sigmoid"):
+        return f"no kernel for {scoring_func}"
+    bias = e_score_correction_bias
+    if bias is None:
+        return "the kernels have no form without e_score_correction_bias"
+    reason = _unfit(gating_output, routed_scaling_factor)
+    if reason:
+        return reason
+    if bias.shape != gating_output.shape[1:]:
+        return f"e_score_correction_bias is {tuple(bias.shape)}"
+    experts, groups = gating_output.shape[1], num_expert_group
+    if not 1 <= groups <= MOST or experts % groups or experts < 2 * groups:
+        return f"no kernel for {experts} experts in {groups} groups"
+    if not 1 <= topk_group <= groups or topk > topk_group * experts // groups:
+        return f"no kernel for {topk} experts of {topk_group} groups"
+    if topk not in (1, 2, 4, 8, 16, 32):
+        return f"the kernels take powers of two for topk, up to 32, not {topk}"
+    return unsuitable("e_score_correction_bias", bias) or True
+
+
+def _unfit(logits: torch.Tensor, factor: float) -> str | None:
+    if logits.ndim != 2:
+        return f"gating_output has {logits.ndim} dimensions"
+    if not abs(factor) < float("inf"):
+        return f"routed_scaling_factor={factor} is not finite"
+    return unsuitable("gating_output", logits)
+
+
+OPS = (
+    OpImpl("moe_topk", *DEFAULT, moe_topk, available=available, supports=supports_moe_topk),
+    OpImpl(
+        "grouped_topk", *DEFAULT, grouped_topk, available=available, supports=supports_grouped_topk
+    ),
+)

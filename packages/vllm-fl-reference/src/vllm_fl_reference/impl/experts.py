@@ -1,0 +1,132 @@
+"""Mixtures of experts, expert by expert in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from vllm_fl import BackendImplKind, OpImpl
+
+from .activation import gelu_and_mul, silu_and_mul, swigluoai_and_mul
+
+__all__ = ["OPS", "fused_experts"]
+
+ACTIVATIONS = {
+    "silu": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_tanh": lambda x: gelu_and_mul(x, "tanh"),
+    "swigluoai": swigluoai_and_mul,
+}
+
+
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The tokens of one expert after another; an expert's result is rounded, their sum in fp32.
+
+    Every expert's tokens are counted, for which a device waits: not to be captured in a CUDA graph.
+
+    Args:
+        hidden_states: (tokens, hidden), floating.
+        w13: (experts, 2 * intermediate, hidden), of the same dtype.
+        w2: (experts, hidden, intermediate), of the same dtype.
+        topk_weights: (tokens, k), floating.
+        topk_ids: (tokens, k), int32 or int64.
+        activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
+        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
+        global_num_experts: the length of expert_map, or -1 or w13's experts without one.
+        expert_map: expert -> row of w13 and w2, or -1 for one of another rank, which adds nothing.
+        w13_bias: (experts, 2 * intermediate).
+        w2_bias: (experts, hidden).
+
+    Returns:
+        (tokens, hidden), of hidden_states' dtype.
+
+    Raises:
+        ValueError: the shapes do not belong together, or `activation` is another word.
+        TypeError: topk_ids or expert_map is not of integers.
+        RuntimeError: the dtypes differ.
+    """
+    _refuse_silent_mistakes(
+        hidden_states,
+        w13,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        apply_router_weight_on_input,
+        global_num_experts,
+        expert_map,
+        w13_bias,
+        w2_bias,
+    )
+    act = ACTIVATIONS[activation]
+    x = hidden_states
+    if apply_router_weight_on_input:
+        x = x * topk_weights.to(x.dtype)
+    rows = topk_ids.long() if expert_map is None else expert_map.long()[topk_ids.long()]
+    slots = x.new_zeros((*rows.shape, x.shape[1]))
+    for expert in range(w13.shape[0]):
+        token, slot = (rows == expert).nonzero(as_tuple=True)
+        if not token.numel():
+            continue
+        inner = F.linear(x[token], w13[expert], None if w13_bias is None else w13_bias[expert])
+        bias = None if w2_bias is None else w2_bias[expert]
+        slots[token, slot] = F.linear(act(inner), w2[expert], bias)
+    summands = slots.float()
+    if not apply_router_weight_on_input:
+        summands *= topk_weights.float().unsqueeze(-1)
+    return summands.sum(dim=1).to(x.dtype)
+
+
+def _refuse_silent_mistakes(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+) -> None:
+    """What would broadcast, or is seen only once a token takes the last expert."""
+    tokens, hidden = hidden_states.shape
+    experts, inner, _ = w13.shape
+    count = experts if expert_map is None else expert_map.numel()
+    wrong = {
+        "w13": w13.shape[2] != hidden,
+        "w2": w2.shape != (experts, hidden, inner // 2),
+        "topk_weights": topk_weights.ndim != 2 or topk_weights.shape[0] != tokens,
+        "topk_ids": topk_ids.shape != topk_weights.shape,
+        "activation": activation not in ACTIVATIONS,
+        "apply_router_weight_on_input": apply_router_weight_on_input and topk_ids.shape[1] != 1,
+        "global_num_experts": global_num_experts != count
+        and (global_num_experts != -1 or expert_map is not None),
+        "w13_bias": w13_bias is not None and w13_bias.shape != (experts, inner),
+        "w2_bias": w2_bias is not None and w2_bias.shape != (experts, hidden),
+    }
+    if any(wrong.values()):
+        named = ", ".join(name for name, is_wrong in wrong.items() if is_wrong)
+        raise ValueError(f"{named} do not fit hidden_states of {tokens} x {hidden} or each other")
+    for ids in (topk_ids, expert_map):
+        if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
+            raise TypeError(f"topk_ids and expert_map must be of integers, got {ids.dtype}")
+    if not hidden_states.dtype == w13.dtype == w2.dtype:  # seen late where no token is
+        raise RuntimeError(f"dtypes {hidden_states.dtype}, {w13.dtype} and {w2.dtype} differ")
+
+
+# Not traceable: how many tokens an expert has is known once the routing is.
+OPS = (OpImpl("fused_experts", "reference.torch", BackendImplKind.REFERENCE, fused_experts),)

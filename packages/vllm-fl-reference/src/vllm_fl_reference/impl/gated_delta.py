@@ -1,0 +1,184 @@
+"""Gated delta rules and their gates. vLLM has kernels alone; these follow the formula in fp32."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from . import implementations
+
+__all__ = ["OPS", "chunk_gated_delta_rule", "gdn_gating", "recurrent_gated_delta_rule"]
+
+
+def gdn_gating(
+    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(-exp(A_log) * softplus(a + dt_bias), sigmoid(b)), computed in fp32.
+
+    Args:
+        a, b: (tokens, heads), floating.
+        A_log, dt_bias: (heads,), floating.
+
+    Returns:
+        (g, beta), both (tokens, heads): g in float32, beta in b's dtype.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast or widened in silence.
+    """
+    _refuse_silent_mistakes(a, b, A_log, dt_bias)
+    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return g, b.float().sigmoid().to(b.dtype).contiguous()
+
+
+def _refuse_silent_mistakes(
+    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
+) -> None:
+    if not all(x.is_floating_point() for x in (a, b, A_log, dt_bias)):
+        raise TypeError("a, b, A_log and dt_bias must be floating")
+    if a.ndim != 2 or a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError("a and b must be (tokens, heads), of one dtype")
+    if A_log.shape != a.shape[1:] or dt_bias.shape != a.shape[1:]:
+        raise ValueError("A_log and dt_bias must be (heads,)")
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token by token in fp32; results are rounded once.
+
+    Args:
+        q, k: (tokens, heads, key_size), floating.
+        v: (tokens, value_heads, value_size), of q's dtype.
+        g, beta: (tokens, value_heads), g in float32.
+        initial_state: (sequences, value_heads, value_size, key_size), floating.
+        cu_seqlens: (sequences + 1,), int32 or int64, from 0 to the number of tokens.
+        epsilon: None, or what the squared length of each q and k has added.
+
+    Returns:
+        (out, final_state), of the shapes and dtypes of v and initial_state.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast, widened or read past a sequence in
+            silence.
+    """
+    q, k, v32 = _heads(q, k, v, epsilon)
+    if g.shape != v.shape[:2] or beta.shape != g.shape or g.dtype != torch.float32:
+        raise ValueError("g and beta must be (tokens, value_heads), g in float32")
+    if initial_state.shape[1:] != (*v.shape[1:], q.shape[-1]):
+        raise ValueError("initial_state must be (sequences, value_heads, value_size, key_size)")
+    if not initial_state.is_floating_point() or cu_seqlens.is_floating_point():
+        raise TypeError("initial_state must be floating, cu_seqlens integers")
+    at = cu_seqlens.tolist()
+    if len(at) != len(initial_state) + 1 or [0, *sorted(at[1:-1]), len(q)] != at:
+        raise ValueError(f"cu_seqlens must rise from 0 to {len(q)} in {len(initial_state)} steps")
+    states = initial_state.float().clone(memory_format=torch.contiguous_format)
+    kept, strength = g.exp()[..., None, None], beta.float()[..., None]
+    out = torch.empty_like(v, dtype=torch.float32, memory_format=torch.contiguous_format)
+    for state, (begin, end) in zip(states, pairwise(at), strict=True):
+        for t in range(begin, end):
+            out[t] = _step(state, q[t], k[t], v32[t], kept[t], strength[t])
+    return out.to(v.dtype), states.to(initial_state.dtype)
+
+
+def recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All tokens at once in fp32; results are rounded once.
+
+    Args:
+        q, k: (tokens, heads, key_size), floating.
+        v: (tokens, value_heads, value_size), of q's dtype.
+        a, b: (tokens, value_heads), floating.
+        A_log, dt_bias: (value_heads,), floating.
+        state: (slots, value_heads, value_size, key_size), floating; overwritten.
+        state_indices: (tokens,), int32 or int64; 0 is padding.
+        epsilon: None, or what the squared length of each q and k has added.
+
+    Returns:
+        (out, state): out of v's shape and dtype, 0 for padding; and the same state.
+
+    Raises:
+        TypeError, ValueError: PyTorch would have broadcast, widened or counted from the end in
+            silence.
+        IndexError: a slot that state does not have.
+    """
+    _refuse_silent_mistakes(a, b, A_log, dt_bias)
+    dtype = v.dtype
+    q, k, v = _heads(q, k, v, epsilon)
+    if a.shape != v.shape[:2]:
+        raise ValueError("a must be (tokens, value_heads)")
+    if state.shape[1:] != (*v.shape[1:], q.shape[-1]) or state_indices.shape != (len(q),):
+        raise ValueError(
+            "state must be (slots, value_heads, value_size, key_size), state_indices (tokens,)"
+        )
+    if not state.is_floating_point() or state_indices.is_floating_point():
+        raise TypeError("state must be floating, state_indices integers")
+    if bool((state_indices < 0).any()):
+        raise ValueError("state_indices must not be negative")
+    real = state_indices != 0
+    rows = state_indices.long()
+    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    states = state[rows].float()
+    out = _step(states, q, k, v, g.exp()[..., None, None], b.float().sigmoid()[..., None])
+    state[rows[real]] = states[real].to(state.dtype)
+    return out.masked_fill(~real[:, None, None], 0.0).to(dtype), state
+
+
+def _heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, epsilon: float | None
+) -> tuple[torch.Tensor, ...]:
+    """q, k, v in fp32; q and k normed, one for each head of v, and q scaled."""
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise TypeError("q, k and v must be floating, of one dtype")
+    if q.ndim != 3 or v.ndim != 3 or q.shape != k.shape or len(q) != len(v):
+        raise ValueError("q and k must be (tokens, heads, size), v of as many tokens")
+    if v.shape[1] % q.shape[1]:
+        raise ValueError("the heads of v must be a multiple of those of q")
+    if epsilon is not None and not epsilon > 0:
+        raise ValueError(f"epsilon must be None or above 0, got {epsilon}")
+    q, k = q.float(), k.float()
+    if epsilon is not None:
+        q, k = (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + epsilon) for x in (q, k))
+    share = v.shape[1] // q.shape[1]
+    q = (q * q.shape[-1] ** -0.5).repeat_interleave(share, dim=1)
+    return q, k.repeat_interleave(share, dim=1), v.float()
+
+
+def _step(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    strength: torch.Tensor,
+) -> torch.Tensor:
+    """What `state` (..., value_size, key_size) answers, after it has taken a token up in place."""
+    state *= kept
+    learnt = strength * (v - (state * k.unsqueeze(-2)).sum(-1))
+    state += learnt.unsqueeze(-1) * k.unsqueeze(-2)
+    return (state * q.unsqueeze(-2)).sum(-1)
+
+
+OPS = (
+    *implementations(gdn_gating),
+    *implementations(chunk_gated_delta_rule, traceable=False),
+    *implementations(recurrent_gated_delta_rule, consumes=("state",), traceable=False),
+)

@@ -1,0 +1,117 @@
+"""Paged caches, written with PyTorch's indexed assignment."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from . import implementations
+
+__all__ = ["OPS", "concat_and_cache_mla", "reshape_and_cache"]
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write each token's key and value into its slot, in place.
+
+    Args:
+        key, value: (tokens, kv_heads, head_size), of one dtype.
+        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of that dtype and any
+            layout. They are overwritten.
+        slot_mapping: (tokens,), int64, below blocks * block_size; negative ones are skipped.
+
+    Returns:
+        (key_cache, value_cache), the arguments themselves.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        IndexError: a slot lies beyond the caches.
+    """
+    if value.shape != key.shape or value_cache.shape != key_cache.shape:
+        raise ValueError(
+            f"key and value, and their caches, must be of one shape, got {tuple(key.shape)}, "
+            f"{tuple(value.shape)}, {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+        )
+    _refuse_silent_mistakes(key_cache, key, slot_mapping, 3)
+    _refuse_silent_mistakes(value_cache, value, slot_mapping, 3)
+    if value.dtype != key.dtype:
+        raise ValueError(f"key is {key.dtype} and value {value.dtype}")
+    _write(key_cache, key, slot_mapping)
+    _write(value_cache, value, slot_mapping)
+    return key_cache, value_cache
+
+
+def concat_and_cache_mla(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> torch.Tensor:
+    """Write each token's kv_c, then k_pe, into its slot, in place.
+
+    Args:
+        kv_c: (tokens, kv_lora_rank).
+        k_pe: (tokens, rope_size), of kv_c's dtype.
+        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype and any layout.
+            It is overwritten.
+        slot_mapping: (tokens,), int64, below blocks * block_size; negative ones are skipped.
+
+    Returns:
+        kv_cache, the argument itself.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        RuntimeError: kv_c and k_pe have not as many tokens.
+        IndexError: a slot lies beyond the cache.
+    """
+    if k_pe.dtype != kv_c.dtype:
+        raise ValueError(f"kv_c is {kv_c.dtype} and k_pe {k_pe.dtype}")
+    rows = torch.cat((kv_c, k_pe), dim=-1)
+    _refuse_silent_mistakes(kv_cache, rows, slot_mapping, 2)
+    _write(kv_cache, rows, slot_mapping)
+    return kv_cache
+
+
+def _write(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write rows into their slots, without asking the device how many have one.
+
+    A token without a slot writes what the first one with a slot does; if there is none, all write
+    back what slot 0 holds.
+    """
+    tokens = slot_mapping.shape[0]
+    if not tokens:
+        return
+    has_slot = slot_mapping >= 0
+    first = has_slot.int().argmax()
+    source = torch.where(has_slot, torch.arange(tokens, device=cache.device), first)
+    slots = slot_mapping[source].clamp(min=0)
+    at = slots // cache.shape[1], slots % cache.shape[1]
+    cache[at] = torch.where(has_slot.any(), rows[source], cache[at])
+
+
+def _refuse_silent_mistakes(
+    cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor, ndim: int
+) -> None:
+    """Indexed assignment would broadcast and cast."""
+    if rows.ndim != ndim or cache.ndim != ndim + 1 or cache.shape[2:] != rows.shape[1:]:
+        raise ValueError(f"rows of {tuple(rows.shape)} do not fit a cache of {tuple(cache.shape)}")
+    if rows.dtype != cache.dtype or not rows.is_floating_point():
+        raise ValueError(f"rows are {rows.dtype} and the cache {cache.dtype}")
+    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != rows.shape[:1]:
+        raise ValueError(
+            f"slot_mapping must be int64 ({rows.shape[0]},), got {slot_mapping.dtype} "
+            f"{tuple(slot_mapping.shape)}"
+        )
+
+
+OPS = tuple(
+    dataclasses.replace(impl, consumes=frozenset(consumed))
+    for impl, consumed in zip(
+        implementations(reshape_and_cache, concat_and_cache_mla),
+        (("key_cache", "value_cache"), ("kv_cache",)),
+        strict=True,
+    )
+)
