@@ -385,6 +385,7 @@ def test_heads_that_the_kernel_would_leave_or_turn_wrongly_are_refused(
         table = torch.randn(8, width).bfloat16()
         asked = normed_heads(cos_sin_cache=table, rotary_interleaved=interleaved)
         assert (supports(*asked) is True) is fits, (width, interleaved)
+    assert "cannot turn 128" in str(supports(*normed_heads(cos_sin_cache=wide)))
     monkeypatch.setattr(qk_norm_rope, "MOST_ELEMENTS", 3 * 256 - 1)
     assert "768 elements" in str(supports(*normed_heads()))
     monkeypatch.setattr(qk_norm_rope, "MOST_ELEMENTS", 3 * 256)
@@ -395,3 +396,10 @@ def test_heads_that_the_kernel_would_leave_or_turn_wrongly_are_refused(
         for x in normed_heads()
     ]
     assert supports(*half) is True
+    monkeypatch.setattr(qk_norm_rope, "unsuitable", lambda name, x: f"{name} is elsewhere")
+    assert supports(*half) == "qkv is elsewhere"
+
+
+def test_a_gpu_is_asked_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert qk_norm_rope._capability.__wrapped__(CPU) == (9, 0)
