@@ -18,21 +18,23 @@ from .impl import (
     routing,
 )
 
+MODULES = (
+    activation,
+    convolution,
+    experts,
+    gated_delta,
+    merging,
+    normalization,
+    paging,
+    qk_norm_rope,
+    quantisation,
+    rotary,
+    routing,
+)
+"""Those that bring ops, by theme."""
+
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `reference.torch`; they run wherever PyTorch does."""
-    modules = (
-        activation,
-        convolution,
-        experts,
-        gated_delta,
-        merging,
-        normalization,
-        paging,
-        qk_norm_rope,
-        quantisation,
-        rotary,
-        routing,
-    )
-    return [impl for module in modules for impl in module.OPS]
+    return [impl for module in MODULES for impl in module.OPS]
