@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...contracts.sizes import SizeRule
+from ...contracts.binding import SizeRule
 
 __all__ = [
     "CONVOLVING",

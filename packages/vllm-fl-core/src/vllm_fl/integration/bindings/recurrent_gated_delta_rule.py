@@ -182,9 +182,9 @@ def _into(op: Bound) -> Bound:
         softplus_beta: float = 1.0,
         softplus_threshold: float = 20.0,
     ) -> Any:
-        rows, tokens = q.shape[:2]
+        batch, tokens = q.shape[:2]
         if (
-            rows != 1
+            batch != 1
             or (softplus_beta, softplus_threshold) != (1.0, 20.0)
             or not _one_each(tokens, cu_seqlens, initial_state_indices)
         ):
