@@ -15,7 +15,7 @@ import torch
 
 import vllm_fl_cuda.impl as shared
 from vllm_fl.contracts import contracts
-from vllm_fl_cuda.impl import qk_norm_rope
+from vllm_fl_cuda.impl import merging, normalization, paging, qk_norm_rope
 from vllm_fl_cuda.plugin import MODULES, register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
