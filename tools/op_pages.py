@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from vllm_fl.cli.explain import documentation_of, places_of, signature_of
@@ -40,7 +41,7 @@ def pages() -> dict[str, str]:
     return {"README.md": _list(specs), **made}
 
 
-def _list(specs: dict[str, OpSpec]) -> str:
+def _list(specs: Mapping[str, OpSpec]) -> str:
     rows = [f"| [{op}]({op}.md) | {_first_sentence(spec)} |" for op, spec in specs.items()]
     return "\n".join([MADE, "", INTRODUCTION, *rows, ""])
 

@@ -24,18 +24,8 @@ from vllm_fl_ascend.impl import (
     rotary,
     routing,
 )
+from vllm_fl_ascend.plugin import MODULES
 
-MODULES = (
-    activation,
-    experts,
-    gated_normalization,
-    merging,
-    multimodal_rotary,
-    normalization,
-    quantisation,
-    rotary,
-    routing,
-)
 SLOW = ("fork", "spawn", "engine", "tracing", "opcheck")
 """Checks that no mistake of these is for."""
 

@@ -126,8 +126,7 @@ def test_policy_orders_ops_that_there_are_and_shuts_no_kind_out() -> None:
     assert set(orders) <= {*contracts(), "attention_backend"}
     for op, tokens in orders.items():
         assert set(tokens) == {"flagos", "vendor", "reference"}
-        vendor_first = op in ("attention_backend", "rms_norm", "rotary_embedding")
-        assert tokens[0] == ("vendor" if vendor_first else "flagos")
+        assert tokens[0] == ("flagos" if op in ("silu_and_mul", "gelu_and_mul") else "vendor")
 
 
 def test_every_group_of_blacklisted_ops_has_a_reason() -> None:

@@ -27,40 +27,13 @@ LAYERS = {"relu_squared": "relu2"}
 def register_ops() -> Iterable[OpImpl]:
     """Nothing: what the installed plugin brings is let run here."""
     import vllm_fl_cuda.impl as shared
-    from vllm_fl_cuda.impl import (
-        activation,
-        merging,
-        normalization,
-        paging,
-        qk_norm_rope,
-        quantisation,
-        rotary,
-        routing,
-    )
+    from vllm_fl_cuda.impl import qk_norm_rope
+    from vllm_fl_cuda.plugin import MODULES
 
     shared._no_cuda_build = shared._no_device = lambda: None
-    for module in (
-        shared,
-        activation,
-        merging,
-        normalization,
-        paging,
-        qk_norm_rope,
-        quantisation,
-        rotary,
-        routing,
-    ):
+    for module in (shared, *MODULES):
         module.kernel = kernel
-    for module in (
-        activation,
-        merging,
-        normalization,
-        paging,
-        qk_norm_rope,
-        quantisation,
-        rotary,
-        routing,
-    ):
+    for module in MODULES:
         module.unsuitable = unsuitable
     qk_norm_rope._capability = lambda device: (8, 0)
     return ()
@@ -68,6 +41,7 @@ def register_ops() -> Iterable[OpImpl]:
 
 def unsuitable(name: str, x: torch.Tensor) -> str | None:
     """The backend's own question, with the CPU for the CUDA device."""
+    from vllm_fl_cuda.impl import DTYPES
 
     if x.device.type != "cpu":
         return f"{name} is on {x.device}, not on the CPU"

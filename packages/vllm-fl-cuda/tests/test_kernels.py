@@ -15,17 +15,8 @@ import torch
 
 import vllm_fl_cuda.impl as shared
 from vllm_fl.contracts import contracts
-from vllm_fl_cuda.impl import (
-    activation,
-    merging,
-    normalization,
-    paging,
-    qk_norm_rope,
-    quantisation,
-    rotary,
-    routing,
-)
-from vllm_fl_cuda.plugin import register_ops
+from vllm_fl_cuda.impl import merging, normalization, paging, qk_norm_rope
+from vllm_fl_cuda.plugin import MODULES, register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
 CPU = torch.device("cpu")
@@ -76,16 +67,7 @@ REFUSED = {
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`supports` as on a GPU, for tensors that lie on the CPU."""
-    for module in (
-        activation,
-        merging,
-        normalization,
-        paging,
-        qk_norm_rope,
-        quantisation,
-        rotary,
-        routing,
-    ):
+    for module in MODULES:
         monkeypatch.setattr(module, "unsuitable", lambda name, x: None)
     monkeypatch.setattr(qk_norm_rope, "_capability", lambda device: (8, 0))
 
@@ -134,16 +116,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     record = Recorder()
-    for module in (
-        activation,
-        merging,
-        normalization,
-        paging,
-        qk_norm_rope,
-        quantisation,
-        rotary,
-        routing,
-    ):
+    for module in MODULES:
         monkeypatch.setattr(module, "kernel", record)
     return record
 
@@ -323,3 +296,83 @@ def test_other_dtypes_and_heads_are_refused() -> None:
     assert rope(query, query[:, :1], cos, sin, torch.arange(2)) is True
     cos, sin = torch.zeros(4, 16).double().chunk(2, dim=-1)
     assert "float64" in rope(query, None, cos, sin, torch.arange(2))
+
+
+def normed_heads(**change: Any) -> tuple[Any, ...]:
+    """A call of qk_norm_rope: 2 query heads, 1 key head and 1 of values, of 64 features each."""
+    size, tokens = change.pop("size", 64), change.pop("tokens", 3)
+    good = {
+        "qkv": torch.randn(tokens, 4 * size).bfloat16(),
+        "q_weight": torch.ones(size).bfloat16(),
+        "k_weight": torch.ones(size).bfloat16(),
+        "cos_sin_cache": torch.randn(8, size).bfloat16(),
+        "position_ids": torch.arange(tokens),
+        "heads": 2,
+        "kv_heads": 1,
+        "epsilon": 1e-6,
+        "rotary_interleaved": False,
+    }
+    return tuple((good | change).values())
+
+
+def test_heads_are_normed_and_turned_in_their_buffer_by_the_operators_own_order(
+    recorder: Recorder,
+) -> None:
+    buffer = unaligned(4, 4 * 64)[1:]  # 510 bytes on: no multiple of what the kernel loads at once
+    strided = torch.arange(6, dtype=torch.int32)[::2]
+    args = normed_heads(qkv=buffer, position_ids=strided, rotary_interleaved=True)
+    result = qk_norm_rope.qk_norm_rope(*args)
+    ((name, qkv, *sizes, q_weight, k_weight, table, is_neox, positions),) = recorder.calls
+    assert name == "fused_qk_norm_rope" and sizes == [2, 1, 1, 64, 1e-6] and is_neox is False
+    assert result is qkv and qkv is not buffer and qkv.data_ptr() % 32 == 0
+    assert torch.equal(qkv, buffer)
+    assert (q_weight, k_weight, table) == (args[1], args[2], args[3])
+    assert positions.dtype is torch.int64 and positions.is_contiguous()
+    assert positions.tolist() == [0, 2, 4]
+    args = normed_heads()
+    assert qk_norm_rope.qk_norm_rope(*args) is args[0], "it works in place where it can"
+
+
+@pytest.mark.usefixtures("any_device")
+def test_heads_that_the_kernel_would_leave_or_turn_wrongly_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    supports = qk_norm_rope.supports_qk_norm_rope
+    assert supports(*normed_heads()) is True
+    assert "float32" in str(supports(*normed_heads(qkv=torch.randn(3, 256))))
+    assert "of 96" in str(supports(*normed_heads(size=96)))
+    assert "q_weight" in str(supports(*normed_heads(q_weight=torch.ones(64))))
+    apart = torch.ones(128).bfloat16()[::2]
+    assert "k_weight" in str(supports(*normed_heads(k_weight=apart)))
+    assert "heads" in str(supports(*normed_heads(qkv=torch.randn(3, 128).bfloat16())))
+    assert "position_ids" in str(supports(*normed_heads(position_ids=torch.arange(2))))
+    wide = torch.randn(8, 128).bfloat16()
+    assert "cos_sin_cache" in str(supports(*normed_heads(cos_sin_cache=wide[:, :64])))
+    for width, interleaved, fits in (
+        (32, False, True),  # halves 8 threads apart
+        (48, False, False),  # 12 threads apart: no thread differs from another by one bit
+        (48, True, True),
+        (2, False, False),  # half a thread
+        (2, True, True),
+    ):
+        table = torch.randn(8, width).bfloat16()
+        asked = normed_heads(cos_sin_cache=table, rotary_interleaved=interleaved)
+        assert (supports(*asked) is True) is fits, (width, interleaved)
+    assert "cannot turn 128" in str(supports(*normed_heads(cos_sin_cache=wide)))
+    monkeypatch.setattr(qk_norm_rope, "MOST_ELEMENTS", 3 * 256 - 1)
+    assert "768 elements" in str(supports(*normed_heads()))
+    monkeypatch.setattr(qk_norm_rope, "MOST_ELEMENTS", 3 * 256)
+    monkeypatch.setattr(qk_norm_rope, "_capability", lambda device: (7, 5))
+    assert "bfloat16" in str(supports(*normed_heads()))
+    half = [
+        x.half() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in normed_heads()
+    ]
+    assert supports(*half) is True
+    monkeypatch.setattr(qk_norm_rope, "unsuitable", lambda name, x: f"{name} is elsewhere")
+    assert supports(*half) == "qkv is elsewhere"
+
+
+def test_a_gpu_is_asked_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert qk_norm_rope._capability.__wrapped__(CPU) == (9, 0)

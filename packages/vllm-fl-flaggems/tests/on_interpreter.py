@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 os.environ |= {"TRITON_INTERPRET": "1", "GEMS_VENDOR": "nvidia", "ARCH": "sm_80"}
@@ -41,20 +41,17 @@ def _exponentials_by_name() -> None:
 
 @cache
 def _look_for_positions() -> None:
-    """An error where the interpreter would read outside of rotary's tables, and end the process."""
+    """An error where the interpreter would read outside of tables, and end the process."""
     from vllm_fl_flaggems.triton_kernels import qk_norm_rope_kernel
 
     rotary = sys.modules["flag_gems.fused.rotary_embedding"].apply_rotary_pos_emb_kernel
     for kernel, table, positions in ((rotary, 4, 6), (qk_norm_rope_kernel, 3, 4)):
-        kernel.run = _looking(kernel.run, table, positions)
+        if not isinstance(kernel.run, partial):
+            kernel.run = partial(_look, kernel.run, table, positions)
 
 
-def _looking(run: Any, table: int, positions: int) -> Any:
-    """A kernel's launch by arguments of these numbers."""
-
-    def looking(*args: Any, **kwargs: Any) -> Any:
-        if not all(0 <= position < len(args[table]) for position in args[positions].tolist()):
-            raise IndexError("a position outside the tables, which on a GPU is undefined")
-        return run(*args, **kwargs)
-
-    return looking
+def _look(run: Any, table: int, positions: int, *args: Any, **kwargs: Any) -> Any:
+    """Launch a kernel whose arguments of these numbers are a table and positions in it."""
+    if not all(0 <= position < len(args[table]) for position in args[positions].tolist()):
+        raise IndexError("a position outside the tables, which on a GPU is undefined")
+    return run(*args, **kwargs)

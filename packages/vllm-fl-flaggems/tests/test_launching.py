@@ -65,6 +65,15 @@ def test_a_norm_of_more_elements_than_the_kernel_counts_goes_in_parts(
     assert torch.equal(normalization.rms_norm(x, None, weight, 1e-6), whole)
 
 
+def test_heads_whose_features_lie_apart_are_copied(device: torch.device) -> None:
+    *_, sample = contracts()["qk_norm_rope"].samples(torch.bfloat16, device)
+    packed = sample.args[0].contiguous()
+    apart = packed.repeat_interleave(2, dim=1)[:, ::2]
+    op, rest = implementation("qk_norm_rope").fn, sample.args[1:]
+    result = op(apart, *rest)
+    assert torch.equal(apart, packed) and torch.equal(result, op(packed.clone(), *rest))
+
+
 @pytest.mark.parametrize("size", [(0,), (2, 3, 0), (0, 8)])
 def test_of_nothing_comes_nothing(size: tuple[int, ...], device: torch.device) -> None:
     empty = torch.empty(size, device=device)

@@ -52,3 +52,20 @@ def test_what_has_no_kernel_is_refused_and_nothing_else(
     samples = list(contracts()[impl.op_name].samples(dtype, torch.device("cpu")))
     refused = {s.name for s in samples if impl.supports(*s.args) is not True}
     assert refused == REFUSED.get(impl.op_name, set())
+
+
+def test_heads_are_refused_beyond_one_program_and_where_cuda_launches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (impl,) = (impl for impl in register_ops() if impl.op_name == "qk_norm_rope")
+
+    def verdict(size: int, device: str = "cpu") -> object:
+        monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device=device)])
+        qkv, weight = torch.ones(2, 3 * size, device=device), torch.ones(size, device=device)
+        table = torch.ones(4, 2, device=device)
+        at = torch.arange(2, device=device)
+        return impl.supports(qkv, weight, weight, table, at, 1, 1, 1e-6)
+
+    assert verdict(1024) is True
+    assert "not of 1025" in str(verdict(1025)) and "not of 1" in str(verdict(1))
+    assert "through CUDA" in str(verdict(64, "meta"))

@@ -19,21 +19,23 @@ from .impl import (
 
 POLICY = Path(__file__).with_name("cpu.yaml")
 
+MODULES = (
+    activation,
+    convolution,
+    experts,
+    gated_delta,
+    normalization,
+    paging,
+    quantisation,
+    rotary,
+)
+"""Those that bring ops, by theme."""
+
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.cpu`; they run where vLLM's CPU build is installed."""
-    modules = (
-        activation,
-        convolution,
-        experts,
-        gated_delta,
-        normalization,
-        paging,
-        quantisation,
-        rotary,
-    )
-    return [impl for module in modules for impl in module.OPS]
+    return [impl for module in MODULES for impl in module.OPS]
 
 
 @hookimpl

@@ -31,22 +31,24 @@ PROFILE = DeviceProfile(
     detect=available,
 )
 
+MODULES = (
+    activation,
+    experts,
+    gated_normalization,
+    merging,
+    multimodal_rotary,
+    normalization,
+    quantisation,
+    rotary,
+    routing,
+)
+"""Those that bring ops, by theme."""
+
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.ascend`; they run where torch_npu and an NPU are."""
-    modules = (
-        activation,
-        experts,
-        gated_normalization,
-        merging,
-        multimodal_rotary,
-        normalization,
-        quantisation,
-        rotary,
-        routing,
-    )
-    return [impl for module in modules for impl in module.OPS]
+    return [impl for module in MODULES for impl in module.OPS]
 
 
 @hookimpl

@@ -19,21 +19,14 @@ from .impl import (
 
 POLICY = Path(__file__).with_name("cuda.yaml")
 
+MODULES = (activation, merging, normalization, paging, qk_norm_rope, quantisation, rotary, routing)
+"""Those that bring ops, by theme."""
+
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `vendor.cuda`; they run where vLLM's CUDA build and an NVIDIA GPU are."""
-    modules = (
-        activation,
-        merging,
-        normalization,
-        paging,
-        qk_norm_rope,
-        quantisation,
-        rotary,
-        routing,
-    )
-    return [impl for module in modules for impl in module.OPS]
+    return [impl for module in MODULES for impl in module.OPS]
 
 
 @hookimpl

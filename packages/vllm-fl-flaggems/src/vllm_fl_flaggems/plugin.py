@@ -44,22 +44,24 @@ __all__ = [
 KERNEL_DISTRIBUTIONS = ("flag-gems",)
 """Whose code runs here: core puts it into the digest of an engine's plan."""
 
+MODULES = (
+    activation,
+    experts,
+    gated_delta,
+    normalization,
+    paging,
+    qk_norm_rope,
+    quantisation,
+    rotary,
+    routing,
+)
+"""Those that bring ops, by theme."""
+
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `default.flagos`; available with FlagGems and a device that it supports."""
-    modules = (
-        activation,
-        experts,
-        gated_delta,
-        normalization,
-        paging,
-        qk_norm_rope,
-        quantisation,
-        rotary,
-        routing,
-    )
-    return [impl for module in modules for impl in module.OPS]
+    return [impl for module in MODULES for impl in module.OPS]
 
 
 @hookimpl

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from vllm_fl import OpImpl, hookimpl
+from pathlib import Path
+
+from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
 from .impl import (
     activation,
@@ -18,21 +20,33 @@ from .impl import (
     routing,
 )
 
+POLICY = Path(__file__).with_name("reference.yaml")
+WITH_KERNELS = frozenset({"cpu", "cuda", "rocm", "xpu"})
+"""The platforms that vLLM itself has kernels for."""
+
+MODULES = (
+    activation,
+    convolution,
+    experts,
+    gated_delta,
+    merging,
+    normalization,
+    paging,
+    qk_norm_rope,
+    quantisation,
+    rotary,
+    routing,
+)
+"""Those that bring ops, by theme."""
+
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
     """The ops as `reference.torch`; they run wherever PyTorch does."""
-    modules = (
-        activation,
-        convolution,
-        experts,
-        gated_delta,
-        merging,
-        normalization,
-        paging,
-        qk_norm_rope,
-        quantisation,
-        rotary,
-        routing,
-    )
-    return [impl for module in modules for impl in module.OPS]
+    return [impl for module in MODULES for impl in module.OPS]
+
+
+@hookimpl
+def policy(platform: str) -> PolicyDefaults | None:
+    """vLLM's own code first for the ops that it has kernels of; nothing where it has none."""
+    return PolicyDefaults(POLICY) if platform in WITH_KERNELS else None

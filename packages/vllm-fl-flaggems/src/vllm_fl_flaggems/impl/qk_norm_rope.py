@@ -53,8 +53,6 @@ def qk_norm_rope(
     """
     qkv = contiguous(qkv)
     tokens, size = len(qkv), q_weight.shape[0]
-    if not tokens:
-        return qkv
     half = cos_sin_cache.shape[1] // 2
     pairs, rest = _power_of_two(half), _power_of_two(size - 2 * half)
     group = _group(size, heads + kv_heads)

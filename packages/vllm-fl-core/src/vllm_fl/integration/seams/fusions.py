@@ -181,14 +181,14 @@ def say(plan: Plan) -> None:
     for op, known in sites(plan).items():
         label = plan.entries[op].label
         if known.found:
-            log.info("Op '%s': %d places, by '%s'", op, known.found, label)
+            log.info("Op '%s': %s, by '%s'", op, _counted_as(known.found, "place"), label)
         elif known.graphs:
             log.warning(
-                "Op '%s': vLLM's pass found no place for it in %d graphs, so that '%s' does not "
+                "Op '%s': vLLM's pass found no place for it in %s, so that '%s' does not "
                 "run. Its parts may be of other sizes, or of a form that the pass does not know "
                 "(`vllm-fl explain %s`)",
                 op,
-                known.graphs,
+                _counted_as(known.graphs, "graph"),
                 label,
                 op,
             )
@@ -199,3 +199,7 @@ def say(plan: Plan) -> None:
                 op,
                 label,
             )
+
+
+def _counted_as(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

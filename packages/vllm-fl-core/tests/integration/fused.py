@@ -1,0 +1,156 @@
+"""vLLM's own pass for norms with ropes, on a graph of this process: run by test_fusions.py.
+
+vLLM's CPU build neither runs the pass nor has its operator, and imports the pass if some operators
+are there. They are defined here, without a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from builders import managing, planning
+from torch._dynamo.backends.common import aot_autograd
+
+from vllm_fl.contracts import contracts
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
+HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 64, 5
+FUSED = contracts()["qk_norm_rope"]
+QUANTISED = (
+    "rms_norm_static_fp8_quant",
+    "fused_add_rms_norm_static_fp8_quant",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_per_block_quant",
+    "silu_and_mul_quant",
+)
+
+
+def define() -> torch.library.Library:
+    """The operators that the pass's module reads when it is imported."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    library = torch.library.Library("_C", "FRAGMENT")
+    for name in QUANTISED:
+        if not hasattr(torch.ops._C, name):
+            library.define(f"{name}(Tensor! result) -> ()")
+    library.define(
+        "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, "
+        "int head_dim, float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, "
+        "bool is_neox, Tensor position_ids, int forced_token_heads_per_warp=-1) -> ()"
+    )
+
+    def without_kernel(*args: Any) -> None:
+        raise NotImplementedError("the test's stand-in computes nothing")
+
+    library.impl("fused_qk_norm_rope", without_kernel, "CPU")
+    return library
+
+
+def attention(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    table: torch.Tensor,
+    epsilon: float,
+) -> tuple[torch.Tensor, ...]:
+    """What precedes the attention of a model with norms of heads, as vLLM's layers trace it."""
+    from vllm import ir
+
+    widths = (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE)
+    q, k, v = qkv.split(widths, dim=-1)
+    q_by_head = q.view(*q.shape[:-1], q.shape[-1] // SIZE, SIZE)
+    q = ir.ops.rms_norm(q_by_head, q_weight, epsilon).view(q.shape)
+    k_by_head = k.view(*k.shape[:-1], k.shape[-1] // SIZE, SIZE)
+    k = ir.ops.rms_norm(k_by_head, k_weight, epsilon).view(k.shape)
+    torch.ops._C.rotary_embedding(positions, q, k, SIZE, table, True)
+    return q, k, v
+
+
+def main() -> None:
+    library = define()
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from vllm import ir
+    from vllm.compilation.passes.fusion import qk_norm_rope_fusion as fusion
+    from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+
+    from vllm_fl.integration import serving
+    from vllm_fl.integration.seams import fusions, operators
+
+    said: list[str] = []
+    fusions.log.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
+
+    def oracle(*args: Any) -> torch.Tensor:
+        return FUSED.oracle(*args).to(args[0].dtype)
+
+    oracle.__signature__ = FUSED.signature  # type: ignore[attr-defined]
+    impl = OpImpl("qk_norm_rope", "vendor.acme", BackendImplKind.VENDOR, oracle, "acme")
+    plan = planning(managing(impl, prefer="vendor"), "compiled")
+    assert plan.entries["qk_norm_rope"].label == "vendor.acme"
+
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["+rotary_embedding"]))
+    layer = SimpleNamespace(head_size=SIZE, num_heads=HEADS, num_kv_heads=KV_HEADS)
+    fusion.get_layers_from_vllm_config = lambda *_: {"layer": layer}
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    # vLLM makes the pattern's own inputs on a GPU.
+    fusion.empty_bf16 = lambda *size: torch.empty(*size, dtype=bf16)
+    fusion.empty_i64 = lambda *size: torch.empty(*size, dtype=torch.int64)
+    config.model_config = SimpleNamespace(dtype=bf16)
+
+    chosen = operators.choose(plan, {"qk_norm_rope": bindings()["qk_norm_rope"]}, cpu, bf16)
+    operators.take(plan, chosen, cpu)
+    torch.manual_seed(0)
+    qkv = torch.randn(TOKENS, (HEADS + 2 * KV_HEADS) * SIZE, dtype=bf16)
+    weights, table = torch.randn(2, SIZE, dtype=bf16), torch.randn(16, SIZE).to(bf16)
+    codes: list[str] = []
+
+    def run(passes: list[Any], epsilon: float) -> tuple[torch.Tensor, ...]:
+        """Compiled with these passes, and those that vLLM always has behind them."""
+
+        def lower(gm: torch.fx.GraphModule, _: Any) -> Any:
+            view_to_reshape(gm)
+            for each in (*passes, VllmIRLoweringPass(config), FixFunctionalizationPass(config)):
+                each(gm.graph)
+            gm.recompile()
+            codes.append(gm.code)
+            return gm.forward
+
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda *args: attention(*args, epsilon),
+            backend=aot_autograd(fw_compiler=lower),
+            fullgraph=True,
+        )
+        with torch._inductor.config.patch(enable_auto_functionalized_v2=False):
+            return compiled(qkv.clone(), torch.arange(TOKENS), *weights, table)
+
+    told = []
+    with set_current_vllm_config(config), ir.enable_torch_wrap(), torch.no_grad():
+        for epsilon in (1e-6, 3e-6):  # the pass looks for norms with the first
+            fusions.watch(plan)
+            with serving.calling(plan):
+                alone = run([], epsilon)
+                fused = run([fusion.QKNormRoPEFusionPass(config)], epsilon)
+            fusions.say(plan)
+            pairs = zip(alone, fused, strict=True)
+            told.append(
+                {
+                    "sites": vars(fusions.sites(plan)["qk_norm_rope"]),
+                    "fused": ["fused_qk_norm_rope" in code for code in codes[-2:]],
+                    "apart": max(float((a.float() - b.float()).abs().max()) for a, b in pairs),
+                    "said": said.pop(),
+                }
+            )
+    print(json.dumps(told))
+    operators.remove(plan)
+    library._destroy()
+
+
+main()
