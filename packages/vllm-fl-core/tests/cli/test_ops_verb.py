@@ -32,7 +32,7 @@ def test_the_table(fl: Command, plugin: Plugin) -> None:
     plugin()
     done = fl("ops", VLLM_FL_PLATFORM="none", VLLM_FL_DENY_VENDORS="acme")
     assert done.status == 1
-    (line,) = [line for line in done.out.splitlines() if line.startswith("silu_and_mul")]
+    (line,) = [line for line in done.out.splitlines() if line.startswith("silu_and_mul ")]
     assert line.split() == ["silu_and_mul", "-", "-", "vendor.acme"]
 
 

@@ -441,7 +441,15 @@ def test_a_child_that_is_forked_meanwhile_works_with_and_without_its_own_engine(
 
 ENTRIES: list[dict[str, Any]] = json.loads(empty.TABLE.read_text())["operators"]
 
-CPU_BUILDS_ALONE = {"_C::cpu_fused_moe", "_C::prepack_moe_weight"}
+CPU_BUILDS_ALONE = {
+    "_C::causal_conv1d_update_cpu_vec",
+    "_C::chunk_gated_delta_rule_cpu",
+    "_C::concat_and_cache_mla_cpu",
+    "_C::cpu_fused_moe",
+    "_C::fused_gdn_gating_cpu",
+    "_C::fused_sigmoid_gating_delta_rule_update_cpu",
+    "_C::prepack_moe_weight",
+}
 """Operators that no CUDA build has, so that an empty build is not given them either."""
 
 RELEASES = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], TOO_NEW[1])]
@@ -492,7 +500,7 @@ def test_the_table_says_what_the_installed_build_says() -> None:
     compared: dict[str, str] = {}
     for name, (text, _) in empty._table(vllm_version()).items():
         there = operators._schema(name)
-        if there is None:
+        if there is None or not there.arguments:  # a name that a build holds for a later release
             continue
         table = torch._C.parse_schema(text)
         for ours, theirs in zip(table.arguments, there.arguments, strict=True):
@@ -504,4 +512,7 @@ def test_the_table_says_what_the_installed_build_says() -> None:
             assert (ours.alias_info is None) == (theirs.alias_info is None), (name, ours.name)
         compared[name] = text
     named = {found.name for _, found in places(bindings(), OperatorPlace)} - CPU_BUILDS_ALONE
-    assert compared and {name for name in named if operators._schema(name)} <= set(compared)
+    there = {name: operators._schema(name) for name in named}
+    assert compared and {n for n, schema in there.items() if schema and schema.arguments} <= set(
+        compared
+    )

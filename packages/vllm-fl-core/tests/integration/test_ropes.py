@@ -18,6 +18,7 @@ from vllm_fl.integration.bindings import bindings
 pytest.importorskip("vllm", reason="the layers are vLLM's own")
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor import custom_op
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -88,6 +89,13 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "BailingMRotaryEmbedding": {"rope_type": "bailing_mrope", "mrope_section": [4, 6, 6]},
 }
+
+
+@pytest.fixture(autouse=True)
+def vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's classes, whatever another test has registered for them, and no rope made before."""
+    monkeypatch.setattr(custom_op, "op_registry_oot", {})
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
 
 
 def made(name: str, head_size: int = 32, **options: Any) -> Any:

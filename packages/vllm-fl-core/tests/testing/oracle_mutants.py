@@ -6,6 +6,7 @@ wrong place, in the wrong dtype, a little off, or with an argument ignored or ov
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -69,8 +70,16 @@ def oracle_mutants(spec: OpSpec) -> Iterator[tuple[str, OpImpl]]:
             at = spec.parameters.index(parameter)
             yield f"{parameter} overwritten", oracle_impl(spec, _overwriting(at))
     for at, parameter in enumerate(spec.signature.parameters.values()):
-        if parameter.default is not inspect.Parameter.empty:
+        if parameter.default is not inspect.Parameter.empty and _reads(spec, parameter.name):
             yield f"{parameter.name} ignored", _ignoring(spec, at, parameter.default)
+
+
+def _reads(spec: OpSpec, parameter: str) -> bool:
+    """Whether the oracle computes with a parameter, and does not only check it."""
+    return any(
+        step.argval == parameter and step.opname.startswith("LOAD")
+        for step in dis.get_instructions(spec.oracle)
+    )
 
 
 def _scaled(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:

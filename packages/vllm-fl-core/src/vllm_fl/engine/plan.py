@@ -130,7 +130,7 @@ class Plan:
     kept_layers: frozenset[str] = frozenset()
     contracts: Mapping[str, OpSpec] = field(default_factory=contracts)
     place: int = 1
-    _bound: dict[tuple[str, frozenset[str], bool], tuple[Callable[..., Any], bool]] = field(
+    _bound: dict[Any, tuple[Callable[..., Any], bool]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -223,13 +223,14 @@ class Plan:
             traced: False where no compiler ever sees the calls, whatever the plan's mode is.
         """
         compiled = traced and self.mode == "compiled"
-        bound = self._bound.get((op, grants, compiled))
+        key = op, grants, compiled, last and last.fn
+        bound = self._bound.get(key)
         if bound is None:
             chain = self.chain(op, grants, last=last)
             asks_layer = bool(chain.spec and chain.spec.from_layer)
             asks_layer |= any(impl.needs_layer for impl in chain.impls)
             bound = self._guard(chain, asks_layer, compiled), asks_layer
-            self._bound[op, grants, compiled] = bound
+            self._bound[key] = bound
         function, asks_layer = bound
         # A layer that provides nothing is not handed over: an argument less at every call.
         return MethodType(function, layer) if asks_layer else function

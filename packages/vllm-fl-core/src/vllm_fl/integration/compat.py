@@ -46,8 +46,9 @@ FORMER_LAYERS = frozenset({"fused_moe", "FusedMoE"})
 _NAMES = {
     "platforms": ("builtin_platform_plugins current_platform",),
     "platforms.interface": (
-        "Platform: check_and_update_config get_attn_backend_cls "
-        "get_default_ir_op_priority get_device_communicator_cls import_ir_kernels",
+        "Platform: check_and_update_config fp8_dtype get_attn_backend_cls "
+        "get_default_ir_op_priority get_device_communicator_cls import_ir_kernels is_cuda is_rocm "
+        "is_xpu",
     ),
     "envs": ("environment_variables",),
     "config.attention": ("AttentionConfig: backend",),

@@ -439,8 +439,10 @@ class _Preflight:
         """What the start could not look at, one phrase each, and the seed of what it drew."""
         if self.how == "off" or not any(entry.impls for entry in plan.entries.values()):
             return []
-        sizes = self.facts.sizes
-        unknown = sizes.unknown if sizes else ()
+        sizes, table = self.facts.sizes, _all_bindings()
+        planned = [table[op] for op, e in plan.entries.items() if e.impls and op in table]
+        asked = {rule.name for binding in planned for rule in binding.sizes}
+        unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]
         told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
 
