@@ -123,6 +123,7 @@ def test_releases_that_agree_are_one_span_and_one_that_differs_begins_another() 
 CPU_BUILDS_ALONE = {
     "_C::causal_conv1d_update_cpu_vec",
     "_C::chunk_gated_delta_rule_cpu",
+    "_C::concat_and_cache_mla_cpu",
     "_C::cpu_fused_moe",
     "_C::fused_gdn_gating_cpu",
     "_C::fused_sigmoid_gating_delta_rule_update_cpu",

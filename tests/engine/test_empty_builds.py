@@ -19,7 +19,6 @@ import tiny_model
 from engine_run import STOCK, Job, largest_difference, run
 from engines import IN_ONE_PROCESS, PLUGINS
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import OperatorPlace
 from vllm_fl.integration.bindings import bindings, places
 
@@ -107,13 +106,14 @@ def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: S
     beside = start(family, stock=True)
     ours, stock = start(family, eager).result(), beside.result()
 
-    planned = " ".join(f"{op}=reference.torch" for op in contracts())
-    count = len(contracts()) + 1
-    mode = "eager" if eager else "compiled"
-    line = f"vllm-fl: {count} ops planned: {planned} attention_backend=vendor.bare_cpu ({mode}; "
-    assert ours["log"].count(line) == 1, ours["log"]
-    assert "Cannot access accelerator" not in ours["log"]  # at shutdown
     (report,) = ours["report"]
+    impls = {op: told["impl"] for op, told in report["ops"].items()}
+    assert impls.pop("attention_backend") == "vendor.bare_cpu"
+    assert impls.pop("qk_norm_rope") == "stock"  # no pass of vLLM's puts it into graphs here
+    assert set(impls.values()) == {"reference.torch"}
+    mode = "eager" if eager else "compiled"
+    assert f"attention_backend=vendor.bare_cpu ({mode}; " in ours["log"]
+    assert "Cannot access accelerator" not in ours["log"]  # at shutdown
     assert report["demotions"] == report["fallbacks"] == {}
     for op in CALLED[family]:
         assert report["calls"][op]["reference.torch"] > 0
@@ -125,6 +125,9 @@ def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: S
     assert worst <= 1e-4 * magnitude  # two orders above float32's rounding after two layers
 
 
+CPU_BUILDS_ALONE = {"_C::cpu_fused_moe", "_C::prepack_moe_weight", "_C::concat_and_cache_mla_cpu"}
+"""Operators that no schema of a CUDA build tells."""
+
 READ = {
     *("_C::fused_add_rms_norm", "_C::fused_add_rms_norm_static_fp8_quant"),
     *("_C::fused_qk_norm_rope", "_C::rms_norm", "_C::rms_norm_dynamic_per_token_quant"),
@@ -132,9 +135,6 @@ READ = {
     "_C::silu_and_mul_quant",
 }
 """What vLLM's last pass over a compiled graph reads."""
-
-PLANNED = {place.name for _, place in places(bindings(), OperatorPlace)}
-"""The operators that core's bindings name."""
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -151,8 +151,17 @@ def test_an_operator_that_a_model_calls_by_name_is_there_and_the_plans(
     told = report["operators"]["silu_and_mul"]["_C::silu_and_mul"]
     assert told["replaced"] is None and told["overridden_by"] is None
     taken = {name for operators in report["operators"].values() for name in operators}
-    assert taken == PLANNED
-    assert set(report["defined"]) == (PLANNED if eager else PLANNED | READ)
+    left = {
+        name for operators in report["operators"].values() for name in operators
+        if "left" in operators[name]
+    }  # fmt: skip
+    planned = {
+        place.name
+        for op, place in places(bindings(), OperatorPlace)
+        if report["ops"].get(op, {}).get("impl") == "reference.torch"
+    }
+    assert taken == planned and left <= CPU_BUILDS_ALONE
+    assert set(report["defined"]) == planned - left | (set() if eager else READ)
 
     assert ours["tokens"] == stock["tokens"]
     worst, magnitude = largest_difference(stock, ours)

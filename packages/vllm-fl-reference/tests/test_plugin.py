@@ -26,10 +26,18 @@ def test_every_contract_has_an_implementation() -> None:
     assert set(IMPLS) == set(contracts())
 
 
-BY_CONTENTS = {"chunk_gated_delta_rule", "fused_experts", "recurrent_gated_delta_rule"}
+BY_CONTENTS = {
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "fused_experts",
+    "recurrent_gated_delta_rule",
+}
 """Ops whose steps depend on what tensors hold: a compiler takes them whole."""
 
 INTO_CACHES = {
+    "causal_conv1d": {"conv_states"},
+    "causal_conv1d_update": {"conv_state"},
     "concat_and_cache_mla": {"kv_cache"},
     "recurrent_gated_delta_rule": {"state"},
     "reshape_and_cache": {"key_cache", "value_cache"},

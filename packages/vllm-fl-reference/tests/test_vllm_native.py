@@ -216,12 +216,15 @@ OWN = (
 NATIVE = {op: of_layer(contracts()[op]) for op in LAYERS} | {op.__name__: op for op in OWN}
 
 KERNELS_ONLY = {
+    "causal_conv1d",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "concat_and_cache_mla",
     "fused_experts",
     "gdn_gating",
     "quant_fp8_group",
     "quant_int8",
+    "recurrent_gated_delta_rule",
     "reshape_and_cache",
 }
 """Ops of which vLLM has no form in PyTorch."""
