@@ -13,6 +13,12 @@ from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
     "concat_and_cache_mla": {"odd sizes"},
+    "fused_experts": {
+        "gelu, gates near -3",
+        "gelu_tanh, gates near -3",
+        "beyond the limit of swigluoai",
+    },
+    "recurrent_gated_delta_rule": {"large epsilon"},
     "reshape_and_cache": {
         "heads before slots, keys beside values",
         "heads before slots, the first token skipped",
@@ -42,6 +48,9 @@ REFUSED = {
 }
 """What FlagGems has no kernel for."""
 
+HALVES_ALONE = {"fused_experts"}
+"""Ops whose kernels multiply float32 in TF32."""
+
 
 @pytest.mark.parametrize("impl", register_ops(), ids=lambda impl: impl.op_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -51,7 +60,10 @@ def test_what_has_no_kernel_is_refused_and_nothing_else(
     monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="cpu")])
     samples = list(contracts()[impl.op_name].samples(dtype, torch.device("cpu")))
     refused = {s.name for s in samples if impl.supports(*s.args) is not True}
-    assert refused == REFUSED.get(impl.op_name, set())
+    if dtype == torch.float32 and impl.op_name in HALVES_ALONE:
+        assert refused == {sample.name for sample in samples}
+    else:
+        assert refused == REFUSED.get(impl.op_name, set())
 
 
 def test_heads_are_refused_beyond_one_program_and_where_cuda_launches_nothing(
