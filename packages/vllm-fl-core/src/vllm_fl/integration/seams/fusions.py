@@ -145,9 +145,8 @@ def watch(plan: Plan) -> None:
         module, _, name = place.path.rpartition(".")
         try:
             cls: Any = getattr(import_module(module), name)
-        except (
-            Exception
-        ) as error:  # a release that has it elsewhere: the flag may work all the same
+        except Exception as error:
+            # A release may have it elsewhere: the flag may work all the same.
             log.warning("Op '%s': what vLLM's pass finds is not counted: %s", op, quote(error))
             continue
         _counted.setdefault(plan, {})[op] = Sites()
