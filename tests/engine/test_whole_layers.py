@@ -231,7 +231,10 @@ def test_the_page_of_all_layers_is_what_this_vllm_registers() -> None:
     known = {(layer["registered"], layer["cls"]) for layer in told}
     assert set(found["registry"].items()) <= known, "the source does not tell all of them"
     assert len(found["registry"]) > 50
-    assert layer_table.reached().items() <= found["reached"].items()
+    # What bindings name of other releases is not in this one's table.
+    names = {name for layer in told for name in (layer["cls"], *layer["subclasses"])}
+    wanted = {cls: op for cls, op in layer_table.reached().items() if cls in names}
+    assert wanted and wanted.items() <= found["reached"].items()
     for layer in told:
         reached = {found["reached"].get(cls) for cls in (layer["cls"], *layer["subclasses"])}
         second = layer["module"].startswith(layer_table.SECOND_TABLE)
