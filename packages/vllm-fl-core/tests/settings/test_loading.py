@@ -805,6 +805,14 @@ def test_name_that_its_owner_does_not_know_is_an_error() -> None:
 # Settings of a plugin that is not here.
 
 
+def test_an_order_for_an_op_of_vllm_plugin_fl_says_what_has_its_place() -> None:
+    settings = load_settings({"VLLM_FL_PER_OP": "topk_softmax=vendor;rms_norm=vendor"})
+    (warning,) = check_names(settings, ops=OPS).warnings
+    assert warning.startswith("environment VLLM_FL_PER_OP: op_backends.topk_softmax: ")
+    assert "'moe_topk'" in warning and "has no effect" in warning
+    assert check_names(settings, ops=(*OPS, "topk_softmax")).warnings == ()  # a plugin brings it
+
+
 def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -> None:
     env = {"USE_FLAGGEMS": "maybe", "VLLM_FL_FLAGOS_BLACKLIST_APPEND": "a b"}
     a = write("a.yaml", "flagos_whitelist: [rms_nrom, mm]\nflagos_mode: fast\n")

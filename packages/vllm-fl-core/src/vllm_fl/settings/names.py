@@ -27,6 +27,20 @@ OLDER_LAYERS = frozenset(
 """What vllm-plugin-FL's lists of layers and its platform files name; not every vLLM has them."""
 
 
+OLDER_OPS = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "chunk_gated_delta_rule_fwd": "chunk_gated_delta_rule",
+    "dynamic_per_token_quant_int8": "quant_int8",
+    "fused_gdn_gating": "gdn_gating",
+    "fused_recurrent_gated_delta_rule_fwd": "recurrent_gated_delta_rule",
+    "fused_topk_bias": "moe_topk",
+    "invoke_fused_moe_triton_kernel": "fused_experts",
+    "moe_align_block_size": "fused_experts",
+    "topk_softmax": "moe_topk",
+}
+"""Ops of vllm-plugin-FL -> the op that has their place here, with other parameters."""
+
+
 class _Use(NamedTuple):
     """A name that stands in a setting; `label` is what `Settings.unchecked` calls it."""
 
@@ -34,6 +48,13 @@ class _Use(NamedTuple):
     name: str
     label: str
     setting: Setting
+
+    @property
+    def is_older_op(self) -> bool:
+        """Whether it is an op of vllm-plugin-FL's that an order of the user's is for."""
+        order = self.setting.value
+        mine = isinstance(order, OpOrder) and order.pinned
+        return mine and self.space == "op" and self.name in OLDER_OPS
 
     @property
     def in_users_order(self) -> bool:
@@ -84,6 +105,12 @@ def check_names(
             warnings.append(
                 f"{use.setting.origin}: {use.setting.key}: the installed vLLM has no layer "
                 f"{use.name!r}, so that it has no effect."
+            )
+        elif names is not None and use.is_older_op:
+            warnings.append(
+                f"{use.setting.origin}: {use.setting.key}: {use.name!r} is vllm-plugin-FL's op, "
+                f"and has no effect. What it computes is part of {OLDER_OPS[use.name]!r} here: "
+                "name that instead."
             )
         elif names is not None and use.space == "layer":
             raise wrong(
