@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import Binding
+from ..contracts.binding import Binding, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine.digest import code_facts, digest, fingerprint
@@ -407,10 +407,11 @@ class _Preflight:
         """(op, impl id) -> why it must not serve: every candidate that may take over a call."""
         if self.how == "off":
             return {}
-        chosen, compiled = [], {}
+        chosen, compiled, table = [], {}, _all_bindings()
         for op, entry in plan.entries.items():
             for impl in entry.impls:
-                is_compiled = plan.mode == "compiled" and impl is entry.impl
+                is_traced = plan.mode == "compiled" and _meets_a_compiler(table.get(op))
+                is_compiled = is_traced and impl is entry.impl
                 key = op, impl.impl_id, is_compiled
                 if key in self._passed:
                     continue
@@ -445,6 +446,12 @@ class _Preflight:
         unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]
         told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
+
+
+def _meets_a_compiler(binding: Binding | None) -> bool:
+    """Whether compiled code calls the op: operators and functions are called behind a compiler."""
+    places = binding.places if binding else ()
+    return any(isinstance(place, LayerPlace | IrPlace) for place in places)
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:
