@@ -16,7 +16,7 @@ from ..errors import InvalidSettingError, PluginError, SettingsError
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..settings.loading import Settings, check_names
-from .bindings import all_bindings
+from .bindings import installed_bindings
 from .compat import hide_our_variables
 from .seams import attention, fusions, whole_layers
 from .seams.ir import ir_ops
@@ -104,7 +104,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         settings,
         "compiled" if compiled else "eager",
         dtype=model.dtype if model else None,
-        sizes=model_sizes(vllm_config, _bindings().values()) if model else None,
+        sizes=model_sizes(vllm_config, installed_bindings().values()) if model else None,
         attention=attention.model_request(vllm_config) if model else None,
         layers=whole_layers.request_of(vllm_config, compiled=compiled) if model else None,
         custom_ops=tuple(compilation.custom_ops),
@@ -117,7 +117,9 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         ),
         passes_off=tuple(entry.get("passes_off", ()) if entry is not None else ()),
         absent=frozenset(
-            op for op, binding in _bindings().items() if model and _lacks(vllm_config, op, binding)
+            op
+            for op, binding in installed_bindings().items()
+            if model and _lacks(vllm_config, op, binding)
         ),
     )
 
@@ -129,10 +131,6 @@ def _lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
     except Exception as error:  # configurations are the models' own, and anything may lack
         log.debug("the model's configuration does not tell whether it has %s: %s", op, error)
         return False
-
-
-def _bindings() -> Mapping[str, Binding]:
-    return all_bindings(get_default_manager().registry.snapshot())
 
 
 def _settings_of(vllm_config: VllmConfig) -> Settings:
@@ -343,7 +341,7 @@ def _without_place() -> dict[str, str]:
 
 
 def _binding(op: str) -> Binding:
-    return _bindings().get(op, Binding())
+    return installed_bindings().get(op, Binding())
 
 
 def _oot_note(names: set[str], settings: Settings) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from ..plugins.calling import start_in_worker
 from ..plugins.types import OpImpl, WorkerContext
 from ..text import quote
 from . import serving
-from .bindings import all_bindings
+from .bindings import installed_bindings
 from .planning import apply, facts_of, load_plugins, plan_for, seal
 from .ranks import Verdict, agree, differences
 from .seams import attention, functions, fusions, operators, whole_layers
@@ -88,7 +88,7 @@ class PlannedWorker:
         if plan.place > 1:  # its operators have other names: compiled code of another's is not its
             contents = {**contents, "place": plan.place}
         chosen = _overrides(self, plan)
-        replaced = functions.choose(plan, _all_bindings())
+        replaced = functions.choose(plan, installed_bindings())
         contents = {
             **contents,
             "operators": chosen.names,
@@ -197,11 +197,7 @@ def _overrides(worker: PlannedWorker, plan: Plan) -> operators.Overrides:
     """Which operators the worker's plan overrides."""
     dtype = worker.vllm_fl_facts.dtype
     assert dtype is not None  # a worker has a model
-    return operators.choose(plan, _all_bindings(), worker.device, dtype)
-
-
-def _all_bindings() -> Mapping[str, Binding]:
-    return all_bindings(get_default_manager().registry.snapshot())
+    return operators.choose(plan, installed_bindings(), worker.device, dtype)
 
 
 def _name_overriders(worker: PlannedWorker) -> None:
@@ -407,7 +403,7 @@ class _Preflight:
         """(op, impl id) -> why it must not serve: every candidate that may take over a call."""
         if self.how == "off":
             return {}
-        chosen, compiled, table = [], {}, _all_bindings()
+        chosen, compiled, table = [], {}, installed_bindings()
         for op, entry in plan.entries.items():
             for impl in entry.impls:
                 is_traced = plan.mode == "compiled" and _meets_a_compiler(table.get(op))
@@ -440,7 +436,7 @@ class _Preflight:
         """What the start could not look at, one phrase each, and the seed of what it drew."""
         if self.how == "off" or not any(entry.impls for entry in plan.entries.values()):
             return []
-        sizes, table = self.facts.sizes, _all_bindings()
+        sizes, table = self.facts.sizes, installed_bindings()
         planned = [table[op] for op, e in plan.entries.items() if e.impls and op in table]
         asked = {rule.name for binding in planned for rule in binding.sizes}
         unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]

@@ -21,10 +21,11 @@ from ...contracts.binding import (
     LayerPlace,
     OperatorPlace,
 )
+from ...dispatch import get_default_manager
 from ...plugins.registry import RegistrySnapshot
 from ...plugins.types import BackendImplKind, OpImpl
 
-__all__ = ["all_bindings", "bindings", "places", "stock_form"]
+__all__ = ["all_bindings", "bindings", "installed_bindings", "places", "stock_form"]
 
 P = TypeVar("P", LayerPlace, OperatorPlace, FunctionPlace, IrPlace, AttentionPlace, FusionPlace)
 
@@ -43,6 +44,11 @@ def bindings() -> Mapping[str, Binding]:
 def all_bindings(snapshot: RegistrySnapshot) -> Mapping[str, Binding]:
     """Every binding by op: core's own, and those that plugins brought."""
     return {**bindings(), **snapshot.bindings}
+
+
+def installed_bindings() -> Mapping[str, Binding]:
+    """Every binding of this process: core's own, and those of the plugins that it has loaded."""
+    return all_bindings(get_default_manager().registry.snapshot())
 
 
 def places(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:

@@ -8,7 +8,13 @@ from typing import Any
 from ...contracts.binding import SizeRule
 from ...contracts.sizes import INTERMEDIATE
 
-__all__ = ["EXPERTS_OF_A_TOKEN", "EXPERT_INTERMEDIATE", "EXPERT_COUNT", "may_have_experts"]
+__all__ = [
+    "EXPERTS_OF_A_TOKEN",
+    "EXPERT_COUNT",
+    "EXPERT_INTERMEDIATE",
+    "first",
+    "may_have_experts",
+]
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
@@ -29,7 +35,8 @@ def _named(told: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _named(value)
 
 
-def _first(config: Any, names: tuple[str, ...]) -> int:
+def first(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these numbers that the configuration tells; that of the first layer."""
     text = config.model_config.hf_text_config
     value = next(v for name in names if (v := getattr(text, name, None)))
     return int(value[0] if isinstance(value, list | tuple) else value)
@@ -39,7 +46,7 @@ def _intermediate(config: Any) -> int:
     """Features of one half of an expert on one rank. Expert parallelism does not divide them."""
     parallel = config.parallel_config
     try:
-        width = _first(config, _WIDTHS)
+        width = first(config, _WIDTHS)
     except StopIteration:  # Mixtral's experts have the width of an MLP, which is divided already
         if not parallel.enable_expert_parallel:
             return int(INTERMEDIATE.ask(config))
@@ -49,6 +56,6 @@ def _intermediate(config: Any) -> int:
     return max(1, width // int(parallel.tensor_parallel_size))
 
 
-EXPERT_COUNT = SizeRule("experts", lambda config: _first(config, _COUNTS), 128)
-EXPERTS_OF_A_TOKEN = SizeRule("experts_per_token", lambda config: _first(config, _TAKEN), 8)
+EXPERT_COUNT = SizeRule("experts", lambda config: first(config, _COUNTS), 128)
+EXPERTS_OF_A_TOKEN = SizeRule("experts_per_token", lambda config: first(config, _TAKEN), 8)
 EXPERT_INTERMEDIATE = SizeRule("expert_intermediate", _intermediate, 768)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...contracts.binding import SizeRule
+from ._experts import first
 
 __all__ = ["EXPERT_GROUPS", "GROUPS_OF_A_TOKEN"]
 
@@ -13,10 +12,5 @@ _TAKEN = ("topk_group", "num_limited_groups", "moe_topk_group")
 """What configurations call these numbers."""
 
 
-def _first(config: Any, names: tuple[str, ...]) -> int:
-    text = config.model_config.hf_text_config
-    return int(next(value for name in names if (value := getattr(text, name, None))))
-
-
-EXPERT_GROUPS = SizeRule("expert_groups", lambda config: _first(config, _GROUPS), 8)
-GROUPS_OF_A_TOKEN = SizeRule("expert_groups_per_token", lambda config: _first(config, _TAKEN), 4)
+EXPERT_GROUPS = SizeRule("expert_groups", lambda config: first(config, _GROUPS), 8)
+GROUPS_OF_A_TOKEN = SizeRule("expert_groups_per_token", lambda config: first(config, _TAKEN), 4)

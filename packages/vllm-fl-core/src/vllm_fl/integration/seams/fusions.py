@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ...contracts.binding import FusionPlace
-from ...dispatch import get_default_manager
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
-from ..bindings import all_bindings, places
+from ..bindings import installed_bindings, places
 from ..serving import plan_now
 from .ir import ir_ops
 
@@ -63,7 +62,7 @@ _watched: set[type] = set()
 
 
 def _places() -> list[tuple[str, FusionPlace]]:
-    return places(all_bindings(get_default_manager().registry.snapshot()), FusionPlace)
+    return places(installed_bindings(), FusionPlace)
 
 
 def _planned(plan: Plan) -> Iterator[tuple[str, FusionPlace]]:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ...contracts.binding import IrPlace, LayerPlace
-from ...dispatch import get_default_manager
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl
-from ..bindings import all_bindings, places, stock_form
+from ..bindings import installed_bindings, places, stock_form
 from ..compat import has_ir
 from ..serving import plan_now
 
@@ -43,7 +42,7 @@ def ir_ops() -> dict[str, list[IrPlace]]:
     if has_ir():
         from vllm import ir
 
-        table = all_bindings(get_default_manager().registry.snapshot())
+        table = installed_bindings()
         for op, place in places(table, IrPlace):
             if hasattr(ir.ops, place.name):
                 found.setdefault(op, []).append(place)
@@ -84,7 +83,7 @@ def prioritise(default: Any, plan: Plan) -> Any:
     The candidates of the plan are not named: they stand in the plan's own chain. In eager mode a
     layer that the user leaves to vLLM calls the IR, which then is left to vLLM, too.
     """
-    table = all_bindings(get_default_manager().registry.snapshot())
+    table = installed_bindings()
     kept = {op for op, place in places(table, LayerPlace) if place.cls in plan.kept_layers}
     for op, of_op in ir_ops().items():
         if not plan.is_stock(op) and (plan.mode == "compiled" or op not in kept):
@@ -123,7 +122,7 @@ def bind_provider(plan: Plan, digest: str) -> None:
     """
     register_provider()
     direct: dict[str, Callable[..., Any]] = {}
-    table = all_bindings(get_default_manager().registry.snapshot())
+    table = installed_bindings()
     natives = {op: place.native for op, place in reversed(places(table, LayerPlace))}
     for op, of_op in ir_ops().items():
         from vllm import ir

@@ -20,11 +20,11 @@ from vllm.model_executor.layers import activation, rotary_embedding
 
 from ...contracts import OpSpec
 from ...contracts.binding import LayerPlace
-from ...dispatch import dispatch_method, get_default_manager
+from ...dispatch import dispatch_method
 from ...logs import get_logger
 from ...plugins.installed import identity
 from ...text import quote
-from ..bindings import all_bindings, places, stock_form
+from ..bindings import installed_bindings, places, stock_form
 from ..compat import FORMER_LAYERS
 from .ir import ir_ops
 
@@ -76,7 +76,7 @@ def layer_table() -> list[Layer]:
 def _bound_layers() -> list[Layer]:
     """Every layer class that a binding names, once for each that does."""
     found = []
-    for op, place in places(all_bindings(get_default_manager().registry.snapshot()), LayerPlace):
+    for op, place in places(installed_bindings(), LayerPlace):
         base = _found(place.path)
         if base is not None:
             inheriting = _inheriting(base) if place.subclasses else ()
