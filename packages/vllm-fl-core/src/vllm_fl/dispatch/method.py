@@ -99,7 +99,8 @@ class dispatch_method:
         none, or its parameters are not the op's."""
         if self.adapt or self.stand_in or self.owner is None:
             return None
-        forward = _with_layer(self.owner, type(instance), self.name)
+        cls: type = type(instance)
+        forward = _with_layer(self.owner, cls, self.name)
         if forward is None:
             return None
         kind = BackendImplKind.REFERENCE
