@@ -135,7 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
         if replaced["error"]:
             say(f"\nWhether another plugin replaces a layer is not known: {replaced['error']}")
-    return 0 if all(view["selected"] for view in views) else 1
+    selected = [each["selected"] for view in views for each in (view, *view["rows"])]
+    return 0 if all(selected) else 1
 
 
 def _view(manager: OpManager, op: str, mode: str) -> dict[str, Any]:
@@ -144,12 +145,28 @@ def _view(manager: OpManager, op: str, mode: str) -> dict[str, Any]:
     side: Mode = "compiled" if mode == "compiled" else "eager"
     trace = manager.trace(op, mode=side, engine=engine, without_layer=not engine)
     assert manager.settings is not None
+    rows = [
+        (
+            ceiling,
+            manager.trace(op, mode=side, engine=engine, without_layer=not engine, tokens=ceiling),
+        )
+        for ceiling in manager.ceilings(op, mode=side)
+    ]
     return {
         "mode": mode,
         "order": [str(token) for token in trace.order],
         "origin": _origin(manager.settings, op, side),
         "selected": trace.selected.impl_id if trace.selected else None,
         "candidates": as_rows(manager, trace),
+        "rows": [
+            {
+                "up_to": ceiling,
+                "order": [str(token) for token in row.order],
+                "selected": row.selected.impl_id if row.selected else None,
+                "candidates": as_rows(manager, row),
+            }
+            for ceiling, row in rows
+        ],
     }
 
 
@@ -226,23 +243,41 @@ def _show(
     for setting in bearing:
         say(f"{setting['key']}={setting['value']} ({setting['origin']})")
     for view in views:
-        say(f"\n{WHERE[view['mode']].capitalize()}: {view['selected'] or 'nothing may run'}")
-        say(f"order {' | '.join(view['order'])}  ({view['origin']})")
+        where = WHERE[view["mode"]].capitalize()
+        if view["rows"]:
+            say(f"\n{where}, by the size of a call  ({view['origin']}):")
+        for row in view["rows"]:
+            _show_order(f"at most {row['up_to']} tokens", row)
+        if view["rows"]:
+            _show_order("more tokens", view)
+            if view["mode"] == "compiled":
+                say(
+                    "The compiler takes it whole, as one operator that looks its row up when it "
+                    "runs: nothing is fused into it, at no size."
+                )
+        else:
+            _show_order(f"\n{where}", view, origin=f"  ({view['origin']})")
         if any(c["reason"] == UNORDERED for c in view["candidates"]):
             say(
                 "No list orders this op, so that vLLM's own code (stock) stands before reference. "
                 "VLLM_FL_PREFER=reference, or a list, puts reference first."
             )
-        if view["candidates"]:
-            print_table(
-                ["implementation", "kind", "priority", "distribution", "status", "reason"],
-                [_row(candidate) for candidate in view["candidates"]],
-            )
-        if view["selected"] is None:
-            say(
-                "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
-                "one of the rejected ones."
-            )
+
+
+def _show_order(what: str, view: dict[str, Any], origin: str = "") -> None:
+    """What is selected, and every candidate, of a mode or of one row of it."""
+    say(f"{what}: {view['selected'] or 'nothing may run'}")
+    say(f"order {' | '.join(view['order'])}{origin}")
+    if view["candidates"]:
+        print_table(
+            ["implementation", "kind", "priority", "distribution", "status", "reason"],
+            [_row(candidate) for candidate in view["candidates"]],
+        )
+    if view["selected"] is None:
+        say(
+            "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
+            "one of the rejected ones."
+        )
 
 
 def _show_contract(op: str, spec: OpSpec | None, *, as_json: bool) -> int:

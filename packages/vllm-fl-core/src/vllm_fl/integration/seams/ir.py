@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ...contracts.binding import IrPlace, LayerPlace
+from ...dispatch.guard import Chain
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
-from ...plugins.types import OpImpl
 from ..bindings import installed_bindings, places, stock_form
 from ..compat import has_ir
 from ..serving import plan_now
@@ -127,16 +127,17 @@ def bind_provider(plan: Plan, digest: str) -> None:
     for op, of_op in ir_ops().items():
         from vllm import ir
 
-        impl = None if plan.mode == "eager" or plan.is_stock(op) else plan.entries[op].impl
         last = stock_form(op, natives.get(op))
         grants = frozenset(name for place in of_op for name in place.grants)
-        run = None if impl is None else _compiled(plan, op, impl, grants, last)
+        is_ours = plan.mode == "compiled" and not plan.is_stock(op)
+        chain = plan.chain(op, grants, last=last) if is_ours else None
+        run = None if chain is None else _compiled(plan, chain)
         for place in of_op:
             ir_op = getattr(ir.ops, place.name)
             ours = ir_op.impls[PROVIDER]
             _bound[place.name] = ir_op.impls["native"].impl_fn if run is None else place.route(run)
             # Such a provider may write over activations; vLLM copies what it still needs.
-            ours.inplace = bool(ir_op.allow_inplace and impl is not None and impl.consumes)
+            ours.inplace = bool(ir_op.allow_inplace and chain and chain.impls[0].consumes)
             ours.uuid = lambda: digest
         if plan.mode == "eager" and (call := plan.without_layer(op, last=last)) is not None:
             direct |= {place.name: place.route(call) for place in of_op}
@@ -144,10 +145,9 @@ def bind_provider(plan: Plan, digest: str) -> None:
         _eager[plan] = {**_bound, **direct}
 
 
-def _compiled(
-    plan: Plan, op: str, impl: OpImpl, grants: frozenset[str], last: OpImpl | None
-) -> Callable[..., Any]:
+def _compiled(plan: Plan, chain: Chain) -> Callable[..., Any]:
     """The op by the contract's parameters, as compiled code calls it."""
-    if is_opaque(impl):
-        return opaque_op(plan.chain(op, grants, last=last), plan.counting, plan.place).fn
-    return plan.counting(impl.fn, op, impl.impl_id)
+    first = chain.impls[0]
+    if chain.rows or is_opaque(first):
+        return opaque_op(chain, plan.counting, plan.place).fn
+    return plan.counting(first.fn, chain.op, first.impl_id)
