@@ -68,7 +68,7 @@ REFUSED = {
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`supports` as on a GPU, for tensors that lie on the CPU."""
     for module in MODULES:
-        monkeypatch.setattr(module, "unsuitable", lambda name, x: None)
+        monkeypatch.setattr(module, "unsuitable", lambda *_: None)
     monkeypatch.setattr(qk_norm_rope, "_capability", lambda device: (8, 0))
 
 

@@ -166,6 +166,7 @@ def test_bad_inputs_are_refused_by_name(spec: OpSpec) -> None:
             assert problem.startswith("must "), problem
     refused = {bad.argument for bad in spec.bad_inputs(getattr(torch, spec.dtypes[0]), CPU)}
     taken = {"mrope_interleaved", "renormalize", "rotary_interleaved"}  # any value is true or false
+    taken |= {"ignore_invalid_experts", "pad_sorted_ids"}
     assert refused | taken >= set(spec.parameters)
 
 
