@@ -359,9 +359,9 @@ def norm_rope_mutants(right: Op) -> Iterator[tuple[str, str, Op]]:
         result[:, heads : heads + rest[3]] *= k
         return result.flatten(1)
 
-    def of_all_heads(x: Any, q: Any, k: Any, table: Any, at: Any, n: int, m: int, *rest: Any) -> Any:
-        every = x.shape[1] // q.shape[0]
-        return right(x, q, k, table, at, n, every - n, *rest)
+    def of_all_heads(x: Any, q: Any, *rest: Any) -> Any:
+        heads, every = rest[3], x.shape[1] // q.shape[0]
+        return right(x, q, *rest[:4], every - heads, *rest[5:])
 
     def norm_of_what_rotates(x: Any, q: Any, k: Any, table: Any, *rest: Any) -> Any:
         width, size = table.shape[1], q.shape[0]
