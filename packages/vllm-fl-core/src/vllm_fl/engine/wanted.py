@@ -273,8 +273,8 @@ class _Blocks(Wanted):
         device = self.experts.device
         rows, experts, used = (result.to(device, torch.int64) for result in results)
         if not torch.equal(used, self.used):
-            got, want = used.tolist(), self.used.tolist()
-            return math.inf, f"{names[2]}: {got} places are in use instead of {want}"
+            found = f"{used.tolist()} places are in use instead of {self.used.tolist()}"
+            return math.inf, f"{names[2]}: {found}"
         places = int(used)
         blocks = places // self.size
         others = (experts[:blocks] != self.experts[:blocks]).nonzero()
@@ -400,8 +400,9 @@ def _wanted(
             room = output.steps * step + _spread(slack, exact[0].shape) * exact[0].abs()
             return _Pair(_Near(exact[0], room, like[1].dtype), scales)
         case ExpertBlocks():
-            whole = [part.to(torch.int64) for part in exact]
-            return _Blocks(*whole, output.block_size(*args), output.padding(*args))
+            rows, experts, used = (part.to(torch.int64) for part in exact)
+            size, padding = output.block_size(*args), output.padding(*args)
+            return _Blocks(rows, experts, used, size, padding)
         case Routing():
             ids, order = exact[1].to(torch.int64).sort(-1)
             weights = _near(spec, output, exact[0].gather(-1, order), like[0].dtype, scale)
