@@ -59,8 +59,8 @@ class Chain:
         strict: the first failure is raised and nothing else is tried.
         record: what keeps count and knows what is demoted.
         grants: parameters whose owner lets an implementation overwrite them; others are copied.
-        bare: nothing is put around the first candidate: for code that a compiler traces, and for
-            vLLM's own, which refuses nothing.
+        bare: nothing is put around the first candidate, and it is not counted: for code that a
+            compiler traces, and for vLLM's own.
         rows: (ceiling, chain): the candidates of calls of at most so many tokens, by ascending
             ceilings; these here are then those of larger calls. Only ops with a contract have any.
     """
@@ -238,7 +238,8 @@ Provided = Mapping[str, Callable[[Any], Any]]
 def _written(chain: Chain, provided: Provided | None, counting: Counting) -> Callable[..., Any]:
     """The guard in the plain form, or as a method of what provides `provided`."""
     if not chain.rows:
-        return counting(_compile(chain, provided), chain.op, chain.impls[0].impl_id)
+        guard = _compile(chain, provided)
+        return guard if chain.bare else counting(guard, chain.op, chain.impls[0].impl_id)
     rows = [(ceiling, _written(row, provided, counting)) for ceiling, row in chain.rows]
     rest = _written(dataclasses.replace(chain, rows=()), provided, counting)
     return _by_size(chain, provided, rows, rest)

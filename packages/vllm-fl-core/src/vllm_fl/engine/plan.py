@@ -265,13 +265,14 @@ class Plan:
             impls = _callable(_before_stock(trace))
             if without_layer:
                 impls = tuple(impl for impl in impls if not impl.needs_layer)
-            bare = not impls and own is not None
-            lasts = () if last is None else (last,)
-            if own is not None and bare:
-                impls = (own,)
-            elif not (impls or lasts):
+            vllms = own or last
+            bare = not impls and vllms is not None
+            if bare and vllms is not None:
+                impls = (vllms,)
+            elif not impls:
                 impls = self._instead_of_stock(entry, trace, without_layer)
-            impls = impls if bare else (*impls, *lasts)
+            elif last is not None:
+                impls = (*impls, last)
             spec = self.contracts[op]
             return Chain(op, impls, spec, self.strict, self.record, grants, bare=bare)
 
