@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
 """Calls in one round, each with arguments of its own, and what these may occupy."""
 
 WARM_UP = 3
+
+LOWERED_BY = "inductor"
 
 TRACED = 33
 """Tokens of the call by which a function is compiled: none that a compiler makes a case of its own
@@ -115,6 +118,7 @@ class OpTuning:
     _functions: dict[tuple[str, int, int], Callable[..., Any] | Exception] = field(
         default_factory=dict, init=False
     )
+    _wholes: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
 
     @cached_property
     def _trials(self) -> Trials:
@@ -133,6 +137,7 @@ class OpTuning:
             known: who is not even tried, and why.
         """
         found = Measured(tokens, self.default, dict(known or {}))
+        self._wholes.clear()
         with torch.inference_mode():
             sound: dict[str, list[_Served]] = {}
             for contender in self.contenders:
@@ -161,6 +166,7 @@ class OpTuning:
     def measure_again(self, found: Measured) -> Measured:
         """Hold a second finals between the default and who beat it; the times go into `again`."""
         names = (found.promoted, self.default)
+        self._wholes.clear()
         with torch.inference_mode():
             sound: dict[str, list[_Served]] = {}
             for contender in self.contenders:
@@ -179,6 +185,7 @@ class OpTuning:
     def forget(self) -> None:
         """Free what was made for measuring; it is made again where it is needed."""
         self._functions.clear()
+        self._wholes.clear()
         vars(self).pop("_trials", None)
 
     def _finalists(self, screened: Mapping[str, list[float]]) -> list[str]:
@@ -269,20 +276,61 @@ class OpTuning:
         return call_guard(plan.chain(op, self.spec.consumable))
 
     def _compiled(self, function: Callable[..., Any], form: Form) -> Callable[..., Any]:
-        """One graph for every number of tokens, without guards: that is how vLLM compiles."""
+        """One graph for every number of tokens, without guards: that is how vLLM compiles.
+
+        Heads of one projection are views that the graph makes of it, as a model does: two inputs of
+        a graph that share memory are another case to a compiler.
+        """
+        slices = _slices(self.spec, form.pool(False))
+        places = {name: self.spec.parameters.index(name) for name in slices}
+        firsts = {name: piece for name, piece in slices.items() if name == piece.first}
+
+        def traced(*args: Any) -> Any:
+            own = list(args)
+            for name, piece in slices.items():
+                whole = args[places[piece.first]]
+                part = whole[:, piece.start : piece.start + math.prod(piece.tail)]
+                own[places[name]] = part.unflatten(1, piece.tail)
+            return function(*own)
+
+        # Dynamo keeps what it has compiled with the code object; every graph needs its own.
+        code = traced.__code__.replace(co_name=self.spec.name)
         compiled = torch.compile(
-            function,
+            FunctionType(code, globals(), None, None, traced.__closure__),
             fullgraph=True,
+            backend=LOWERED_BY,
             options={"guard_filter_fn": lambda guards: [False for _ in guards]},
         )
+
+        def inputs(args: Sequence[Any]) -> list[Any]:
+            own = list(args)
+            for name in slices:
+                own[places[name]] = None
+            for name, piece in firsts.items():
+                own[places[name]] = self._whole(args[places[name]], piece)
+            return own
+
         form.switch(large=False)
-        args = self._laid(form, min(TRACED, self.sizes.tokens[-1]), 0).args
-        for name, arg in zip(self.spec.parameters, args, strict=True):
+        own = inputs(self._laid(form, min(TRACED, self.sizes.tokens[-1]), 0).args)
+        for name, arg in zip(self.spec.parameters, own, strict=True):
             if name in self.spec.by_token and isinstance(arg, torch.Tensor):
                 torch._dynamo.maybe_mark_dynamic(arg, 0)
-        compiled(*args)
+        compiled(*own)
         form.switch(large=False)
-        return compiled
+        return (lambda *args: compiled(*inputs(args))) if slices else compiled
+
+    def _whole(self, view: torch.Tensor, piece: _Piece) -> torch.Tensor:
+        """The projection of which `view` is a part, as one that begins where its storage does.
+
+        What torch makes of an operator that writes into two views of an input reads the views from
+        the beginning of the storage.
+        """
+        key = view.data_ptr(), view.shape[0]
+        if key not in self._wholes:
+            offset = view.storage_offset() - piece.start
+            whole = view.as_strided((view.shape[0], piece.width), (piece.width, 1), offset)
+            self._wholes[key] = torch.from_dlpack(whole)
+        return self._wholes[key]
 
     # How long it takes.
 
@@ -351,6 +399,45 @@ class OpTuning:
                 laid.activations.restore(consumed)
 
         return renew
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A view of consecutive features in each row of a projection.
+
+    Args:
+        first: the parameter that stands for the projection.
+        width: features of a row.
+        start: the view's first one.
+        tail: the view's shape without its first dimension.
+    """
+
+    first: str
+    width: int
+    start: int
+    tail: tuple[int, ...]
+
+
+def _slices(spec: OpSpec, pool: Mapping[str, torch.Tensor]) -> dict[str, _Piece]:
+    """The activations that are views of one projection with others, by parameter."""
+    storages: dict[int, list[str]] = {}
+    for name in spec.parameters:
+        if name in pool:
+            storages.setdefault(pool[name].untyped_storage().data_ptr(), []).append(name)
+    found: dict[str, _Piece] = {}
+    for names in storages.values():
+        width = pool[names[0]].stride(0)
+        if len(names) > 1 and all(_is_slice(pool[name], width) for name in names):
+            for name in names:
+                view = pool[name]
+                found[name] = _Piece(names[0], width, view.storage_offset(), tuple(view.shape[1:]))
+    return found
+
+
+def _is_slice(view: torch.Tensor, width: int) -> bool:
+    """Whether it has consecutive features of each row of so many."""
+    inner = view.ndim > 1 and view.stride(0) == width and view[0].is_contiguous()
+    return inner and view.storage_offset() + view[0].numel() <= width
 
 
 @dataclass(frozen=True)
