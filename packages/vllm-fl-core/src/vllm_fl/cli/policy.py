@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from ..dispatch import get_default_manager
-from ..settings.policy import OpOrder
+from ..settings.policy import Mode, OpOrder
 from ..settings.schema import Setting, Settings
 from ..text import HIDDEN, is_secret
 from ._quiet import quiet
@@ -103,9 +103,9 @@ def _each(key: str, values: Iterable[tuple[object, str]]) -> list[dict[str, Any]
 
 def _plain(key: str, value: object) -> Any:
     if isinstance(value, OpOrder):
-        sides = {"eager": value.eager, "compiled": value.compiled}
-        orders = {mode: [str(t) for t in tokens] for mode, tokens in sides.items() if tokens}
-        return orders["eager"] if value.eager == value.compiled else orders
+        sides = {mode: value.plain(mode) for mode in get_args(Mode)}
+        orders = {mode: side for mode, side in sides.items() if side}
+        return orders["eager"] if sides["eager"] == sides["compiled"] else orders
     if is_secret(key) and value not in (None, ()):
         return HIDDEN
     return list(value) if isinstance(value, tuple) else value
@@ -113,7 +113,10 @@ def _plain(key: str, value: object) -> Any:
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{mode}: {_text(tokens)}" for mode, tokens in value.items())
+        return "; ".join(
+            f"{key}: ({_text(each)})" if isinstance(each, dict) else f"{key}: {_text(each)}"
+            for key, each in value.items()
+        )
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool):
