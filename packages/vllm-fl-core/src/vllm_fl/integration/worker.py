@@ -22,7 +22,7 @@ from ..engine.tables import Standing, standing
 from ..errors import VllmFLError
 from ..logs import get_logger
 from ..plugins.calling import start_in_worker
-from ..plugins.types import OpImpl, WorkerContext
+from ..plugins.types import WorkerContext
 from ..text import quote
 from . import serving
 from .bindings import installed_bindings
@@ -114,6 +114,7 @@ class PlannedWorker:
             remarks = [*_of_table(facts, self.vllm_fl_table), *limits, *said]
             _warn_of_foreign_layers(plan)
             log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
+            _say_what_is_taken_whole(plan)
         seal(self.vllm_config, self.vllm_fl_digest)
         manager = get_default_manager()
         self.vllm_fl_unseal = manager.seal(f"the engine's worker (rank {self.rank})")
@@ -149,7 +150,8 @@ class PlannedWorker:
         """What this worker runs with, and what it counted: for `collective_rpc`.
 
         Returns:
-            JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, `layers` {class of
+            JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, with `rows` [{up_to,
+            impl, reason}] for an op that is ordered by size, `layers` {class of
             vLLM's: how many layers of the model are the plan's class}, `calls` and `fallbacks`
             {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted under
             VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
@@ -165,10 +167,7 @@ class PlannedWorker:
             "rank": self.rank,
             "mode": plan.mode,
             "digest": self.vllm_fl_digest,
-            "ops": {
-                op: {"impl": entry.label, "reason": entry.reason}
-                for op, entry in plan.entries.items()
-            },
+            "ops": {op: entry.told for op, entry in plan.entries.items()},
             "layers": self.vllm_fl_layers,
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
@@ -232,8 +231,8 @@ def _warn_of_foreign_layers(plan: Plan) -> None:
     owners = get_default_manager().registry.snapshot().owners
     for layer in layer_table() if foreign else ():
         entry = plan.entries.get(layer.op)
-        impl = entry.trace.selected if entry else None
-        if layer.cls in foreign and isinstance(impl, OpImpl):
+        impl = entry.impl if entry else None
+        if layer.cls in foreign and impl is not None:
             log.warning(
                 "Layer %s is left to %s, which replaced it before vllm-fl; '%s' of %s does not run "
                 "in it",
@@ -460,14 +459,14 @@ class _Preflight:
         for op, entry in plan.entries.items():
             for impl in entry.impls:
                 is_traced = plan.mode == "compiled" and _meets_a_compiler(table.get(op))
-                is_compiled = is_traced and impl is entry.impl
+                is_compiled = is_traced and impl in entry.firsts
                 key = op, impl.impl_id, is_compiled
                 if key in self._passed:
                     continue
                 self._passed.add(key)
                 chosen.append(impl)
                 if is_compiled:
-                    compiled[op, impl.impl_id] = plan.as_compiled(op)
+                    compiled[op, impl.impl_id] = plan.as_compiled(op, impl)
         assert self.facts.dtype is not None  # a worker has a model
         found = find_faults(
             chosen,
@@ -501,6 +500,22 @@ def _meets_a_compiler(binding: Binding | None) -> bool:
     """Whether compiled code calls the op: operators and functions are called behind a compiler."""
     places = binding.places if binding else ()
     return any(isinstance(place, LayerPlace | IrPlace) for place in places)
+
+
+def _say_what_is_taken_whole(plan: Plan) -> None:
+    """Name the ops that a compiler takes whole since they are ordered by size."""
+    table = installed_bindings()
+    ops = [
+        op
+        for op, entry in plan.entries.items()
+        if plan.mode == "compiled" and entry.by_row and _meets_a_compiler(table.get(op))
+    ]
+    if ops:
+        log.info(
+            "Ordered by size, and so one operator each that the compiler takes whole, with nothing "
+            "fused into it: %s. At sizes that are stock it runs vLLM's plain form",
+            ", ".join(ops),
+        )
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:
