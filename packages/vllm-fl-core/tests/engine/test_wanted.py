@@ -25,7 +25,7 @@ from vllm_fl.contracts import (
 )
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded
-from vllm_fl.engine.preflight import _dtypes, _Form
+from vllm_fl.engine.preflight import Form, _dtypes
 from vllm_fl.engine.wanted import wanted_of, worst
 
 CPU = torch.device("cpu")
@@ -249,10 +249,10 @@ def test_without_scores_any_expert_will_do_but_none_twice() -> None:
 # At start.
 
 
-def form_of(spec: OpSpec, tokens: int) -> _Form:
+def form_of(spec: OpSpec, tokens: int) -> Form:
     sizes = ModelSizes(None, None, None, None, None, None, tokens=(tokens,))
     kinds = (list(spec.served(sizes, torch.float32, CPU, large)) for large in (False, True))
-    return [_Form(spec, *pair) for pair in zip(*kinds, strict=True)][-1]
+    return [Form(spec, *pair) for pair in zip(*kinds, strict=True)][-1]
 
 
 @pytest.mark.parametrize("op_fn", [("quantise", quantise), ("quantise_tensor", quantise_tensor)])

@@ -33,7 +33,7 @@ def obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
         device = device_of(None)
     except UsageError as error:
         return str(error)
-    return settings.pinned.table.differs(here(snapshot, device)) or unaccepted(settings)
+    return settings.pinned.table.differs(here(settings.pinned.table, snapshot, device)) or unaccepted(settings)
 
 
 def summary(pinned: Pinned) -> str:

@@ -214,7 +214,7 @@ class _Examined:
         pinned, snapshot = self.settings.pinned, self.registry.snapshot()
         todo = "Measure again (`vllm-fl tune`), or unset VLLM_FL_TABLE."
         table = pinned.table
-        if (why := table.differs(here(snapshot, device_of(None)))) is not None:
+        if (why := table.differs(here(table, snapshot, device_of(None)))) is not None:
             yield Finding("table", f"The {pinned.label} has no effect here.", f"{why}.", todo)
         if (why := unaccepted(self.settings)) is not None:
             what, _, run = why.partition(". ")

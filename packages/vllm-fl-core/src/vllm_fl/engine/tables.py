@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..contracts import ModelSizes
     from ..settings.schema import Settings
 
-__all__ = ["Standing", "here", "left_out", "sizes_of", "standing", "unaccepted", "under"]
+__all__ = ["Standing", "here", "left_out", "standing", "unaccepted", "under"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def standing(
     table = pinned.table
     why = _other_engine(table, facts)
     if why is None and device is not None:
-        why = table.differs(here(snapshot, device))
+        why = table.differs(here(table, snapshot, device))
     if why is not None:
         why += ". `vllm-fl tune` measures another"
     else:
@@ -70,22 +70,15 @@ def under(facts: EngineFacts, table: Standing) -> EngineFacts:
     return dataclasses.replace(facts, settings=facts.settings.with_table(table.left_out))
 
 
-def here(snapshot: RegistrySnapshot, device: torch.device) -> dict[str, str]:
-    """The identity of what is measured here, and of what runs here: see `identity`."""
-    owners = {*snapshot.owners.values(), *snapshot.authors.values()}
-    return identity(device, sorted(owners, key=str))
+def here(
+    table: Table, snapshot: RegistrySnapshot, device: torch.device
+) -> dict[str, str]:
+    """The identity of what runs here in the place of what the table was measured with.
 
-
-def sizes_of(sizes: ModelSizes) -> dict[str, float]:
-    """The sizes of a model on one rank for which a table holds, by name.
-
-    Neither the batch nor the length is among them: they change which rows are used, not which
-    hold. What the model's configuration does not tell is left out.
+    A backend that it was not measured with is not among it: its times are not those of another.
     """
-    own = dataclasses.asdict(dataclasses.replace(sizes, more={}))
-    told = {name: value for name, value in own.items() if isinstance(value, int | float)}
-    del told["max_position"]
-    return told | {name: value for name, value in sizes.more.items() if value is not None}
+    owners = {owner.label: owner for owner in snapshot.owners.values()}
+    return identity(device, (owners[name] for name in sorted(owners) if name in table.identity))
 
 
 def unaccepted(settings: Settings) -> str | None:
@@ -117,6 +110,8 @@ def left_out(table: Table, snapshot: RegistrySnapshot) -> dict[str, str]:
             found[op] = "no contract names it"
         elif contract_digest(spec) != tuned.contract:
             found[op] = "its contract is another one than was measured"
+        elif not spec.by_token:
+            found[op] = "its calls have no number of tokens"
         elif absent:
             found[op] = f"'{absent[0]}' is not installed"
     return found
@@ -129,9 +124,19 @@ def _other_engine(table: Table, facts: EngineFacts) -> str | None:
     dtype = str(facts.dtype).removeprefix("torch.")
     if table.dtype != dtype:
         return f"it was measured in {table.dtype}, and the model has {dtype}"
-    for name, size in sizes_of(facts.sizes).items() if facts.sizes is not None else ():
-        measured = table.sizes.get(name)
-        if measured != size:
-            then = "no such size" if measured is None else f"{measured:g}"
-            return f"it was measured with {name} {then}, and the model has {size:g}"
+    for name, size in _told(facts.sizes).items() if facts.sizes is not None else ():
+        if (measured := table.sizes.get(name, size)) != size:
+            return f"it was measured with {name} {measured:g}, and the model has {size:g}"
     return None
+
+
+def _told(sizes: ModelSizes) -> dict[str, float]:
+    """The sizes for which a table holds, by name, as far as the model's configuration tells them.
+
+    Neither the batch nor the length is among them: they change which rows are used, not which
+    hold.
+    """
+    own = dataclasses.asdict(dataclasses.replace(sizes, more={}))
+    told = {name: value for name, value in own.items() if isinstance(value, int | float)}
+    del told["max_position"]
+    return told | {name: value for name, value in sizes.more.items() if value is not None}

@@ -31,6 +31,7 @@ __all__ = [
     "apply",
     "facts_of",
     "is_sealed",
+    "lacks",
     "load_plugins",
     "note_user_priority",
     "plan_for",
@@ -120,12 +121,12 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()
-            if model and _lacks(vllm_config, op, binding)
+            if model and lacks(vllm_config, op, binding)
         ),
     )
 
 
-def _lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
+def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
     """Whether the served model cannot have the op."""
     try:
         return binding.when is not None and not binding.when(vllm_config)
