@@ -179,8 +179,18 @@ class _File:
                     "a plugin's file may not set it: it would shut out every other vendor's "
                     "plugin. Use deny_vendors or op_backends",
                 )
+            if key == "table" and not self.users:
+                raise wrong(
+                    key,
+                    origin,
+                    "a plugin's file may not set it: a table holds for the machine and the code "
+                    "that it was measured with. It belongs into a file of its user",
+                )
             if node.tag != f"{TAG}null":  # a key without a value sets nothing
-                yield Setting(key, self.value(spec, node), origin, variable=spec.variable)
+                value = self.value(spec, node)
+                if key == "table":  # beside the file that names it, wherever the process runs
+                    value = os.path.join(os.path.dirname(os.path.abspath(self.path)), str(value))
+                yield Setting(key, value, origin, variable=spec.variable)
 
     def orders(self, node: Node) -> Iterator[Setting]:
         for op, key_node, value in self.pairs(node, ORDER_PREFIX.rstrip("."), "ops"):
