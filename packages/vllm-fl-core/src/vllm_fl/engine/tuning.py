@@ -270,7 +270,7 @@ class OpTuning:
         trace = Trace(op, self.mode, (), (Candidate(impl, "selected", "measured"),))
         plan = Plan(self.mode, {op: PlanEntry(op, trace)}, strict=True, contracts={op: self.spec})
         if self.mode == "compiled":
-            return self._compiled(plan.as_compiled(op), form)
+            return self._compiled(plan.as_compiled(op, impl), form)
         if contender.bare or impl.needs_layer:
             return as_call(impl, self.spec, self.layer_for)
         return call_guard(plan.chain(op, self.spec.consumable))
