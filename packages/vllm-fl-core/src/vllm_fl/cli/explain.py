@@ -19,13 +19,14 @@ from ..contracts.binding import (
 )
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
-from ..dispatch.resolver import UNORDERED
+from ..dispatch.resolver import UNORDERED, Trace
 from ..integration.bindings import all_bindings
 from ..plugins.attention import ATTENTION
 from ..settings.policy import Mode, OpOrder
 from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX
+from . import _table
 from ._candidates import as_rows
 from ._replaced import replaced_layers
 from ._show import UsageError, print_json, print_table, say
@@ -81,10 +82,15 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.mode:
             raise UsageError(f"{op}: no contract names it, so that no engine runs it.")
         modes = ["script"]
-    views = [_view(manager, op, mode) for mode in modes]
-    replaced = replaced_layers(op) if modes != ["script"] else {"layers": [], "error": None}
     settings = manager.settings
     assert settings is not None
+    table = _table.as_json(settings, snapshot, op) if modes != ["script"] else None
+    tabled = settings.with_table() if table and not table["obstacle"] else settings
+    views = [
+        _view(manager, op, mode, tabled if table and mode == table["mode"] else settings)
+        for mode in modes
+    ]
+    replaced = replaced_layers(op) if modes != ["script"] else {"layers": [], "error": None}
     listed = settings.get(f"{ORDER_PREFIX}{op}")
     merged = merged_from(listed) if listed and listed.merged else None
     slips = [said for name, said in unmatched(settings, snapshot.impls_by_op) if name == op]
@@ -111,9 +117,12 @@ def run(arguments: argparse.Namespace) -> int:
             places=places_of(binding),
             bypasses=list(binding.not_reached),
             replaced=replaced,
+            table=table,
         )
     else:
         _show(op, spec, views, bearing, is_layer=op in snapshot.layers)
+        if table and settings.pinned is not None:
+            _table.say_figures(table, settings.pinned)
         if modes != ["script"] and (places := places_of(binding)):
             say(f"\nInside vLLM it runs in: {'; '.join(places)}.")
         if modes != ["script"] and binding.not_reached:
@@ -139,23 +148,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(selected) else 1
 
 
-def _view(manager: OpManager, op: str, mode: str) -> dict[str, Any]:
+def _view(manager: OpManager, op: str, mode: str, settings: Settings) -> dict[str, Any]:
     """One mode's trace as JSON data."""
     engine = mode != "script"
     side: Mode = "compiled" if mode == "compiled" else "eager"
-    trace = manager.trace(op, mode=side, engine=engine, without_layer=not engine)
-    assert manager.settings is not None
-    rows = [
-        (
-            ceiling,
-            manager.trace(op, mode=side, engine=engine, without_layer=not engine, tokens=ceiling),
+    own = settings if engine else None  # a script may have a policy of its own in force
+
+    def traced(tokens: int | None = None) -> Trace:
+        return manager.trace(
+            op, mode=side, engine=engine, settings=own, without_layer=not engine, tokens=tokens
         )
-        for ceiling in manager.ceilings(op, mode=side)
-    ]
+
+    trace = traced()
+    rows = [(up_to, traced(up_to)) for up_to in manager.ceilings(op, mode=side, settings=own)]
     return {
         "mode": mode,
         "order": [str(token) for token in trace.order],
-        "origin": _origin(manager.settings, op, side),
+        "origin": _origin(settings, op, side),
         "selected": trace.selected.impl_id if trace.selected else None,
         "candidates": as_rows(manager, trace),
         "rows": [

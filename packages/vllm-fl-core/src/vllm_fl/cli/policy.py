@@ -11,6 +11,7 @@ from ..dispatch import get_default_manager
 from ..settings.policy import Mode, OpOrder
 from ..settings.schema import Setting, Settings
 from ..text import HIDDEN, is_secret
+from . import _table
 from ._quiet import quiet
 from ._show import print_json, print_table, say
 
@@ -22,15 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 2 when a setting is wrong; a warning alone is no finding, `doctor` has those."""
     with quiet(logging.WARNING):  # the warnings are shown below
-        settings = get_default_manager().settings
+        manager = get_default_manager()
+        settings = manager.settings
     assert settings is not None
     rows = as_rows(settings)
+    table = _table.as_json(settings, manager.registry.snapshot())
     files = list(settings["platform_files"].value)  # type: ignore[call-overload]
     if arguments.json:
         print_json(
             platform=settings.platform,
             platform_files=files,
             settings=rows,
+            table=table,
             unchecked=list(settings.unchecked),
             unowned=list(settings.unowned),
             warnings=list(settings.warnings),
@@ -58,6 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
                 say(f"  {each['origin']}: {_text(each['value'])}")
             for sentence in row["disagreements"]:
                 say(f"  They disagree: {sentence}.")
+    if table and settings.pinned is not None:
+        summary = _table.summary(settings.pinned)
+        say(f"{summary}. `vllm-fl doctor` says whether it holds on this machine. Its rows:")
+        for op, of_op in table["rows"].items():
+            each = ", ".join(f"up to {row['up_to']} tokens {row['impl']}" for row in of_op)
+            idle = " (a list of yours orders the op)" * settings.policy.names(op)
+            say(f"  {op}: {each or 'none'}{idle}")
     if settings.unowned:
         say("Settings that belong to no loaded plugin: they are kept, unchecked, and do nothing:")
         for name in settings.unowned:

@@ -104,16 +104,16 @@ def read_orders(path: str) -> Layer:
     return layer
 
 
-def read_text(path: str, key: str, origin: str) -> str:
-    """The text of a file. Raises SettingsError whatever is wrong with it."""
+def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str:
+    """The text of a file of at most so many bytes. Raises SettingsError whatever is wrong."""
     where = "" if os.path.isabs(path) else " (relative to the working directory)"
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, a device never end
             raise wrong(key, origin, f"{path!r} is not a regular file")
         with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise wrong(key, origin, f"{path!r} has more than {MAX_BYTES} bytes; is it the file?")
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise wrong(key, origin, f"{path!r} has more than {most} bytes; is it the file?")
         return data.decode("utf-8-sig")
     except SettingsError:  # which is a ValueError, too
         raise
@@ -179,8 +179,18 @@ class _File:
                     "a plugin's file may not set it: it would shut out every other vendor's "
                     "plugin. Use deny_vendors or op_backends",
                 )
+            if key == "table" and not self.users:
+                raise wrong(
+                    key,
+                    origin,
+                    "a plugin's file may not set it: a table holds for the machine and the code "
+                    "that it was measured with. It belongs into a file of its user",
+                )
             if node.tag != f"{TAG}null":  # a key without a value sets nothing
-                yield Setting(key, self.value(spec, node), origin, variable=spec.variable)
+                value = self.value(spec, node)
+                if key == "table":  # beside the file that names it, wherever the process runs
+                    value = os.path.join(os.path.dirname(os.path.abspath(self.path)), str(value))
+                yield Setting(key, value, origin, variable=spec.variable)
 
     def orders(self, node: Node) -> Iterator[Setting]:
         for op, key_node, value in self.pairs(node, ORDER_PREFIX.rstrip("."), "ops"):

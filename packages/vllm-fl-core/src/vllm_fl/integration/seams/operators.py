@@ -37,7 +37,16 @@ from . import empty
 from .arguments import known
 from .layers import layer_table
 
-__all__ = ["Overrides", "choose", "operator_note", "overriders", "remove", "report", "take"]
+__all__ = [
+    "Overrides",
+    "choose",
+    "operator_note",
+    "overriders",
+    "own",
+    "remove",
+    "report",
+    "take",
+]
 
 log = get_logger("engine")
 
@@ -156,6 +165,18 @@ def _to_define(
         empty.Definition(name, schema, ops.get(name, ""))
         for name, schema in sorted(schemas.items())
     )
+
+
+def own(place: OperatorPlace, device: torch.device) -> Callable[..., Any] | None:
+    """The operator of a place, as vLLM has it; None where this vLLM has none such."""
+    if _schema(place.name) is None or _misfit(place, _dispatch_key(device)):
+        return None
+    namespace, _, name = place.name.partition("::")
+    name, _, overload = name.partition(".")
+    found: Callable[..., Any] = getattr(
+        getattr(getattr(torch.ops, namespace), name), overload or "default"
+    )
+    return found
 
 
 def _dispatch_key(device: torch.device) -> str:
