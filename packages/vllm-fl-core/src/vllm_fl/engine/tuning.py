@@ -245,7 +245,7 @@ class OpTuning:
             blocks = [part.new_full(part.shape, math.nan) for part in shapes if _is_float(part)]
             del shapes, blocks
             try:
-                return call(*args)
+                return _within(args, call(*args))
             except AllFailedError as error:  # strict mode's word for one that refused
                 cause = error.causes[-1][1]
                 raise cause if isinstance(cause, NotImplementedError) else error from None
@@ -576,6 +576,25 @@ def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
     others = sum(_bytes(arg) for name, arg in tensors.items() if name not in spec.by_token)
     results = sum(_bytes(part) for part in _parts(spec.fake(*args)) if part is not None)
     return activations + results if others <= activations else 0
+
+
+def _within(args: Sequence[Any], result: Any) -> Any:
+    """`result`, with those of its parts as views of arguments that lie in their memory.
+
+    One that is a view of `OpTuning._whole` has the memory of an argument, and another storage.
+    """
+    if isinstance(result, tuple):
+        return tuple(_within(args, part) for part in result)
+    for arg in args:
+        if not isinstance(arg, torch.Tensor) or not isinstance(result, torch.Tensor):
+            continue
+        storage = arg.untyped_storage()
+        start = result.data_ptr() - storage.data_ptr()
+        is_own = result.untyped_storage().data_ptr() == storage.data_ptr()
+        if arg.dtype == result.dtype and 0 <= start < storage.nbytes() and not is_own:
+            place = start // arg.element_size()
+            return arg.as_strided(result.shape, result.stride(), place)
+    return result
 
 
 def _bytes(tensor: torch.Tensor) -> int:
