@@ -127,7 +127,8 @@ class Measured:
         ratio = ratio_low = None
         if name != self.default and len(defaults) == len(times):
             ratio_low, ratio, _ = (round(r, 4) for r in quartiles(_ratios(defaults, times)))
-        share = round(quartiles(self.copied)[1] / median, 4) if self.copied else None
+        copied = quartiles(self.copied)[1] if self.copied else 0.0
+        share = round(copied / median, 4) if copied and median else None
         return Figure(
             self.tokens,
             name,

@@ -43,6 +43,10 @@ apart."""
 ROUND = 400e-6
 """Seconds that a round of one form lasts at least: a clock's own noise must not count."""
 
+LONGEST = 10e-3
+"""Seconds after which a round on a CPU makes no further call: on a busy one a call that takes
+microseconds may take milliseconds, many times over."""
+
 MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
 """Calls in one round, each with arguments of its own, and what these may occupy."""
 
@@ -505,11 +509,13 @@ class _Bench:
         def median() -> float:
             renew()
             self._cool()
-            times = []
+            times: list[float] = []
             for args in sets:
                 start = self.clock()
                 call(*args)
                 times.append(self.clock() - start)
+                if sum(times) > LONGEST:
+                    break
             return statistics.median(times) * 1e6
 
         if self.captures:
