@@ -85,10 +85,12 @@ class _Served:
     Args:
         impl: the implementation.
         call: the same as it serves, by the contract's parameters.
+        bare: whether it is vLLM's own, whose callers take its results in any layout.
     """
 
     impl: OpImpl
     call: Callable[..., Any]
+    bare: bool
 
 
 @dataclass
@@ -210,7 +212,7 @@ class OpTuning:
             for impl in contender.impls:
                 try:
                     with self.over(contender.name):
-                        one = _Served(impl, self._function(contender, impl, number))
+                        one = _Served(impl, self._function(contender, impl, number), contender.bare)
                         why = self._fault(one, form, tokens)
                 except Exception as error:
                     why = f"raised: {quote(error)} ({tokens} x {form.name})"
@@ -225,7 +227,7 @@ class OpTuning:
         """What is wrong with its results for fresh inputs, ordinary and large; or nothing."""
         impl = dataclasses.replace(
             served.impl,
-            fn=self._poisoning(served.call),
+            fn=self._poisoning(served),
             supports=asked_for(served.impl, self.spec),
         )
         for large in (True, False):
@@ -241,18 +243,19 @@ class OpTuning:
                 return f"{found.status}: {found.reason} ({name})"
         return ""
 
-    def _poisoning(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with NaN where an allocator is likely to give it the memory of its results."""
+    def _poisoning(self, served: _Served) -> Callable[..., Any]:
+        """Its call, with NaN where an allocator is likely to give it the memory of its results."""
 
         def poisoned(*args: Any) -> Any:
             shapes = _parts(self.spec.fake(*args))
             blocks = [part.new_full(part.shape, math.nan) for part in shapes if _is_float(part)]
             del shapes, blocks
             try:
-                return _within(args, call(*args))
+                result = _within(args, served.call(*args))
             except AllFailedError as error:  # strict mode's word for one that refused
                 cause = error.causes[-1][1]
                 raise cause if isinstance(cause, NotImplementedError) else error from None
+            return _laid_out(args, result) if served.bare else result
 
         return poisoned
 
@@ -601,6 +604,17 @@ def _within(args: Sequence[Any], result: Any) -> Any:
             place = start // arg.element_size()
             return arg.as_strided(result.shape, result.stride(), place)
     return result
+
+
+def _laid_out(args: Sequence[Any], result: Any) -> Any:
+    """`result`, contiguous where it is not memory of an argument."""
+    if isinstance(result, tuple):
+        return tuple(_laid_out(args, part) for part in result)
+    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    if not isinstance(result, torch.Tensor):
+        return result
+    is_own = any(isinstance(arg, torch.Tensor) and aliases(arg, result) for arg in args)
+    return result if is_own else result.contiguous()
 
 
 def _bytes(tensor: torch.Tensor) -> int:
