@@ -38,7 +38,6 @@ SIZES = ModelSizes(
         ("rotary_embedding", "eager"),
         ("rotary_embedding", "compiled"),
         ("qk_norm_rope", "compiled"),
-        ("reshape_and_cache", "eager"),
     ],
 )
 def test_each_call_has_a_form_that_is_right(op: str, mode: Mode) -> None:

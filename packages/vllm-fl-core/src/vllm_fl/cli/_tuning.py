@@ -160,7 +160,7 @@ class Work:
         selected = self.manager.trace(
             op, mode=subject.mode, engine=True, without_layer=subject.mode == "compiled"
         ).selected
-        default = STOCK if isinstance(selected, Stock) else selected and selected.impl_id
+        default = STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
         kept = self._contenders(op, {*self._impls, default} if self._impls else None)
         if len(kept) < 2 and not explicit:
             return None

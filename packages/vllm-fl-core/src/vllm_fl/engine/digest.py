@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +36,8 @@ def fingerprint(
     plan: Plan,
     owners: Mapping[tuple[str, str], Owner],
     authors: Mapping[str, Owner] = MappingProxyType({}),
+    *,
+    table: str = "",
 ) -> dict[str, Any]:
     """What the plan consists of, as JSON-able data: two equal ones run the same code.
 
@@ -43,21 +45,26 @@ def fingerprint(
         plan: the plan.
         owners: (op, impl id) -> who brought it.
         authors: op -> who brought its contract and its binding, where that is a plugin.
+        table: the digest of the table by which it was made; empty without one.
 
     Returns:
         `mode`, `strict`, per op the candidates, each with its distribution and the hash of that
-        distribution's code, `contracts`, the same of the planned ops that plugins brought, and the
-        `versions` of what computes beneath them.
+        distribution's code, `rows`, the same of smaller calls by their ceilings in tokens for ops
+        that are ordered by size, `contracts`, the same of the planned ops that plugins brought, the
+        `versions` of what computes beneath them, and `table`, if there is one.
     """
+
+    def candidates(op: str, impls: Iterable[Impl]) -> list[dict[str, Any]]:
+        return [_candidate(impl, owners.get((op, impl.impl_id), Owner(""))) for impl in impls]
+
     return {
         "mode": plan.mode,
         "strict": plan.strict,
-        "ops": {
-            op: [
-                _candidate(impl, owners.get((op, impl.impl_id), Owner("")))
-                for impl in entry.candidates
-            ]
+        "ops": {op: candidates(op, entry.candidates) for op, entry in plan.entries.items()},
+        "rows": {
+            op: [[ceiling, candidates(op, impls)] for ceiling, impls in entry.by_row]
             for op, entry in plan.entries.items()
+            if entry.by_row
         },
         "contracts": {
             op: code_facts(author, author.plugin)
@@ -68,6 +75,7 @@ def fingerprint(
             **{name: told for name in BENEATH if (told := version(name))},
             CORE: f"{version(CORE)} {code_of(CORE, 'vllm_fl')}",
         },
+        **({"table": table} if table else {}),
     }
 
 

@@ -12,6 +12,7 @@ from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, make_plan
+from ..engine.tables import Standing, standing, under
 from ..errors import InvalidSettingError, PluginError, SettingsError
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
@@ -221,13 +222,23 @@ def _read_settings(platform: str) -> Settings:
     return check_names(settings, ops={*registry.snapshot().ops, ATTENTION}, layers=layers)
 
 
-def plan_for(facts: EngineFacts, demoted: Mapping[tuple[str, str], str] | None = None) -> Plan:
+def plan_for(
+    facts: EngineFacts,
+    demoted: Mapping[tuple[str, str], str] | None = None,
+    *,
+    table: Standing | None = None,
+) -> Plan:
     """The plan of an engine. What the user told vLLM stands.
 
     Args:
         facts: what the engine's configuration says.
         demoted: (op, impl id) -> why it is demoted for this engine.
+        table: what becomes of the table that the settings name; by default as far as it is known
+            before there is a device.
     """
+    if table is None:
+        table = standing(facts, get_default_manager().registry.snapshot(), None)
+    facts = under(facts, table)
     notes, kept = _layers_left_to_vllm(facts)
     plan = make_plan(
         get_default_manager(),

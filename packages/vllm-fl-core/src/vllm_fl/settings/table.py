@@ -15,10 +15,20 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from .files import read_text
-from .policy import Mode
+from .policy import Mode, OpOrder, Rows, Token
 from .values import wrong
 
-__all__ = ["DEFAULT", "Figure", "Row", "Table", "TunedOp", "Verdict", "read_table"]
+__all__ = [
+    "DEFAULT",
+    "STOCK",
+    "Figure",
+    "Pinned",
+    "Row",
+    "Table",
+    "TunedOp",
+    "Verdict",
+    "read_table",
+]
 
 VERSION = 1
 """Of the file's form. Another one is not read."""
@@ -27,6 +37,9 @@ MAX_BYTES = 16 * 2**20
 
 DEFAULT = "default"
 """In a row: what the policy chooses without the table, which nobody beat."""
+
+STOCK = "stock"
+"""In a row: vLLM's own path."""
 
 T = TypeVar("T")
 
@@ -49,6 +62,8 @@ class Figure:
         ratio_low: the lower quartile of those.
         copy_share: the share of the device's copy bandwidth that the call reaches; None where the
             bytes that it moves are not known.
+        slower: in which of the forms it is slower than the default, and the ratio there: who is
+            serves no row, since how often a model calls which form is not known; empty otherwise.
         rejected: why it was not timed: wrong, with its worst element, or refused; empty otherwise.
     """
 
@@ -61,6 +76,7 @@ class Figure:
     ratio: float | None = None
     ratio_low: float | None = None
     copy_share: float | None = None
+    slower: str = ""
     rejected: str = ""
 
 
@@ -168,6 +184,81 @@ class Table:
         return None
 
 
+@dataclass(frozen=True)
+class Pinned:
+    """A table that the settings name, as an engine's processes have it.
+
+    Args:
+        file: the file that it was read from, in the process that read the settings.
+        digest: the digest of that file.
+        table: its content; in other processes without the figures, which nobody there needs.
+    """
+
+    file: str
+    digest: str
+    table: Table
+
+    @classmethod
+    def read(cls, path: str, origin: str) -> Pinned:
+        """Read the file that a setting names. Arguments and errors as for `read_table`."""
+        table = read_table(path, origin=origin)
+        return cls(path, table.digest, table)
+
+    @property
+    def label(self) -> str:
+        """`table FILE (digest)`."""
+        return f"table {self.file} ({self.digest})"
+
+    @property
+    def origin(self) -> str:
+        """Where an order that it makes comes from."""
+        device = self.table.identity.get("device", "a device without a name")
+        return f"table {self.file}, measured {self.table.date[:10]} on {device}"
+
+    def order(self, op: str, base: tuple[Token, ...], without: OpOrder | None) -> OpOrder:
+        """The order of one of its ops, in its mode; the other mode stays as it is.
+
+        Args:
+            op: the op.
+            base: the op's order in an engine of this mode without the table.
+            without: the list that the op has without the table, or None.
+        """
+        rows: list[tuple[int, tuple[Token, ...]]] = []
+        for row in self.table.ops[op].rows:
+            tokens = _tokens_of(row, base)
+            if rows and rows[-1][1] == tokens:
+                rows.pop()
+            rows.append((row.up_to, tokens))
+        if rows and rows[-1][1] == base:
+            rows.pop()
+        order = OpOrder(None, None, pinned=False) if without is None else without
+        given: Rows = tuple(rows)
+        if self.table.mode == "eager":
+            return dataclasses.replace(order, eager=base, eager_rows=given)
+        return dataclasses.replace(order, compiled=base, compiled_rows=given)
+
+    def to_json(self) -> dict[str, Any]:
+        """It as plain JSON data, without its figures."""
+        ops = {op: dataclasses.replace(t, figures=()) for op, t in self.table.ops.items()}
+        bare = dataclasses.replace(self.table, ops=ops)
+        return {"file": self.file, "digest": self.digest, "table": dataclasses.asdict(bare)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Pinned:
+        """What `to_json` gave. Raises ValueError where it is something else."""
+        read: Pinned = _read(cls, _checked(dict, data, ""), "")
+        return read
+
+
+def _tokens_of(row: Row, base: tuple[Token, ...]) -> tuple[Token, ...]:
+    if row.impl == DEFAULT:
+        return base
+    if row.impl == STOCK:
+        return (Token("stock"),)
+    first = Token("impl", row.impl)
+    return (first, *(token for token in base if token != first))
+
+
 def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
     """Read a table's file.
 
@@ -196,11 +287,11 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
         raise wrong(key, path, problem + (f"; it says {found!r}" if found is not None else ""))
     told = {name: data[name] for name in data if name not in ("vllm_fl_table", "digest")}
     try:
-        table = _read(Table, told, "")
+        table: Table = _read(Table, told, "")
     except ValueError as error:
         raise wrong(key, path, str(error)) from error
-    if (problem := _inconsistent(table)) is not None:
-        raise wrong(key, path, problem)
+    if (contradiction := _inconsistent(table)) is not None:
+        raise wrong(key, path, contradiction)
     if data.get("digest") != table.digest:
         raise wrong(
             key,
@@ -240,8 +331,8 @@ def _read(kind: Any, value: object, where: str) -> Any:
         return {name: _read(inner, item, _at(where, name)) for name, item in items}
     if origin is tuple:
         inner = get_args(kind)[0]
-        items = enumerate(_checked(list, value, where))
-        return tuple(_read(inner, item, f"{where}[{n}]") for n, item in items)
+        listed = _checked(list, [*value] if isinstance(value, tuple) else value, where)
+        return tuple(_read(inner, item, f"{where}[{n}]") for n, item in enumerate(listed))
     if origin is Literal:
         if value not in get_args(kind):
             raise ValueError(f"{where}: expected {' or '.join(get_args(kind))}, got {value!r}")

@@ -120,9 +120,11 @@ def choose(
             continue
         found, why = _fitting(places, _dispatch_key(device))
         left[op] = why
-        first = plan.callable(op)[0]
-        own = _calls_of(first, plan.contracts[op], {p.name for p in found}, device, dtype)
-        left[op] |= dict.fromkeys(sorted(own), f"{first.impl_id} calls it itself")
+        own: set[str] = set()
+        for first in _firsts(plan, op):
+            calls = _calls_of(first, plan.contracts[op], {p.name for p in found}, device, dtype)
+            left[op] |= dict.fromkeys(sorted(calls - own), f"{first.impl_id} calls it itself")
+            own |= calls
         taken[op] = tuple(place for place in found if place.name not in own)
         for place in taken[op]:
             other = owners.setdefault(place.name, op)
@@ -138,6 +140,12 @@ def choose(
         left,
         _to_define(owners, bindings, reads=plan.mode == "compiled"),
     )
+
+
+def _firsts(plan: Plan, op: str) -> Sequence[OpImpl]:
+    """What an operator of the op runs first: of each row, where it is ordered by size."""
+    firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
+    return firsts or plan.callable(op)[:1]
 
 
 def _to_define(
