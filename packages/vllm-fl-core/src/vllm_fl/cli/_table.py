@@ -8,8 +8,8 @@ from ..engine.tables import here, left_out, unaccepted
 from ..plugins.registry import RegistrySnapshot
 from ..settings.schema import Settings
 from ..settings.table import DEFAULT, Figure, Pinned, TunedOp
-from .verify import device_of
 from ._show import UsageError, print_table, say
+from .verify import device_of
 
 __all__ = ["as_json", "obstacle", "say_figures", "summary"]
 
@@ -33,7 +33,8 @@ def obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
         device = device_of(None)
     except UsageError as error:
         return str(error)
-    return settings.pinned.table.differs(here(settings.pinned.table, snapshot, device)) or unaccepted(settings)
+    table = settings.pinned.table
+    return table.differs(here(table, snapshot, device)) or unaccepted(settings)
 
 
 def summary(pinned: Pinned) -> str:

@@ -31,13 +31,13 @@ from ..settings.values import OP_CONFIG
 from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
-from .verify import device_of
 from ._effects import find_disagreements, find_idle, find_unknown, warned
 from ._environment import distributions, torch_build, torch_facts
 from ._finding import contained
 from ._installed import CHECKS
 from ._quiet import quiet
 from ._show import print_json, print_table, say
+from .verify import device_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

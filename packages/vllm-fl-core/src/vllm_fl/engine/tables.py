@@ -70,9 +70,7 @@ def under(facts: EngineFacts, table: Standing) -> EngineFacts:
     return dataclasses.replace(facts, settings=facts.settings.with_table(table.left_out))
 
 
-def here(
-    table: Table, snapshot: RegistrySnapshot, device: torch.device
-) -> dict[str, str]:
+def here(table: Table, snapshot: RegistrySnapshot, device: torch.device) -> dict[str, str]:
     """The identity of what runs here in the place of what the table was measured with.
 
     A backend that it was not measured with is not among it: its times are not those of another.
