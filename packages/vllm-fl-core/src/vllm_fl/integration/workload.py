@@ -72,7 +72,7 @@ def _main(request: dict[str, Any]) -> None:
         ends.append(time.perf_counter())
         return outputs
 
-    llm.llm_engine.step = step  # type: ignore[method-assign]
+    llm.llm_engine.step = step
     answer(report=llm.collective_rpc("vllm_fl_report")[0])
     for line in sys.stdin:
         visit = Visit(**json.loads(line))

@@ -284,11 +284,11 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
         raise wrong(key, path, problem + (f"; it says {found!r}" if found is not None else ""))
     told = {name: data[name] for name in data if name not in ("vllm_fl_table", "digest")}
     try:
-        table = _read(Table, told, "")
+        table: Table = _read(Table, told, "")
     except ValueError as error:
         raise wrong(key, path, str(error)) from error
-    if (problem := _inconsistent(table)) is not None:
-        raise wrong(key, path, problem)
+    if (fault := _inconsistent(table)) is not None:
+        raise wrong(key, path, fault)
     if data.get("digest") != table.digest:
         raise wrong(
             key,
@@ -328,8 +328,8 @@ def _read(kind: Any, value: object, where: str) -> Any:
         return {name: _read(inner, item, _at(where, name)) for name, item in items}
     if origin is tuple:
         inner = get_args(kind)[0]
-        items = enumerate(_checked(list, [*value] if isinstance(value, tuple) else value, where))
-        return tuple(_read(inner, item, f"{where}[{n}]") for n, item in items)
+        listed = _checked(list, [*value] if isinstance(value, tuple) else value, where)
+        return tuple(_read(inner, item, f"{where}[{n}]") for n, item in enumerate(listed))
     if origin is Literal:
         if value not in get_args(kind):
             raise ValueError(f"{where}: expected {' or '.join(get_args(kind))}, got {value!r}")
