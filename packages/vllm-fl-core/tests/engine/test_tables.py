@@ -167,6 +167,13 @@ def test_a_backend_that_it_was_not_measured_with_is_no_other_identity() -> None:
     assert "late is not there" in str(both.differs(here(both, manager().registry.snapshot(), CPU)))
 
 
+def test_only_an_engine_knows_its_threads() -> None:
+    other = table(identity={**table().identity, "threads": "77"})
+    snapshot = manager().registry.snapshot()
+    assert "threads is" in str(other.differs(here(other, snapshot, CPU)))
+    assert other.differs(here(other, snapshot, CPU, serves=False)) is None
+
+
 def test_without_a_device_nobody_asks_for_it(facts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that makes the configuration must not open one: its workers are forked."""
     measured = table()

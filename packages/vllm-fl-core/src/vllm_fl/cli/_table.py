@@ -34,7 +34,7 @@ def obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
     except UsageError as error:
         return str(error)
     table = settings.pinned.table
-    return table.differs(here(table, snapshot, device)) or unaccepted(settings)
+    return table.differs(here(table, snapshot, device, serves=False)) or unaccepted(settings)
 
 
 def summary(pinned: Pinned) -> str:
