@@ -40,14 +40,14 @@ def obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
 def summary(pinned: Pinned) -> str:
     """What the table was measured for, one line."""
     table = pinned.table
-    model = f" {table.model}" * bool(table.model)
     verdict = table.accepted
     if verdict is None:
         judged = "never accepted"
     else:
         judged = f"{'' if verdict.accepted else 'not '}accepted {verdict.date[:10]}"
         judged += f" ({verdict.reason})" * (not verdict.accepted)
-    return f"{pinned.origin} for{model} {table.mode} engines in {table.dtype}, {judged}"
+    model = table.model or "a model of its sizes"
+    return f"{pinned.origin} for {model} ({table.mode}, {table.dtype}), {judged}"
 
 
 def as_json(
@@ -85,6 +85,8 @@ def say_figures(told: dict[str, Any], pinned: Pinned) -> None:
     say(f"\n{_capital(summary(pinned))}.")
     if told["obstacle"]:
         say(f"It does not order this op here: {told['obstacle']}.")
+    elif all(row["impl"] == DEFAULT for row in told["rows"]):
+        say("Nobody beat the default: it leaves the order of this op as it is.")
     else:
         say("It orders this op in such engines, for a model of its sizes.")
     if told["rows"]:
