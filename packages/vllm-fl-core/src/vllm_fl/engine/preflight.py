@@ -53,6 +53,10 @@ SECONDS = 3.0
 """What all implementations of a start together may cost beyond the counts that are always tried;
 each has an equal share, and what goes beyond it is left out."""
 
+AGAIN_SECONDS = 0.2
+"""A batch of more tokens than the pool has rows is tried a second time in the same memory, unless
+making and calling it took longer than this: on a CPU that is much of what a start takes."""
+
 COMPILE_SECONDS = 2.0
 """How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
 seconds for each when its cache is cold."""
@@ -164,7 +168,7 @@ def find_faults(
         whose = (
             ", ".join(sorted(thinned)) if len(thinned) < 3 else f"{len(thinned)} implementations"
         )
-        findings.remarks.append(f"fewer token counts than usual for {whose}")
+        findings.remarks.append(f"fewer batches than usual for {whose}")
     return findings
 
 
@@ -234,13 +238,22 @@ class Form:
     def wanted(self, large: bool, order: torch.Tensor, count: int) -> list[Wanted | None]:
         """What a batch of `count` tokens must give; it repeats the rows of the pool in this order.
 
-        Where the results have a row per token, that is what the rows of `order` must give.
+        Where the results have a row per token, or repeated rows change nothing, that is what the
+        rows of `order` must give.
         """
-        if self.spec.whole_batch:
+        spec = self.spec
+        holds_all = spec.ignores_repeats and len(order) == self._rows
+        if spec.whole_batch and not holds_all:
             return self._of(self._batch(large, repeated(order, count)), order.device)
         if large not in self._wanted:
             self._wanted[large] = self._of(self.samples[large], order.device)
         return [want and want.rows(order) for want in self._wanted[large]]
+
+    @cached_property
+    def _rows(self) -> int:
+        """How many rows the pool has."""
+        args = dict(zip(self.spec.parameters, self.samples[0].args, strict=True))
+        return next(len(args[name]) for name in self.spec.by_token if args[name] is not None)
 
     def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
         tokens = None
@@ -436,7 +449,11 @@ class _Run:
         where = f"{count} x {form.name}, {dtype_name(trials.dtype)}" + ", large values" * large
         laid: Guarded | None = None
         results: list[tuple[torch.Tensor, Any]] = []
+        begun = time.monotonic()
         for salt in range(calls):
+            if salt and count > POOL and time.monotonic() - begun > AGAIN_SECONDS:
+                self.thinned = True
+                break
             order = trials.order(count, salt)[:count]
             laid = rows_of(form.pool(large), repeated(order, count), into=laid)
             got = self._call_once(form, laid, where)

@@ -35,7 +35,6 @@ OLDER_OPS = {
     "fused_recurrent_gated_delta_rule_fwd": "recurrent_gated_delta_rule",
     "fused_topk_bias": "moe_topk",
     "invoke_fused_moe_triton_kernel": "fused_experts",
-    "moe_align_block_size": "fused_experts",
     "topk_softmax": "moe_topk",
 }
 """Ops of vllm-plugin-FL -> the op that has their place here, with other parameters."""
