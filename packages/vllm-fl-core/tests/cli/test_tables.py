@@ -119,4 +119,8 @@ def test_a_wrong_file_is_a_wrong_setting(fl: Command, table: Any) -> None:
     path.write_text(path.read_text().replace("vendor.zeta", "vendor.acme"))
     done = fl("policy", VLLM_FL_TABLE=str(path))
     assert done.status == 2 and "was changed after it was written" in done.err
-    assert fl("doctor", VLLM_FL_TABLE=str(path)).status == 1
+
+
+def test_letting_no_table_act_is_idle(fl: Command) -> None:
+    answer = fl("doctor", "--json", VLLM_FL_TABLE_UNACCEPTED="1").json()
+    assert "VLLM_FL_TABLE_UNACCEPTED=true has no effect." in [f["what"] for f in answer["findings"]]

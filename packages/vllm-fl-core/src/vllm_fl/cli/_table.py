@@ -47,7 +47,7 @@ def summary(pinned: Pinned) -> str:
         judged = f"{'' if verdict.accepted else 'not '}accepted {verdict.date[:10]}"
         judged += f" ({verdict.reason})" * (not verdict.accepted)
     model = table.model or "a model of its sizes"
-    return f"{pinned.origin} for {model} ({table.mode}, {table.dtype}), {judged}"
+    return f"T{pinned.origin[1:]} for {model} ({table.mode}, {table.dtype}), {judged}"
 
 
 def as_json(
@@ -82,7 +82,7 @@ def as_json(
 
 def say_figures(told: dict[str, Any], pinned: Pinned) -> None:
     """What the table says of one op, as `as_json` tells it."""
-    say(f"\n{_capital(summary(pinned))}.")
+    say(f"\n{summary(pinned)}.")
     if told["obstacle"]:
         say(f"It does not order this op here: {told['obstacle']}.")
     elif all(row["impl"] == DEFAULT for row in told["rows"]):
@@ -120,7 +120,3 @@ def _cells(figure: dict[str, Any]) -> list[object]:
         None if figure["copy_share"] is None else f"{figure['copy_share']:.0%}",
         verdict,
     ]
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
