@@ -280,7 +280,7 @@ def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
         environment = {"PYTHONHASHSEED": number, "PYTHONPATH": ":".join(sys.path)}
         rc = tmp_path / number
         rc.mkdir()
-        (rc / "matplotlibrc").write_text(f"lines.linewidth: {number}\nsvg.fonttype: path\n")
+        (rc / "matplotlibrc").write_text(f"xtick.major.size: {number}\nsvg.fonttype: path\n")
         subprocess.run(command, check=True, env={**environment, "MPLCONFIGDIR": str(rc)})
         pages.append(out.read_bytes())
     assert pages[0] == pages[1]
