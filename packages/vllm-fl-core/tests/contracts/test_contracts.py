@@ -245,6 +245,19 @@ OF_SEQUENCES = {
 """Ops whose tokens belong to sequences with a state each: a start cannot rearrange them."""
 
 
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.ignores_repeats], ids=lambda s: s.name)
+def test_repeated_rows_change_nothing_where_the_contract_says_so(spec: OpSpec) -> None:
+    sizes = ModelSizes(hidden=96, tokens=(5,))
+    samples = list(spec.served(sizes, torch.bfloat16, CPU))
+    assert samples
+    rows = torch.tensor([3, 0, 4, 1, 2, 0, 0, 4, 1, 2, 3])
+    for sample in samples:
+        named = dict(zip(spec.parameters, sample.args, strict=True))
+        batch = [a[rows] if n in spec.by_token else a for n, a in named.items()]
+        for once, often in zip(spec.oracle(*sample.args), spec.oracle(*batch), strict=True):
+            assert torch.equal(often, once if once.numel() == 1 else once[rows]), sample.name
+
+
 @per_spec
 def test_served_samples_have_the_models_sizes(spec: OpSpec) -> None:
     sizes = ModelSizes(

@@ -26,7 +26,7 @@ from vllm_fl.contracts import (
 )
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded
-from vllm_fl.engine.preflight import _dtypes, _Form
+from vllm_fl.engine.preflight import Form, _dtypes
 from vllm_fl.engine.wanted import promised, wanted_of, worst
 
 CPU = torch.device("cpu")
@@ -323,10 +323,10 @@ def test_blocks_without_their_size_are_refused() -> None:
 # At start.
 
 
-def form_of(spec: OpSpec, tokens: int) -> _Form:
+def form_of(spec: OpSpec, tokens: int) -> Form:
     sizes = ModelSizes(None, None, None, None, None, None, tokens=(tokens,))
     kinds = (list(spec.served(sizes, torch.float32, CPU, large)) for large in (False, True))
-    return [_Form(spec, *pair) for pair in zip(*kinds, strict=True)][-1]
+    return [Form(spec, *pair) for pair in zip(*kinds, strict=True)][-1]
 
 
 @pytest.mark.parametrize("op_fn", [("quantise", quantise), ("quantise_tensor", quantise_tensor)])
@@ -342,6 +342,30 @@ def test_a_batch_that_repeats_the_pools_rows(op_fn: tuple[str, Callable[..., Any
         broken = got[0].clone()
         broken[-1] = 0
         assert worst((broken, got[1]), form.wanted(False, order, count))[1] != ""
+
+
+def test_a_large_batch_of_a_whole_asks_the_oracle_about_the_pool_alone() -> None:
+    asked = []
+    spec = contracts()["quantise_tensor"]
+
+    def quantised(x: Tensor) -> Any:
+        asked.append(len(x))
+        return spec.oracle(x)
+
+    counted = replace(spec, oracle=quantised, whole_batch=True, ignores_repeats=True)
+    form = form_of(counted, 16)
+    (x,) = form.samples[False].args
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    for count in (16, 33, 500):
+        value, scale = quantise_tensor(x[order.repeat(32)[:count]])
+        assert worst((value, scale), form.wanted(False, order, count))[1] == ""
+        of_too_few = worst((value, scale * 0.99), form.wanted(False, order, count))[1]
+        assert "result 1" in of_too_few
+        value[-1] = 0
+        assert "result 0" in worst((value, scale), form.wanted(False, order, count))[1]
+    assert asked == [16]
+    form.wanted(False, order[:5], 5)  # five rows may have another largest number
+    assert asked == [16, 5]
 
 
 def test_results_without_a_row_per_token_must_be_declared() -> None:

@@ -39,8 +39,8 @@ class Wanted:
         return not results[0].numel()
 
     def rows(self, order: torch.Tensor) -> Self:
-        """What a batch of these rows must be."""
-        return self._each(lambda tensor: tensor[order])
+        """What a batch of these rows must be; a number that belongs to all rows stays."""
+        return self._each(lambda tensor: tensor if tensor.numel() == 1 else tensor[order])
 
     def on(self, device: torch.device) -> Self:
         """The same on `device`, in a dtype that is fast there and exact enough."""
@@ -450,14 +450,15 @@ def _blocks(
     results: Sequence[torch.Tensor], exact: torch.Tensor
 ) -> Iterator[Sequence[torch.Tensor]]:
     """The results, as many rows at a time as `exact` has, so that little is allocated beside them;
-    where `exact` lies."""
+    where `exact` lies. One number for all rows comes with each."""
     rows = len(exact) if exact.ndim else 1
     count = len(results[0]) if results[0].ndim else 1
     if count <= rows:
         yield [result.to(exact.device) for result in results]
         return
     for start in range(0, count, rows):
-        yield [result[start : start + rows].to(exact.device) for result in results]
+        parts = (r if r.numel() == 1 else r[start : start + rows] for r in results)
+        yield [part.to(exact.device) for part in parts]
 
 
 def _both(one: tuple[float, int], other: tuple[float, int]) -> tuple[float, int]:

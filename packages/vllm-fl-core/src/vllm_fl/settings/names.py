@@ -144,8 +144,7 @@ def _uses(settings: Settings) -> Iterator[_Use]:
     for key, setting in settings.items():
         if isinstance(setting.value, OpOrder):
             yield _Use("op", key.removeprefix(ORDER_PREFIX), key, setting)
-            tokens = (*(setting.value.eager or ()), *(setting.value.compiled or ()))
-            for token in dict.fromkeys(tokens):
+            for token in setting.value.every:
                 if token.kind == "vendor" and token.name:
                     yield _Use("vendor", token.name, f"{key}.{token}", setting)
             continue
