@@ -114,8 +114,8 @@ BINDING = Binding(
             _from_operator,
             grants=("qkv",),
         ),
-        # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph; vLLM's own
-        # kernel raises there. Such a model (Gemma 3) needs an implementation that takes them.
+        # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph (Gemma 3);
+        # vLLM's own kernel raises there, so that some candidate must take them.
         FusionPlace(
             "vllm.compilation.passes.fusion.qk_norm_rope_fusion.QKNormRoPEFusionPass",
             "enable_qk_norm_rope_fusion",
