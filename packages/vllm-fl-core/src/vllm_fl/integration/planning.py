@@ -121,6 +121,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
             for op, binding in installed_bindings().items()
             if model and _lacks(vllm_config, op, binding)
         ),
+        captured=tuple(compilation.cudagraph_capture_sizes or ()),
     )
 
 
