@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..plugins.registry import Owner
     from ..plugins.types import OpImpl
 
-__all__ = ["Findings", "find_faults", "token_counts"]
+__all__ = ["Findings", "Form", "Trials", "find_faults", "repeated", "token_counts"]
 
 log = get_logger("engine")
 
@@ -133,7 +133,7 @@ def find_faults(
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
-    trials: dict[str, list[_Trials]] = {}
+    trials: dict[str, list[Trials]] = {}
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
     impls = list(impls)
@@ -147,7 +147,7 @@ def find_faults(
             spec = (specs or contracts())[impl.op_name]
             if impl.op_name not in trials:
                 kinds = _dtypes(spec, dtype)
-                trials[impl.op_name] = [_Trials(spec, k, device, sizes, seed) for k in kinds]
+                trials[impl.op_name] = [Trials(spec, k, device, sizes, seed) for k in kinds]
             if not trials[impl.op_name]:
                 known = ", ".join(spec.dtypes)
                 why = f"the contract of its op is for {known}, not for {dtype_name(dtype)}"
@@ -230,7 +230,7 @@ def token_counts(largest: int, seed: int) -> tuple[list[int], list[int]]:
     return first, small + large
 
 
-class _Form:
+class Form:
     """One kind of call of the served model: a pool of rows with ordinary values, and one with large
     ones, in one layout."""
 
@@ -270,7 +270,7 @@ class _Form:
         spec = self.spec
         holds_all = spec.ignores_repeats and len(order) == self._rows
         if spec.whole_batch and not holds_all:
-            return self._of(self._batch(large, _repeated(order, count)), order.device)
+            return self._of(self._batch(large, repeated(order, count)), order.device)
         if large not in self._wanted:
             self._wanted[large] = self._of(self.samples[large], order.device)
         return [want and want.rows(order) for want in self._wanted[large]]
@@ -305,7 +305,7 @@ class _Form:
 
 
 @dataclass
-class _Trials:
+class Trials:
     """What every implementation of one op is tried with. The oracle is asked once."""
 
     spec: OpSpec
@@ -327,13 +327,13 @@ class _Trials:
         return self._wanted[index]
 
     @cached_property
-    def forms(self) -> list[_Form]:
+    def forms(self) -> list[Form]:
         """The calls of the served model."""
         if self.sizes is None:
             return []
         pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
         kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
-        return [_Form(self.spec, *pair) for pair in zip(*kinds, strict=True)]
+        return [Form(self.spec, *pair) for pair in zip(*kinds, strict=True)]
 
     @property
     def largest(self) -> int:
@@ -347,7 +347,7 @@ class _Trials:
         return torch.randperm(size, generator=generator).to(self.device)
 
 
-def _repeated(order: torch.Tensor, count: int) -> torch.Tensor:
+def repeated(order: torch.Tensor, count: int) -> torch.Tensor:
     """The rows of a batch of `count` tokens."""
     return order.repeat(-(-count // len(order)))[:count]
 
@@ -380,7 +380,7 @@ class _Stop(Exception):
 class _Run:
     """One implementation on all trials of its op."""
 
-    trials: _Trials
+    trials: Trials
     impl: OpImpl
     compares: bool
     layer_for: LayerFactory | None
@@ -474,7 +474,7 @@ class _Run:
         if self.trials.forms and not self.served:
             raise _Stop(f"it refuses the served model's own sizes ({self.refusals[0]})")
 
-    def _run_batch(self, form: _Form, count: int, *, large: bool, calls: int = 2) -> None:
+    def _run_batch(self, form: Form, count: int, *, large: bool, calls: int = 2) -> None:
         """Batches one after the other in the same memory, their results kept to the end."""
         trials = self.trials
         where = f"{count} x {form.name}, {dtype_name(trials.dtype)}" + ", large values" * large
@@ -487,7 +487,7 @@ class _Run:
                 self.thinned = True
                 break
             order = trials.order(count, salt)[:count]
-            laid = rows_of(form.pool(large), _repeated(order, count), into=laid)
+            laid = rows_of(form.pool(large), repeated(order, count), into=laid)
             got = self._call_once(form, laid, where)
             if got is None:
                 return
@@ -512,11 +512,11 @@ class _Run:
                     return
                 self._call_at(form, count)
 
-    def _call_at(self, form: _Form, count: int) -> None:
+    def _call_at(self, form: Form, count: int) -> None:
         """One call with so many tokens, of which nothing is compared."""
         where = f"{count} x {form.name}, {dtype_name(self.trials.dtype)}, warming up"
         order = self.trials.order(count, 0)[:count]
-        args = form.call(rows_of(form.pool(False), _repeated(order, count))).args
+        args = form.call(rows_of(form.pool(False), repeated(order, count))).args
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
         try:
             asked = asked_for(self.impl, self.spec)
@@ -529,7 +529,7 @@ class _Run:
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             raise _Stop(f"it raised {quote(error)} ({where})", error) from error
 
-    def _in_another_thread(self, form: _Form) -> None:
+    def _in_another_thread(self, form: Form) -> None:
         """A batch in another thread than the one that builds the model, as micro-batches have."""
         stopped: list[BaseException] = []
 
@@ -551,7 +551,7 @@ class _Run:
         if stopped:
             raise stopped[0]
 
-    def _call_once(self, form: _Form, laid: Guarded, where: str) -> Any:
+    def _call_once(self, form: Form, laid: Guarded, where: str) -> Any:
         """One call; its result, or None when it was refused."""
         impl, spec = self.impl, self.spec
         call = form.call(laid)
@@ -593,7 +593,7 @@ class _Run:
             torch.get_device_module(self.trials.device).synchronize()
         return got
 
-    def _check_intact(self, form: _Form) -> None:
+    def _check_intact(self, form: Form) -> None:
         """Weights and tables are as they were before all these calls, but for consumed ones."""
         consumed = self.spec.consumed(self.impl.consumes, form.samples[0].args)
         problem = misuse(form.static, consumed, self.impl, self.spec)
@@ -617,7 +617,7 @@ class _Run:
             if compiling.backend != "aot_eager":
                 compiling.traced_only.add(whose)
 
-    def _run_lowered(self, form: _Form, backend: str) -> None:
+    def _run_lowered(self, form: Form, backend: str) -> None:
         torch._dynamo.reset()
         call = torch.compile(self.compiled, fullgraph=True, dynamic=True, backend=backend)
         for count in COMPILED_COUNTS:
@@ -626,7 +626,7 @@ class _Run:
             how = f"compiled by {backend}, {count} x {form.name}"
             where = f"{how}, {dtype_name(self.trials.dtype)}"
             order = self.trials.order(count, 0)[:count]
-            args = form.call(rows_of(form.pool(False), _repeated(order, count))).args
+            args = form.call(rows_of(form.pool(False), repeated(order, count))).args
             form.static.restore(self.spec.consumed(self.impl.consumes, args))
             try:
                 with torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0]):
