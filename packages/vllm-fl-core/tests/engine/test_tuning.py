@@ -151,6 +151,24 @@ class TestChoosing:
         fast, _ = op.measure(8).figures()
         assert fast.us == pytest.approx(10 * len(op.forms))
 
+    def test_who_is_slower_in_one_form_does_not_win_by_the_others(self, machine: Machine) -> None:
+        oracle = contracts()["rms_norm"].oracle
+
+        def slow_with_a_residual(x: Any, residual: Any, *rest: Any) -> Any:
+            machine.now += 0 if residual is None else 25e-6
+            return oracle(x, residual, *rest)
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30, op="rms_norm"),
+            machine.kernel("vendor.fast", 10, slow_with_a_residual, op="rms_norm"),
+        )
+        found = op.measure(8)
+        fast, default = found.figures()
+        assert fast.us is not None and default.us is not None and fast.us < default.us
+        assert "residual" in fast.slower and fast.slower.endswith("0.86")
+        assert default.slower == ""
+        assert found.promoted == found.winner == "default"
+
     def test_short_calls_fill_a_round(self, machine: Machine) -> None:
         op = machine.tuning(
             machine.kernel("vendor.default", 10), machine.kernel("vendor.slow", 1000)

@@ -266,6 +266,8 @@ def _why(op: TunedOp, tokens: int, impl: str) -> tuple[str, Figure | None]:
         told.append(f"no other was faster by enough; the fastest of them: {best.impl}")
     elif not others:
         told.append("no other was measured here")
+    if best is not None and best.slower:
+        told.append(f"slower in one of the op's calls ({best.slower})")
     if wrong := sum(bool(f.rejected) for f in others):
         told.append(f"{wrong} rejected")
     return "; ".join(told), best

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ..settings.table import DEFAULT, Figure, Row
 from ..text import quote
 
-__all__ = ["ROOM", "Measured", "Timer", "in_turn", "quartiles", "rows_of"]
+__all__ = ["ROOM", "Measured", "Timer", "in_turn", "quartiles", "ratios", "rows_of"]
 
 Timer = Callable[[], float]
 """Measures once. Gives the µs of a call."""
@@ -76,6 +76,7 @@ class Measured:
         screened: name -> the times of the first rounds, µs.
         finals: name -> those of the finals; the default and the fastest of the first rounds.
         again: name -> those of a second finals, at another time and in another order.
+        slower: who is slower than the default in a form of the op -> in which, and the ratio.
         copied: how long a copy of as many bytes took in the finals; empty where they are not known.
     """
 
@@ -85,6 +86,7 @@ class Measured:
     screened: dict[str, list[float]] = field(default_factory=dict)
     finals: dict[str, list[float]] = field(default_factory=dict)
     again: dict[str, list[float]] = field(default_factory=dict)
+    slower: dict[str, str] = field(default_factory=dict)
     copied: list[float] = field(default_factory=list)
 
     @property
@@ -100,11 +102,11 @@ class Measured:
         return name if name == DEFAULT or self._beats(name, self.again) else DEFAULT
 
     def _beats(self, name: str, times: Mapping[str, list[float]]) -> bool:
-        if name == self.default or name in self.rejected:
+        if name == self.default or name in self.rejected or name in self.slower:
             return False
         if name not in times or self.default not in times:
             return False
-        low, median, _ = quartiles(_ratios(times[self.default], times[name]))
+        low, median, _ = quartiles(ratios(times[self.default], times[name]))
         return median >= ROOM and low > 1.0
 
     def figures(self) -> Iterator[Figure]:
@@ -126,7 +128,7 @@ class Measured:
         low, median, high = quartiles(times)
         ratio = ratio_low = None
         if name != self.default and len(defaults) == len(times):
-            ratio_low, ratio, _ = (round(r, 4) for r in quartiles(_ratios(defaults, times)))
+            ratio_low, ratio, _ = (round(r, 4) for r in quartiles(ratios(defaults, times)))
         share = round(quartiles(self.copied)[1] / median, 4) if self.copied else None
         return Figure(
             self.tokens,
@@ -136,10 +138,11 @@ class Measured:
             ratio=ratio,
             ratio_low=ratio_low,
             copy_share=share,
+            slower=self.slower.get(name, ""),
         )
 
 
-def _ratios(defaults: Sequence[float], others: Sequence[float]) -> list[float]:
+def ratios(defaults: Sequence[float], others: Sequence[float]) -> list[float]:
     """Round by round, the default's time by the other's."""
     return [
         default / other if other > 0 else 1.0

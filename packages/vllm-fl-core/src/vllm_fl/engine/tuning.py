@@ -7,6 +7,7 @@ another one at every start.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import statistics
 import time
@@ -31,7 +32,7 @@ from ..text import quote
 from .guarded import Guarded, rows_of
 from .plan import Plan, PlanEntry
 from .preflight import Form, Trials, repeated
-from .timing import Measured, Timer, in_turn, quartiles
+from .timing import ROOM, Measured, Timer, in_turn, quartiles, ratios
 from .verification import LayerFactory, as_call, compare
 
 __all__ = ["Contender", "OpTuning", "cold_bytes"]
@@ -49,10 +50,6 @@ MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
 WARM_UP = 3
 
 LOWERED_BY = "inductor"
-
-TRACED = 33
-"""Tokens of the call by which a function is compiled: none that a compiler makes a case of its own
-of."""
 
 Over = Callable[[str], AbstractContextManager[None]]
 """(whose code runs) -> a block that raises TimeoutError where it takes too long."""
@@ -157,10 +154,12 @@ class OpTuning:
             timers: dict[str, Timer] = {name: bench.timers[name] for name in finalists}
             if bench.copy is not None:
                 timers[""] = bench.copy
+            bench.parts.clear()
             found.finals, dropped = in_turn(timers, FINALS)
             found.copied = found.finals.pop("", [])
             dropped.pop("", None)
             found.rejected |= dropped
+            found.slower = self._slower(bench.parts)
         return found
 
     def measure_again(self, found: Measured) -> Measured:
@@ -195,6 +194,25 @@ class OpTuning:
             key=lambda name: quartiles(screened[name])[1],
         )
         return [name for name in screened if name in (self.default, *others[:FINALISTS])]
+
+    def _slower(self, parts: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, str]:
+        """Who is slower than the default in a form of the op -> in which, and by what.
+
+        How often a model makes which of the calls is not known: of norms with and without a
+        residual, and of heads, another op may take one kind away altogether.
+        """
+        found = {}
+        for name, rounds in parts.items():
+            defaults = parts.get(self.default, ())
+            if name == self.default or len(rounds) != len(defaults):
+                continue
+            for number, form in enumerate(self.forms):
+                theirs, mine = ([times[number] for times in every] for every in (defaults, rounds))
+                ratio = statistics.median(ratios(theirs, mine))
+                if ratio < 1 / ROOM:
+                    found[name] = f"{form.name}: {ratio:.2f}"
+                    break
+        return found
 
     # Whether it is right.
 
@@ -245,7 +263,7 @@ class OpTuning:
             blocks = [part.new_full(part.shape, math.nan) for part in shapes if _is_float(part)]
             del shapes, blocks
             try:
-                return call(*args)
+                return _within(args, call(*args))
             except AllFailedError as error:  # strict mode's word for one that refused
                 cause = error.causes[-1][1]
                 raise cause if isinstance(cause, NotImplementedError) else error from None
@@ -311,7 +329,8 @@ class OpTuning:
             return own
 
         form.switch(large=False)
-        own = inputs(self._laid(form, min(TRACED, self.sizes.tokens[-1]), 0).args)
+        # vLLM compiles with its largest batch, and Inductor chooses its tiles by the first call.
+        own = inputs(self._laid(form, self.sizes.tokens[-1], 0).args)
         for name, arg in zip(self.spec.parameters, own, strict=True):
             if name in self.spec.by_token and isinstance(arg, torch.Tensor):
                 torch._dynamo.maybe_mark_dynamic(arg, 0)
@@ -364,7 +383,7 @@ class OpTuning:
                         )
                         for one, of_form in zip(served, sets, strict=True)
                     ]
-                    bench.timers[name] = partial(self._sum, name, parts)
+                    bench.timers[name] = partial(self._sum, bench, name, parts)
         moved = [_moved(self.spec, laid.args) for laid in first]
         if moved and all(moved):
             bench.copy = bench.copying(sum(moved), calls)
@@ -379,9 +398,11 @@ class OpTuning:
         except Exception as error:
             found.rejected[name] = f"raised: {quote(error)}, while it {when} ({tokens} tokens)"
 
-    def _sum(self, name: str, parts: Sequence[Timer]) -> float:
+    def _sum(self, bench: _Bench, name: str, parts: Sequence[Timer]) -> float:
         with self.over(name):
-            return sum(part() for part in parts)
+            times = [part() for part in parts]
+        bench.parts.setdefault(name, []).append(times)
+        return sum(times)
 
     def _laid(self, form: Form, tokens: int, salt: int) -> _Laid:
         """Arguments of a call, with activations of its own."""
@@ -466,6 +487,7 @@ class _Bench:
         self.device, self.clock = device, clock
         self.captures = mode == "compiled" and device.type == "cuda"
         self.timers: dict[str, Timer] = {}
+        self.parts: dict[str, list[list[float]]] = {}
         self.copy: Timer | None = None
         self._wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
         self._flushed = torch.zeros(cold_bytes(device), dtype=torch.uint8, device=device)
@@ -518,8 +540,13 @@ class _Bench:
 
     def _captured(self, run: Callable[[], None], calls: int, renew: Callable[[], None]) -> Timer:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
+        gc.collect()
+        gc.disable()  # an older graph that is freed meanwhile spoils the capture
+        try:
+            with torch.cuda.graph(graph):
+                run()
+        finally:
+            gc.enable()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def once() -> float:
@@ -576,6 +603,25 @@ def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
     others = sum(_bytes(arg) for name, arg in tensors.items() if name not in spec.by_token)
     results = sum(_bytes(part) for part in _parts(spec.fake(*args)) if part is not None)
     return activations + results if others <= activations else 0
+
+
+def _within(args: Sequence[Any], result: Any) -> Any:
+    """`result`, with those of its parts as views of arguments that lie in their memory.
+
+    One that is a view of `OpTuning._whole` has the memory of an argument, and another storage.
+    """
+    if isinstance(result, tuple):
+        return tuple(_within(args, part) for part in result)
+    for arg in args:
+        if not isinstance(arg, torch.Tensor) or not isinstance(result, torch.Tensor):
+            continue
+        storage = arg.untyped_storage()
+        start = result.data_ptr() - storage.data_ptr()
+        is_own = result.untyped_storage().data_ptr() == storage.data_ptr()
+        if arg.dtype == result.dtype and 0 <= start < storage.nbytes() and not is_own:
+            place = start // arg.element_size()
+            return arg.as_strided(result.shape, result.stride(), place)
+    return result
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -62,6 +62,8 @@ class Figure:
         ratio_low: the lower quartile of those.
         copy_share: the share of the device's copy bandwidth that the call reaches; None where the
             bytes that it moves are not known.
+        slower: in which of the forms it is slower than the default, and the ratio there: who is
+            serves no row, since how often a model calls which form is not known; empty otherwise.
         rejected: why it was not timed: wrong, with its worst element, or refused; empty otherwise.
     """
 
@@ -74,6 +76,7 @@ class Figure:
     ratio: float | None = None
     ratio_low: float | None = None
     copy_share: float | None = None
+    slower: str = ""
     rejected: str = ""
 
 
