@@ -31,7 +31,7 @@ NARROW = ModelSizes(
 )
 """Widths that 16 does not divide: then the token count decides whether it divides the products."""
 
-OF_SEQUENCES, ANEW = {"recurrent_gated_delta_rule"}, {"fused_experts"}
+OF_SEQUENCES, ANEW = {"recurrent_gated_delta_rule"}, {"fused_experts", "moe_align_block_size"}
 """Ops without samples by token count; and those of which FlagGems has a kernel that takes numbers
 made from the token count as constants, and so is compiled for most of them, whatever was warm."""
 
@@ -52,7 +52,8 @@ def call(impl: OpImpl, counts: Iterable[int]) -> int:
     """Call it at these token counts; how often it was called."""
     spec, called = contracts()[impl.op_name], 0
     sizes = replace(NARROW, tokens=tuple(counts))
-    for sample in spec.served(sizes, torch.bfloat16, torch.device("cpu")):
+    dtype = "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0]
+    for sample in spec.served(sizes, getattr(torch, dtype), torch.device("cpu")):
         if impl.supports is None or impl.supports(*sample.args) is True:
             impl.fn(*sample.args)
             called += 1
