@@ -128,8 +128,8 @@ def find_faults(
             kernel ends.
         specs: the contracts by op; None takes core's own.
         seconds: how long further token counts are tried, for all implementations together.
-        warm: (op, impl id) -> the token counts, ascending, at which it must have run once before it
-            serves. Those that were not tried are called without a comparison.
+        warm: (op, impl id) -> the token counts at which it must have run once before it serves, in
+            the order of their weight. Those that were not tried are called without a comparison.
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
@@ -171,8 +171,8 @@ def find_faults(
                     fault = run.fault()
                 if run.thinned:
                     thinned.add(f"{impl.op_name} of {impl.impl_id}")
-                if run.cold_from is not None:
-                    cold[f"{impl.op_name} of {impl.impl_id}"] = run.cold_from
+                if run.cold:
+                    cold[f"{impl.op_name} of {impl.impl_id}"] = min(run.cold)
                 if fault is not None:
                     findings.faults[key] = fault
                     break
@@ -189,7 +189,8 @@ def find_faults(
         findings.remarks.append(f"fewer batches than usual for {_whose(thinned)}")
     if cold:
         first = min(cold.values())
-        findings.remarks.append(f"not warmed up from {first} tokens on: {_whose(cold)}")
+        where = f"at some sizes from {first} tokens on"
+        findings.remarks.append(f"not warmed up {where}: {_whose(cold)}")
     return findings
 
 
@@ -391,7 +392,7 @@ class _Run:
     warm: Sequence[int] = ()
     warm_seconds: float = 0.0
     tried: set[tuple[str, int]] = field(default_factory=set)
-    cold_from: int | None = None
+    cold: Sequence[int] = ()
     refusals: list[str] = field(default_factory=list)
     served: int = 0
     thinned: bool = False
@@ -503,12 +504,12 @@ class _Run:
         deadline = time.monotonic() + self.warm_seconds
         for form in self.trials.forms if self.warm else ():
             form.switch(large=False)
-        for count in self.warm:
+        for number, count in enumerate(self.warm):
             for form in self.trials.forms:
                 if (form.name, count) in self.tried:
                     continue
                 if time.monotonic() > deadline:
-                    self.cold_from = count
+                    self.cold = self.warm[number:]
                     return
                 self._call_at(form, count)
 

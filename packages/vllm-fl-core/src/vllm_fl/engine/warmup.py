@@ -25,22 +25,22 @@ def warm_counts(largest: int, sizes: Iterable[int] = (), ceilings: Iterable[int]
 
     Args:
         largest: the largest batch, in tokens.
-        sizes: batches that are run at exactly this size, as captured graphs are: they are among
-            the counts, each with the one before it.
+        sizes: batches that are run at exactly this size, as captured graphs are: each with the
+            count before it.
         ceilings: counts up to which something else is chosen. They end buckets, as powers of two
             and the largest batch do.
 
     Returns:
-        Counts from 1 to `largest`, ascending, each once.
+        Counts from 1 to `largest`, each once: those of the buckets, ascending, then those of
+        `sizes`, which bring no further kind.
     """
     powers = (1 << bits for bits in range(largest.bit_length()))
     ends = sorted({largest, *powers, *(n for n in ceilings if 1 <= n <= largest)})
     found: set[int] = set()
     for below, end in pairwise((0, *ends)):
         found |= {n for n in _kinds(end) if n > below}
-    for size in sizes:
-        found |= {n for n in (size - 1, size) if 1 <= n <= largest}
-    return sorted(found)
+    around = {n for size in sizes for n in (size - 1, size) if 1 <= n <= largest}
+    return [*sorted(found), *sorted(around - found)]
 
 
 def _kinds(end: int) -> set[int]:
