@@ -156,7 +156,7 @@ def tests_flaggems(session: nox.Session) -> None:
     tests_in_parallel(
         session, env, tests, interpreter, f"--ignore={tests}/test_conformance.py", **cache
     )
-    computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching")]
+    computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching", "warmup")]
     tests_in_parallel(session, env, *computing, **ON_INTERPRETER, **cache)
 
 

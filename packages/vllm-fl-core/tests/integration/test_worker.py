@@ -16,7 +16,10 @@ import pytest
 import torch
 from builders import managing, planning, silu
 
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.preflight import Findings
+from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.settings.loading import load_settings
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -220,3 +223,43 @@ def test_the_log_names_what_a_compiler_takes_whole_since_it_is_ordered_by_size(
     assert said(planning(by_size, "eager")) == said(planning(same, "compiled")) == []
     (line,) = said(planning(by_size, "compiled"))
     assert "nothing fused into it: silu_and_mul." in line
+
+
+def warmed(plan: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[str, list[int]]:
+    """impl id -> the token counts at which a start would have it run."""
+    from vllm_fl.integration import worker
+
+    given: dict[Any, list[int]] = {}
+
+    def finds(*_: Any, **options: Any) -> Findings:
+        given.update(options["warm"])
+        return Findings()
+
+    monkeypatch.setattr(worker, "find_faults", finds)
+    worker._Preflight(worker_of(sizes=ModelSizes(tokens=(1, 100)), **fields)).verdict(plan, {})
+    return {impl_id: counts for (_, impl_id), counts in given.items()}
+
+
+def test_what_serves_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = silu("vendor.acme", priority=9), silu("vendor.emca", priority=8)
+    plan = planning(managing(first, second))
+    counts = warmed(plan, monkeypatch, captured=(24, 48))
+    assert counts == {"vendor.acme": warm_counts(100, sizes=(24, 48))}
+    off = {"VLLM_FL_PREFLIGHT": "off"}
+    assert warmed(plan, monkeypatch, env=off) == {}
+    plain = silu("vendor.acme", priority=9, traceable=True)
+    assert warmed(planning(managing(plain, second)), monkeypatch) == {}
+
+
+def test_what_serves_some_sizes_is_warmed_up_at_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = {"<=40": "vendor:acme", "rest": "vendor:emca"}
+    manager = managing(
+        silu("vendor.acme"),
+        silu("vendor.emca"),
+        per_op_order={"silu_and_mul": order},  # type: ignore[dict-item]
+    )
+    counts = warmed(planning(manager), monkeypatch)
+    assert set(counts) == {"vendor.acme", "vendor.emca"}
+    few, many = counts["vendor.acme"], counts["vendor.emca"]
+    assert {1, 2, 39, 40} <= set(few) and max(few) == 40
+    assert min(many) > 40 and {56, 63, 64, 99, 100} <= set(many)

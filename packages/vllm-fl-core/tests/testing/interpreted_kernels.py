@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vllm_fl.testing.triton import interpreted
+from vllm_fl.testing.triton import interpreted, to_compile
 
 interpreted(cuda=True)
 interpreted()
@@ -23,6 +23,18 @@ from triton.language.extra import libdevice  # noqa: E402
 from triton.language.extra.cuda.libdevice import tanh as cuda_tanh  # noqa: E402
 
 N = 64
+
+
+@triton.jit
+def plain(x, out, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < count), mask=at < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def left_alone(x, out, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < count), mask=at < count)
 
 
 @triton.jit
@@ -182,6 +194,39 @@ def case_cuda() -> str:
     with torch.cuda.device(0):
         capability = torch.cuda.get_device_capability()
     return "" if capability == (8, 0) and torch.cuda.device_count() == 1 else str(capability)
+
+
+def case_to_compile() -> str:
+    """Nothing runs, and each launch is one more of what the comment says, or none."""
+    x, out = torch.ones(80), torch.zeros(80)
+    launches = [
+        ((x, out, 33), 1),
+        ((x, out, 35), 0),  # no new kind of number
+        ((x, out, 32), 1),  # 16 divides it
+        ((x, out, 64), 0),
+        ((x, out, 1), 1),
+        ((x[1:], out, 33), 1),  # 16 divides the address no more
+        ((x[3:], out, 33), 0),
+        ((x[4:], out, 33), 0),
+        ((x.double(), out, 33), 1),
+    ]
+    with to_compile(runs=False) as found:
+        for number, (args, more) in enumerate(launches):
+            before = len(found)
+            plain[(1,)](*args, BLOCK=64)
+            if len(found) - before != more:
+                return f"launch {number}: {len(found) - before} to compile, not {more}"
+        before = len(found)
+        plain[(1,)](x, out, 33, BLOCK=128)
+        plain[(1,)](x, out, 33, BLOCK=128, num_warps=8)
+        left_alone[(1,)](x, out, 33, BLOCK=64)
+        left_alone[(1,)](x, out, 32, BLOCK=64)
+        if len(found) - before != 3:
+            return f"a constant, an option, another kernel: {len(found) - before}"
+        if bool(out.any()):
+            return "a kernel ran"
+    plain[(1,)](x, out, 33, BLOCK=64)
+    return "" if float(out.sum()) == 33.0 else "no kernel runs afterwards"
 
 
 def cases() -> Iterator[tuple[str, Callable[[], str]]]:

@@ -2,7 +2,8 @@
 
 Every candidate is called on the contract's samples and on the served model's sizes, in inference
 mode, with many token counts, on guarded memory, twice on the same buffers, with values as large
-as activations get; in compiled mode the first choice also as the compiler will have it.
+as activations get; in compiled mode the first choice also as the compiler will have it. What will
+serve is then called at further token counts, so that nothing of it is left to compile.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -56,6 +57,10 @@ each has an equal share, and what goes beyond it is left out."""
 AGAIN_SECONDS = 0.2
 """A batch of more tokens than the pool has rows is tried a second time in the same memory, unless
 making and calling it took longer than this: on a CPU that is much of what a start takes."""
+
+WARM_SECONDS = 3.0
+"""How long what will serve is called at the token counts of a warm-up which were not tried before;
+each has an equal share, and what goes beyond it is left out."""
 
 COMPILE_SECONDS = 2.0
 """How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
@@ -102,6 +107,7 @@ def find_faults(
     owners: Mapping[tuple[str, str], Owner] = MappingProxyType({}),
     specs: Mapping[str, OpSpec] | None = None,
     seconds: float = SECONDS,
+    warm: Mapping[tuple[str, str], Sequence[int]] = MappingProxyType({}),
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
@@ -122,6 +128,8 @@ def find_faults(
             kernel ends.
         specs: the contracts by op; None takes core's own.
         seconds: how long further token counts are tried, for all implementations together.
+        warm: (op, impl id) -> the token counts at which it must have run once before it serves, in
+            the order of their weight. Those that were not tried are called without a comparison.
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
@@ -130,6 +138,8 @@ def find_faults(
     log.debug("verifying with seed %d", seed)
     impls = list(impls)
     share = seconds / max(1, len(impls))
+    warm_share = WARM_SECONDS / max(1, len(warm))
+    cold: dict[str, int] = {}
     compiling = _Compiling(backend)
     with breadcrumb.Watchdog(log) as watch:
         for impl in impls:
@@ -145,13 +155,24 @@ def find_faults(
             whose = f" of {owners[key].name}" if key in owners else ""
             for trial in trials[impl.op_name]:
                 run = _Run(
-                    trial, impl, compares, layer_for, compiled.get(key), compiling, watch, share
+                    trial,
+                    impl,
+                    compares,
+                    layer_for,
+                    compiled.get(key),
+                    compiling,
+                    watch,
+                    share,
+                    warm.get(key, ()),
+                    warm_share / len(trials[impl.op_name]),
                 )
                 what = f"the verification of {key[0]}={key[1]}{whose}"
                 with breadcrumb.running(what, named=False):
                     fault = run.fault()
                 if run.thinned:
                     thinned.add(f"{impl.op_name} of {impl.impl_id}")
+                if run.cold:
+                    cold[f"{impl.op_name} of {impl.impl_id}"] = min(run.cold)
                 if fault is not None:
                     findings.faults[key] = fault
                     break
@@ -165,11 +186,17 @@ def find_faults(
         forms = ", ".join(sorted(compiling.left_out))
         findings.remarks.append(f"compiled in fewer forms than usual: {forms}")
     if thinned:
-        whose = (
-            ", ".join(sorted(thinned)) if len(thinned) < 3 else f"{len(thinned)} implementations"
-        )
-        findings.remarks.append(f"fewer batches than usual for {whose}")
+        findings.remarks.append(f"fewer batches than usual for {_whose(thinned)}")
+    if cold:
+        first = min(cold.values())
+        where = f"at some sizes from {first} tokens on"
+        findings.remarks.append(f"not warmed up {where}: {_whose(cold)}")
     return findings
+
+
+def _whose(names: Collection[str]) -> str:
+    """At most two by name."""
+    return ", ".join(sorted(names)) if len(names) < 3 else f"{len(names)} implementations"
 
 
 def _dtypes(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
@@ -362,6 +389,10 @@ class _Run:
     compiling: _Compiling
     watch: breadcrumb.Watchdog
     seconds: float
+    warm: Sequence[int] = ()
+    warm_seconds: float = 0.0
+    tried: set[tuple[str, int]] = field(default_factory=set)
+    cold: Sequence[int] = ()
     refusals: list[str] = field(default_factory=list)
     served: int = 0
     thinned: bool = False
@@ -379,6 +410,7 @@ class _Run:
                 self._run_samples()
                 self._check_state(before)
                 self._run_served()
+                self._warm_up()
                 self._run_compiled()
                 self._check_state(before)
         except _Stop as stop:
@@ -447,6 +479,7 @@ class _Run:
         """Batches one after the other in the same memory, their results kept to the end."""
         trials = self.trials
         where = f"{count} x {form.name}, {dtype_name(trials.dtype)}" + ", large values" * large
+        self.tried.add((form.name, count))
         laid: Guarded | None = None
         results: list[tuple[torch.Tensor, Any]] = []
         begun = time.monotonic()
@@ -465,6 +498,37 @@ class _Run:
             if problem:
                 said = ", same buffers again" if number else ""
                 raise _Stop(f"it is wrong: {problem} ({where}{said})")
+
+    def _warm_up(self) -> None:
+        """Whatever it compiles when it is called, it has compiled afterwards."""
+        deadline = time.monotonic() + self.warm_seconds
+        for form in self.trials.forms if self.warm else ():
+            form.switch(large=False)
+        for number, count in enumerate(self.warm):
+            for form in self.trials.forms:
+                if (form.name, count) in self.tried:
+                    continue
+                if time.monotonic() > deadline:
+                    self.cold = self.warm[number:]
+                    return
+                self._call_at(form, count)
+
+    def _call_at(self, form: Form, count: int) -> None:
+        """One call with so many tokens, of which nothing is compared."""
+        where = f"{count} x {form.name}, {dtype_name(self.trials.dtype)}, warming up"
+        order = self.trials.order(count, 0)[:count]
+        args = form.call(rows_of(form.pool(False), repeated(order, count))).args
+        form.static.restore(self.spec.consumed(self.impl.consumes, args))
+        try:
+            asked = asked_for(self.impl, self.spec)
+            if asked is None or asked(*args) is True:
+                self._timed(where, partial(self._synchronised, args))
+        except NotImplementedError as error:
+            self.refusals.append(f"{where}: {error}")
+        except (_Stop, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a plugin may raise anything, SystemExit included
+            raise _Stop(f"it raised {quote(error)} ({where})", error) from error
 
     def _in_another_thread(self, form: Form) -> None:
         """A batch in another thread than the one that builds the model, as micro-batches have."""

@@ -123,6 +123,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
             for op, binding in installed_bindings().items()
             if model and lacks(vllm_config, op, binding)
         ),
+        captured=tuple(compilation.cudagraph_capture_sizes or ()),
     )
 
 

@@ -16,13 +16,15 @@ from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine.digest import code_facts, digest, fingerprint
 from ..engine.facts import EngineFacts
-from ..engine.plan import Plan, leave_place, take_place
+from ..engine.opaque import is_opaque
+from ..engine.plan import Plan, PlanEntry, leave_place, take_place
 from ..engine.preflight import find_faults
 from ..engine.tables import Standing, standing
+from ..engine.warmup import warm_counts
 from ..errors import VllmFLError
 from ..logs import get_logger
 from ..plugins.calling import start_in_worker
-from ..plugins.types import WorkerContext
+from ..plugins.types import OpImpl, WorkerContext
 from ..text import quote
 from . import serving
 from .bindings import installed_bindings
@@ -431,7 +433,7 @@ class _Preflight:
         self.how = self.facts.settings.preflight
         self.seed = random.SystemRandom().randrange(1 << 32)
         self.remarks: list[str] = []
-        self._passed: set[tuple[str, str, bool]] = set()
+        self._passed: set[tuple[str, str, bool, bool]] = set()
 
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
@@ -455,18 +457,21 @@ class _Preflight:
         """(op, impl id) -> why it must not serve: every candidate that may take over a call."""
         if self.how == "off":
             return {}
-        chosen, compiled, table = [], {}, installed_bindings()
+        chosen, compiled, warm, table = [], {}, {}, installed_bindings()
         for op, entry in plan.entries.items():
             for impl in entry.impls:
                 is_traced = plan.mode == "compiled" and _meets_a_compiler(table.get(op))
                 is_compiled = is_traced and impl in entry.firsts
-                key = op, impl.impl_id, is_compiled
+                counts = self._warm_counts(entry, impl)
+                key = op, impl.impl_id, is_compiled, bool(counts)
                 if key in self._passed:
                     continue
                 self._passed.add(key)
                 chosen.append(impl)
                 if is_compiled:
                     compiled[op, impl.impl_id] = plan.as_compiled(op, impl)
+                if counts:
+                    warm[op, impl.impl_id] = counts
         assert self.facts.dtype is not None  # a worker has a model
         found = find_faults(
             chosen,
@@ -480,9 +485,30 @@ class _Preflight:
             seed=self.seed,
             owners=get_default_manager().registry.snapshot().owners,
             specs=plan.contracts,
+            warm=warm,
         )
         self.remarks += found.remarks
         return {key: reason for key, (reason, _) in found.faults.items()}
+
+    def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
+        """The token counts at which `impl` must have run before it serves: none for a later choice.
+
+        Plain PyTorch compiles nothing when it is called, and what is traced is part of a graph.
+        """
+        sizes = self.facts.sizes
+        if sizes is None or not is_opaque(impl):
+            return []
+        largest = sizes.tokens[-1]
+        ceilings = [ceiling for ceiling, _ in entry.by_row]
+        every = warm_counts(largest, self.facts.captured, ceilings)
+        rows = zip((0, *ceilings), (*entry.by_row, (largest, entry.candidates)), strict=True)
+        return [
+            n
+            for below, (ceiling, impls) in rows
+            if [i for i in impls if isinstance(i, OpImpl)][:1] == [impl]
+            for n in every
+            if below < n <= ceiling
+        ]
 
     def limits(self, plan: Plan) -> list[str]:
         """What the start could not look at, one phrase each, and the seed of what it drew."""

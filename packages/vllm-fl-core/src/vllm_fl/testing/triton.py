@@ -55,12 +55,12 @@ import os
 import re
 import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-__all__ = ["SUPPORTED", "interpreted"]
+__all__ = ["SUPPORTED", "interpreted", "to_compile"]
 
 SUPPORTED = ((3, 6), (3, 9))
 """The first and the last release of Triton whose interpreter is known here. That of 3.6
@@ -102,6 +102,59 @@ def interpreted(*, cuda: bool = False) -> None:
     _close_gaps()
     if cuda:
         _stand_in_for_cuda()
+
+
+@contextlib.contextmanager
+def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
+    """What a GPU would have to compile for the kernels that are launched meanwhile, each once.
+
+    Triton compiles a kernel anew for another dtype, constant or option, for an integer that is 1,
+    and where 16 begins or ceases to divide an integer or an address. It is Triton's own code that
+    tells them apart here. What `triton.autotune` would try or choose is not among it.
+
+    Args:
+        runs: False runs no kernel: what they should write stays as it was.
+
+    Yields:
+        A growing set of texts: a kernel's module and name, and what it is compiled for.
+
+    Raises:
+        RuntimeError: `interpreted` was not called.
+    """
+    if not os.environ.get(SWITCH) or not _close_gaps.cache_info().currsize:
+        raise RuntimeError("to_compile counts the launches of the interpreter: call interpreted()")
+    function: Any = _interpreter().InterpretedFunction
+    original, found = function.run, set[str]()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        _, kinds, options = _binder(self)(*args, **kwargs)
+        found.add(f"{self.fn.__module__}.{self.fn.__name__} {kinds} {sorted(options.items())}")
+        return original(self, *args, grid=grid, warmup=warmup, **kwargs) if runs else None
+
+    function.run = run
+    try:
+        yield found
+    finally:
+        function.run = original
+
+
+@cache
+def _binder(kernel: Any) -> Any:
+    """Triton's function: a launch's arguments -> (by name, what each is compiled for, options)."""
+    jit: Any = import_module("triton.runtime.jit")
+    backend = import_module("triton.backends.compiler").BaseBackend
+    left_alone = kernel.kwargs.get("do_not_specialize") or ()
+    unaligned = kernel.kwargs.get("do_not_specialize_on_alignment") or ()
+    parameters = [
+        jit.KernelParam(
+            number,
+            parameter,
+            number in left_alone or parameter.name in left_alone,
+            number in unaligned or parameter.name in unaligned,
+        )
+        for number, parameter in enumerate(kernel.signature.parameters.values())
+    ]
+    return jit.create_function_from_signature(kernel.signature, parameters, backend)
 
 
 def _check() -> None:
