@@ -82,7 +82,7 @@ def pytest(session: nox.Session, env: envs.Env, *args: str, **variables: str) ->
 
 
 def tests_in_parallel(session: nox.Session, env: envs.Env, *args: str, **variables: str) -> None:
-    """The same on up to four processes of one thread each: many small tests, and no engine."""
+    """The same on up to four processes of one thread each."""
     parallel = ("-n", "auto", "--maxprocesses=4", "--dist=worksteal")
     pytest(session, env, *parallel, *args, OMP_NUM_THREADS="1", **variables)
 
@@ -186,7 +186,7 @@ def isolation(session: nox.Session) -> None:
     tests += [
         f"tests/test_{name}.py" for name in ("docs", "import", "operator_schemas", "repository")
     ]
-    pytest(session, over(session, envs.light()), *tests)
+    tests_in_parallel(session, over(session, envs.light()), *tests)
 
 
 @timed("engine")
