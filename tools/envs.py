@@ -60,6 +60,19 @@ no solution beside vLLM. The lines that a user types are in packages/vllm-fl-fla
 FLAGGEMS_TRITON = "triton==3.7.1"
 """The newest Triton whose interpreter runs all of FlagGems 5.0.2's kernels that we use."""
 
+REPORT = (
+    "matplotlib==3.11.2",
+    "contourpy==1.3.3",
+    "cycler==0.12.1",
+    "fonttools==4.68.0",
+    "kiwisolver==1.5.1",
+    "pyparsing==3.3.3",
+    "python-dateutil==4.0.0",
+    "flashinfer-bench==0.1.2",
+)
+"""What draws the pages of `vllm-fl report`, with what it imports; and FlashInfer-Bench, whose
+models of data read our export. It is installed without its requirements, which are CUDA's."""
+
 TORCH_NPU = "2.13.0"
 """The release of torch_npu for `TORCH`. Its wheel is read, never installed: beside its entry point
 `import torch` fails wherever there is no CANN."""
@@ -164,6 +177,11 @@ def engine(vllm: str = VLLM) -> Env:
 def flaggems() -> Env:
     """The engine environment with FlagGems, and the Triton for it, laid over it."""
     return _layer("flaggems", engine(), (*FLAGGEMS, FLAGGEMS_TRITON))
+
+
+def report() -> Env:
+    """The engine environment with what `vllm-fl report` draws with, and FlashInfer-Bench."""
+    return _layer("report", engine(), REPORT)
 
 
 def empty(vllm: str) -> Env:

@@ -89,6 +89,7 @@ class Binder(Protocol):
         grants: frozenset[str],
         *,
         last: OpImpl | None = None,
+        own: OpImpl | None = None,
         traced: bool = True,
     ) -> Callable[..., Any]:
         """`op` as a method of `layer`."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from ..plugins.types import OpImpl
+from ..plugins.types import BackendImplKind, OpImpl, parameters_of
 from .context import Binder, current_binder
 
 __all__ = ["dispatch_method"]
@@ -72,7 +72,14 @@ class dispatch_method:
             return self._own(instance)
         else:
             traced = not self.traces_own
-            bound = plan.bind(self.op, provider, self.grants, last=self.last, traced=traced)
+            bound = plan.bind(
+                self.op,
+                provider,
+                self.grants,
+                last=self.last,
+                own=self._as_candidate(instance),
+                traced=traced,
+            )
         if self.adapt:
             bound = self.adapt(instance, bound)
         if plan is not None and plan.mode == "compiled" and self.traces_own:
@@ -87,6 +94,17 @@ class dispatch_method:
         method: Bound = getattr(super(self.owner, instance), self.name)
         return method
 
+    def _as_candidate(self, instance: Any) -> OpImpl | None:
+        """The base class's method as a candidate for sizes that are stock; None where there is
+        none, or its parameters are not the op's."""
+        if self.adapt or self.stand_in or self.owner is None:
+            return None
+        forward = _with_layer(self.owner, type(instance), self.name)
+        if forward is None:
+            return None
+        kind = BackendImplKind.REFERENCE
+        return OpImpl(self.op, "stock.vllm", kind, forward, consumes=self.grants)
+
     def _is_kept(self, plan: Binder) -> bool:
         """Whether the user leaves this one layer class to vLLM."""
         base = self.owner.__base__ if self.owner else None
@@ -94,6 +112,22 @@ class dispatch_method:
 
     def __repr__(self) -> str:
         return f"dispatch_method({self.op!r})"
+
+
+@cache
+def _with_layer(owner: type, cls: type, name: str) -> Callable[..., Any] | None:
+    """The method that `owner` stands before in `cls`, with the layer first; always one object."""
+    forward: Callable[..., Any] | None = getattr(super(owner, cls), name, None)
+    if forward is None:
+        return None
+    parameters = parameters_of(forward)
+    if parameters and parameters[0].name == "self":
+        return forward
+
+    def with_layer(self: object, *args: Any) -> Any:
+        return forward(*args)  # a static method
+
+    return with_layer
 
 
 def _unless_compiling(

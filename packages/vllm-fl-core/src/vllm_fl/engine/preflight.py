@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..plugins.registry import Owner
     from ..plugins.types import OpImpl
 
-__all__ = ["Findings", "find_faults", "token_counts"]
+__all__ = ["Findings", "Form", "Trials", "find_faults", "repeated", "token_counts"]
 
 log = get_logger("engine")
 
@@ -52,6 +52,10 @@ POOL = 256
 SECONDS = 3.0
 """What all implementations of a start together may cost beyond the counts that are always tried;
 each has an equal share, and what goes beyond it is left out."""
+
+AGAIN_SECONDS = 0.2
+"""A batch of more tokens than the pool has rows is tried a second time in the same memory, unless
+making and calling it took longer than this: on a CPU that is much of what a start takes."""
 
 COMPILE_SECONDS = 2.0
 """How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
@@ -121,7 +125,7 @@ def find_faults(
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
-    trials: dict[str, list[_Trials]] = {}
+    trials: dict[str, list[Trials]] = {}
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
     impls = list(impls)
@@ -133,7 +137,7 @@ def find_faults(
             spec = (specs or contracts())[impl.op_name]
             if impl.op_name not in trials:
                 kinds = _dtypes(spec, dtype)
-                trials[impl.op_name] = [_Trials(spec, k, device, sizes, seed) for k in kinds]
+                trials[impl.op_name] = [Trials(spec, k, device, sizes, seed) for k in kinds]
             if not trials[impl.op_name]:
                 known = ", ".join(spec.dtypes)
                 why = f"the contract of its op is for {known}, not for {dtype_name(dtype)}"
@@ -164,7 +168,7 @@ def find_faults(
         whose = (
             ", ".join(sorted(thinned)) if len(thinned) < 3 else f"{len(thinned)} implementations"
         )
-        findings.remarks.append(f"fewer token counts than usual for {whose}")
+        findings.remarks.append(f"fewer batches than usual for {whose}")
     return findings
 
 
@@ -200,7 +204,7 @@ def token_counts(largest: int, seed: int) -> tuple[list[int], list[int]]:
     return first, small + large
 
 
-class _Form:
+class Form:
     """One kind of call of the served model: a pool of rows with ordinary values, and one with large
     ones, in one layout."""
 
@@ -234,13 +238,22 @@ class _Form:
     def wanted(self, large: bool, order: torch.Tensor, count: int) -> list[Wanted | None]:
         """What a batch of `count` tokens must give; it repeats the rows of the pool in this order.
 
-        Where the results have a row per token, that is what the rows of `order` must give.
+        Where the results have a row per token, or repeated rows change nothing, that is what the
+        rows of `order` must give.
         """
-        if self.spec.whole_batch:
-            return self._of(self._batch(large, _repeated(order, count)), order.device)
+        spec = self.spec
+        holds_all = spec.ignores_repeats and len(order) == self._rows
+        if spec.whole_batch and not holds_all:
+            return self._of(self._batch(large, repeated(order, count)), order.device)
         if large not in self._wanted:
             self._wanted[large] = self._of(self.samples[large], order.device)
         return [want and want.rows(order) for want in self._wanted[large]]
+
+    @cached_property
+    def _rows(self) -> int:
+        """How many rows the pool has."""
+        args = dict(zip(self.spec.parameters, self.samples[0].args, strict=True))
+        return next(len(args[name]) for name in self.spec.by_token if args[name] is not None)
 
     def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
         tokens = None
@@ -266,7 +279,7 @@ class _Form:
 
 
 @dataclass
-class _Trials:
+class Trials:
     """What every implementation of one op is tried with. The oracle is asked once."""
 
     spec: OpSpec
@@ -288,13 +301,13 @@ class _Trials:
         return self._wanted[index]
 
     @cached_property
-    def forms(self) -> list[_Form]:
+    def forms(self) -> list[Form]:
         """The calls of the served model."""
         if self.sizes is None:
             return []
         pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
         kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
-        return [_Form(self.spec, *pair) for pair in zip(*kinds, strict=True)]
+        return [Form(self.spec, *pair) for pair in zip(*kinds, strict=True)]
 
     @property
     def largest(self) -> int:
@@ -308,7 +321,7 @@ class _Trials:
         return torch.randperm(size, generator=generator).to(self.device)
 
 
-def _repeated(order: torch.Tensor, count: int) -> torch.Tensor:
+def repeated(order: torch.Tensor, count: int) -> torch.Tensor:
     """The rows of a batch of `count` tokens."""
     return order.repeat(-(-count // len(order)))[:count]
 
@@ -341,7 +354,7 @@ class _Stop(Exception):
 class _Run:
     """One implementation on all trials of its op."""
 
-    trials: _Trials
+    trials: Trials
     impl: OpImpl
     compares: bool
     layer_for: LayerFactory | None
@@ -430,15 +443,19 @@ class _Run:
         if self.trials.forms and not self.served:
             raise _Stop(f"it refuses the served model's own sizes ({self.refusals[0]})")
 
-    def _run_batch(self, form: _Form, count: int, *, large: bool, calls: int = 2) -> None:
+    def _run_batch(self, form: Form, count: int, *, large: bool, calls: int = 2) -> None:
         """Batches one after the other in the same memory, their results kept to the end."""
         trials = self.trials
         where = f"{count} x {form.name}, {dtype_name(trials.dtype)}" + ", large values" * large
         laid: Guarded | None = None
         results: list[tuple[torch.Tensor, Any]] = []
+        begun = time.monotonic()
         for salt in range(calls):
+            if salt and count > POOL and time.monotonic() - begun > AGAIN_SECONDS:
+                self.thinned = True
+                break
             order = trials.order(count, salt)[:count]
-            laid = rows_of(form.pool(large), _repeated(order, count), into=laid)
+            laid = rows_of(form.pool(large), repeated(order, count), into=laid)
             got = self._call_once(form, laid, where)
             if got is None:
                 return
@@ -449,7 +466,7 @@ class _Run:
                 said = ", same buffers again" if number else ""
                 raise _Stop(f"it is wrong: {problem} ({where}{said})")
 
-    def _in_another_thread(self, form: _Form) -> None:
+    def _in_another_thread(self, form: Form) -> None:
         """A batch in another thread than the one that builds the model, as micro-batches have."""
         stopped: list[BaseException] = []
 
@@ -471,7 +488,7 @@ class _Run:
         if stopped:
             raise stopped[0]
 
-    def _call_once(self, form: _Form, laid: Guarded, where: str) -> Any:
+    def _call_once(self, form: Form, laid: Guarded, where: str) -> Any:
         """One call; its result, or None when it was refused."""
         impl, spec = self.impl, self.spec
         call = form.call(laid)
@@ -513,7 +530,7 @@ class _Run:
             torch.get_device_module(self.trials.device).synchronize()
         return got
 
-    def _check_intact(self, form: _Form) -> None:
+    def _check_intact(self, form: Form) -> None:
         """Weights and tables are as they were before all these calls, but for consumed ones."""
         consumed = self.spec.consumed(self.impl.consumes, form.samples[0].args)
         problem = misuse(form.static, consumed, self.impl, self.spec)
@@ -537,7 +554,7 @@ class _Run:
             if compiling.backend != "aot_eager":
                 compiling.traced_only.add(whose)
 
-    def _run_lowered(self, form: _Form, backend: str) -> None:
+    def _run_lowered(self, form: Form, backend: str) -> None:
         torch._dynamo.reset()
         call = torch.compile(self.compiled, fullgraph=True, dynamic=True, backend=backend)
         for count in COMPILED_COUNTS:
@@ -546,7 +563,7 @@ class _Run:
             how = f"compiled by {backend}, {count} x {form.name}"
             where = f"{how}, {dtype_name(self.trials.dtype)}"
             order = self.trials.order(count, 0)[:count]
-            args = form.call(rows_of(form.pool(False), _repeated(order, count))).args
+            args = form.call(rows_of(form.pool(False), repeated(order, count))).args
             form.static.restore(self.spec.consumed(self.impl.consumes, args))
             try:
                 with torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0]):

@@ -6,11 +6,41 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace, put
 from ...contracts.sizes import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
+from . import rms_norm, rotary_embedding
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["BINDING"]
+
+
+def _native(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    position_ids: Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> Tensor:
+    """The two norms and the rope, each as vLLM's layers compute it.
+
+    Their results go back into the projection, as many bytes as into tensors of their own.
+    """
+    size = q_weight.shape[0]
+    query, key = (heads * size, kv_heads * size)
+    q = qkv[:, :query].reshape(-1, heads, size)
+    k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
+    q, k = (
+        rms_norm.native(x, None, weight, epsilon) for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    tables = cos_sin_cache.chunk(2, dim=-1)
+    q, k = rotary_embedding.native(q, k, *tables, position_ids, rotary_interleaved)
+    qkv[:, :query] = q.flatten(1)
+    qkv[:, query : query + key] = k.flatten(1)
+    return qkv
 
 
 def _to_operator(op: Bound) -> Bound:
@@ -90,6 +120,7 @@ BINDING = Binding(
             "enable_qk_norm_rope_fusion",
             parts=("rms_norm", "rotary_embedding"),
             layers=("rotary_embedding",),
+            native=_native,
         ),
     ),
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON),
