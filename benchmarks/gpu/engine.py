@@ -103,8 +103,14 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "flagos": (ONLY_LAYERS, True),
     "direct": (STOCK, False),
     "flagos-attention": ({"VLLM_FL_PER_OP": "attention_backend=flagos"}, True),
+    "table": (
+        {"VLLM_FL_TABLE": os.environ.get("TABLE", ""), "VLLM_FL_TABLE_UNACCEPTED": "1"},
+        True,
+    ),
 }
 """Name -> (what the environment says, whether vllm-fl takes part).
+
+`table` is default settings with the table of `vllm-fl tune` that the variable TABLE names.
 
 `stock-again` shows what two engines of one code differ by. `flagos` is FlagGems for every layer but
 attention; `direct` is that without vllm-fl, see direct.py: in eager mode only.
@@ -317,6 +323,8 @@ def main() -> None:
     options = parser.parse_args()
     if "direct" in options.variants and "compiled" in options.modes:
         parser.error("the variant direct is for --modes eager")
+    if "table" in options.variants and not os.environ.get("TABLE"):
+        parser.error("the variant table takes its file from the variable TABLE")
     if shutil.which("nvidia-smi") is None:
         print("skipped: no NVIDIA GPU here (there is no nvidia-smi)")
         return

@@ -39,13 +39,13 @@ def register_ops() -> Iterable[OpImpl]:
     return ()
 
 
-def unsuitable(name: str, x: torch.Tensor) -> str | None:
+def unsuitable(name: str, x: torch.Tensor, dtypes: Any = None) -> str | None:
     """The backend's own question, with the CPU for the CUDA device."""
     from vllm_fl_cuda.impl import DTYPES
 
     if x.device.type != "cpu":
         return f"{name} is on {x.device}, not on the CPU"
-    return None if x.dtype in DTYPES else f"no kernel for {name} of {x.dtype}"
+    return None if x.dtype in (dtypes or DTYPES) else f"no kernel for {name} of {x.dtype}"
 
 
 @cache

@@ -20,7 +20,6 @@ from vllm_fl.engine.verification import compare
 from vllm_fl_cuda.impl import routing
 
 CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IMPLS = {impl.op_name: impl for impl in routing.OPS}
 TABLE = Path(vllm_fl.__file__).parent / "integration" / "schemas.json"
 GROUPED = (
@@ -29,11 +28,21 @@ GROUPED = (
 )
 """The same in all releases; no place of ours, and so not in the table."""
 
+ALIGN = (
+    "_moe_C::moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, "
+    "Tensor! sorted_token_ids, Tensor! experts_ids, Tensor! num_tokens_post_pad, "
+    "Tensor? maybe_expert_map"
+)
+"""As far as all releases have it; no place of ours either."""
+
+SCATTER = ", Tensor(d!)? scatter_idx"
+
 
 def schemas(release: str) -> dict[str, str]:
     """Operator -> its schema in one release of vLLM."""
     number = int(release.partition(".")[2])
-    return {GROUPED.partition("(")[0]: GROUPED} | {
+    align = f"{ALIGN}{SCATTER if number >= 32 else ''}) -> ()"
+    return {schema.partition("(")[0]: schema for schema in (GROUPED, align)} | {
         entry["schema"].partition("(")[0]: entry["schema"]
         for entry in json.loads(TABLE.read_text())["operators"]
         if int(entry["first"].partition(".")[2]) <= number <= int(entry["last"].partition(".")[2])
@@ -122,7 +131,25 @@ def _sum(given: Mapping[str, Any]) -> None:
     output.copy_(torch.where(here.unsqueeze(-1), input.float(), 0.0).sum(1))
 
 
+def _align(given: Mapping[str, Any]) -> None:
+    """As 0.32's kernel: ids in the order of places, -1 behind the blocks in use."""
+    ids, count, size = given["topk_ids"], given["num_experts"], given["block_size"]
+    outs = [given[n] for n in ("sorted_token_ids", "experts_ids", "num_tokens_post_pad")]
+    where = given["maybe_expert_map"]
+    assert ids.is_contiguous() and ids.ndim == 2 and ids.numel(), "an empty grid is a launch error"
+    assert ids.dtype in (torch.int32, torch.int64) and -(-count // 32) * 32 < 1024
+    assert all(out.is_contiguous() and out.dtype == torch.int32 for out in outs)
+    assert outs[1].numel() == -(-outs[0].numel() // size) and outs[2].numel() == 1
+    assert given.get("scatter_idx") is None
+    if where is not None:
+        assert where.dtype == torch.int32 and where.is_contiguous()
+    want = contracts()["moe_align_block_size"].oracle(ids, size, count, where, True, True)
+    for out, result in zip(outs, want, strict=True):
+        out.copy_(result[: out.numel()])
+
+
 COMPUTE = {
+    "_moe_C::moe_align_block_size": _align,
     "_moe_C::topk_softmax": _topk("softmax"),
     "_moe_C::topk_sigmoid": _topk("sigmoid"),
     "_moe_C::grouped_topk": _grouped,
@@ -134,20 +161,21 @@ COMPUTE = {
 def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels of one release in the CPU's place."""
     known = schemas(request.param)
-    monkeypatch.setattr(routing, "unsuitable", lambda name, x: None)
+    monkeypatch.setattr(routing, "unsuitable", lambda *_: None)
     monkeypatch.setattr(routing, "kernel", lambda name: Kernel(known[name], COMPUTE[name]))
     return str(request.param)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", IMPLS)
-def test_the_calls_give_what_the_contract_says(op: str, dtype: torch.dtype, release: str) -> None:
-    taken = 0
-    for sample in contracts()[op].samples(dtype, CPU):
-        result = compare(IMPLS[op], contracts()[op], sample, dtype)
-        assert result.status in ("ok", "refused"), f"{sample.name}: {result.reason}"
-        taken += result.status == "ok"
-    assert taken >= 5, f"{release}: the kernels were hardly asked"
+def test_the_calls_give_what_the_contract_says(op: str, release: str) -> None:
+    spec = contracts()[op]
+    for dtype in (getattr(torch, name) for name in spec.dtypes):
+        taken = 0
+        for sample in spec.samples(dtype, CPU):
+            result = compare(IMPLS[op], spec, sample, dtype)
+            assert result.status in ("ok", "refused"), f"{sample.name}: {result.reason}"
+            taken += result.status == "ok"
+        assert taken >= 5, f"{release}: the kernels were hardly asked"
 
 
 X, BIAS = torch.randn(4, 64), torch.randn(64)
@@ -163,6 +191,11 @@ UNSUITABLE = [
     ("grouped_topk", (X, 2, True, 64, 4, "sigmoid", 1.0, BIAS), "in 64 groups"),
     ("grouped_topk", (X, 40, True, 8, 8, "sigmoid", 1.0, BIAS), "40 experts of 8"),
     ("grouped_topk", (X, 9, True, 8, 1, "sigmoid", 1.0, BIAS), "9 experts of 1"),
+    ("moe_align_block_size", (IDS, 16, 993), "993 experts"),
+    ("moe_align_block_size", (IDS, 0, 8), "blocks of 0"),
+    ("moe_align_block_size", (IDS[0], 16, 8), "1 dimensions"),
+    ("moe_align_block_size", (IDS, 16, 8, IDS[0]), "expert_map is (2,)"),
+    ("moe_align_block_size", (IDS, 16, 2, IDS[0].long()), "expert_map is torch.int64"),
     ("moe_sum", (ROWS, None, IDS[0]), "without topk_ids"),
     ("moe_sum", (ROWS, IDS[:1], None), "topk_ids is (1, 2)"),
     ("moe_sum", (ROWS, IDS.short(), None), "torch.int16"),
@@ -178,3 +211,8 @@ def test_what_the_kernels_would_get_wrong_is_refused(
     op: str, args: tuple[Any, ...], reason: str
 ) -> None:
     assert reason in str(IMPLS[op].supports(*args))  # type: ignore[misc]
+
+
+def test_ids_of_other_dtypes_and_devices_are_unsuitable() -> None:
+    supports = routing.supports_moe_align_block_size
+    assert "not on a CUDA device" in str(supports(IDS, 16, 8))

@@ -46,9 +46,10 @@ def test_public_functions_keep_the_contract_too(
     """What another vendor's GPU runs, and every GPU under a release with other kernels."""
     for module in (activation, normalization, rotary):
         monkeypatch.setattr(module, "launchable", lambda name: None)
+    spec = contracts()[op]
+    dtype = torch.bfloat16 if "bfloat16" in spec.dtypes else getattr(torch, spec.dtypes[0])
     found = [
-        compare(implementation(op), contracts()[op], sample, torch.bfloat16)
-        for sample in contracts()[op].samples(torch.bfloat16, device)
+        compare(implementation(op), spec, sample, dtype) for sample in spec.samples(dtype, device)
     ]
     wrong = [one for one in found if one.status not in ("ok", "refused")]
     assert not wrong, wrong
@@ -63,6 +64,19 @@ def test_a_norm_of_more_elements_than_the_kernel_counts_goes_in_parts(
     whole = normalization.rms_norm(x, None, weight, 1e-6)
     monkeypatch.setattr(normalization, "MOST_ELEMENTS", 4 * 64)
     assert torch.equal(normalization.rms_norm(x, None, weight, 1e-6), whole)
+
+
+@pytest.mark.parametrize("hidden", [1, 129, 4096, 4097, 9000])
+@pytest.mark.parametrize("given", [(), ("weight",), ("weight", "bias")], ids=len)
+def test_layer_norms_of_every_length(
+    hidden: int, given: tuple[str, ...], device: torch.device
+) -> None:
+    source = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(n, hidden, generator=source).to(device) for n in (2, 1, 1))
+    names = {"weight": weight[0], "bias": bias[0]}
+    args = [names[n] if n in given else None for n in ("weight", "bias")]
+    exact = contracts()["layer_norm"].oracle(x + 3, *args, 1e-5)
+    assert torch.allclose(normalization.layer_norm(x + 3, *args, 1e-5).double(), exact, 1e-5, 2e-5)
 
 
 def test_heads_whose_features_lie_apart_are_copied(device: torch.device) -> None:

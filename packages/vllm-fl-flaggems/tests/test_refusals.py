@@ -53,17 +53,34 @@ HALVES_ALONE = {"fused_experts"}
 
 
 @pytest.mark.parametrize("impl", register_ops(), ids=lambda impl: impl.op_name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_what_has_no_kernel_is_refused_and_nothing_else(
-    impl, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    impl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="cpu")])
-    samples = list(contracts()[impl.op_name].samples(dtype, torch.device("cpu")))
-    refused = {s.name for s in samples if impl.supports(*s.args) is not True}
-    if dtype == torch.float32 and impl.op_name in HALVES_ALONE:
-        assert refused == {sample.name for sample in samples}
-    else:
-        assert refused == REFUSED.get(impl.op_name, set())
+    spec = contracts()[impl.op_name]
+    for dtype in spec.dtypes:
+        samples = list(spec.samples(getattr(torch, dtype), torch.device("cpu")))
+        refused = {s.name for s in samples if impl.supports(*s.args) is not True}
+        if dtype == "float32" and impl.op_name in HALVES_ALONE:
+            assert refused == {sample.name for sample in samples}
+        else:
+            assert refused == REFUSED.get(impl.op_name, set()), dtype
+
+
+def test_blocks_of_rows_are_refused_for_other_ids_and_maps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (impl,) = (impl for impl in register_ops() if impl.op_name == "moe_align_block_size")
+    monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="cpu")])
+    ids, here = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    for args, reason in (
+        ((ids.short(), 16, 8), "torch.int16"),
+        ((ids[0], 16, 8), "1 dimensions"),
+        ((ids, 0, 8), "blocks of 0"),
+        ((ids, 16, 8, here.long()), "torch.int64"),
+        ((ids, 16, 9, here), "expert_map is (8,)"),
+    ):
+        assert reason in str(impl.supports(*args))
 
 
 def test_heads_are_refused_beyond_one_program_and_where_cuda_launches_nothing(

@@ -222,6 +222,7 @@ KERNELS_ONLY = {
     "concat_and_cache_mla",
     "fused_experts",
     "gdn_gating",
+    "moe_align_block_size",
     "quant_fp8_group",
     "quant_int8",
     "recurrent_gated_delta_rule",

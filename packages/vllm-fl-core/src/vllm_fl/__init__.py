@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .contracts import (
         BadInput,
         Exact,
+        ExpertBlocks,
         ModelSizes,
         OpSpec,
         QuantisedPair,
@@ -104,6 +105,7 @@ _HOMES = {
     "Contract": ".contracts.binding",
     "DeviceProfile": ".plugins.types",
     "Exact": ".contracts",
+    "ExpertBlocks": ".contracts",
     "Finding": ".plugins.finding",
     "FunctionPlace": ".contracts.binding",
     "HOOK_API": ".plugins.hookspecs",
@@ -148,6 +150,7 @@ __all__ = [
     "Contract",
     "DeviceProfile",
     "Exact",
+    "ExpertBlocks",
     "Finding",
     "FunctionPlace",
     "IrPlace",

@@ -173,6 +173,39 @@ def test_a_layer_that_another_plugin_replaces(
     assert "is not known: vLLM's plugins could not be loaded: OSError: libacme.so.3" in done.out
 
 
+BY_SIZE = "op_backends:\n  silu_and_mul: {<=16: vendor:acme, rest: [reference, stock]}\n"
+
+
+def test_an_order_by_size_is_shown_row_by_row(fl: Command, plugin: Plugin, tmp_path: Path) -> None:
+    plugin()
+    path = tmp_path / "fl.yaml"
+    path.write_text(BY_SIZE)
+    variables = {"VLLM_FL_CONFIG": str(path)}
+    question = ("explain", "silu_and_mul", "--mode", "compiled")
+    (view,) = fl(*question, "--json", **variables).json()["modes"]
+    assert view["order"] == ["reference", "stock"] and view["selected"] == "stock.vllm"
+    ((row),) = view["rows"]
+    assert (row["up_to"], row["order"], row["selected"]) == (16, ["vendor:acme"], "vendor.acme")
+    assert {c["impl_id"]: c["status"] for c in row["candidates"]} == {
+        "vendor.acme": "selected",
+        "stock.vllm": "eligible",
+    }
+    out = fl(*question, **variables).out
+    assert f"by the size of a call  (op_backends.silu_and_mul, {path}:2):" in out
+    assert "at most 16 tokens: vendor.acme\norder vendor:acme\n" in out
+    assert "more tokens: stock.vllm\norder reference | stock\n" in out
+    assert "nothing is fused into it" in out
+    assert (
+        "nothing is fused" not in fl("explain", "silu_and_mul", "--mode", "eager", **variables).out
+    )
+    # Without a list there is no row.
+    (plain,) = fl(*question, "--json").json()["modes"]
+    assert plain["rows"] == []
+    # One row in which nothing may run is a finding: a script would fail there.
+    assert fl("explain", "silu_and_mul", "--mode", "script", **variables).status == 1
+    assert "(by size)" in fl("ops", **variables).out and "(by size)" not in fl("ops").out
+
+
 def test_an_op_without_anything_is_a_finding(fl: Command, plugin: Plugin) -> None:
     plugin()
     done = fl("explain", "rms_norm", "--mode", "script")

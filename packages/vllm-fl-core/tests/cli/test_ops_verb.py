@@ -13,7 +13,12 @@ def test_every_op_with_its_candidates(fl: Command, plugin: Plugin) -> None:
     assert done.status == 0  # nobody brings the others, which nothing is wrong with
     ops = {op["op"]: op for op in done.json()["ops"]}
     assert set(ops) == set(contracts())
-    assert ops["rms_norm"] == {"op": "rms_norm", "selected": None, "candidates": []}
+    assert ops["rms_norm"] == {
+        "op": "rms_norm",
+        "selected": None,
+        "by_size": False,
+        "candidates": [],
+    }
     (candidate,) = ops["silu_and_mul"]["candidates"]
     assert candidate == {
         "impl_id": "vendor.acme",

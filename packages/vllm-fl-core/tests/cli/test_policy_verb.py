@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,41 @@ def test_an_op_that_lost_every_implementation_is_called_that(
     warnings = fl("policy", "--json", VLLM_FL_PER_OP=f"silu_and_mul={listed}").json()["warnings"]
     assert ["lost every implementation" in warning for warning in warnings] == [True] * lost
     assert not any("no effect" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(
+    ("order", "where"),
+    [
+        (
+            {"<=8": "vendor:acne", "rest": "vendor"},
+            "implementation for calls of at most 8 tokens: a call",
+        ),
+        ({"<=8": "vendor", "rest": "vendor:acne"}, "implementation for larger calls: a call"),
+        ({"<=8": "vendor:acne", "rest": "vendor:acne"}, "implementation: a call"),
+        (
+            {"eager": {"<=8": "vendor:acne", "rest": "vendor"}, "compiled": "vendor"},
+            "implementation for calls of at most 8 tokens in eager mode: a call",
+        ),
+    ],
+)
+def test_a_row_that_lost_every_implementation_is_named(
+    fl: Command, plugin: Plugin, tmp_path: Path, order: object, where: str
+) -> None:
+    plugin()
+    path = tmp_path / "orders.json"
+    path.write_text(json.dumps({"silu_and_mul": order}))
+    (warning,) = fl("policy", "--json", VLLM_FL_OP_CONFIG=str(path)).json()["warnings"]
+    assert "'vendor:acne'. Did you mean 'vendor:acme'?" in warning
+    assert f"lost every {where}" in warning
+
+
+def test_orders_by_size_are_shown_as_they_are_written(fl: Command, tmp_path: Path) -> None:
+    path = tmp_path / "fl.yaml"
+    path.write_text("op_backends: {rms_norm: {<=16: stock, rest: [flagos, vendor]}}")
+    shown = fl("policy", "--json", VLLM_FL_CONFIG=str(path)).json()["settings"]
+    (row,) = [row for row in shown if row["key"] == "op_backends.rms_norm"]
+    assert row["value"] == {"<=16": ["stock"], "rest": ["flagos", "vendor"]}
+    assert "<=16: stock; rest: flagos, vendor" in fl("policy", VLLM_FL_CONFIG=str(path)).out
 
 
 def test_what_is_no_token_is_told_the_one_that_was_meant(fl: Command, plugin: Plugin) -> None:

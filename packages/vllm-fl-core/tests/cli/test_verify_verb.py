@@ -331,7 +331,7 @@ def test_a_nan_is_the_worst() -> None:
 def test_torch_that_is_broken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # `import torch` then raises ImportError
     with pytest.raises(UsageError, match="vllm-fl doctor"):
-        verify._device(None)
+        verify.device_of(None)
 
 
 class TestALongRun:

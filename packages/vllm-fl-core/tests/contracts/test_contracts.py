@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample, contracts
 from vllm_fl.contracts import spec as spec_module
@@ -166,6 +167,7 @@ def test_bad_inputs_are_refused_by_name(spec: OpSpec) -> None:
             assert problem.startswith("must "), problem
     refused = {bad.argument for bad in spec.bad_inputs(getattr(torch, spec.dtypes[0]), CPU)}
     taken = {"mrope_interleaved", "renormalize", "rotary_interleaved"}  # any value is true or false
+    taken |= {"ignore_invalid_experts", "pad_sorted_ids"}
     assert refused | taken >= set(spec.parameters)
 
 
@@ -241,6 +243,19 @@ OF_SEQUENCES = {
     "recurrent_gated_delta_rule",
 }
 """Ops whose tokens belong to sequences with a state each: a start cannot rearrange them."""
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.ignores_repeats], ids=lambda s: s.name)
+def test_repeated_rows_change_nothing_where_the_contract_says_so(spec: OpSpec) -> None:
+    sizes = ModelSizes(hidden=96, tokens=(5,))
+    samples = list(spec.served(sizes, torch.bfloat16, CPU))
+    assert samples
+    rows = torch.tensor([3, 0, 4, 1, 2, 0, 0, 4, 1, 2, 3])
+    for sample in samples:
+        named = dict(zip(spec.parameters, sample.args, strict=True))
+        batch = [a[rows] if n in spec.by_token else a for n, a in named.items()]
+        for once, often in zip(spec.oracle(*sample.args), spec.oracle(*batch), strict=True):
+            assert torch.equal(often, once if once.numel() == 1 else once[rows]), sample.name
 
 
 @per_spec
@@ -322,7 +337,68 @@ def mutants() -> Iterator[tuple[str, str, Op]]:
         (lambda q, k, c, s, p, i: rotary(q, k, c, s, (p + 1) % c.shape[0], i)),
     )
     yield "rotary_embedding", "key untouched", lambda q, k, *a: (rotary(q, None, *a)[0], k)
+    yield from norm_rope_mutants(oracle["qk_norm_rope"])
     yield from hybrid_mutants(oracle)
+
+
+def norm_rope_mutants(right: Op) -> Iterator[tuple[str, str, Op]]:
+    """The same of query and key heads that are normed and turned."""
+    op = "qk_norm_rope"
+
+    def halves(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = table.chunk(2, dim=-1)
+        return cos, sin
+
+    def other_way(x: Any, q: Any, k: Any, table: Any, *rest: Any) -> Any:
+        cos, sin = halves(table)
+        return right(x, q, k, torch.cat((cos, -sin), dim=-1), *rest)
+
+    def swapped_tables(x: Any, q: Any, k: Any, table: Any, *rest: Any) -> Any:
+        return right(x, q, k, torch.cat(halves(table)[::-1], dim=-1), *rest)
+
+    def as_far_apart_as_heads_allow(x: Any, q: Any, k: Any, table: Any, *rest: Any) -> Any:
+        """Pairs half a head apart, whatever the table's width."""
+        size = q.shape[0] // 2 * 2
+        cos, sin = (part[:, : size // 2] for part in halves(table))
+        more = size // 2 - cos.shape[1]
+        whole = (F.pad(cos, (0, more), value=1.0), F.pad(sin, (0, more)))
+        return right(x, q, k, torch.cat(whole, dim=-1), *rest)
+
+    def turned_first(x: Any, q: Any, k: Any, *rest: Any) -> Any:
+        one, size = torch.ones_like(q), q.shape[0]
+        result = right(x, one, one, *rest).unflatten(-1, (-1, size))
+        heads = rest[2]
+        result[:, :heads] *= q
+        result[:, heads : heads + rest[3]] *= k
+        return result.flatten(1)
+
+    def of_all_heads(x: Any, q: Any, *rest: Any) -> Any:
+        heads, every = rest[3], x.shape[1] // q.shape[0]
+        return right(x, q, *rest[:4], every - heads, *rest[5:])
+
+    def norm_of_what_rotates(x: Any, q: Any, k: Any, table: Any, *rest: Any) -> Any:
+        width, size = table.shape[1], q.shape[0]
+        parts = x.double().unflatten(-1, (-1, size))
+        share = parts[..., :width].square().mean(-1) / parts.square().mean(-1)
+        result = right(x, q, k, table, *rest).unflatten(-1, (-1, size)).clone()
+        result[:, : rest[1] + rest[2]] /= share[:, : rest[1] + rest[2], None].sqrt()
+        return result.flatten(1)
+
+    yield op, "never interleaved", lambda *x: right(*x[:8], False)
+    yield op, "always interleaved", lambda *x: right(*x[:8], True)
+    yield op, "other direction", other_way
+    yield op, "cosines and sines swapped", swapped_tables
+    yield op, "pairs half a head apart", as_far_apart_as_heads_allow
+    yield op, "next position", lambda *x: right(*x[:4], (x[4] + 1) % len(x[3]), *x[5:])
+    yield op, "positions in order", lambda *x: right(*x[:4], torch.arange(len(x[4])), *x[5:])
+    yield op, "epsilon / 10", lambda *x: right(*x[:7], x[7] / 10, x[8])
+    yield op, "no epsilon", lambda *x: right(*x[:7], 0.0, x[8])
+    yield op, "no weights", lambda x, q, k, *y: right(x, q * 0 + 1, k * 0 + 1, *y)
+    yield op, "one weight for both", lambda x, q, k, *y: right(x, q, q, *y)
+    yield op, "weights behind the rotation", turned_first
+    yield op, "values normed, too", of_all_heads
+    yield op, "last key head left", lambda *x: right(*x[:5], x[5] - 1, x[6], *x[7:])
+    yield op, "norm of what rotates", norm_of_what_rotates
 
 
 def hybrid_mutants(oracle: Mapping[str, Op]) -> Iterator[tuple[str, str, Op]]:

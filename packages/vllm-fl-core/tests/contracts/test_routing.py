@@ -14,8 +14,6 @@ from vllm_fl.engine.wanted import wanted_of, worst
 from vllm_fl.integration.bindings import bindings
 
 CPU = torch.device("cpu")
-FLOATING = (torch.float32, torch.float16, torch.bfloat16)
-
 SIZES = typical_sizes(bindings().values())
 
 Op = Callable[..., Any]
@@ -26,6 +24,7 @@ def mutants() -> Iterator[tuple[str, str, Op]]:
     yield from (("moe_topk", wrong, op) for wrong, op in wrong_moe_topk())
     yield from (("grouped_topk", wrong, op) for wrong, op in wrong_grouped_topk())
     yield from (("moe_sum", wrong, op) for wrong, op in wrong_moe_sum())
+    yield from (("moe_align_block_size", wrong, op) for wrong, op in wrong_alignments())
 
 
 def wrong_moe_topk() -> Iterator[tuple[str, Op]]:
@@ -176,19 +175,72 @@ def wrong_moe_sum() -> Iterator[tuple[str, Op]]:
     )
 
 
+def wrong_alignments() -> Iterator[tuple[str, Op]]:
+    right = contracts()["moe_align_block_size"].oracle
+
+    def changed(change: Callable[..., Any]) -> Op:
+        """Other results: (rows, experts, places in use), of a call with these arguments."""
+        return lambda ids, *rest: change(*right(ids, *rest), ids, *rest)
+
+    yield "map ignored", lambda ids, size, count, here, *rest: right(ids, size, count, None, *rest)
+    yield "experts elsewhere have rows", lambda *x: right(*x[:5], False)
+    yield "experts elsewhere have none", lambda *x: right(*x[:5], True)
+    yield "-1 taken for the last expert", lambda ids, size, n, *x: right(ids % n, size, n, *x)
+    yield "-1 taken for the first expert", lambda ids, *x: right(ids.clamp(min=0), *x)
+    yield "packed ids", lambda ids, *x: right(packed(ids), *x)
+    yield "one expert fewer", lambda ids, *x: right(ids.masked_fill(ids == x[1] - 1, -1), *x)
+    yield "padding is 0", changed(lambda r, e, n, ids, *x: (r % max(ids.numel(), 1), e, n))
+    yield "padding is -1", changed(lambda r, e, n, ids, *x: (r.where(r < ids.numel(), -1), e, n))
+    yield "rows are tokens", changed(lambda r, e, n, ids, *x: (r // ids.shape[1], e, n))
+    yield "padding first", changed(lambda r, e, n, ids, size, *x: (by_block(r, n, size), e, n))
+    yield "experts last first", changed(lambda r, e, n, ids, size, *x: (r, last_first(e, n), n))
+    yield "experts of neighbours", changed(lambda r, e, n, *x: (r, e ^ 1, n))
+    yield "places without padding", changed(lambda r, e, n, ids, *x: (r, e, n - padded(r, n, ids)))
+    yield "every place is in use", changed(lambda r, e, n, *x: (r, e, n * 0 + len(r)))
+    yield "a block too few", changed(lambda r, e, n, ids, size, *x: (r, e, (n - size).clamp(min=0)))
+    yield "a row lost", changed(lambda r, e, n, ids, *x: (r.where(r != 3, ids.numel()), e, n))
+    yield "a row twice", changed(lambda r, e, n, ids, *x: (r.where(r != 3, 2), e, n))
+    yield "two rows swapped", changed(lambda r, e, n, ids, *x: (swapped(r, ids.numel()), e, n))
+
+
+def by_block(rows: torch.Tensor, used: torch.Tensor, size: int) -> torch.Tensor:
+    """The rows of each block from the last place of it on."""
+    turned = rows.clone()
+    turned[: int(used)] = rows[: int(used)].view(-1, size).flip(1).flatten()
+    return turned
+
+
+def last_first(experts: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    return experts.flip(0) if int(used) else experts
+
+
+def padded(rows: torch.Tensor, used: torch.Tensor, ids: torch.Tensor) -> int:
+    return int((rows[: int(used)] == ids.numel()).sum())
+
+
+def swapped(rows: torch.Tensor, padding: int) -> torch.Tensor:
+    """The first row in the place of the last one."""
+    first, last = rows[:1], rows[rows < padding][-1:]
+    return torch.where(rows == first, last, rows.where(rows != last, first)) if len(rows) else rows
+
+
 def packed(x: torch.Tensor) -> torch.Tensor:
     """What a kernel reads that takes a strided tensor for a contiguous one."""
     storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return storage[x.storage_offset() :][: x.numel()].view(x.shape)
 
 
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
 @pytest.mark.parametrize(
     ("op", "wrong", "mutant"), [pytest.param(*m, id=f"{m[0]}, {m[1]}") for m in mutants()]
 )
-def test_samples_tell_a_wrong_op(op: str, wrong: str, mutant: Op, dtype: torch.dtype) -> None:
+def test_samples_tell_a_wrong_op(op: str, wrong: str, mutant: Op) -> None:
     spec = contracts()[op]
-    assert any(problems(spec, mutant, sample) for sample in spec.samples(dtype, CPU)), wrong
+    for dtype in dtypes(spec):
+        assert any(problems(spec, mutant, sample) for sample in spec.samples(dtype, CPU)), wrong
+
+
+def dtypes(spec: Any) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in spec.dtypes]
 
 
 def problems(spec: Any, op: Op, sample: Any) -> str:
@@ -198,10 +250,36 @@ def problems(spec: Any, op: Op, sample: Any) -> str:
     return worst(results if isinstance(got, tuple) else results[0], wanted_of(spec, sample))[1]
 
 
-@pytest.mark.parametrize("op", ["moe_topk", "grouped_topk", "moe_sum"])
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_samples_take_the_right_op(op: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("op", ["moe_topk", "grouped_topk", "moe_sum", "moe_align_block_size"])
+def test_samples_take_the_right_op(op: str) -> None:
     spec = contracts()[op]
-    served = [s for big in (False, True) for s in spec.served(SIZES, dtype, CPU, big)]
-    for sample in (*spec.samples(dtype, CPU), *served):
-        assert problems(spec, spec.oracle, sample) == "", sample.name
+    for dtype in dtypes(spec):
+        served = [s for big in (False, True) for s in spec.served(SIZES, dtype, CPU, big)]
+        for sample in (*spec.samples(dtype, CPU), *served):
+            assert problems(spec, spec.oracle, sample) == "", sample.name
+
+
+def test_the_rows_of_an_expert_come_in_any_order_over_its_blocks() -> None:
+    spec = contracts()["moe_align_block_size"]
+
+    def last_rows_first(ids: torch.Tensor, *rest: Any) -> Any:
+        rows, experts, used = spec.oracle(ids, *rest)
+        by_expert = rows[: int(used)].split(rest[0])
+        found = experts[: len(by_expert)].unique()
+        for expert in found[found >= 0]:  # -1 is many experts
+            own = torch.cat([b for b, e in zip(by_expert, experts, strict=False) if e == expert])
+            own = own[own < ids.numel()].flip(0)
+            rows[torch.isin(rows, own).nonzero().flatten()] = own
+        rows[int(used) :] = 7  # what is behind them is anything
+        experts[len(by_expert) :] = 7
+        return rows, experts, used
+
+    for sample in spec.samples(torch.int32, CPU):
+        assert problems(spec, last_rows_first, sample) == "", sample.name
+
+
+def test_a_map_on_another_device_is_refused() -> None:
+    ids = torch.zeros(2, 2, dtype=torch.int32)
+    here = torch.zeros(4, dtype=torch.int32, device="meta")
+    verdict = contracts()["moe_align_block_size"].check(ids, 4, 4, here, False, False)
+    assert verdict == ("expert_map", "must be on topk_ids's device cpu, got meta")

@@ -132,6 +132,11 @@ def test_dtypes_are_asked_for_by_name() -> None:
         replace(SILU, tolerances={}, dtypes=(), outputs=(Exact(),))
 
 
+def test_only_whole_batches_have_repeats_to_ignore() -> None:
+    with pytest.raises(ValueError, match=r"OpSpec\(silu_and_mul\): ignores_repeats is for"):
+        replace(SILU, ignores_repeats=True)
+
+
 @pytest.mark.parametrize(
     ("outputs", "results", "fits"),
     [

@@ -95,7 +95,7 @@ def test_a_method_guard_leaves_out_what_the_layer_provides_and_reads_it_at_each_
 
 def test_a_bare_guard_catches_nothing() -> None:
     boom = ValueError("boom")
-    guard = method_guard(chain(failing("vendor.acme", boom), silu("reference.torch")), bare=True)
+    guard = method_guard(chain(failing("vendor.acme", boom), silu("reference.torch"), bare=True))
     with pytest.raises(ValueError) as caught:
         guard(object(), X)
     assert caught.value is boom

@@ -269,6 +269,25 @@ def test_what_is_wrong_at_far_positions_only() -> None:
     assert fault("rotary_embedding", fn) is None  # right for a model that is no longer
 
 
+@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 1), (60.0, 2)])
+def test_large_batches_are_repeated_where_they_take_no_time(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, calls: int
+) -> None:
+    monkeypatch.setattr(preflight, "AGAIN_SECONDS", seconds)
+    tried: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        tried.append(len(x))
+        return sound(x)
+
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    found = find_faults([impl], torch.bfloat16, CPU, SIZES, seconds=-1.0)
+    assert not found.faults
+    assert tried.count(2048) == calls
+    assert tried.count(256) == 2 + 2  # ordinary values, large values
+    assert found.remarks == ["fewer batches than usual for silu_and_mul of vendor.acme"]
+
+
 def test_what_is_kept_by_address() -> None:
     kept: dict[int, Tensor] = {}
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm_fl.contracts import (
     Exact,
+    ExpertBlocks,
     ModelSizes,
     OpSpec,
     QuantisedPair,
@@ -25,8 +26,8 @@ from vllm_fl.contracts import (
 )
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded
-from vllm_fl.engine.preflight import _dtypes, _Form
-from vllm_fl.engine.wanted import wanted_of, worst
+from vllm_fl.engine.preflight import Form, _dtypes
+from vllm_fl.engine.wanted import promised, wanted_of, worst
 
 CPU = torch.device("cpu")
 TIGHT = {n: Tolerance(1e-6, 0.0, "one rounding") for n in ("float32", "bfloat16", "float64")}
@@ -246,13 +247,86 @@ def test_without_scores_any_expert_will_do_but_none_twice() -> None:
     assert routed(ids_with(2, 3, 1), torch.ones(6, 2), scores=scores)[0] > 1
 
 
+# Blocks of 4 places: 6 rows of expert 1, 1 of expert 3, and room for one block more; 9 is padding.
+
+ROWS = [2, 3, 5, 7, 8, 0, 9, 9, 1, 9, 9, 9, 9, 9, 9, 9]
+OF_BLOCKS, IN_USE = [1, 1, 3, -1], [12]
+BLOCKS = ExpertBlocks(block_size=lambda x: 4, padding=lambda x: 9)
+
+
+def blocks(rows: list[int], experts: list[int], used: list[int]) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor(part, dtype=torch.int32) for part in (rows, experts, used))
+
+
+def in_blocks(*got: list[int]) -> tuple[float, str]:
+    return judged(blocks(*got), blocks(ROWS, OF_BLOCKS, IN_USE), BLOCKS)
+
+
+def rows_with(**places: int) -> list[int]:
+    """Rows with others in places `p0`, `p1`, …"""
+    return [places.get(f"p{place}", row) for place, row in enumerate(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts"),
+    [
+        (ROWS, OF_BLOCKS),
+        (rows_with(p0=3, p1=2), OF_BLOCKS),
+        (rows_with(p0=0, p5=2), OF_BLOCKS),  # from the expert's other block
+        (rows_with(p12=-7, p13=0, p14=0, p15=2**31 - 1), [1, 1, 3, 77]),  # behind those in use
+    ],
+)
+def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> None:
+    assert in_blocks(rows, experts, IN_USE) == (0.0, "")
+    right = blocks(ROWS, OF_BLOCKS, IN_USE)
+    spec = replace(contracts()["moe_align_block_size"], outputs=(BLOCKS,))
+    one, other = (promised(spec, got, [None]) for got in (blocks(rows, experts, IN_USE), right))
+    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "used", "told"),
+    [
+        (ROWS, OF_BLOCKS, [8], "result 2: [8] places are in use instead of [12]"),
+        (ROWS, OF_BLOCKS, [16], "result 2: [16] places"),
+        (ROWS, [1, 3, 3, -1], IN_USE, "result 1: 1 of 3 blocks have another expert, the first is "
+         "block 1 with 3 instead of 1"),
+        (ROWS, [1, 1, -1, -1], IN_USE, "result 1: 1 of 3"),
+        (rows_with(p0=1, p8=2), OF_BLOCKS, IN_USE, "result 0: 2 of 12 rows are not those of their "
+         "expert, the first is 1 instead of 2, in a block of expert 1"),
+        (rows_with(p0=3), OF_BLOCKS, IN_USE, "result 0: 1 of 12 rows"),  # twice, and another lost
+        (rows_with(p0=-1), OF_BLOCKS, IN_USE, "result 0: 2 of 12 rows"),
+        (rows_with(p0=100), OF_BLOCKS, IN_USE, "result 0: "),
+        (rows_with(p0=9, p6=2), OF_BLOCKS, IN_USE, "result 0: 2 of 12 places hold padding where a "
+         "row belongs, or a row where padding does; the first is place 0 with 9"),
+        (rows_with(p6=16), OF_BLOCKS, IN_USE, "result 0: 1 of 12 places"),
+    ],
+)  # fmt: skip
+def test_other_blocks_of_rows_are_wrong(
+    rows: list[int], experts: list[int], used: list[int], told: str
+) -> None:
+    share, problem = in_blocks(rows, experts, used)
+    assert share == INF and problem.startswith(told)
+
+
+def test_without_any_row_no_place_is_in_use() -> None:
+    none = blocks([], [], [0])
+    assert judged(none, none, BLOCKS) == (0.0, "")
+    assert judged(blocks([], [], [4]), none, BLOCKS)[1].startswith("result 2: [4] places")
+
+
+def test_blocks_without_their_size_are_refused() -> None:
+    with pytest.raises(TypeError, match="ExpertBlocks: block_size must be callable, got 4"):
+        ExpertBlocks(block_size=4, padding=lambda x: 9)  # type: ignore[arg-type]
+
+
 # At start.
 
 
-def form_of(spec: OpSpec, tokens: int) -> _Form:
+def form_of(spec: OpSpec, tokens: int) -> Form:
     sizes = ModelSizes(None, None, None, None, None, None, tokens=(tokens,))
     kinds = (list(spec.served(sizes, torch.float32, CPU, large)) for large in (False, True))
-    return [_Form(spec, *pair) for pair in zip(*kinds, strict=True)][-1]
+    return [Form(spec, *pair) for pair in zip(*kinds, strict=True)][-1]
 
 
 @pytest.mark.parametrize("op_fn", [("quantise", quantise), ("quantise_tensor", quantise_tensor)])
@@ -268,6 +342,30 @@ def test_a_batch_that_repeats_the_pools_rows(op_fn: tuple[str, Callable[..., Any
         broken = got[0].clone()
         broken[-1] = 0
         assert worst((broken, got[1]), form.wanted(False, order, count))[1] != ""
+
+
+def test_a_large_batch_of_a_whole_asks_the_oracle_about_the_pool_alone() -> None:
+    asked = []
+    spec = contracts()["quantise_tensor"]
+
+    def quantised(x: Tensor) -> Any:
+        asked.append(len(x))
+        return spec.oracle(x)
+
+    counted = replace(spec, oracle=quantised, whole_batch=True, ignores_repeats=True)
+    form = form_of(counted, 16)
+    (x,) = form.samples[False].args
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    for count in (16, 33, 500):
+        value, scale = quantise_tensor(x[order.repeat(32)[:count]])
+        assert worst((value, scale), form.wanted(False, order, count))[1] == ""
+        of_too_few = worst((value, scale * 0.99), form.wanted(False, order, count))[1]
+        assert "result 1" in of_too_few
+        value[-1] = 0
+        assert "result 0" in worst((value, scale), form.wanted(False, order, count))[1]
+    assert asked == [16]
+    form.wanted(False, order[:5], 5)  # five rows may have another largest number
+    assert asked == [16, 5]
 
 
 def test_results_without_a_row_per_token_must_be_declared() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 
 import vllm_fl.dispatch
+from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import Plan
@@ -278,6 +280,131 @@ class TestEager:
         kept = planning(use(norm("vendor.acme", 5)), "eager", kept_layers=["GemmaRMSNorm"])
         assert built(kept, GemmaRMSNorm).forward_cuda.__func__ is GemmaRMSNorm.forward_cuda
         assert built(kept)(X).eq(6).all()
+
+
+class TestBySize:
+    """At sizes that are stock runs what would run without us, and not the contract's plain form."""
+
+    ORDER = {"rms_norm": {"<=4": "stock", "rest": "vendor"}}  # noqa: RUF012
+
+    @pytest.fixture
+    def theirs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Providers of vLLM's: one that takes no such call, and one that marks what it computes."""
+        for name, mark, takes in (("never", 90, False), ("kernel", 30, True)):
+            one = SimpleNamespace(
+                supported=True,
+                supports_args=lambda *args, takes=takes: takes,
+                impl_fn=lambda x, *_, mark=mark: x + mark,
+            )
+            two = SimpleNamespace(**{**vars(one), "impl_fn": lambda x, r, *_, m=mark: (x + m, r)})
+            monkeypatch.setitem(ir.ops.rms_norm.impls, name, one)
+            monkeypatch.setitem(ir.ops.fused_add_rms_norm.impls, name, two)
+
+    def plan(self, use: Any) -> Plan:
+        plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
+        served(plan)
+        norms._behind[plan] |= {op: ["never", "kernel", "native"] for op in IR_OPS}
+        return plan
+
+    def test_a_direct_call_goes_to_the_provider_behind_ours(self, use: Any, theirs: None) -> None:
+        with serving.calling(self.plan(use)):
+            for tokens, mark in ((4, 30), (5, 5)):
+                x = torch.ones(tokens, HIDDEN)
+                assert ir.ops.rms_norm(x, torch.ones(HIDDEN), 1e-6).eq(1 + mark).all()
+                assert ir.ops.fused_add_rms_norm(x, x, None, 1e-6)[0].eq(1 + mark).all()
+
+    def test_so_does_a_layer(self, use: Any, theirs: None) -> None:
+        plan = self.plan(use)
+        layer = built(plan)
+        with serving.calling(plan):
+            for tokens, mark in ((4, 30), (5, 5)):
+                x = torch.ones(tokens, HIDDEN)
+                for call in (layer, layer.forward_native, layer.forward_cuda):
+                    assert call(x).eq(1 + mark).all()
+                    assert call(x, x.clone())[0].eq(1 + mark).all()
+        assert not plan.fallbacks
+
+    @pytest.mark.parametrize("cls", [RMSNorm, GemmaRMSNorm])
+    def test_the_bits_are_vllms(self, use: Any, cls: Any) -> None:
+        plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
+        served(plan)
+        layer, x = built(plan, cls), torch.randn(4, HIDDEN)
+        with serving.calling(plan):
+            got = layer(x), *layer(x.clone(), x.clone())
+            want = cls.forward_native(layer, x), *cls.forward_native(layer, x.clone(), x.clone())
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+    def test_it_is_forgotten_with_its_engine(self, use: Any) -> None:
+        plan = self.plan(use)
+        assert plan in norms._behind
+        del plan
+        gc.collect()
+        assert not norms._eager and not norms._behind
+
+    @pytest.mark.parametrize("traceable", [True, False])
+    def test_compiled_code_goes_by_size(self, use: Any, traceable: bool) -> None:
+        impls = norm("vendor.acme", 5, traceable=traceable), norm("default.flagos", 7)
+        order = {"rms_norm": {"<=4": "flagos", "<=8": "stock", "rest": "vendor"}}
+        plan = planning(use(*impls, per_op_order=order), "compiled")
+        served(plan)
+        for tokens, mark in ((4, 7), (9, 5)):
+            x = torch.ones(tokens, HIDDEN)
+            assert ir.ops.rms_norm(x, torch.ones(HIDDEN), 1e-6).eq(1 + mark).all()
+            assert ir.ops.fused_add_rms_norm(x, x, None, 1e-6)[0].eq(1 + mark).all()
+        x = torch.randn(8, HIDDEN)
+        native = ir.ops.rms_norm.impls["native"].impl_fn(x, None, 1e-6)
+        assert torch.equal(ir.ops.rms_norm(x, None, 1e-6), native)
+
+    def test_an_activations_own_method_runs_where_it_is_stock(
+        self, use: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def silu_and_mul(x: Any) -> Any:
+            return x[..., :4] * 0 + 5
+
+        impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")
+        order = {"silu_and_mul": {"<=4": "stock", "rest": "vendor"}}
+        monkeypatch.setattr(SiluAndMul, "forward_cuda", lambda self, x: x[..., :4] * 0 + 40)
+        layer = built(planning(use(impl, per_op_order=order), "eager"), SiluAndMul)
+        for tokens, mark in ((4, 40), (5, 5)):
+            assert layer.forward_cuda(torch.randn(tokens, 8)).eq(mark).all()
+
+    def test_so_does_a_ropes_whose_parameters_are_its_own(
+        self, use: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        oracle = contracts()["rotary_embedding"].oracle
+        impl = OpImpl("rotary_embedding", "vendor.acme", BackendImplKind.VENDOR, oracle, "acme")
+        order = {"rotary_embedding": {"<=4": "stock", "rest": "vendor"}}
+        plan = planning(use(impl, per_op_order=order), "eager")
+
+        def forward_cuda(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+            return query * 0 + self.mark, key
+
+        monkeypatch.setattr(RotaryEmbedding, "forward_cuda", forward_cuda)
+        rope = built(plan, RotaryEmbedding, 64, 64, 128, 10000.0, True, torch.float32)
+        rope.mark = 40
+        copied = copy.deepcopy(rope)
+        copied.mark = 50
+        for layer in (rope, copied):
+            for tokens in (4, 5):
+                positions = torch.arange(tokens)
+                query, key = torch.randn(tokens, 128), torch.randn(tokens, 64)
+                want = RotaryEmbedding.forward_native(rope, positions, query.clone(), key.clone())
+                got = layer.forward_cuda(positions, query.clone(), key.clone())
+                if tokens == 4:
+                    assert got[0].eq(layer.mark).all()
+                    continue
+                for one, other in zip(got, want, strict=True):
+                    torch.testing.assert_close(one.float(), other.float())
+        assert not plan.fallbacks
+
+    def test_so_does_a_norms_that_something_stands_in_for(
+        self, use: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
+        monkeypatch.setattr(GemmaRMSNorm, "forward_cuda", lambda self, x, residual=None: x + 40)
+        layer = built(plan, GemmaRMSNorm)
+        for tokens, mark in ((4, 40), (5, 5)):
+            assert layer.forward_cuda(torch.ones(tokens, HIDDEN)).eq(1 + mark).all()
 
 
 class TestCompiled:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from builders import managing, planning
 from torch import Tensor
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import LayerPlace, OperatorPlace
+from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.seams import functions
@@ -183,3 +186,94 @@ def test_the_layer_of_grouped_routing_gives_what_is_planned() -> None:
     seen: list[Any] = []
     place.adapt(None, lambda *args: seen.append(args))(torch.randn(7, 8), LOGITS, BIAS)
     assert seen == [(LOGITS, BIAS)]
+
+
+ALIGN = "moe_align_block_size"
+
+
+@contextmanager
+def aligning(refuses: bool = False) -> Iterator[Plan]:
+    """An engine whose plan has the op, its rows as the oracle's."""
+    spec = contracts()[ALIGN]
+    supports: Any = lambda *args: "never" if refuses else True  # noqa: E731
+    supports.__signature__ = spec.signature
+    impl = OpImpl(
+        ALIGN, "vendor.acme", BackendImplKind.VENDOR, spec.oracle, "acme", supports=supports
+    )
+    plan = replace(planning(managing(impl)), counts_calls=True)
+    chosen = functions.choose(plan, {ALIGN: bindings()[ALIGN]})
+    functions.take(plan, chosen)
+    try:
+        with calling(plan):
+            yield plan
+    finally:
+        functions.remove(plan)
+
+
+def test_every_module_that_sorts_rows_by_expert_gets_the_planned_op() -> None:
+    (place,) = places(ALIGN, FunctionPlace)
+    modules = [path.rpartition(".")[0] for path in place.paths]
+    found = [import_module(name) for name in modules if find_spec_of(name)]
+    assert len(found) >= 7
+    ids = torch.tensor([[0, 2], [2, -1]], dtype=torch.int32)
+    with aligning() as plan:
+        for module in found:
+            rows, experts, used = module.moe_align_block_size(ids, 2, 4, pad_sorted_ids=True)
+            assert rows.tolist() == [0, 4, 1, 2, 4, 4, 4, 4]
+            assert (experts.tolist(), used.tolist()) == ([0, 2, -1, -1], [4])
+    assert plan.calls == {(ALIGN, "vendor.acme"): len(found)}
+    assert not any(hasattr(module.moe_align_block_size, "__wrapped__") for module in found)
+
+
+def find_spec_of(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor its package
+        return False
+
+
+def test_nobody_else_imports_the_function_that_sorts_rows() -> None:
+    (place,) = places(ALIGN, FunctionPlace)
+    root = Path(find_spec("vllm").submodule_search_locations[0])  # type: ignore[union-attr,index]
+    importing = re.compile(r"moe_align_block_size import (\([^)]*|.*)\bmoe_align_block_size\b")
+    modules = {
+        ".".join(("vllm", *path.relative_to(root).with_suffix("").parts))
+        for path in root.glob("model_executor/layers/**/*.py")
+        if importing.search(path.read_text("utf-8"))
+    }
+    assert modules <= {path.rpartition(".")[0] for path in place.paths}
+
+
+@pytest.mark.parametrize(
+    ("ids", "more"),
+    [
+        (torch.zeros(2, 2, dtype=torch.uint32), {}),
+        (torch.zeros(2, dtype=torch.int32), {}),
+        (torch.zeros(2, 2, dtype=torch.int32), {"return_scatter_idx": True}),
+    ],
+    ids=["unsigned", "one dimension", "with the place of each row"],
+)
+def test_other_calls_that_sort_rows_are_vllms(
+    ids: Tensor, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("vllm.model_executor.layers.fused_moe.moe_align_block_size")
+    if more and "return_scatter_idx" not in signature(module.moe_align_block_size).parameters:
+        pytest.skip("this vLLM does not ask for it")
+    asked = []
+    monkeypatch.setattr(module.ops, ALIGN, lambda *args: asked.append(args))
+    with aligning() as plan:
+        module.moe_align_block_size(ids, 2, 4, **more)
+    assert not plan.calls and len(asked) == 1
+
+
+def test_rows_that_no_implementation_sorts_are_sorted_by_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = import_module("vllm.model_executor.layers.fused_moe.moe_align_block_size")
+    here, asked = torch.zeros(4, dtype=torch.int32), []
+    monkeypatch.setattr(module.ops, ALIGN, lambda *args: asked.append(args))
+    with aligning(refuses=True):
+        ids = torch.zeros(2, 2, dtype=torch.int32)
+        rows, _, _ = module.moe_align_block_size(ids, 2, 4, here, ignore_invalid_experts=True)
+    ((first, experts, size, *outs, where), *_) = [args[:7] for args in asked]
+    assert first is ids and (experts, size) == (4, 2) and where is here and outs[0] is rows

@@ -16,7 +16,10 @@ import pytest
 import torch
 from builders import managing, planning, silu
 
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.preflight import Findings
+from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.settings.loading import load_settings
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -162,3 +165,101 @@ def test_the_worker_that_vllm_chose_is_wrapped_once() -> None:
         parallel.worker_cls = path  # type: ignore[assignment]
         worker.wrap_worker(SimpleNamespace(parallel_config=parallel))  # type: ignore[arg-type]
         assert parallel.worker_cls is path
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_what_any_row_may_call_is_verified_once(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+    """And in compiled mode as compiled, what a row begins with."""
+    from vllm_fl.integration import worker
+
+    seen: list[tuple[list[str], set[str]]] = []
+
+    def noting(impls: Any, *_: Any, compiled: Any, **__: Any) -> Any:
+        seen.append(([impl.impl_id for impl in impls], {impl_id for _, impl_id in compiled}))
+        return SimpleNamespace(
+            remarks=[], faults={("silu_and_mul", "vendor.acme"): ("wrong", None)}
+        )
+
+    monkeypatch.setattr(worker, "find_faults", noting)
+    impls = silu("vendor.acme"), silu("reference.torch"), silu("default.flagos")
+    order = {"<=4": ["vendor", "reference"], "<=9": "stock", "rest": "flagos"}
+    manager = managing(*impls, per_op_order={"silu_and_mul": order})
+    preflight = worker._Preflight(worker_of())
+    verdict = preflight.verdict(planning(manager, mode), {})
+    assert verdict.failure == ""
+    assert verdict.faults == {("silu_and_mul", "vendor.acme"): "wrong"}
+    everyone = ["default.flagos", "vendor.acme", "reference.torch"]
+    firsts = {"default.flagos", "vendor.acme"} if mode == "compiled" else set()
+    assert seen == [(everyone, firsts)]
+    # Taken out, it is out of its row, and what comes first there is verified as such.
+    again = planning(manager, mode, demoted=verdict.faults)
+    assert again.entries["silu_and_mul"].label == "reference.torch(<=4)|stock(<=9)|default.flagos"
+    preflight.verdict(again, {})
+    new = (["reference.torch"], {"reference.torch"}) if mode == "compiled" else ([], set())
+    assert seen[1] == new
+
+
+def test_the_log_names_what_a_compiler_takes_whole_since_it_is_ordered_by_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from vllm_fl.integration import worker
+
+    caplog.set_level("INFO", logger="vllm_fl")
+    orders = [{"<=4": "vendor", "rest": "reference"}, {"<=4": "vendor", "rest": "vendor"}]
+    by_size, same = (
+        managing(
+            silu("vendor.acme", traceable=True),
+            silu("reference.torch", traceable=True),
+            per_op_order={"silu_and_mul": order},
+        )
+        for order in orders
+    )
+
+    def said(plan: Any) -> list[str]:
+        caplog.clear()
+        worker._say_what_is_taken_whole(plan)
+        return [r.getMessage() for r in caplog.records if r.name == worker.log.name]
+
+    assert said(planning(by_size, "eager")) == said(planning(same, "compiled")) == []
+    (line,) = said(planning(by_size, "compiled"))
+    assert "nothing fused into it: silu_and_mul." in line
+
+
+def warmed(plan: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[str, list[int]]:
+    """impl id -> the token counts at which a start would have it run."""
+    from vllm_fl.integration import worker
+
+    given: dict[Any, list[int]] = {}
+
+    def finds(*_: Any, **options: Any) -> Findings:
+        given.update(options["warm"])
+        return Findings()
+
+    monkeypatch.setattr(worker, "find_faults", finds)
+    worker._Preflight(worker_of(sizes=ModelSizes(tokens=(1, 100)), **fields)).verdict(plan, {})
+    return {impl_id: counts for (_, impl_id), counts in given.items()}
+
+
+def test_what_serves_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = silu("vendor.acme", priority=9), silu("vendor.emca", priority=8)
+    plan = planning(managing(first, second))
+    counts = warmed(plan, monkeypatch, captured=(24, 48))
+    assert counts == {"vendor.acme": warm_counts(100, sizes=(24, 48))}
+    off = {"VLLM_FL_PREFLIGHT": "off"}
+    assert warmed(plan, monkeypatch, env=off) == {}
+    plain = silu("vendor.acme", priority=9, traceable=True)
+    assert warmed(planning(managing(plain, second)), monkeypatch) == {}
+
+
+def test_what_serves_some_sizes_is_warmed_up_at_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = {"<=40": "vendor:acme", "rest": "vendor:emca"}
+    manager = managing(
+        silu("vendor.acme"),
+        silu("vendor.emca"),
+        per_op_order={"silu_and_mul": order},  # type: ignore[dict-item]
+    )
+    counts = warmed(planning(manager), monkeypatch)
+    assert set(counts) == {"vendor.acme", "vendor.emca"}
+    few, many = counts["vendor.acme"], counts["vendor.emca"]
+    assert {1, 2, 39, 40} <= set(few) and max(few) == 40
+    assert min(many) > 40 and {56, 63, 64, 99, 100} <= set(many)

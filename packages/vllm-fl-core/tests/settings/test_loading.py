@@ -629,6 +629,18 @@ def test_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> 
         ("op_backends:\n  m:\n  - vendor: cuda", 3, "op_backends.m", "no space after its colon"),
         ("op_backends:\n  m: {eagre: [flagos]}", 2, "op_backends.m", "Did you mean 'eager'?"),
         ("op_backends:\n  m: [flagos, flagos]", 2, "op_backends.m", "is listed twice"),
+        ("op_backends:\n  m:\n    <=8: stock", 3, "op_backends.m", "need 'rest'"),
+        ("op_backends:\n  m:\n    rest: a\n    <=8: stock", 3, "op_backends.m", "valid token"),
+        ("op_backends:\n  m:\n    <=8: stock\n    <=4: flagos", 4, "op_backends.m", "ascending"),
+        ("op_backends:\n  m:\n    <=8: stock\n    <= 8: flagos", 4, "op_backends.m", "twice"),
+        ("op_backends:\n  m:\n    <=8: stock\n    <=8: flagos", 4, "op_backends.m.<=8", "line 3"),
+        ("op_backends:\n  m:\n    <=8: stock\n    <=x: flagos", 4, "op_backends.m", "integer N"),
+        ("op_backends:\n  m:\n    eager:\n      <=0: stock", 4, "op_backends.m", "at least 1"),
+        ("op_backends:\n  m:\n    <=8: stock\n    rest: []", 3, "op_backends.m", "non-empty"),
+        ("op_backends:\n  m:\n    <=8: [stock,\n      stok]", 4, "op_backends.m", "'stock'"),
+        ("op_backends:\n  m:\n    <=8: {rest: a}", 3, "op_backends.m", "expected a token"),
+        ("op_backends:\n  m: {}", 2, "op_backends.m", "got none"),
+        ("op_backends:\n  m: {8: stock, rest: stock}", 2, "op_backends.m", "expected text"),
         ("preflight: run", 1, "preflight", "set by the variable VLLM_FL_PREFLIGHT"),
         ("VLLM_FL_PREFER: vendor", 1, "VLLM_FL_PREFER", "In a file it is prefer."),
         ("io_dump: {}", 1, "io_dump", "Known are prefer, strict"),
@@ -746,12 +758,64 @@ def test_empty_allow_list_allows_nobody(write: Write) -> None:
         ('{"a": "vendor:\\ud800"}', "op_backends.a", None, "is not a valid name"),
         ('{"a": {"eager": null}}', "op_backends.a", None, "expected a token"),
         ('{"a": "refrence"}', "op_backends.a", None, "Did you mean 'reference'?"),
+        ('{"a": {"<=8": "stock"}}', "op_backends.a", None, "need 'rest'"),
+        ('{"a": {"<=8": "stock", "<=4": "stock"}}', "op_backends.a", None, "ascending"),
+        ('{"a": {"<=8": null, "rest": "stock"}}', "op_backends.a", None, "expected a token"),
+        ('{"a": {"eager": {"<=8": [], "rest": "stock"}}}', "op_backends.a", None, "non-empty"),
     ],
 )
 def test_op_config_refuses(write: Write, text: str, key: str, line: int | None, said: str) -> None:
     path = write("o.json", text)
     origin = f"{path}:{line}" if line else f"{path} (environment VLLM_FL_OP_CONFIG)"
     assert said in refused({"VLLM_FL_OP_CONFIG": path}, key=key, origin=origin)
+
+
+def by_size(rows: int) -> str:
+    return json.dumps({f"<={n}": "stock" for n in range(1, rows + 1)} | {"rest": "flagos"})
+
+
+@pytest.mark.parametrize("variable", ["VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"])
+def test_orders_by_size_are_read_alike_from_both_kinds_of_files(
+    write: Write, variable: str
+) -> None:
+    orders = {
+        "a": {"<=16": "vendor:cuda", "<=256": ["flagos", "vendor"], "rest": ["flagos"]},
+        "b": {"eager": {"<=1": "reference", "rest": "stock"}, "compiled": "flagos"},
+    }
+    data = {"op_backends": orders} if variable == "VLLM_FL_CONFIG" else orders
+    policy = load_settings(
+        {variable: write("o", json.dumps(data)), "VLLM_FL_PREFER": "flagos"}
+    ).policy
+    assert {op: str(order) for op, order in policy.per_op_order.items()} == {
+        "a": "<=16 vendor:cuda, <=256 flagos|vendor, rest flagos",
+        "b": "eager <=1 reference, rest stock, compiled flagos",
+    }
+    assert all(policy.names(op) for op in orders)
+
+
+@pytest.mark.parametrize("variable", ["VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"])
+def test_an_endless_order_by_size_is_refused(write: Write, variable: str) -> None:
+    for rows, fits in ((255, True), (256, False)):
+        text = f'{{"a": {by_size(rows)}}}'
+        path = write("o", f'{{"op_backends": {text}}}' if variable == "VLLM_FL_CONFIG" else text)
+        if fits:
+            assert len(load_settings({variable: path}).policy.ceilings("a")) == rows
+        else:
+            with pytest.raises(SettingsError, match="at most 256 rows"):
+                load_settings({variable: path})
+
+
+@pytest.mark.parametrize("under", ["", "eager: "])
+def test_a_plugins_file_may_not_order_by_size(write: Write, under: str) -> None:
+    rows = "{<=8: flagos,\n rest: vendor}"
+    text = "op_backends:\n  m: " + (f"{{{under}{rows}}}" if under else rows)
+    path = write("p.yaml", text)
+    said = refused({}, ("acme 1.0", path), key="op_backends.m", origin=f"{path}:2 (acme 1.0)")
+    assert "may not order by size" in said
+    # Overridden, it harms nobody.
+    config = write("c.yaml", "op_backends: {m: {<=8: flagos, rest: vendor}}")
+    env = {"VLLM_FL_CONFIG": config}
+    assert load_settings(env, platform_files=[("acme 1.0", path)]).policy.ceilings("m") == (8,)
 
 
 # Names.
@@ -869,6 +933,15 @@ def test_merged_settings_travel_as_json(write: Write) -> None:
     }
 
 
+def test_orders_by_size_travel_as_json(write: Write) -> None:
+    m = "{eager: {<=8: stock, <=64: vendor, rest: flagos}}"
+    text = f"op_backends: {{m: {m}, n: {{<=9: stock, rest: flagos}}}}"
+    settings = load_settings({"VLLM_FL_CONFIG": write("c.yaml", text)})
+    again = Settings.from_json(json.loads(json.dumps(settings.to_json())))
+    assert again == settings and again.policy == settings.policy
+    assert again.policy.ceilings("m") == (8, 64) and again.policy.ceilings("m", "compiled") == ()
+
+
 def test_settings_travel_as_json(write: Write) -> None:
     platform = write(
         "p.yaml",
@@ -972,6 +1045,10 @@ def settings_or_one_error(
 @trials(deadline=None, max_examples=300)
 @given(st.one_of(yaml_texts.map(str.encode), st.binary()))
 @example(b"op_backends: {m: {eager: flagos, compiled: [stock]}}")
+@example(
+    b"op_backends: {m: {eager: {<=8: stock, rest: flagos}, compiled: {<=9: [stock], rest: a}}}"
+)
+@example(b"op_backends: {m: {<=8: {<=9: stock}, rest: flagos}}")
 @example(b"? {}\n: x")
 @example(b"!!timestamp 2020-13-45")
 @example(b"prefer: !!int x")

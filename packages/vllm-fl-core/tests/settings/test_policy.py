@@ -94,6 +94,108 @@ def test_order_refuses(value: object) -> None:
         OpOrder.of(value)
 
 
+def test_an_order_by_size_is_that_of_the_first_ceiling_that_holds_the_call() -> None:
+    order = OpOrder.of({"<=16": "vendor", "<=256": ["flagos", "vendor"], "rest": "reference"})
+    policy = SelectionPolicy(per_op_order={"rms_norm": order})
+
+    def of(tokens: int | None) -> str:
+        return "|".join(map(str, policy.order("rms_norm", tokens=tokens)))
+
+    assert [of(n) for n in (0, 1, 16, 17, 256, 257, None)] == [
+        "vendor",
+        "vendor",
+        "vendor",
+        "flagos|vendor",
+        "flagos|vendor",
+        "reference",
+        "reference",
+    ]
+    assert policy.ceilings("rms_norm") == policy.ceilings("rms_norm", "compiled") == (16, 256)
+    assert policy.ceilings("silu_and_mul") == ()
+    assert str(order) == "<=16 vendor, <=256 flagos|vendor, rest reference"
+    assert str(order.tokens("eager")) == str((Token.parse("reference"),))
+
+
+def test_the_rows_of_one_mode_are_not_the_others() -> None:
+    order = OpOrder.of({"eager": {"<=8": "stock", "rest": "vendor"}, "compiled": "flagos"})
+    assert order.rows("eager") == ((8, (Token.parse("stock"),)),)
+    assert order.rows("compiled") == ()
+    assert str(order) == "eager <=8 stock, rest vendor, compiled flagos"
+    half = OpOrder.of({"compiled": {"<=8": "stock", "rest": "vendor"}})
+    policy = SelectionPolicy(per_op_order={"m": half})
+    assert list(map(str, policy.order("m", "eager", tokens=1))) == [*DEFAULT_ORDERS["flagos"]]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"<=16": "vendor"}, "need 'rest'"),
+        ({"eager": {"<=16": "vendor"}}, "need 'rest'"),
+        ({"<=16": "vendor", "<= 16": "flagos", "rest": "stock"}, "'<=16' is set twice"),
+        ({"<=16": "vendor", "<=8": "flagos", "rest": "stock"}, "ascending"),
+        ({"<=0": "vendor", "rest": "stock"}, "at least 1"),
+        ({"<=-1": "vendor", "rest": "stock"}, "at least 1"),
+        ({"<=1.5": "vendor", "rest": "stock"}, "at least 1"),
+        ({"<=016": "vendor", "rest": "stock"}, "at least 1"),
+        ({"<16": "vendor", "rest": "stock"}, "expected '<=N'"),
+        ({"16": "vendor", "rest": "stock"}, "expected '<=N'"),
+        ({16: "vendor", "rest": "stock"}, "expected '<=N'"),
+        ({"<=16": [], "rest": "stock"}, "non-empty"),
+        ({"<=16": "vendor", "rest": []}, "non-empty"),
+        ({"<=16": {"rest": "vendor"}, "rest": "stock"}, "non-empty list"),
+        ({"<=16": "vendr", "rest": "stock"}, "Did you mean 'vendor'"),
+        ({"eager": "vendor", "<=16": "vendor", "rest": "stock"}, "'eager' is not a row"),
+        ({"eager": {}}, "got nothing"),
+        ({"eager": {"eager": "stock"}}, "'<=N' and rest"),
+    ],
+)
+def test_wrong_rows_are_refused(value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        OpOrder.of(value)
+
+
+@pytest.mark.parametrize(
+    ("rest", "rows"),
+    [
+        (None, ((8, (Token("stock"),)),)),
+        ((Token("stock"),), ((8, ()),)),
+        ((Token("stock"),), ((True, (Token("vendor"),)),)),
+        ((Token("stock"),), ((8.0, (Token("vendor"),)),)),
+        ((Token("stock"),), ((8, (Token("vendor"),)), (8, (Token("flagos"),)))),
+    ],
+)
+def test_an_order_that_is_built_by_hand_is_checked_too(
+    rest: tuple[Token, ...] | None, rows: tuple[tuple[int, tuple[Token, ...]], ...]
+) -> None:
+    with pytest.raises(ValueError):
+        OpOrder(rest, None, eager_rows=rows)
+
+
+@trials(deadline=None)
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=4, unique=True), st.data())
+def test_preference_re_sorts_each_row_and_pinned_ones_stay(
+    ceilings: list[int], data: st.DataObject
+) -> None:
+    plain = {f"<={n}": data.draw(orders) for n in sorted(ceilings)} | {"rest": data.draw(orders)}
+    kind = data.draw(st.sampled_from(KINDS))
+    after = OpOrder.of(plain, pinned=False).preferring(kind)
+    assert after.plain("eager") == {
+        key: OpOrder.of(row, pinned=False).preferring(kind).plain("eager")
+        for key, row in plain.items()
+    }
+    assert OpOrder.of(plain).preferring(kind) == OpOrder.of(plain)
+    assert OpOrder.of(plain).plain("compiled") == plain
+
+
+def test_policies_that_differ_in_a_row_are_two() -> None:
+    def policy(first: str) -> SelectionPolicy:
+        return SelectionPolicy(per_op_order={"m": OpOrder.of({"<=8": first, "rest": "flagos"})})
+
+    assert policy("vendor") != policy("reference")
+    assert policy("vendor") == policy("vendor")
+    assert pickle.loads(pickle.dumps(policy("vendor"))) == policy("vendor")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_default_order_is_a_preference_and_no_exclusion(kind: str) -> None:
     order = list(map(str, SelectionPolicy(prefer=kind).order("rms_norm")))

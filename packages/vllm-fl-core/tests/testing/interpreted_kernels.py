@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vllm_fl.testing.triton import interpreted
+from vllm_fl.testing.triton import interpreted, to_compile
 
 interpreted(cuda=True)
 interpreted()
@@ -23,6 +23,18 @@ from triton.language.extra import libdevice  # noqa: E402
 from triton.language.extra.cuda.libdevice import tanh as cuda_tanh  # noqa: E402
 
 N = 64
+
+
+@triton.jit
+def plain(x, out, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < count), mask=at < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def left_alone(x, out, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < count), mask=at < count)
 
 
 @triton.jit
@@ -40,6 +52,19 @@ def logic(x, y, out, SIZE: tl.constexpr, BOTH: tl.constexpr):
     else:
         chosen = a > 0 or (b > 0 and a < -0.5)
     tl.store(out + at, tl.where(chosen, a, b))
+
+
+@triton.jit
+def arithmetic(x, y, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    a, b = tl.load(x + at), tl.load(y + at)
+    tl.store(out + at, a + b)
+    tl.store(out + SIZE + at, a - b)
+    tl.store(out + 2 * SIZE + at, a * b)
+    tl.store(out + 3 * SIZE + at, a * 0.3 + 1.0)
+    tl.store(out + 4 * SIZE + at, tl.where((a < b) & (a > -1.0), a, -b))
+    tl.store(out + 5 * SIZE + at, tl.fma(a, b, a))
+    tl.store(out + 6 * SIZE + at, tl.abs(a))
 
 
 @triton.jit
@@ -116,6 +141,17 @@ def case_or() -> str:
     return same(out, torch.where((x > 0) | ((y > 0) & (x < -0.5)), x, y))
 
 
+def case_bfloat16() -> str:
+    x, y = (torch.randn(N, dtype=torch.bfloat16) for _ in "xy")
+    out = torch.empty(7, N, dtype=torch.bfloat16)
+    arithmetic[(1,)](x, y, out, SIZE=N)
+    chosen = torch.where((x < y) & (x > -1.0), x, -y)
+    fused = (x.float() * y.float() + x.float()).bfloat16()
+    scale = torch.tensor(0.3).bfloat16()
+    want = torch.stack((x + y, x - y, x * y, x * scale + 1.0, chosen, fused, x.abs()))
+    return same(out, want)
+
+
 def case_dot() -> str:
     x, y = (torch.randn(16, 16, dtype=torch.bfloat16) for _ in "xy")
     out = torch.empty(16, 16)
@@ -158,6 +194,39 @@ def case_cuda() -> str:
     with torch.cuda.device(0):
         capability = torch.cuda.get_device_capability()
     return "" if capability == (8, 0) and torch.cuda.device_count() == 1 else str(capability)
+
+
+def case_to_compile() -> str:
+    """Nothing runs, and each launch is one more of what the comment says, or none."""
+    x, out = torch.ones(80), torch.zeros(80)
+    launches = [
+        ((x, out, 33), 1),
+        ((x, out, 35), 0),  # no new kind of number
+        ((x, out, 32), 1),  # 16 divides it
+        ((x, out, 64), 0),
+        ((x, out, 1), 1),
+        ((x[1:], out, 33), 1),  # 16 divides the address no more
+        ((x[3:], out, 33), 0),
+        ((x[4:], out, 33), 0),
+        ((x.double(), out, 33), 1),
+    ]
+    with to_compile(runs=False) as found:
+        for number, (args, more) in enumerate(launches):
+            before = len(found)
+            plain[(1,)](*args, BLOCK=64)
+            if len(found) - before != more:
+                return f"launch {number}: {len(found) - before} to compile, not {more}"
+        before = len(found)
+        plain[(1,)](x, out, 33, BLOCK=128)
+        plain[(1,)](x, out, 33, BLOCK=128, num_warps=8)
+        left_alone[(1,)](x, out, 33, BLOCK=64)
+        left_alone[(1,)](x, out, 32, BLOCK=64)
+        if len(found) - before != 3:
+            return f"a constant, an option, another kernel: {len(found) - before}"
+        if bool(out.any()):
+            return "a kernel ran"
+    plain[(1,)](x, out, 33, BLOCK=64)
+    return "" if float(out.sum()) == 33.0 else "no kernel runs afterwards"
 
 
 def cases() -> Iterator[tuple[str, Callable[[], str]]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from mutants import sound
+from oracle_mutants import oracle_impl
 
+from vllm_fl.contracts import contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.testing import CHECKS, Failure, failures
 from vllm_fl.testing.subject import Refused, Subject
@@ -100,3 +103,26 @@ def test_what_has_no_layer_to_give_is_skipped_with_that_reason(check: str) -> No
     subject = Subject(layer_first(), torch.device("cpu"))
     with pytest.raises(Refused, match="takes a layer first"):
         CHECKS[check].function(subject, "float32", "")
+
+
+def test_rows_of_an_expert_in_another_order_each_time_are_the_same_result() -> None:
+    spec = contracts()["moe_align_block_size"]
+    turns = itertools.count()
+
+    def other_rows_first(results: Any, args: Any) -> Any:
+        rows, experts, used = results
+        swapped, turn = rows.clone(), next(turns)
+        for block in range(int(used) // args[1]):
+            own = slice(block * args[1], (block + 1) * args[1])
+            found = rows[own][rows[own] < args[0].numel()]
+            swapped[own][: len(found)] = found.roll(turn)
+        swapped[int(used) :] = turn
+        return swapped, experts, used
+
+    def one_lost(results: Any, args: Any) -> Any:
+        rows, experts, used = results
+        return torch.where(rows == next(turns) % 8, args[0].numel(), rows), experts, used
+
+    assert found(oracle_impl(spec, other_rows_first), "values", "determinism", "fork") == []
+    told = found(oracle_impl(spec, one_lost), "values", "determinism")
+    assert {one.case.check for one in told} == {"values", "determinism"}

@@ -80,6 +80,12 @@ def test_kernels_compute_what_torch_does() -> None:
     assert [case["case"] for case in found] == names
 
 
+def test_nothing_is_counted_where_no_interpreter_is() -> None:
+    ask = "from vllm_fl.testing.triton import to_compile\nto_compile().__enter__()"
+    done = "try:\n " + ask.replace("\n", "\n ") + "\nexcept RuntimeError as error:\n print(error)"
+    assert "call interpreted()" in python("-c", done)
+
+
 def test_the_plugin_module_of_its_documentation_is_python() -> None:
     """The example can be copied as it is."""
     text = vllm_fl.testing.triton.__doc__ or ""

@@ -27,6 +27,8 @@ _POINTWISE: Final = (
     "out0_stride1 s0 s1 num_tasks tiles_per_cta tile_size0 tile_size1 one_tile_per_cta"
 )
 
+_LAYER_NORM: Final = "in_ptr out_ptr weight_ptr bias_ptr out_mean_ptr out_rstd_ptr M N eps TILE_N"
+
 KERNELS: Final = {
     "rms_norm_kernel": (
         "flag_gems.ops.rms_norm",
@@ -37,6 +39,8 @@ KERNELS: Final = {
         "input_ptr residual_ptr w_ptr in_stride_r in_stride_c r_stride_r r_stride_c N eps "
         "BLOCK_SIZE",
     ),
+    "layer_norm_persistent_kernel": ("flag_gems.ops.layernorm", _LAYER_NORM),
+    "layer_norm_loop_kernel": ("flag_gems.ops.layernorm", _LAYER_NORM),
     "apply_rotary_pos_emb_kernel": (
         "flag_gems.fused.rotary_embedding",
         "oq_ptr ok_ptr q_ptr k_ptr cos_ptr sin_ptr pos_ptr q_stride_s q_stride_h q_stride_d "
@@ -70,6 +74,8 @@ def launchable(name: str) -> Any | None:
         if parameters is _POINTWISE:
             kernel = _for_matrices(kernel)
         kernel = getattr(kernel, "jit_function", kernel)
+        while hasattr(getattr(kernel, "fn", None), "arg_names"):
+            kernel = kernel.fn  # behind what would choose arguments for it
         found = " ".join(kernel.arg_names)
     except (AttributeError, KeyError, TypeError) as error:
         found = f"{type(error).__name__}: {error}"

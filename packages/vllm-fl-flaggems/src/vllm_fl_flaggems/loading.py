@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Collection
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -118,7 +119,7 @@ def flag_gems() -> Any:
     return outcome
 
 
-def unsuitable(name: str, x: torch.Tensor) -> str | None:
+def unsuitable(name: str, x: torch.Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> str | None:
     """Why no kernel takes the tensor `x`: FlagGems does not load, or x's device or dtype."""
     reason = problem()
     if reason:
@@ -126,7 +127,7 @@ def unsuitable(name: str, x: torch.Tensor) -> str | None:
     device = cast("ModuleType", _outcome[0]).device
     if x.device.type != device:
         return f"{name} is on {x.device}, and FlagGems runs on {device}"
-    if x.dtype not in DTYPES:
+    if x.dtype not in dtypes:
         return f"no kernel for {name} of {x.dtype}"
     return None
 

@@ -33,8 +33,8 @@ def qk_norm_rope_kernel(
 ):
     """One token's next GROUP query and key heads, in place; the first `heads` are queries.
 
-    A head's features are held in three parts: the first and the second of each pair, and those
-    that do not rotate. PAIRS and REST are their numbers, made powers of two; REST may be 0.
+    A head's features are held in two parts: those that rotate, and the rest. PAIRS and REST are
+    the pairs of the one and the features of the other, made powers of two; REST may be 0.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -45,14 +45,25 @@ def qk_norm_rope_kernel(
     pair = tl.arange(0, PAIRS)
     is_pair = pair < HALF
     if INTERLEAVED:
-        first = 2 * pair
-        second = first + 1
+        # Neighbours are loaded together, 16 bytes at a time, and parted in registers: loaded as
+        # first and second ones, each element is an access of its own.
+        turning = tl.arange(0, 2 * PAIRS)
+        is_turning = turning < 2 * HALF
+        here = is_head & is_turning[None, :]
+        x = tl.load(rows + turning[None, :], mask=here, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, (GROUP, PAIRS, 2)))
+        q_both = tl.load(q_weight_ptr + turning, mask=is_turning, other=0.0).to(tl.float32)
+        k_both = tl.load(k_weight_ptr + turning, mask=is_turning, other=0.0).to(tl.float32)
+        q_first, q_second = tl.split(tl.reshape(q_both, (PAIRS, 2)))
+        k_first, k_second = tl.split(tl.reshape(k_both, (PAIRS, 2)))
     else:
-        first = pair
-        second = pair + HALF
-    here = is_head & is_pair[None, :]
-    a = tl.load(rows + first[None, :], mask=here, other=0.0).to(tl.float32)
-    b = tl.load(rows + second[None, :], mask=here, other=0.0).to(tl.float32)
+        here = is_head & is_pair[None, :]
+        a = tl.load(rows + pair[None, :], mask=here, other=0.0).to(tl.float32)
+        b = tl.load(rows + HALF + pair[None, :], mask=here, other=0.0).to(tl.float32)
+        q_first = tl.load(q_weight_ptr + pair, mask=is_pair, other=0.0).to(tl.float32)
+        k_first = tl.load(k_weight_ptr + pair, mask=is_pair, other=0.0).to(tl.float32)
+        q_second = tl.load(q_weight_ptr + HALF + pair, mask=is_pair, other=0.0).to(tl.float32)
+        k_second = tl.load(k_weight_ptr + HALF + pair, mask=is_pair, other=0.0).to(tl.float32)
     squares = tl.sum(a * a + b * b, axis=1)
     if REST > 0:
         beyond = 2 * HALF + tl.arange(0, REST)
@@ -66,18 +77,19 @@ def qk_norm_rope_kernel(
     row = table_ptr + position * table_step
     cos = tl.load(row + pair, mask=is_pair, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(row + HALF + pair, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-    q_first = tl.load(q_weight_ptr + first, mask=is_pair, other=0.0).to(tl.float32)
-    k_first = tl.load(k_weight_ptr + first, mask=is_pair, other=0.0).to(tl.float32)
-    q_second = tl.load(q_weight_ptr + second, mask=is_pair, other=0.0).to(tl.float32)
-    k_second = tl.load(k_weight_ptr + second, mask=is_pair, other=0.0).to(tl.float32)
     a = a * norm * tl.where(is_query, q_first[None, :], k_first[None, :])
     b = b * norm * tl.where(is_query, q_second[None, :], k_second[None, :])
+    first, second = a * cos - b * sin, b * cos + a * sin
 
     # Threads may hold the same features twice: all have read before one of them writes.
     tl.debug_barrier()
     dtype = qkv_ptr.dtype.element_ty
-    tl.store(rows + first[None, :], (a * cos - b * sin).to(dtype), mask=here)
-    tl.store(rows + second[None, :], (b * cos + a * sin).to(dtype), mask=here)
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(first, second), (GROUP, 2 * PAIRS))
+        tl.store(rows + turning[None, :], both.to(dtype), mask=here)
+    else:
+        tl.store(rows + pair[None, :], first.to(dtype), mask=here)
+        tl.store(rows + HALF + pair[None, :], second.to(dtype), mask=here)
     if REST > 0:
         q_rest = tl.load(q_weight_ptr + beyond, mask=is_rest, other=0.0).to(tl.float32)
         k_rest = tl.load(k_weight_ptr + beyond, mask=is_rest, other=0.0).to(tl.float32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Collection
@@ -14,12 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..engine.identity import cpu_name
 from ..plugins.installed import canonical, identity
 
 __all__ = [
     "ProbeFailed",
     "ask",
-    "cpu_name",
     "device_facts",
     "distributions",
     "torch_build",
@@ -170,17 +169,6 @@ def ask(code: str, *args: str, what: str) -> Any:
     last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
     end = "signal" if done.returncode < 0 else "status"
     raise ProbeFailed(last[0] if last else f"its process ended with {end} {abs(done.returncode)}")
-
-
-def cpu_name() -> str:
-    """The processor's name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def device_facts(device: Any) -> dict[str, Any]:

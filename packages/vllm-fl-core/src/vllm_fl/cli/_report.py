@@ -19,18 +19,19 @@ class ReportFile:
 
     Args:
         path: where the report goes; an older one there is replaced.
+        option: the option that names it, for errors.
 
     Raises:
         UsageError: it cannot be written there.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, option: str = "--report") -> None:
         self.path = Path(os.path.realpath(path))  # a link's target is replaced, not the link
         if self.path.exists():
             if not self.path.is_file():
-                raise UsageError(f"--report {path}: is not a regular file")
+                raise UsageError(f"{option} {path}: is not a regular file")
             if not os.access(self.path, os.W_OK):
-                raise UsageError(f"--report {path}: may not be written")
+                raise UsageError(f"{option} {path}: may not be written")
         try:
             handle, self._draft = tempfile.mkstemp(
                 dir=self.path.parent, prefix=f".{self.path.name}.", suffix=".part"
@@ -38,7 +39,7 @@ class ReportFile:
             os.close(handle)
         except OSError as error:
             raise UsageError(
-                f"--report {path}: cannot be written: {error.strerror}; nothing was run"
+                f"{option} {path}: cannot be written: {error.strerror}; nothing was run"
             ) from error
 
     def __enter__(self) -> ReportFile:

@@ -14,6 +14,8 @@ from typing import Any
 
 from ..dispatch.manager import OpManager
 from ..dispatch.startup import Startup, detect_platform, read_settings
+from ..engine.identity import cpu_name
+from ..engine.tables import here, left_out, unaccepted
 from ..errors import PluginError, SettingsError, VllmFLError
 from ..integration.device import IN_TREE
 from ..plugins import breadcrumb, calling
@@ -30,11 +32,12 @@ from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
 from ._effects import find_disagreements, find_idle, find_unknown, warned
-from ._environment import cpu_name, distributions, torch_build, torch_facts
+from ._environment import distributions, torch_build, torch_facts
 from ._finding import contained
 from ._installed import CHECKS
 from ._quiet import quiet
 from ._show import print_json, print_table, say
+from .verify import device_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +89,8 @@ def _look() -> dict[str, Any]:
     facts = _facts({name for plugin in examined.plugins for name in plugin.owner.kernels})
     if examined.device is not None or examined.absent:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
+    if examined.settings is not None and examined.settings.pinned is not None:
+        facts["table"] = examined.settings.pinned.label.removeprefix("table ")
     return {
         "facts": facts,
         "plugins": plugins_verb.as_rows(examined.plugins),
@@ -109,6 +114,7 @@ class _Examined:
             "device": self.find_device,
             "settings": self.read_settings,
             "effects": self.find_idle,
+            "table": self.find_table,
             "ops": self.find_idle_ops,
             "own": self.ask_plugins,
         }
@@ -171,7 +177,7 @@ class _Examined:
             forced = load_startup(os.environ).platform
             where = forced or self.device or detect_platform()
             files, errors = policy_files(self.plugins, where)
-            paths = [os.environ.get(name) for name in (CONFIG, OP_CONFIG)]
+            paths = [os.environ.get(name) for name in (CONFIG, OP_CONFIG, Settings.table.variable)]
             yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])
             for name, failure in errors.items():
                 yield _plugin_finding(name, failure)
@@ -200,6 +206,23 @@ class _Examined:
         yield from find_idle(self.settings, self.plugins, self.registry.list_operators())
         yield from find_unknown(self.settings)
         yield from find_disagreements(self.settings)
+
+    def find_table(self) -> Iterator[Finding]:
+        """A table that is named and does not hold on this machine, or not whole."""
+        if self.settings is None or self.settings.pinned is None:
+            return
+        pinned, snapshot = self.settings.pinned, self.registry.snapshot()
+        todo = "Measure again (`vllm-fl tune`), or unset VLLM_FL_TABLE."
+        table = pinned.table
+        found = here(table, snapshot, device_of(None), serves=False)
+        if (why := table.differs(found)) is not None:
+            yield Finding("table", f"The {pinned.label} has no effect here.", f"{why}.", todo)
+        if (why := unaccepted(self.settings)) is not None:
+            what, _, run = why.partition(". ")
+            yield Finding("table", f"The {pinned.label} has no effect.", f"{what}.", f"{run}.")
+        for op, reason in left_out(table, snapshot).items():
+            what = f"The rows of op {op!r} in {pinned.label} have no effect."
+            yield Finding("table", what, f"{reason}.", todo)
 
     def find_idle_ops(self) -> Iterator[Finding]:
         """Ops that backends bring and a script could not call."""

@@ -19,13 +19,14 @@ from ..contracts.binding import (
 )
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
-from ..dispatch.resolver import UNORDERED
+from ..dispatch.resolver import UNORDERED, Trace
 from ..integration.bindings import all_bindings
 from ..plugins.attention import ATTENTION
 from ..settings.policy import Mode, OpOrder
 from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX
+from . import _table
 from ._candidates import as_rows
 from ._replaced import replaced_layers
 from ._show import UsageError, print_json, print_table, say
@@ -81,10 +82,15 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.mode:
             raise UsageError(f"{op}: no contract names it, so that no engine runs it.")
         modes = ["script"]
-    views = [_view(manager, op, mode) for mode in modes]
-    replaced = replaced_layers(op) if modes != ["script"] else {"layers": [], "error": None}
     settings = manager.settings
     assert settings is not None
+    table = _table.as_json(settings, snapshot, op) if modes != ["script"] else None
+    tabled = settings.with_table() if table and not table["obstacle"] else settings
+    views = [
+        _view(manager, op, mode, tabled if table and mode == table["mode"] else settings)
+        for mode in modes
+    ]
+    replaced = replaced_layers(op) if modes != ["script"] else {"layers": [], "error": None}
     listed = settings.get(f"{ORDER_PREFIX}{op}")
     merged = merged_from(listed) if listed and listed.merged else None
     slips = [said for name, said in unmatched(settings, snapshot.impls_by_op) if name == op]
@@ -111,9 +117,12 @@ def run(arguments: argparse.Namespace) -> int:
             places=places_of(binding),
             bypasses=list(binding.not_reached),
             replaced=replaced,
+            table=table,
         )
     else:
         _show(op, spec, views, bearing, is_layer=op in snapshot.layers)
+        if table and settings.pinned is not None:
+            _table.say_figures(table, settings.pinned)
         if modes != ["script"] and (places := places_of(binding)):
             say(f"\nInside vLLM it runs in: {'; '.join(places)}.")
         if modes != ["script"] and binding.not_reached:
@@ -135,21 +144,38 @@ def run(arguments: argparse.Namespace) -> int:
             )
         if replaced["error"]:
             say(f"\nWhether another plugin replaces a layer is not known: {replaced['error']}")
-    return 0 if all(view["selected"] for view in views) else 1
+    selected = [each["selected"] for view in views for each in (view, *view["rows"])]
+    return 0 if all(selected) else 1
 
 
-def _view(manager: OpManager, op: str, mode: str) -> dict[str, Any]:
+def _view(manager: OpManager, op: str, mode: str, settings: Settings) -> dict[str, Any]:
     """One mode's trace as JSON data."""
     engine = mode != "script"
     side: Mode = "compiled" if mode == "compiled" else "eager"
-    trace = manager.trace(op, mode=side, engine=engine, without_layer=not engine)
-    assert manager.settings is not None
+    own = settings if engine else None  # a script may have a policy of its own in force
+
+    def traced(tokens: int | None = None) -> Trace:
+        return manager.trace(
+            op, mode=side, engine=engine, settings=own, without_layer=not engine, tokens=tokens
+        )
+
+    trace = traced()
+    rows = [(up_to, traced(up_to)) for up_to in manager.ceilings(op, mode=side, settings=own)]
     return {
         "mode": mode,
         "order": [str(token) for token in trace.order],
-        "origin": _origin(manager.settings, op, side),
+        "origin": _origin(settings, op, side),
         "selected": trace.selected.impl_id if trace.selected else None,
         "candidates": as_rows(manager, trace),
+        "rows": [
+            {
+                "up_to": ceiling,
+                "order": [str(token) for token in row.order],
+                "selected": row.selected.impl_id if row.selected else None,
+                "candidates": as_rows(manager, row),
+            }
+            for ceiling, row in rows
+        ],
     }
 
 
@@ -226,23 +252,41 @@ def _show(
     for setting in bearing:
         say(f"{setting['key']}={setting['value']} ({setting['origin']})")
     for view in views:
-        say(f"\n{WHERE[view['mode']].capitalize()}: {view['selected'] or 'nothing may run'}")
-        say(f"order {' | '.join(view['order'])}  ({view['origin']})")
+        where = WHERE[view["mode"]].capitalize()
+        if view["rows"]:
+            say(f"\n{where}, by the size of a call  ({view['origin']}):")
+        for row in view["rows"]:
+            _show_order(f"at most {row['up_to']} tokens", row)
+        if view["rows"]:
+            _show_order("more tokens", view)
+            if view["mode"] == "compiled":
+                say(
+                    "The compiler takes it whole, as one operator that looks its row up when it "
+                    "runs: nothing is fused into it, at no size."
+                )
+        else:
+            _show_order(f"\n{where}", view, origin=f"  ({view['origin']})")
         if any(c["reason"] == UNORDERED for c in view["candidates"]):
             say(
                 "No list orders this op, so that vLLM's own code (stock) stands before reference. "
                 "VLLM_FL_PREFER=reference, or a list, puts reference first."
             )
-        if view["candidates"]:
-            print_table(
-                ["implementation", "kind", "priority", "distribution", "status", "reason"],
-                [_row(candidate) for candidate in view["candidates"]],
-            )
-        if view["selected"] is None:
-            say(
-                "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
-                "one of the rejected ones."
-            )
+
+
+def _show_order(what: str, view: dict[str, Any], origin: str = "") -> None:
+    """What is selected, and every candidate, of a mode or of one row of it."""
+    say(f"{what}: {view['selected'] or 'nothing may run'}")
+    say(f"order {' | '.join(view['order'])}{origin}")
+    if view["candidates"]:
+        print_table(
+            ["implementation", "kind", "priority", "distribution", "status", "reason"],
+            [_row(candidate) for candidate in view["candidates"]],
+        )
+    if view["selected"] is None:
+        say(
+            "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
+            "one of the rejected ones."
+        )
 
 
 def _show_contract(op: str, spec: OpSpec | None, *, as_json: bool) -> int:

@@ -24,17 +24,32 @@ def run(arguments: argparse.Namespace) -> int:
     for name in snapshot.ops:
         trace = manager.trace(name, engine=name in of_vllm)
         selected = trace.selected.impl_id if trace.selected else None
-        ops.append({"op": name, "selected": selected, "candidates": as_rows(manager, trace)})
+        by_size = bool(manager.policy.ceilings(name))
+        ops.append(
+            {
+                "op": name,
+                "selected": selected,
+                "by_size": by_size,
+                "candidates": as_rows(manager, trace),
+            }
+        )
     if arguments.json:
         print_json(ops=ops)
     else:
         print_table(
             ["op", "selected", "eligible", "rejected"],
-            [(op["op"], op["selected"], _ids(op, "eligible"), _ids(op, "rejected")) for op in ops],
+            [(op["op"], _selected(op), _ids(op, "eligible"), _ids(op, "rejected")) for op in ops],
         )
+        if any(op["by_size"] for op in ops):
+            say("(by size): this is what the largest calls run; smaller ones have other orders.")
         say("`vllm-fl explain OP` shows why.")
     brought = [op for op in ops if op["candidates"]]
     return 0 if brought and all(op["selected"] for op in brought) else 1
+
+
+def _selected(op: dict[str, Any]) -> str | None:
+    selected: str | None = op["selected"]
+    return f"{selected or '-'} (by size)" if op["by_size"] else selected
 
 
 def _ids(op: dict[str, Any], status: str) -> str:

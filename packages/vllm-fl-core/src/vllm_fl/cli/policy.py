@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from ..dispatch import get_default_manager
-from ..settings.policy import OpOrder
+from ..settings.policy import Mode, OpOrder
 from ..settings.schema import Setting, Settings
 from ..text import HIDDEN, is_secret
+from . import _table
 from ._quiet import quiet
 from ._show import print_json, print_table, say
 
@@ -22,15 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 2 when a setting is wrong; a warning alone is no finding, `doctor` has those."""
     with quiet(logging.WARNING):  # the warnings are shown below
-        settings = get_default_manager().settings
+        manager = get_default_manager()
+        settings = manager.settings
     assert settings is not None
     rows = as_rows(settings)
+    table = _table.as_json(settings, manager.registry.snapshot())
     files = list(settings["platform_files"].value)  # type: ignore[call-overload]
     if arguments.json:
         print_json(
             platform=settings.platform,
             platform_files=files,
             settings=rows,
+            table=table,
             unchecked=list(settings.unchecked),
             unowned=list(settings.unowned),
             warnings=list(settings.warnings),
@@ -58,6 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
                 say(f"  {each['origin']}: {_text(each['value'])}")
             for sentence in row["disagreements"]:
                 say(f"  They disagree: {sentence}.")
+    if table and settings.pinned is not None:
+        summary = _table.summary(settings.pinned)
+        say(f"{summary}. `vllm-fl doctor` says whether it holds on this machine. Its rows:")
+        for op, of_op in table["rows"].items():
+            each = ", ".join(f"up to {row['up_to']} tokens {row['impl']}" for row in of_op)
+            idle = " (a list of yours orders the op)" * settings.policy.names(op)
+            say(f"  {op}: {each or 'none'}{idle}")
     if settings.unowned:
         say("Settings that belong to no loaded plugin: they are kept, unchecked, and do nothing:")
         for name in settings.unowned:
@@ -103,9 +114,9 @@ def _each(key: str, values: Iterable[tuple[object, str]]) -> list[dict[str, Any]
 
 def _plain(key: str, value: object) -> Any:
     if isinstance(value, OpOrder):
-        sides = {"eager": value.eager, "compiled": value.compiled}
-        orders = {mode: [str(t) for t in tokens] for mode, tokens in sides.items() if tokens}
-        return orders["eager"] if value.eager == value.compiled else orders
+        sides = {mode: value.plain(mode) for mode in get_args(Mode)}
+        orders = {mode: side for mode, side in sides.items() if side}
+        return orders["eager"] if sides["eager"] == sides["compiled"] else orders
     if is_secret(key) and value not in (None, ()):
         return HIDDEN
     return list(value) if isinstance(value, tuple) else value
@@ -113,7 +124,10 @@ def _plain(key: str, value: object) -> Any:
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{mode}: {_text(tokens)}" for mode, tokens in value.items())
+        return "; ".join(
+            f"{key}: ({_text(each)})" if isinstance(each, dict) else f"{key}: {_text(each)}"
+            for key, each in value.items()
+        )
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool):

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=_seconds,
+        type=positive_seconds,
         default=TIMEOUT,
         help=f"give up a sample that takes longer; default: {TIMEOUT:.0f}",
     )
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
     """A positive number of seconds."""
     try:
         seconds = float(text)
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         manager.ensure_initialized(defer_errors=True)  # everything is run, whatever the policy says
         runnable, not_run = _choose(manager, arguments.op, arguments.impl)
         _check_dtypes(arguments.dtype, manager.registry.snapshot().contracts.values())
-        device = _device(arguments.device)
+        device = device_of(arguments.device)
         facts = device_facts(device)  # asked before anything runs: a broken device tells nothing
         timed = not (arguments.emulated or arguments.no_times)
         work = _Work(manager, runnable, arguments.dtype, device, timed)
@@ -161,8 +161,8 @@ def _choose(
     """The implementations to run, and those that cannot be, each with its reason."""
     snapshot = manager.registry.snapshot()
     installed = [impl for found in snapshot.impls_by_op.values() for impl in found]
-    _check_known("op", ops, {*snapshot.ops})
-    _check_known("impl", impls, {impl.impl_id for impl in installed})
+    check_known("op", ops, {*snapshot.ops})
+    check_known("impl", impls, {impl.impl_id for impl in installed})
     runnable, not_run = [], []
     for impl in installed:
         if (ops and impl.op_name not in ops) or (impls and impl.impl_id not in impls):
@@ -183,7 +183,7 @@ def _choose(
     return runnable, not_run
 
 
-def _check_known(what: str, asked: Sequence[str] | None, known: set[str]) -> None:
+def check_known(what: str, asked: Sequence[str] | None, known: set[str]) -> None:
     for name in asked or ():
         if name not in known:
             listed = ", ".join(sorted(known)) or "none"
@@ -212,7 +212,7 @@ def _identity(manager: OpManager, impl: Impl) -> dict[str, Any]:
     }
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
     """The device that was asked for, or this machine's accelerator, or the CPU."""
     try:
         import torch

@@ -8,12 +8,13 @@ from functools import cache
 from importlib import import_module
 from types import MappingProxyType
 
-from .outputs import Exact, QuantisedPair, Routing, Within
+from .outputs import Exact, ExpertBlocks, QuantisedPair, Routing, Within
 from .spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
 __all__ = [
     "BadInput",
     "Exact",
+    "ExpertBlocks",
     "ModelSizes",
     "OpSpec",
     "QuantisedPair",

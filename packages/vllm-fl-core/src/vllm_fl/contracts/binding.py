@@ -164,12 +164,14 @@ class FusionPlace:
         flag: the field of vLLM's PassConfig that turns it on.
         parts: the ops that it looks for in vLLM's own form.
         layers: the layers (by the names in `custom_ops`) that must be on for that.
+        native: what vLLM computes where the pass is off, by the contract's parameters.
     """
 
     path: str
     flag: str
     parts: tuple[str, ...]
     layers: tuple[str, ...] = ()
+    native: Bound | None = None
 
 
 Place = LayerPlace | OperatorPlace | FunctionPlace | IrPlace | AttentionPlace | FusionPlace

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Exact", "Output", "QuantisedPair", "Routing", "Tolerance", "Within"]
+__all__ = ["Exact", "ExpertBlocks", "Output", "QuantisedPair", "Routing", "Tolerance", "Within"]
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,35 @@ class Routing:
             raise ValueError(f"Routing: margin must be finite, not negative, got {self.margin}")
 
 
-Output = Within | Exact | QuantisedPair | Routing
-"""How one result, or two that belong together, are compared."""
+@dataclass(frozen=True)
+class ExpertBlocks:
+    """Three results: rows sorted by expert in blocks, each block's expert, and the places in use.
+
+    They are integers: the ids of rows, with a number for padding that is above them all; one expert
+    for each block; and one number, how many places hold blocks that count. Experts come in the
+    oracle's order, and padding is where the oracle has it. The order of rows is free among the
+    blocks of one expert that follow each other, and so is what is behind the places in use.
+
+    Args:
+        block_size: the contract's parameters -> places of a block.
+        padding: the contract's parameters -> the number that stands for no row.
+    """
+
+    block_size: Callable[..., int]
+    padding: Callable[..., int]
+
+    results: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "padding"):
+            if not callable(getattr(self, name)):
+                raise TypeError(
+                    f"ExpertBlocks: {name} must be callable, got {getattr(self, name)!r}"
+                )
+
+
+Output = Within | Exact | QuantisedPair | Routing | ExpertBlocks
+"""How one result, or several that belong together, are compared."""
 
 
 def tolerances_of(

@@ -211,5 +211,6 @@ SPEC = OpSpec(
         )
     },
     outputs=(QuantisedPair(steps=0.5),),
-    whole_batch=True,  # one scale for all rows
+    whole_batch=True,  # one scale for all rows,
+    ignores_repeats=True,  # of their largest number
 )

@@ -226,5 +226,6 @@ SPEC = OpSpec(
         )
     },
     outputs=(QuantisedPair(steps=0.5), Exact()),
-    whole_batch=True,  # a given scale is one number for all rows
+    whole_batch=True,  # a given scale is one number for all rows,
+    ignores_repeats=True,  # and a row has no part in it
 )

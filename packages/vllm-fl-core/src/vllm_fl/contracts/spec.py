@@ -188,10 +188,15 @@ class OpSpec:
         whole_batch: True where a result depends on more rows than its own, or has no row per token
             (one scale for a whole tensor, ids sorted by expert). The start then computes the
             oracle anew for each batch, which takes longer.
+        ignores_repeats: with `whole_batch`: True where a batch that holds rows several times, in
+            any order, gives each of them the same results, and the same numbers that belong to no
+            row (a maximum; not a sum, an order or a place). Large batches of the start repeat a few
+            hundred rows, and for those alone the oracle is then computed.
 
     Raises:
         ValueError: the parts contradict each other: a parameter that no call can pass by position,
-            no dtypes, an output without a tolerance, a variant whose results end inside a pair.
+            no dtypes, an output without a tolerance, a variant whose results end inside a pair,
+            `ignores_repeats` without `whole_batch`.
     """
 
     oracle: Callable[..., Any]
@@ -213,6 +218,7 @@ class OpSpec:
     dtypes: tuple[str, ...] = ()
     outputs: tuple[Output, ...] = ()
     whole_batch: bool = False
+    ignores_repeats: bool = False
 
     def __post_init__(self) -> None:
         who = f"OpSpec({self.name})"
@@ -223,6 +229,8 @@ class OpSpec:
         object.__setattr__(self, "dtypes", tuple(self.dtypes or self.tolerances))
         if not self.dtypes:
             raise ValueError(f"{who}: name the dtypes of its inputs in dtypes")
+        if self.ignores_repeats and not self.whole_batch:
+            raise ValueError(f"{who}: ignores_repeats is for a contract with whole_batch")
         for number, output in enumerate(self.outputs or (Within(),)):
             found = tolerances_of(output, self.tolerances)
             if found is not None and not found:

@@ -82,6 +82,9 @@ class Binder(Protocol):
     def is_stock(self, op: str) -> bool:
         """Whether the op is left to vLLM."""
 
+    def is_partly_stock(self, op: str) -> bool:
+        """Whether the op is left to vLLM at some sizes, and at others not."""
+
     def bind(
         self,
         op: str,
@@ -89,6 +92,7 @@ class Binder(Protocol):
         grants: frozenset[str],
         *,
         last: OpImpl | None = None,
+        own: OpImpl | None = None,
         traced: bool = True,
     ) -> Callable[..., Any]:
         """`op` as a method of `layer`."""

@@ -7,6 +7,7 @@ after an exception or a refusal, in `Chain`.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +23,20 @@ from ..plugins.types import OpImpl, parameters_of
 from ..text import spelt
 from .record import Record, Skipped
 
-__all__ = ["NEEDS_LAYER", "Chain", "call_guard", "method_guard"]
+__all__ = ["NEEDS_LAYER", "Chain", "Counting", "call_guard", "method_guard", "uncounted"]
 
 NEEDS_LAYER = (
     "it takes the calling layer first (self), which only call_method_op and eager layers pass"
 )
+
+
+Counting = Callable[[Callable[..., Any], str, str], Callable[..., Any]]
+"""(what is called, op, the id of its first candidate) -> the same, counted or not."""
+
+
+def uncounted(bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
+    """The `Counting` of who counts nothing."""
+    return bound
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,10 @@ class Chain:
         strict: the first failure is raised and nothing else is tried.
         record: what keeps count and knows what is demoted.
         grants: parameters whose owner lets an implementation overwrite them; others are copied.
+        bare: nothing is put around the first candidate, and it is not counted: for code that a
+            compiler traces, and for vLLM's own.
+        rows: (ceiling, chain): the candidates of calls of at most so many tokens, by ascending
+            ceilings; these here are then those of larger calls. Only ops with a contract have any.
     """
 
     op: str
@@ -57,6 +71,13 @@ class Chain:
     strict: bool
     record: Record
     grants: frozenset[str] = frozenset()
+    bare: bool = False
+    rows: tuple[tuple[int, Chain], ...] = ()
+
+    def granting(self, grants: frozenset[str]) -> Chain:
+        """The same chain, and its rows, with other grants."""
+        rows = tuple((ceiling, chain.granting(grants)) for ceiling, chain in self.rows)
+        return dataclasses.replace(self, grants=grants, rows=rows)
 
     def refuse(self, verdict: object, call: Call) -> Any:
         """Go on after the first candidate's `supports` said no."""
@@ -189,31 +210,110 @@ class Chain:
         return tuple(p.name for p in self.parameters or ())
 
 
-def call_guard(chain: Chain, *, bare: bool = False) -> Callable[..., Any]:
+def call_guard(chain: Chain, *, counting: Counting = uncounted) -> Callable[..., Any]:
     """The op as a plain function of the contract's parameters: the implementation and one `try`.
 
     Args:
-        chain: the candidates.
-        bare: nothing around the first candidate, for code that a compiler traces.
+        chain: the candidates. Where there are rows, each call goes by its own token count.
+        counting: what counts the calls, each row's by its own first candidate.
     """
-    return _compile(chain, provided=None, bare=bare)
+    return _written(chain, None, counting)
 
 
-def method_guard(chain: Chain, *, bare: bool = False) -> Callable[..., Any]:
+def method_guard(chain: Chain, *, counting: Counting = uncounted) -> Callable[..., Any]:
     """The op as a method: the layer, then the contract's parameters that it does not provide.
 
     What the layer provides is read at each call: its weights may be replaced.
 
     Args:
-        chain: the candidates.
-        bare: as for `call_guard`.
+        chain, counting: as for `call_guard`.
     """
-    return _compile(chain, provided=chain.spec.from_layer if chain.spec else {}, bare=bare)
+    return _written(chain, chain.spec.from_layer if chain.spec else {}, counting)
 
 
-def _compile(
-    chain: Chain, *, provided: Mapping[str, Callable[[Any], Any]] | None, bare: bool = False
+Provided = Mapping[str, Callable[[Any], Any]]
+"""What a layer provides: parameter -> how it is read."""
+
+
+def _written(chain: Chain, provided: Provided | None, counting: Counting) -> Callable[..., Any]:
+    """The guard in the plain form, or as a method of what provides `provided`."""
+    if not chain.rows:
+        guard = _compile(chain, provided)
+        return guard if chain.bare else counting(guard, chain.op, chain.impls[0].impl_id)
+    rows = [(ceiling, _written(row, provided, counting)) for ceiling, row in chain.rows]
+    rest = _written(dataclasses.replace(chain, rows=()), provided, counting)
+    return _by_size(chain, provided, rows, rest)
+
+
+def _by_size(
+    chain: Chain,
+    provided: Provided | None,
+    rows: Sequence[tuple[int, Callable[..., Any]]],
+    rest: Callable[..., Any],
 ) -> Callable[..., Any]:
+    """A function that hands each call to the guard of its token count, written out as source."""
+    assert chain.spec is not None and chain.parameters is not None
+    scope: dict[str, Any] = {"_rest": rest}
+    heads = _heads(chain, provided, scope)
+    given = ", ".join(["_layer"] * (provided is not None) + [name for name, _ in heads])
+    lines = [
+        f"def _guard({', '.join(['_layer'] * (provided is not None) + [h for _, h in heads])}):",
+        "    try:",
+        f"        _tokens = {_tokens(chain.spec)}.shape[0]",
+        "    except Exception:  # no tensor: the guard of any row says what is wrong with the call",
+        f"        return _rest({given})",
+    ]
+    for number, (ceiling, guard) in enumerate(rows):
+        scope[f"_row{number}"] = guard
+        lines += [f"    if _tokens <= {ceiling}:", f"        return _row{number}({given})"]
+    return _executed(chain, [*lines, f"    return _rest({given})"], scope)
+
+
+def _tokens(spec: OpSpec) -> str:
+    """The argument that tells a call's token count, as source: the first that has one row per token
+    and is given."""
+    names = [name for name in spec.parameters if name in spec.by_token]
+    nullable = _nullable(spec)
+    always = next((n for n, name in enumerate(names) if name not in nullable), len(names) - 1)
+    source = names[always]
+    for name in reversed(names[:always]):
+        source = f"({name} if {name} is not None else {source})"
+    return source
+
+
+def _heads(chain: Chain, provided: Provided | None, scope: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, how it stands in the head) of each parameter of a guard; defaults go to `scope`."""
+    nullable = _nullable(chain.spec)
+    heads: list[tuple[str, str]] = []
+    defaults_so_far = True  # a default may only be followed by defaults
+    for p in reversed(chain.parameters or ()):
+        if p.name in (provided or {}):
+            continue
+        default = p.default
+        if default is p.empty and provided is not None and p.name in nullable:
+            default = None
+        if default is p.empty or not defaults_so_far:
+            defaults_so_far = False
+            heads.insert(0, (p.name, p.name))
+        else:
+            scope[f"_default_{p.name}"] = default
+            heads.insert(0, (p.name, f"{p.name}=_default_{p.name}"))
+    return heads
+
+
+def _executed(chain: Chain, lines: Sequence[str], scope: dict[str, Any]) -> FunctionType:
+    """The function `_guard` of a source, named and documented as the op."""
+    exec("\n".join(lines), scope)
+    guard = cast("FunctionType", scope["_guard"])
+    guard.__name__ = guard.__qualname__ = chain.op
+    guard.__code__ = guard.__code__.replace(co_name=chain.op, co_qualname=chain.op)
+    if chain.spec is not None:
+        guard.__doc__ = chain.spec.oracle.__doc__
+    guard.__module__ = __name__
+    return guard
+
+
+def _compile(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
     """Write the guard for the first candidate out as source, as `dataclasses` does, and compile.
 
     `provided` is what a layer provides, for the method form; None for the plain one.
@@ -224,7 +324,6 @@ def _compile(
         return _guard_of_anything(chain, is_method)
     first = chain.impls[0]
     taken = [p for p in chain.parameters if p.name not in provided]
-    nullable = _nullable(chain.spec)
     scope: dict[str, Any] = {
         "_fn": first.fn,
         "_Call": Call,
@@ -232,18 +331,7 @@ def _compile(
         "_supports": chain.asked(first),
         "_chain": chain,
     }
-    heads: list[str] = []
-    defaults_so_far = True  # a default may only be followed by defaults
-    for p in reversed(taken):
-        default = p.default
-        if default is p.empty and is_method and p.name in nullable:
-            default = None
-        if default is p.empty or not defaults_so_far:
-            defaults_so_far = False
-            heads.insert(0, p.name)
-        else:
-            scope[f"_default_{p.name}"] = default
-            heads.insert(0, f"{p.name}=_default_{p.name}")
+    heads = [head for _, head in _heads(chain, provided if is_method else None, scope)]
     for name, read in provided.items():
         scope[f"_read_{name}"] = read
     values = {
@@ -261,20 +349,14 @@ def _compile(
     else:
         invoke = f"_fn({', '.join(safe.values())})"
     lines = [f"def _guard({', '.join(['_layer'] * is_method + heads)}):"]
-    if bare:
+    if chain.bare:
         lines += [f"    return {invoke}"]
     else:
         call = f"_Call(({everything},), {'_layer' if is_method else None})"
         asks = chain.asked(first) is not None
         lines += _guarded(invoke, call, asks=everything if asks else None)
-    exec("\n".join(lines), scope)
-    guard = cast("FunctionType", scope["_guard"])
-    guard.__name__ = guard.__qualname__ = chain.op
-    guard.__code__ = guard.__code__.replace(co_name=chain.op, co_qualname=chain.op)
-    if chain.spec is not None:
-        guard.__doc__ = chain.spec.oracle.__doc__
-    guard.__module__ = __name__
-    if not bare:
+    guard = _executed(chain, lines, scope)
+    if not chain.bare:
         chain.record.watch(chain.op, guard)
     return guard
 

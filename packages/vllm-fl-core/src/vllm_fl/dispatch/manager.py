@@ -18,16 +18,18 @@ from ..errors import (
     NoImplementationError,
     PluginError,
     PolicySealedError,
+    SettingsError,
     UnknownOpError,
 )
 from ..logs import get_logger
 from ..older import lookup, outdated
 from ..plugins.calling import rejections
 from ..plugins.registry import OpRegistry
-from ..plugins.types import Impl, OpImpl
+from ..plugins.types import BackendImplKind, Impl, OpImpl
 from ..settings.loading import Settings
 from ..settings.policy import Mode, SelectionPolicy, closest
 from ..settings.unmatched import meant
+from ..settings.values import ORDER_PREFIX, wrong
 from .context import chosen, override
 from .guard import NEEDS_LAYER, Chain, call_guard, method_guard
 from .record import Record
@@ -196,6 +198,7 @@ class OpManager:
         demoted: Mapping[str, str] | None = None,
         policy: SelectionPolicy | None = None,
         without_layer: bool = False,
+        tokens: int | None = None,
     ) -> Trace:
         """Every candidate of `op` with what was decided about it.
 
@@ -207,15 +210,14 @@ class OpManager:
             demoted: impl id -> why an engine demoted it; by default the process's demotions.
             policy: the policy; by default the one in force.
             without_layer: reject implementations that need a layer, since there is none.
+            tokens: how many tokens a call has, where the op is ordered by size (`ceilings`); None
+                is more than every ceiling.
 
         Raises:
             UnknownOpError: neither a contract nor a plugin names `op`.
             PluginError: the policy names an implementation whose plugin failed.
         """
-        self.ensure_initialized()
-        if settings is not None:
-            policy = settings.policy
-        policy = policy or override.get() or self.policy
+        policy = self._in_force(settings, policy)
         snapshot = self._registry.snapshot()
         impls = snapshot.impls_by_op.get(op, ())
         if not impls and op not in snapshot.contracts and op != "attention_backend":
@@ -226,9 +228,52 @@ class OpManager:
             rejected |= {
                 i.impl_id: NEEDS_LAYER for i in impls if isinstance(i, OpImpl) and i.needs_layer
             }
-        trace = resolve(op, impls, policy, mode=mode, rejections=rejected, engine=engine)
+        trace = resolve(
+            op, impls, policy, mode=mode, rejections=rejected, engine=engine, tokens=tokens
+        )
         self._check_named(trace, impls)
         return trace
+
+    def ceilings(
+        self,
+        op: str,
+        *,
+        mode: Mode = "eager",
+        settings: Settings | None = None,
+        policy: SelectionPolicy | None = None,
+    ) -> tuple[int, ...]:
+        """The token counts up to which calls of `op` have an order of their own, ascending.
+
+        Args:
+            op: the op's name.
+            mode, settings, policy: as for `trace`.
+
+        Raises:
+            SettingsError: the op has no calls with tokens, or nobody says which argument has them.
+        """
+        policy = self._in_force(settings, policy)
+        ceilings = policy.ceilings(op, mode)
+        spec = self._registry.snapshot().contracts.get(op)
+        if ceilings and (spec is None or not spec.by_token):
+            known = settings if settings is not None else self.settings
+            listed = known.get(f"{ORDER_PREFIX}{op}") if known is not None else None
+            raise wrong(
+                f"{ORDER_PREFIX}{op}",
+                listed.origin if listed else "SelectionPolicy",
+                "orders by size hold for ops with a contract that says which arguments have a row "
+                f"per token; {op} has none, and is resolved once for all calls. Write one list",
+                kind=SettingsError,
+            )
+        return ceilings
+
+    def _in_force(
+        self, settings: Settings | None, policy: SelectionPolicy | None
+    ) -> SelectionPolicy:
+        """The policy that decides: the engine's, the given one, or that of the block or process."""
+        self.ensure_initialized()
+        if settings is not None:
+            return settings.policy
+        return policy or override.get() or self.policy
 
     def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
         """A name that was asked for and whose plugin failed is an error, never passed over."""
@@ -248,7 +293,8 @@ class OpManager:
                     )
 
     def resolve_candidates(self, op: str) -> list[OpImpl]:
-        """The implementations of `op` that `call` would try, in order."""
+        """The implementations of `op` that `call` would try, in order; ordered by size, those of
+        the largest calls."""
         return self._candidates(self.trace(op, without_layer=True))
 
     def resolve(self, op: str) -> Bound:
@@ -263,7 +309,8 @@ class OpManager:
         return self._bound(op)
 
     def get_selected_impl_id(self, op: str) -> str:
-        """The id of the implementation that a call of `op` tries first."""
+        """The id of the implementation that a call of `op` tries first; ordered by size, the
+        largest calls."""
         return self._candidates(self.trace(op, without_layer=True))[0].impl_id
 
     def _candidates(self, trace: Trace) -> list[OpImpl]:
@@ -276,12 +323,25 @@ class OpManager:
         self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
     ) -> Chain:
         policy = override.get() or self.policy
-        trace = self.trace(op, policy=policy, without_layer=without_layer)
-        impls = self._candidates(trace)
-        self._record.announce(op, impls[0])
-        log.debug("%s", trace)
         spec = self._registry.snapshot().contracts.get(op)
-        return Chain(op, tuple(impls), spec, policy.strict, self._record, grants)
+
+        def resolved(tokens: int | None) -> Chain:
+            trace = self.trace(op, policy=policy, without_layer=without_layer, tokens=tokens)
+            log.debug("%s", trace)
+            chain = partial(Chain, spec=spec, strict=policy.strict, record=self._record)
+            try:
+                impls = self._candidates(trace)
+            except NoImplementationError as error:
+                if tokens is None:
+                    raise
+                # A row that engines leave to vLLM: it is no obstacle to calls of other sizes.
+                return chain(op, (_raising(op, error),), bare=True)
+            if tokens is None:
+                self._record.announce(op, impls[0])
+            return chain(op, tuple(impls), grants=grants)
+
+        rows = tuple((ceiling, resolved(ceiling)) for ceiling in self.ceilings(op, policy=policy))
+        return dataclasses.replace(resolved(None), rows=rows)
 
     def _bound(self, op: str) -> Bound:
         policy = override.get()
@@ -291,7 +351,7 @@ class OpManager:
             bound = tables.get(policy, {}).get(op)
             if bound is None:
                 chain = self._chain(op, without_layer=True)
-                bound = self._counted(call_guard(chain), op, chain.impls[0])
+                bound = call_guard(chain, counting=self._counted)
                 self._table(tables, policy)[op] = bound
             return bound
 
@@ -304,9 +364,9 @@ class OpManager:
             del tables[next(each for each in tables if each is not None)]
         return tables.setdefault(policy, {})
 
-    def _counted(self, bound: Bound, op: str, impl: OpImpl) -> Bound:
+    def _counted(self, bound: Bound, op: str, impl_id: str) -> Bound:
         if self._startup and self._startup.settings.debug:
-            return self._record.counting(bound, op, impl.impl_id)
+            return self._record.counting(bound, op, impl_id)
         return bound
 
     # Calling.
@@ -359,7 +419,7 @@ class OpManager:
             method = table.get(key)
             if method is None:
                 chain = self._chain(op, without_layer=False, grants=grants)
-                method = table[key] = self._counted(method_guard(chain), op, chain.impls[0])
+                method = table[key] = method_guard(chain, counting=self._counted)
         return MethodType(method, instance)
 
     # Changing.
@@ -500,6 +560,15 @@ class OpManager:
             op=trace.op,
             rejected=rejected,
         )
+
+
+def _raising(op: str, error: NoImplementationError) -> OpImpl:
+    """What stands for a row in which nothing may run: calls of its sizes raise `error`."""
+
+    def nothing(*args: Any) -> Any:
+        raise NoImplementationError(str(error), op=op, rejected=error.rejected)
+
+    return OpImpl(op, "stock.vllm", BackendImplKind.REFERENCE, nothing)
 
 
 def set_global_policy(policy: SelectionPolicy | None) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from ..plugins.types import OpImpl
+from ..plugins.types import BackendImplKind, OpImpl, parameters_of
 from .context import Binder, current_binder
 
 __all__ = ["dispatch_method"]
@@ -64,6 +64,7 @@ class dispatch_method:
             return self  # type: ignore[return-value]  # read on the class: the descriptor
         plan: Binder | None = instance.__dict__.setdefault(PLAN, current_binder())
         provider = self.stand_in(instance) if self.stand_in else instance
+        own: OpImpl | None = None
         if plan is None:
             from . import get_default_manager
 
@@ -72,9 +73,16 @@ class dispatch_method:
             return self._own(instance)
         else:
             traced = not self.traces_own
-            bound = plan.bind(self.op, provider, self.grants, last=self.last, traced=traced)
+            is_called = plan.mode == "eager" or not traced
+            if is_called and plan.is_partly_stock(self.op):
+                own = self._as_candidate(instance)
+            bound = plan.bind(
+                self.op, provider, self.grants, last=self.last, own=own, traced=traced
+            )
         if self.adapt:
             bound = self.adapt(instance, bound)
+        if own is not None and own.fn is _leave:
+            bound = partial(_unless_left, self._own(instance), bound)
         if plan is not None and plan.mode == "compiled" and self.traces_own:
             from torch.compiler import is_compiling
 
@@ -87,6 +95,18 @@ class dispatch_method:
         method: Bound = getattr(super(self.owner, instance), self.name)
         return method
 
+    def _as_candidate(self, instance: Any) -> OpImpl | None:
+        """The base class's method as a candidate for sizes that are stock, or what stands for it
+        where it has other parameters; None where there is none."""
+        cls: type = type(instance)
+        forward = _with_layer(self.owner, cls, self.name) if self.owner is not None else None
+        if forward is None:
+            return None
+        if self.adapt or self.stand_in:
+            forward = _leave
+        kind = BackendImplKind.REFERENCE
+        return OpImpl(self.op, "stock.vllm", kind, forward, consumes=self.grants)
+
     def _is_kept(self, plan: Binder) -> bool:
         """Whether the user leaves this one layer class to vLLM."""
         base = self.owner.__base__ if self.owner else None
@@ -94,6 +114,38 @@ class dispatch_method:
 
     def __repr__(self) -> str:
         return f"dispatch_method({self.op!r})"
+
+
+@cache
+def _with_layer(owner: type, cls: type, name: str) -> Callable[..., Any] | None:
+    """The method that `owner` stands before in `cls`, with the layer first; always one object."""
+    forward: Callable[..., Any] | None = getattr(super(owner, cls), name, None)
+    if forward is None:
+        return None
+    parameters = parameters_of(forward)
+    if parameters and parameters[0].name == "self":
+        return forward
+
+    def with_layer(self: object, *args: Any) -> Any:
+        return forward(*args)  # a static method
+
+    return with_layer
+
+
+class _Left(Exception):
+    """A call whose size is stock, in a layer whose parameters are not the op's."""
+
+
+def _leave(*_: Any) -> Any:
+    raise _Left
+
+
+def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
+    """`bound`; `own` for a call whose size is stock, of which nothing is computed before."""
+    try:
+        return bound(*args, **kwargs)
+    except _Left:
+        return own(*args, **kwargs)
 
 
 def _unless_compiling(

@@ -89,6 +89,7 @@ def resolve(
     mode: Mode = "eager",
     rejections: Mapping[str, str] | None = None,
     engine: bool = False,
+    tokens: int | None = None,
     availability: Callable[[Impl], Availability] = availability_of,
 ) -> Trace:
     """Order the candidates of one op.
@@ -105,9 +106,11 @@ def resolve(
         rejections: impl id -> why it is rejected whatever the policy says (demoted, blacklisted).
         engine: whether `stock` is a candidate: where the order names it, else at the end. In strict
             mode a list of the user's that does not name it leaves it out.
+        tokens: how many tokens a call has, where the policy orders the op by size; None is more
+            than every ceiling.
         availability: how to ask an implementation whether the machine can run it.
     """
-    order = policy.order(op, mode, engine=engine)
+    order = policy.order(op, mode, engine=engine, tokens=tokens)
     listed = policy.listed(op, mode)
     left_out = listed.left_out if listed is not None else frozenset()
     rejections = rejections or {}

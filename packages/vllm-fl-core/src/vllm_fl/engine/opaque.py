@@ -18,14 +18,12 @@ import torch
 
 from ..contracts import OpSpec, Variant
 from ..contracts.binding import put
-from ..dispatch.guard import Chain, call_guard
+from ..dispatch.guard import Chain, Counting, call_guard
 from ..plugins.types import OpImpl
 
 __all__ = ["is_opaque", "opaque_op", "unique_name"]
 
 LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
-
-Counting = Callable[[Callable[..., Any], str, str], Callable[..., Any]]
 
 _bodies: dict[str, Callable[..., Any]] = {}
 """Operator -> what it runs. An operator cannot be defined twice in a process, but its body can
@@ -62,27 +60,29 @@ def opaque_op(chain: Chain, counting: Counting, place: int = 1) -> OpImpl:
     own. Registering the same chain in the same place again gives the operator a new body.
 
     Args:
-        chain: the candidates, and the arguments that the caller grants.
-        counting: (what is called, op, impl id) -> the same, counted if the plan counts calls.
+        chain: the candidates, and the arguments that the caller grants. Where it has rows, the
+            operator looks a call's row up when it runs: once, at its capture, in a captured graph.
+            It mutates its arguments where the first candidate of the largest calls does.
+        counting: counts calls if the plan does, each row's by its own first candidate.
         place: the plan's place among those that serve in this process (`Plan.place`).
     """
     spec = chain.spec
     assert spec is not None  # only contracts have torch schemas
     first = chain.impls[0]
     ids = [impl.impl_id for impl in chain.impls]
+    rows = [[n, [impl.impl_id for impl in row.impls]] for n, row in chain.rows]
     branches = []
     for variant in sorted(spec.variants, key=lambda variant: len(variant.parameters)):
         written = variant.overwrites
         if not written or not chain.grants & first.consumes >= set(written):
             written = ()
         # Inputs of an operator stay intact unless its schema says otherwise.
-        guarded = call_guard(dataclasses.replace(chain, grants=frozenset(written)))
-        guard = counting(guarded, chain.op, first.impl_id)
+        guard = call_guard(chain.granting(frozenset(written)), counting=counting)
         name = unique_name(
             "_".join(filter(None, (spec.name, variant.name, first.impl_id))),
             ids,
             [spec.name, variant.name, *written],
-            {"strict": chain.strict, "place": place},
+            {"strict": chain.strict, "place": place, **({"rows": rows} if rows else {})},
         )
         operator = (_mutating if written else _functional)(spec, variant, name, guard)
         branches.append((variant, written, operator))

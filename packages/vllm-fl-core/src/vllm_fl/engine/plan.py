@@ -7,12 +7,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import OpSpec, contracts
 from ..dispatch.context import current_binder
-from ..dispatch.guard import Chain, call_guard, method_guard
+from ..dispatch.guard import Chain, call_guard, method_guard, uncounted
 from ..dispatch.record import Record
 from ..dispatch.resolver import Stock, Trace
 from ..logs import get_logger
@@ -29,34 +30,70 @@ __all__ = ["Plan", "PlanEntry", "active_plan", "leave_place", "make_plan", "take
 log = get_logger("engine")
 
 
+def _before_stock(trace: Trace) -> tuple[Impl, ...]:
+    """The candidates before vLLM's own path, in order."""
+    found: list[Impl] = []
+    for impl in trace.admitted:
+        if isinstance(impl, Stock):
+            break
+        found.append(impl)
+    return tuple(found)
+
+
+def _callable(impls: Iterable[Impl | Stock]) -> tuple[OpImpl, ...]:
+    """Those that can be called: those that neither name a class nor stand for vLLM's own path."""
+    return tuple(impl for impl in impls if isinstance(impl, OpImpl))
+
+
+def _once(impls: Iterable[OpImpl]) -> tuple[OpImpl, ...]:
+    found: dict[str, OpImpl] = {}
+    for impl in impls:
+        found.setdefault(impl.impl_id, impl)
+    return tuple(found.values())
+
+
 @dataclass(frozen=True)
 class PlanEntry:
     """What one op runs with.
 
     Args:
         op: the op's name.
-        trace: every candidate with what was decided about it.
+        trace: every candidate with what was decided about it; where size tells, for the largest
+            calls.
         note: why vLLM's own path runs against the trace (a setting of vLLM's), or empty.
+        rows: (ceiling, trace): the same for calls of at most so many tokens, by ascending
+            ceilings, where the op is ordered by size.
     """
 
     op: str
     trace: Trace
     note: str = ""
+    rows: tuple[tuple[int, Trace], ...] = ()
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """Those that decide: of the largest calls, then of each row; none under a note."""
+        return () if self.note else (self.trace, *(trace for _, trace in self.rows))
 
     @property
     def candidates(self) -> tuple[Impl, ...]:
-        """The candidates before vLLM's own path, in order."""
-        found: list[Impl] = []
-        for impl in () if self.note else self.trace.admitted:
-            if isinstance(impl, Stock):
-                break
-            found.append(impl)
-        return tuple(found)
+        """The candidates before vLLM's own path, in order; of rows, those of the largest calls."""
+        return () if self.note else _before_stock(self.trace)
+
+    @property
+    def by_row(self) -> tuple[tuple[int, tuple[Impl, ...]], ...]:
+        """(ceiling, candidates before vLLM's own path) of each row."""
+        return () if self.note else tuple((n, _before_stock(trace)) for n, trace in self.rows)
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
-        """Those of the candidates that can be called: those that do not name a class."""
-        return tuple(i for i in self.candidates if isinstance(i, OpImpl))
+        """Every candidate that can be called, of whatever row: those that do not name a class."""
+        return _once(i for trace in self.traces for i in _callable(_before_stock(trace)))
+
+    @property
+    def firsts(self) -> tuple[OpImpl, ...]:
+        """The first choice to be called of the largest calls and of each row, each once."""
+        return _once(i for trace in self.traces for i in _callable(_before_stock(trace))[:1])
 
     @property
     def attention(self) -> tuple[AttentionImpl, ...]:
@@ -71,21 +108,23 @@ class PlanEntry:
 
     @property
     def impl(self) -> OpImpl | None:
-        """The first choice to be called; None where the op is left to vLLM."""
+        """The first choice to be called; None where the op is left to vLLM, at every size."""
         return self.impls[0] if self.impls else None
 
     @property
     def label(self) -> str:
-        """The implementation's id, or `stock`."""
-        return self.candidates[0].impl_id if self.candidates else "stock"
+        """The implementation's id, or `stock`; by size, as `vendor.cpu(<=16)|stock`."""
+        rows = [f"{_label(impls)}(<={ceiling})" for ceiling, impls in self.by_row]
+        return "|".join([*rows, _label(self.candidates)])
 
     @property
     def unmet(self) -> str:
         """Why nothing may run, vLLM's own path included: strict mode and a list of the user's."""
-        if self.note or self.trace.admitted:
+        trace = next((trace for trace in self.traces if not trace.admitted), None)
+        if trace is None:
             return ""
-        listed = "|".join(map(str, self.trace.order))
-        rejected = "; ".join(f"{i}: {why}" for i, why in self.trace.rejected)
+        listed = "|".join(map(str, trace.order))
+        rejected = "; ".join(f"{i}: {why}" for i, why in trace.rejected)
         return (
             f"strict mode, and nothing that the list of op '{self.op}' names ({listed}) can run: "
             f"{rejected or 'none is installed'}. List what is there, name stock to fall to vLLM's "
@@ -94,15 +133,34 @@ class PlanEntry:
 
     @property
     def reason(self) -> str:
-        """Why it was chosen, in a few words."""
-        if self.note:
-            return self.note
-        if not self.trace.candidates:
-            return "no candidate"
-        reason = self.trace.candidates[0].reason
-        if self.candidates or not self.trace.rejected:
-            return reason
-        return f"{reason} ({'; '.join(f'{i}: {why}' for i, why in self.trace.rejected)})"
+        """Why it was chosen, in a few words; by size, for the largest calls."""
+        return self.note or _reason(self.trace)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What runs and why, JSON-able: `impl` and `reason`, and where the op is ordered by size
+        `rows`, a list of {up_to, impl, reason} by ascending ceilings."""
+        told: dict[str, Any] = {"impl": _label(self.candidates), "reason": self.reason}
+        if self.by_row:
+            told["rows"] = [
+                {"up_to": ceiling, "impl": _label(_before_stock(trace)), "reason": _reason(trace)}
+                for ceiling, trace in self.rows
+            ]
+        return told
+
+
+def _label(candidates: tuple[Impl, ...]) -> str:
+    return candidates[0].impl_id if candidates else "stock"
+
+
+def _reason(trace: Trace) -> str:
+    """Why the first candidate was chosen, in a few words."""
+    if not trace.candidates:
+        return "no candidate"
+    reason = trace.candidates[0].reason
+    if _before_stock(trace) or not trace.rejected:
+        return reason
+    return f"{reason} ({'; '.join(f'{i}: {why}' for i, why in trace.rejected)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,9 +207,14 @@ class Plan:
         return self.record.fallbacks
 
     def is_stock(self, op: str) -> bool:
-        """Whether the op's layers are left to vLLM."""
+        """Whether the op's layers are left to vLLM, at every size."""
         entry = self.entries.get(op)
         return entry is None or entry.impl is None
+
+    def is_partly_stock(self, op: str) -> bool:
+        """Whether the op is left to vLLM at some sizes, and at others not."""
+        entry = self.entries[op]
+        return bool(entry.by_row) and not all((entry.candidates, *(i for _, i in entry.by_row)))
 
     def without_layer(
         self, op: str, grants: frozenset[str] = frozenset(), *, last: OpImpl | None = None
@@ -168,10 +231,8 @@ class Plan:
         """
         if not self.callable(op):
             return None
-        chain = self.chain(op, grants, last=last)
-        impls = tuple(impl for impl in chain.impls if not impl.needs_layer)
-        bound = call_guard(dataclasses.replace(chain, impls=impls))
-        return self.record.counting(bound, op, impls[0].impl_id) if self.counts_calls else bound
+        chain = self.chain(op, grants, last=last, without_layer=True)
+        return call_guard(chain, counting=self.record.counting if self.counts_calls else uncounted)
 
     def callable(self, op: str) -> tuple[OpImpl, ...]:
         """The op's candidates that can be called without a layer; none where it is stock."""
@@ -189,20 +250,51 @@ class Plan:
         op: str,
         grants: frozenset[str] = frozenset(),
         *,
-        first: OpImpl | None = None,
         last: OpImpl | None = None,
+        own: OpImpl | None = None,
+        without_layer: bool = False,
     ) -> Chain:
-        """The op's candidates, with what happens when one refuses a call.
+        """The op's candidates, with what happens when one refuses a call; by size, in rows.
 
         Args:
             op: the op's name; it must not be stock.
             grants: arguments that the caller owns.
-            first: the candidate to begin with, where something else has passed over those before.
-            last: vLLM's own form of the op, tried when every candidate refused.
+            last: vLLM's own form of the op, tried when every candidate refused. It is what runs at
+                the sizes that are stock.
+            own: what runs at those sizes in place of `last`: the code that would run without us.
+            without_layer: leave out the candidates that take the calling layer.
         """
-        impls = self.entries[op].impls
-        impls = (*impls[impls.index(first) if first else 0 :], *((last,) if last else ()))
-        return Chain(op, impls, self.contracts[op], self.strict, self.record, grants)
+        entry = self.entries[op]
+
+        def of(trace: Trace) -> Chain:
+            impls = _callable(_before_stock(trace))
+            if without_layer:
+                impls = tuple(impl for impl in impls if not impl.needs_layer)
+            vllms = own or last
+            bare = not impls and vllms is not None
+            if bare and vllms is not None:
+                impls = (vllms,)
+            elif not impls:
+                impls = self._instead_of_stock(entry, trace, without_layer)
+            elif last is not None:
+                impls = (*impls, last)
+            spec = self.contracts[op]
+            return Chain(op, impls, spec, self.strict, self.record, grants, bare=bare)
+
+        rows = () if entry.note else tuple((n, of(trace)) for n, trace in entry.rows)
+        return dataclasses.replace(of(entry.trace), rows=rows)
+
+    def _instead_of_stock(
+        self, entry: PlanEntry, trace: Trace, without_layer: bool
+    ) -> tuple[OpImpl, ...]:
+        """What runs at a size that is vLLM's own, in a place that has no form of it to call."""
+        next_ones, others = (
+            tuple(impl for impl in impls if not (without_layer and impl.needs_layer))
+            for impls in (_callable(trace.admitted), entry.impls)
+        )
+        impls = next_ones or others
+        self.record.unfounded(entry.op, impls[0])
+        return impls
 
     def bind(
         self,
@@ -211,6 +303,7 @@ class Plan:
         grants: frozenset[str],
         *,
         last: OpImpl | None = None,
+        own: OpImpl | None = None,
         traced: bool = True,
     ) -> Callable[..., Any]:
         """`op` as a method of `layer`: what the layer calls at every step.
@@ -220,15 +313,20 @@ class Plan:
             layer: what provides the parameters that the contract takes from a layer.
             grants: arguments that the layer owns.
             last: vLLM's own form of the op, tried when every candidate refused.
+            own: the layer's own method, or what leaves a call to it: what runs, uncompiled, at
+                sizes that are stock.
             traced: False where no compiler ever sees the calls, whatever the plan's mode is.
         """
         compiled = traced and self.mode == "compiled"
-        key = op, grants, compiled, last and last.fn
+        if compiled or not self.entries[op].by_row:
+            own = None
+        key = op, grants, compiled, last and last.fn, own and own.fn
         bound = self._bound.get(key)
         if bound is None:
-            chain = self.chain(op, grants, last=last)
+            chain = self.chain(op, grants, last=last, own=own)
             asks_layer = bool(chain.spec and chain.spec.from_layer)
-            asks_layer |= any(impl.needs_layer for impl in chain.impls)
+            chains = (chain, *(row for _, row in chain.rows))
+            asks_layer |= any(impl.needs_layer for each in chains for impl in each.impls)
             bound = self._guard(chain, asks_layer, compiled), asks_layer
             self._bound[key] = bound
         function, asks_layer = bound
@@ -239,24 +337,32 @@ class Plan:
         op, first = chain.op, chain.impls[0]
         guard = method_guard if asks_layer else call_guard
         if not compiled:
-            return self.counting(guard(chain), op, first.impl_id)
+            return guard(chain, counting=self.counting)
         from .opaque import is_opaque, opaque_op  # torch, which a plan needs for this alone
 
-        if is_opaque(first):
+        # A graph is traced once for all sizes: what differs by them must be looked up inside.
+        if self.entries[op].by_row or is_opaque(first):
             first = opaque_op(chain, self.counting, self.place)
         else:
             counting = self.counting(first.fn, op, first.impl_id)
             first = dataclasses.replace(first, fn=counting)
         # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
-        return guard(dataclasses.replace(chain, impls=(first,)), bare=True)
+        return guard(dataclasses.replace(chain, impls=(first,), bare=True, rows=()))
 
-    def as_compiled(self, op: str) -> Callable[..., Any]:
+    def as_compiled(self, op: str, first: OpImpl) -> Callable[..., Any]:
         """The op as a compiled layer's code calls it, by the contract's parameters.
 
         For verification: it counts nothing, and its operators are those of no engine (place 0).
+
+        Args:
+            op: the op's name.
+            first: the first choice of the row that is verified; one of the entry's `firsts`.
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
-        chain = plan.chain(op, plan.contracts[op].consumable)
+        rows = (_callable(_before_stock(trace)) for trace in self.entries[op].traces)
+        impls = next(impls for impls in rows if impls[:1] == (first,))
+        spec = self.contracts[op]
+        chain = Chain(op, impls, spec, self.strict, plan.record, spec.consumable)
         return plan._guard(chain, asks_layer=False, compiled=True)
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
@@ -274,7 +380,7 @@ class Plan:
         notes = [f"{op}: {entry.note}" for op, entry in self.entries.items() if entry.note]
         if self.layers:
             notes.append(f"not verified, as whole layers: {' '.join(self.layers)}")
-        count = sum(1 for entry in self.entries.values() if entry.candidates)
+        count = sum(1 for entry in self.entries.values() if entry.candidates or entry.impls)
         return (
             f"vllm-fl: {count} ops planned: {planned} ({'; '.join([self.mode, *notes, *remarks])})"
         )
@@ -309,7 +415,8 @@ def make_plan(
         if op in absent:
             continue
         of_op = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
-        trace = manager.trace(
+        trace = partial(
+            manager.trace,
             op,
             mode=facts.mode,
             engine=True,
@@ -318,7 +425,10 @@ def make_plan(
             without_layer=facts.mode
             == "compiled",  # an operator in a graph cannot be handed a layer
         )
-        entries[op] = PlanEntry(op, trace, notes.get(op, ""))
+        ceilings = manager.ceilings(op, mode=facts.mode, settings=facts.settings)
+        rows = [(ceiling, trace(tokens=ceiling)) for ceiling in ceilings]
+        rest = trace()
+        entries[op] = PlanEntry(op, rest, notes.get(op, ""), _differing(rows, rest))
     return Plan(
         facts.mode,
         entries,
@@ -327,6 +437,21 @@ def make_plan(
         kept_layers=frozenset(kept_layers),
         contracts=specs,
     )
+
+
+def _differing(rows: Iterable[tuple[int, Trace]], rest: Trace) -> tuple[tuple[int, Trace], ...]:
+    """The rows without those that run what the next larger calls do."""
+
+    def runs(trace: Trace) -> object:
+        return _before_stock(trace), bool(trace.admitted)
+
+    found: list[tuple[int, Trace]] = []
+    following = rest
+    for ceiling, trace in reversed([*rows]):
+        if runs(trace) != runs(following):
+            found.insert(0, (ceiling, trace))
+            following = trace
+    return tuple(found)
 
 
 _serving: dict[int, Plan] = {}

@@ -2,7 +2,8 @@
 
 Every candidate is called on the contract's samples and on the served model's sizes, in inference
 mode, with many token counts, on guarded memory, twice on the same buffers, with values as large
-as activations get; in compiled mode the first choice also as the compiler will have it.
+as activations get; in compiled mode the first choice also as the compiler will have it. What will
+serve is then called at further token counts, so that nothing of it is left to compile.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from ..plugins.registry import Owner
     from ..plugins.types import OpImpl
 
-__all__ = ["Findings", "find_faults", "token_counts"]
+__all__ = ["Findings", "Form", "Trials", "find_faults", "repeated", "token_counts"]
 
 log = get_logger("engine")
 
@@ -51,6 +52,14 @@ POOL = 256
 
 SECONDS = 3.0
 """What all implementations of a start together may cost beyond the counts that are always tried;
+each has an equal share, and what goes beyond it is left out."""
+
+AGAIN_SECONDS = 0.2
+"""A batch of more tokens than the pool has rows is tried a second time in the same memory, unless
+making and calling it took longer than this: on a CPU that is much of what a start takes."""
+
+WARM_SECONDS = 3.0
+"""How long what will serve is called at the token counts of a warm-up which were not tried before;
 each has an equal share, and what goes beyond it is left out."""
 
 COMPILE_SECONDS = 2.0
@@ -98,6 +107,7 @@ def find_faults(
     owners: Mapping[tuple[str, str], Owner] = MappingProxyType({}),
     specs: Mapping[str, OpSpec] | None = None,
     seconds: float = SECONDS,
+    warm: Mapping[tuple[str, str], Sequence[int]] = MappingProxyType({}),
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
@@ -118,14 +128,18 @@ def find_faults(
             kernel ends.
         specs: the contracts by op; None takes core's own.
         seconds: how long further token counts are tried, for all implementations together.
+        warm: (op, impl id) -> the token counts at which it must have run once before it serves, in
+            the order of their weight. Those that were not tried are called without a comparison.
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
-    trials: dict[str, list[_Trials]] = {}
+    trials: dict[str, list[Trials]] = {}
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
     impls = list(impls)
     share = seconds / max(1, len(impls))
+    warm_share = WARM_SECONDS / max(1, len(warm))
+    cold: dict[str, int] = {}
     compiling = _Compiling(backend)
     with breadcrumb.Watchdog(log) as watch:
         for impl in impls:
@@ -133,7 +147,7 @@ def find_faults(
             spec = (specs or contracts())[impl.op_name]
             if impl.op_name not in trials:
                 kinds = _dtypes(spec, dtype)
-                trials[impl.op_name] = [_Trials(spec, k, device, sizes, seed) for k in kinds]
+                trials[impl.op_name] = [Trials(spec, k, device, sizes, seed) for k in kinds]
             if not trials[impl.op_name]:
                 known = ", ".join(spec.dtypes)
                 why = f"the contract of its op is for {known}, not for {dtype_name(dtype)}"
@@ -141,13 +155,24 @@ def find_faults(
             whose = f" of {owners[key].name}" if key in owners else ""
             for trial in trials[impl.op_name]:
                 run = _Run(
-                    trial, impl, compares, layer_for, compiled.get(key), compiling, watch, share
+                    trial,
+                    impl,
+                    compares,
+                    layer_for,
+                    compiled.get(key),
+                    compiling,
+                    watch,
+                    share,
+                    warm.get(key, ()),
+                    warm_share / len(trials[impl.op_name]),
                 )
                 what = f"the verification of {key[0]}={key[1]}{whose}"
                 with breadcrumb.running(what, named=False):
                     fault = run.fault()
                 if run.thinned:
                     thinned.add(f"{impl.op_name} of {impl.impl_id}")
+                if run.cold:
+                    cold[f"{impl.op_name} of {impl.impl_id}"] = min(run.cold)
                 if fault is not None:
                     findings.faults[key] = fault
                     break
@@ -161,11 +186,17 @@ def find_faults(
         forms = ", ".join(sorted(compiling.left_out))
         findings.remarks.append(f"compiled in fewer forms than usual: {forms}")
     if thinned:
-        whose = (
-            ", ".join(sorted(thinned)) if len(thinned) < 3 else f"{len(thinned)} implementations"
-        )
-        findings.remarks.append(f"fewer token counts than usual for {whose}")
+        findings.remarks.append(f"fewer batches than usual for {_whose(thinned)}")
+    if cold:
+        first = min(cold.values())
+        where = f"at some sizes from {first} tokens on"
+        findings.remarks.append(f"not warmed up {where}: {_whose(cold)}")
     return findings
+
+
+def _whose(names: Collection[str]) -> str:
+    """At most two by name."""
+    return ", ".join(sorted(names)) if len(names) < 3 else f"{len(names)} implementations"
 
 
 def _dtypes(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
@@ -200,7 +231,7 @@ def token_counts(largest: int, seed: int) -> tuple[list[int], list[int]]:
     return first, small + large
 
 
-class _Form:
+class Form:
     """One kind of call of the served model: a pool of rows with ordinary values, and one with large
     ones, in one layout."""
 
@@ -234,13 +265,22 @@ class _Form:
     def wanted(self, large: bool, order: torch.Tensor, count: int) -> list[Wanted | None]:
         """What a batch of `count` tokens must give; it repeats the rows of the pool in this order.
 
-        Where the results have a row per token, that is what the rows of `order` must give.
+        Where the results have a row per token, or repeated rows change nothing, that is what the
+        rows of `order` must give.
         """
-        if self.spec.whole_batch:
-            return self._of(self._batch(large, _repeated(order, count)), order.device)
+        spec = self.spec
+        holds_all = spec.ignores_repeats and len(order) == self._rows
+        if spec.whole_batch and not holds_all:
+            return self._of(self._batch(large, repeated(order, count)), order.device)
         if large not in self._wanted:
             self._wanted[large] = self._of(self.samples[large], order.device)
         return [want and want.rows(order) for want in self._wanted[large]]
+
+    @cached_property
+    def _rows(self) -> int:
+        """How many rows the pool has."""
+        args = dict(zip(self.spec.parameters, self.samples[0].args, strict=True))
+        return next(len(args[name]) for name in self.spec.by_token if args[name] is not None)
 
     def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
         tokens = None
@@ -266,7 +306,7 @@ class _Form:
 
 
 @dataclass
-class _Trials:
+class Trials:
     """What every implementation of one op is tried with. The oracle is asked once."""
 
     spec: OpSpec
@@ -288,13 +328,13 @@ class _Trials:
         return self._wanted[index]
 
     @cached_property
-    def forms(self) -> list[_Form]:
+    def forms(self) -> list[Form]:
         """The calls of the served model."""
         if self.sizes is None:
             return []
         pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
         kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
-        return [_Form(self.spec, *pair) for pair in zip(*kinds, strict=True)]
+        return [Form(self.spec, *pair) for pair in zip(*kinds, strict=True)]
 
     @property
     def largest(self) -> int:
@@ -308,7 +348,7 @@ class _Trials:
         return torch.randperm(size, generator=generator).to(self.device)
 
 
-def _repeated(order: torch.Tensor, count: int) -> torch.Tensor:
+def repeated(order: torch.Tensor, count: int) -> torch.Tensor:
     """The rows of a batch of `count` tokens."""
     return order.repeat(-(-count // len(order)))[:count]
 
@@ -341,7 +381,7 @@ class _Stop(Exception):
 class _Run:
     """One implementation on all trials of its op."""
 
-    trials: _Trials
+    trials: Trials
     impl: OpImpl
     compares: bool
     layer_for: LayerFactory | None
@@ -349,6 +389,10 @@ class _Run:
     compiling: _Compiling
     watch: breadcrumb.Watchdog
     seconds: float
+    warm: Sequence[int] = ()
+    warm_seconds: float = 0.0
+    tried: set[tuple[str, int]] = field(default_factory=set)
+    cold: Sequence[int] = ()
     refusals: list[str] = field(default_factory=list)
     served: int = 0
     thinned: bool = False
@@ -366,6 +410,7 @@ class _Run:
                 self._run_samples()
                 self._check_state(before)
                 self._run_served()
+                self._warm_up()
                 self._run_compiled()
                 self._check_state(before)
         except _Stop as stop:
@@ -430,15 +475,20 @@ class _Run:
         if self.trials.forms and not self.served:
             raise _Stop(f"it refuses the served model's own sizes ({self.refusals[0]})")
 
-    def _run_batch(self, form: _Form, count: int, *, large: bool, calls: int = 2) -> None:
+    def _run_batch(self, form: Form, count: int, *, large: bool, calls: int = 2) -> None:
         """Batches one after the other in the same memory, their results kept to the end."""
         trials = self.trials
         where = f"{count} x {form.name}, {dtype_name(trials.dtype)}" + ", large values" * large
+        self.tried.add((form.name, count))
         laid: Guarded | None = None
         results: list[tuple[torch.Tensor, Any]] = []
+        begun = time.monotonic()
         for salt in range(calls):
+            if salt and count > POOL and time.monotonic() - begun > AGAIN_SECONDS:
+                self.thinned = True
+                break
             order = trials.order(count, salt)[:count]
-            laid = rows_of(form.pool(large), _repeated(order, count), into=laid)
+            laid = rows_of(form.pool(large), repeated(order, count), into=laid)
             got = self._call_once(form, laid, where)
             if got is None:
                 return
@@ -449,7 +499,38 @@ class _Run:
                 said = ", same buffers again" if number else ""
                 raise _Stop(f"it is wrong: {problem} ({where}{said})")
 
-    def _in_another_thread(self, form: _Form) -> None:
+    def _warm_up(self) -> None:
+        """Whatever it compiles when it is called, it has compiled afterwards."""
+        deadline = time.monotonic() + self.warm_seconds
+        for form in self.trials.forms if self.warm else ():
+            form.switch(large=False)
+        for number, count in enumerate(self.warm):
+            for form in self.trials.forms:
+                if (form.name, count) in self.tried:
+                    continue
+                if time.monotonic() > deadline:
+                    self.cold = self.warm[number:]
+                    return
+                self._call_at(form, count)
+
+    def _call_at(self, form: Form, count: int) -> None:
+        """One call with so many tokens, of which nothing is compared."""
+        where = f"{count} x {form.name}, {dtype_name(self.trials.dtype)}, warming up"
+        order = self.trials.order(count, 0)[:count]
+        args = form.call(rows_of(form.pool(False), repeated(order, count))).args
+        form.static.restore(self.spec.consumed(self.impl.consumes, args))
+        try:
+            asked = asked_for(self.impl, self.spec)
+            if asked is None or asked(*args) is True:
+                self._timed(where, partial(self._synchronised, args))
+        except NotImplementedError as error:
+            self.refusals.append(f"{where}: {error}")
+        except (_Stop, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a plugin may raise anything, SystemExit included
+            raise _Stop(f"it raised {quote(error)} ({where})", error) from error
+
+    def _in_another_thread(self, form: Form) -> None:
         """A batch in another thread than the one that builds the model, as micro-batches have."""
         stopped: list[BaseException] = []
 
@@ -471,7 +552,7 @@ class _Run:
         if stopped:
             raise stopped[0]
 
-    def _call_once(self, form: _Form, laid: Guarded, where: str) -> Any:
+    def _call_once(self, form: Form, laid: Guarded, where: str) -> Any:
         """One call; its result, or None when it was refused."""
         impl, spec = self.impl, self.spec
         call = form.call(laid)
@@ -513,7 +594,7 @@ class _Run:
             torch.get_device_module(self.trials.device).synchronize()
         return got
 
-    def _check_intact(self, form: _Form) -> None:
+    def _check_intact(self, form: Form) -> None:
         """Weights and tables are as they were before all these calls, but for consumed ones."""
         consumed = self.spec.consumed(self.impl.consumes, form.samples[0].args)
         problem = misuse(form.static, consumed, self.impl, self.spec)
@@ -537,7 +618,7 @@ class _Run:
             if compiling.backend != "aot_eager":
                 compiling.traced_only.add(whose)
 
-    def _run_lowered(self, form: _Form, backend: str) -> None:
+    def _run_lowered(self, form: Form, backend: str) -> None:
         torch._dynamo.reset()
         call = torch.compile(self.compiled, fullgraph=True, dynamic=True, backend=backend)
         for count in COMPILED_COUNTS:
@@ -546,7 +627,7 @@ class _Run:
             how = f"compiled by {backend}, {count} x {form.name}"
             where = f"{how}, {dtype_name(self.trials.dtype)}"
             order = self.trials.order(count, 0)[:count]
-            args = form.call(rows_of(form.pool(False), _repeated(order, count))).args
+            args = form.call(rows_of(form.pool(False), repeated(order, count))).args
             form.static.restore(self.spec.consumed(self.impl.consumes, args))
             try:
                 with torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0]):

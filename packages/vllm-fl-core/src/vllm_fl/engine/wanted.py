@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ..contracts import Exact, OpSpec, QuantisedPair, Routing, Sample
+from ..contracts import Exact, ExpertBlocks, OpSpec, QuantisedPair, Routing, Sample
 from ..contracts.outputs import Output
 
-__all__ = ["Wanted", "parts", "wanted_of", "worst"]
+__all__ = ["Wanted", "parts", "promised", "wanted_of", "worst"]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one output of a contract must be: one result of a call, or two that belong together.
+    """What one output of a contract must be: one result of a call, or several that belong together.
 
     Its tensors have a row per token where the contract's results have.
     """
@@ -34,9 +34,13 @@ class Wanted:
         """
         raise NotImplementedError
 
+    def is_empty(self, results: Sequence[torch.Tensor]) -> bool:
+        """Whether there is nothing to compare in results of these sizes."""
+        return not results[0].numel()
+
     def rows(self, order: torch.Tensor) -> Self:
-        """What a batch of these rows must be."""
-        return self._each(lambda tensor: tensor[order])
+        """What a batch of these rows must be; a number that belongs to all rows stays."""
+        return self._each(lambda tensor: tensor if tensor.numel() == 1 else tensor[order])
 
     def on(self, device: torch.device) -> Self:
         """The same on `device`, in a dtype that is fast there and exact enough."""
@@ -242,6 +246,96 @@ class _Routed(Wanted):
         return self._each(lambda tensor: tensor[:count])
 
 
+@dataclass(frozen=True)
+class _Blocks(Wanted):
+    """Rows sorted by expert in blocks, the expert of each block, and how many places are in use.
+
+    Args:
+        rows_of: the oracle's rows and padding, int64.
+        experts: the oracle's, int64.
+        used: how many places are in use; of one element, int64.
+        size: places of a block.
+        padding: what stands for no row; above all rows.
+    """
+
+    rows_of: torch.Tensor
+    experts: torch.Tensor
+    used: torch.Tensor
+    size: int
+    padding: int
+
+    results: ClassVar[int] = 3
+
+    def is_empty(self, results: Sequence[torch.Tensor]) -> bool:
+        return False  # without any row, the number of places in use must still be 0
+
+    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
+        device = self.experts.device
+        rows, experts, used = (result.to(device, torch.int64) for result in results)
+        if not torch.equal(used, self.used):
+            found = f"{used.tolist()} places are in use instead of {self.used.tolist()}"
+            return math.inf, f"{names[2]}: {found}"
+        places = int(used)
+        blocks = places // self.size
+        others = (experts[:blocks] != self.experts[:blocks]).nonzero()
+        if len(others):
+            at = int(others[0])
+            got, want = int(experts[at]), int(self.experts[at])
+            return math.inf, (
+                f"{names[1]}: {len(others)} of {blocks} blocks have another expert, the first is "
+                f"block {at} with {got} instead of {want}"
+            )
+        mine, exact = rows[:places], self.rows_of[:places]
+        late = (mine == self.padding) != (exact == self.padding)
+        if bool(late.any()):
+            at = int(late.nonzero()[0])
+            return math.inf, (
+                f"{names[0]}: {int(late.sum())} of {places} places hold padding where a row belongs"
+                f", or a row where padding does; the first is place {at} with {int(mine[at])}"
+            )
+        mine = _ascending(mine, experts[:blocks], self.size)
+        exact = _ascending(exact, experts[:blocks], self.size)
+        others = (mine != exact).nonzero()
+        if len(others):
+            at = int(others[0])
+            return math.inf, (
+                f"{names[0]}: {len(others)} of {places} rows are not those of their expert, the "
+                f"first is {int(mine[at])} instead of {int(exact[at])}, in a block of expert "
+                f"{int(experts[at // self.size])}"
+            )
+        return 0.0, ""
+
+
+def _ascending(rows: torch.Tensor, experts: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows in blocks of this size, in ascending order over the blocks of one expert."""
+    run = experts.diff(prepend=experts[:1]).ne(0).cumsum(0).repeat_interleave(size)
+    order = rows.argsort(stable=True)
+    order = order[run[order].argsort(stable=True)]
+    return rows[order]
+
+
+def promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
+    """The results of a call in the one form that all have which are the same to the contract.
+
+    Args:
+        spec: the contract.
+        got: the results, as its fake shapes them.
+        args: the call's.
+    """
+    results, at = list(parts(got)), 0
+    for output in spec.outputs_of(len(results)):
+        if isinstance(output, ExpertBlocks):
+            size, padding = output.block_size(*args), output.padding(*args)
+            rows, experts, used = results[at : at + output.results]
+            places = min(max(int(used), 0), len(rows)) // size * size
+            rows, experts = rows.clone(), experts.clone()
+            rows[:places] = _ascending(rows[:places], experts[: places // size], size)
+            rows[places:], experts[places // size :] = padding, -1
+            results[at : at + output.results] = rows, experts, used
+        at += output.results
+    return tuple(results) if isinstance(got, tuple) else results[0]
+
+
 def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> list[Wanted | None]:
     """What a call's results must be: the oracle is asked, in fp64 on the CPU.
 
@@ -305,6 +399,10 @@ def _wanted(
             slack = (scales.allowed / exact[1].abs()).nan_to_num(0.0, 0.0, 0.0)
             room = output.steps * step + _spread(slack, exact[0].shape) * exact[0].abs()
             return _Pair(_Near(exact[0], room, like[1].dtype), scales)
+        case ExpertBlocks():
+            rows, experts, used = (part.to(torch.int64) for part in exact)
+            size, padding = output.block_size(*args), output.padding(*args)
+            return _Blocks(rows, experts, used, size, padding)
         case Routing():
             ids, order = exact[1].to(torch.int64).sort(-1)
             weights = _near(spec, output, exact[0].gather(-1, order), like[0].dtype, scale)
@@ -332,7 +430,7 @@ def worst(got: Any, wanted: Iterable[Wanted | None]) -> tuple[float, str]:
         end = at + (want.results if want is not None else 1)
         mine, names = results[at:end], [f"result {index}" for index in range(at, end)]
         at = end
-        if want is None or not mine[0].numel():
+        if want is None or want.is_empty(mine):
             continue
         if not isinstance(got, tuple):
             names = ["the result"]
@@ -352,14 +450,15 @@ def _blocks(
     results: Sequence[torch.Tensor], exact: torch.Tensor
 ) -> Iterator[Sequence[torch.Tensor]]:
     """The results, as many rows at a time as `exact` has, so that little is allocated beside them;
-    where `exact` lies."""
+    where `exact` lies. One number for all rows comes with each."""
     rows = len(exact) if exact.ndim else 1
     count = len(results[0]) if results[0].ndim else 1
     if count <= rows:
         yield [result.to(exact.device) for result in results]
         return
     for start in range(0, count, rows):
-        yield [result[start : start + rows].to(exact.device) for result in results]
+        parts = (r if r.numel() == 1 else r[start : start + rows] for r in results)
+        yield [part.to(exact.device) for part in parts]
 
 
 def _both(one: tuple[float, int], other: tuple[float, int]) -> tuple[float, int]:

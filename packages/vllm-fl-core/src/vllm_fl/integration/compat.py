@@ -82,7 +82,10 @@ _NAMES = {
         "ForwardContext: no_compile_layers",
         "get_forward_context is_forward_context_available",
     ),
-    "ir.op": ("IrOp: allow_inplace impls register_impl", "IrOpImpl: impl_fn inplace uuid"),
+    "ir.op": (
+        "IrOp: allow_inplace impls register_impl",
+        "IrOpImpl: impl_fn inplace supported supports_args uuid",
+    ),
     "ir.ops.layernorm": ("fused_add_rms_norm rms_norm",),
     "model_executor.custom_op": (
         "CustomOp: dispatch_forward forward_cpu forward_cuda forward_native "

@@ -12,6 +12,7 @@ from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, make_plan
+from ..engine.tables import Standing, standing, under
 from ..errors import InvalidSettingError, PluginError, SettingsError
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
@@ -30,6 +31,7 @@ __all__ = [
     "apply",
     "facts_of",
     "is_sealed",
+    "lacks",
     "load_plugins",
     "note_user_priority",
     "plan_for",
@@ -119,12 +121,13 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()
-            if model and _lacks(vllm_config, op, binding)
+            if model and lacks(vllm_config, op, binding)
         ),
+        captured=tuple(compilation.cudagraph_capture_sizes or ()),
     )
 
 
-def _lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
+def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
     """Whether the served model cannot have the op."""
     try:
         return binding.when is not None and not binding.when(vllm_config)
@@ -220,13 +223,23 @@ def _read_settings(platform: str) -> Settings:
     return check_names(settings, ops={*registry.snapshot().ops, ATTENTION}, layers=layers)
 
 
-def plan_for(facts: EngineFacts, demoted: Mapping[tuple[str, str], str] | None = None) -> Plan:
+def plan_for(
+    facts: EngineFacts,
+    demoted: Mapping[tuple[str, str], str] | None = None,
+    *,
+    table: Standing | None = None,
+) -> Plan:
     """The plan of an engine. What the user told vLLM stands.
 
     Args:
         facts: what the engine's configuration says.
         demoted: (op, impl id) -> why it is demoted for this engine.
+        table: what becomes of the table that the settings name; by default as far as it is known
+            before there is a device.
     """
+    if table is None:
+        table = standing(facts, get_default_manager().registry.snapshot(), None)
+    facts = under(facts, table)
     notes, kept = _layers_left_to_vllm(facts)
     plan = make_plan(
         get_default_manager(),

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["Verdict", "agree", "differences"]
+from ..engine.tables import Standing
+
+__all__ = ["Verdict", "agree", "common_table", "differences"]
 
 TIMEOUT = timedelta(minutes=10)
 """How long the first rank to finish waits for the others: a cold kernel cache may cost one of them
@@ -22,12 +24,14 @@ class Verdict:
         faults: (op, impl id) -> why it must not serve.
         failure: the error that ends the start on this rank, or empty.
         facts: what its plan consists of.
+        table: what became of the table that its settings name.
     """
 
     rank: int
     faults: dict[tuple[str, str], str] = field(default_factory=dict)
     failure: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    table: Standing = field(default_factory=Standing)
 
 
 def agree(mine: Verdict) -> list[Verdict]:
@@ -54,6 +58,18 @@ def agree(mine: Verdict) -> list[Verdict]:
     return verdicts
 
 
+def common_table(verdicts: list[Verdict]) -> Standing:
+    """What becomes of the table on all ranks: where one differs, none of them has any."""
+    first = verdicts[0].table
+    if len({verdict.table.digest for verdict in verdicts}) > 1:
+        each = (f"rank {v.rank} has {v.table.digest or v.table.reason or 'none'}" for v in verdicts)
+        return Standing(reason=f"The ranks have different tables: {'; '.join(each)}")
+    if not first.digest:
+        return first
+    left_out = {op: why for v in reversed(verdicts) for op, why in v.table.left_out.items()}
+    return Standing(first.digest, left_out=left_out)
+
+
 def differences(verdicts: list[Verdict]) -> list[str]:
     """Where the ranks' plans differ from rank 0's, one sentence each."""
     lines = []
@@ -61,8 +77,9 @@ def differences(verdicts: list[Verdict]) -> list[str]:
     for other in verdicts[1:]:
         if other.facts == base.facts:
             continue
-        for op, impls in base.facts.get("ops", {}).items():
-            theirs = other.facts.get("ops", {}).get(op, [])
+        ours, others = base.facts.get("ops", {}), other.facts.get("ops", {})
+        for op in dict.fromkeys((*ours, *others)):  # a row of one that is ordered by size too
+            impls, theirs = ours.get(op, []), others.get(op, [])
             if impls != theirs:
                 lines.append(
                     f"{op}: rank {base.rank} has {_short(impls)}, rank {other.rank} has "

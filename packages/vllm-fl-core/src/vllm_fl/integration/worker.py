@@ -16,8 +16,11 @@ from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine.digest import code_facts, digest, fingerprint
 from ..engine.facts import EngineFacts
-from ..engine.plan import Plan, leave_place, take_place
+from ..engine.opaque import is_opaque
+from ..engine.plan import Plan, PlanEntry, leave_place, take_place
 from ..engine.preflight import find_faults
+from ..engine.tables import Standing, standing
+from ..engine.warmup import warm_counts
 from ..errors import VllmFLError
 from ..logs import get_logger
 from ..plugins.calling import start_in_worker
@@ -26,7 +29,7 @@ from ..text import quote
 from . import serving
 from .bindings import installed_bindings
 from .planning import apply, facts_of, load_plugins, plan_for, seal
-from .ranks import Verdict, agree, differences
+from .ranks import Verdict, agree, common_table, differences
 from .seams import attention, functions, fusions, operators, whole_layers
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
@@ -57,6 +60,7 @@ class PlannedWorker:
     vllm_fl_facts: EngineFacts
     vllm_fl_plan: Plan
     vllm_fl_digest: str
+    vllm_fl_table: Standing
     vllm_fl_layers: dict[str, int]
     vllm_fl_unseal: Callable[[], object]
     vllm_fl_operators: operators.Overrides
@@ -109,9 +113,10 @@ class PlannedWorker:
             took = f"{how[facts.settings.preflight]} {time.monotonic() - start:.1f} s"
             refused = attention.refusals(facts) | whole_layers.refusals(facts)
             said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
-            remarks = [*limits, *said]
+            remarks = [*_of_table(facts, self.vllm_fl_table), *limits, *said]
             _warn_of_foreign_layers(plan)
             log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
+            _say_what_is_taken_whole(plan)
         seal(self.vllm_config, self.vllm_fl_digest)
         manager = get_default_manager()
         self.vllm_fl_unseal = manager.seal(f"the engine's worker (rank {self.rank})")
@@ -147,24 +152,24 @@ class PlannedWorker:
         """What this worker runs with, and what it counted: for `collective_rpc`.
 
         Returns:
-            JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, `layers` {class of
+            JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, with `rows` [{up_to,
+            impl, reason}] for an op that is ordered by size, `layers` {class of
             vLLM's: how many layers of the model are the plan's class}, `calls` and `fallbacks`
             {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted under
             VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
             `seams.operators.report` says; `functions` {op: {function: the same}}. `fusions` {op:
             {graphs, found}}: how many graphs vLLM's pass for the op went through, and in how many
             places it found the op. `defined` {operator: schema}: what this vLLM, an empty build,
-            lacks, and is there while the engine is.
+            lacks, and is there while the engine is. `table` {file, digest, acts, reason, left_out}:
+            the table that the settings name, whether it acts, why it does not, and the ops whose
+            rows do not count; None where they name none.
         """
         plan = self.vllm_fl_plan
         return {
             "rank": self.rank,
             "mode": plan.mode,
             "digest": self.vllm_fl_digest,
-            "ops": {
-                op: {"impl": entry.label, "reason": entry.reason}
-                for op, entry in plan.entries.items()
-            },
+            "ops": {op: entry.told for op, entry in plan.entries.items()},
             "layers": self.vllm_fl_layers,
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
@@ -173,6 +178,7 @@ class PlannedWorker:
             "functions": functions.report(plan, self.vllm_fl_functions),
             "fusions": {op: dataclasses.asdict(s) for op, s in fusions.sites(plan).items()},
             "defined": self.vllm_fl_operators.schemas,
+            "table": _table_report(self.vllm_fl_facts, self.vllm_fl_table),
         }
 
     def shutdown(self) -> None:
@@ -227,8 +233,8 @@ def _warn_of_foreign_layers(plan: Plan) -> None:
     owners = get_default_manager().registry.snapshot().owners
     for layer in layer_table() if foreign else ():
         entry = plan.entries.get(layer.op)
-        impl = entry.trace.selected if entry else None
-        if layer.cls in foreign and isinstance(impl, OpImpl):
+        impl = entry.impl if entry else None
+        if layer.cls in foreign and impl is not None:
             log.warning(
                 "Layer %s is left to %s, which replaced it before vllm-fl; '%s' of %s does not run "
                 "in it",
@@ -333,15 +339,28 @@ def _verified_plan(
     worker_facts = {name: report["facts"] for name, report in reports.items()}
     preflight = _Preflight(worker)
     demoted: dict[tuple[str, str], str] = {}
+    table = standing(worker.vllm_fl_facts, snapshot, worker.device)
     while True:
-        plan = plan_for(worker.vllm_fl_facts, demoted)
-        contents = {**fingerprint(plan, snapshot.owners, snapshot.authors), "workers": worker_facts}
-        verdict = preflight.verdict(plan, contents)
-        unmet = "; ".join(filter(None, (entry.unmet for entry in plan.entries.values())))
+        plan = plan_for(worker.vllm_fl_facts, demoted, table=table)
+        consists = fingerprint(plan, snapshot.owners, snapshot.authors, table=table.digest)
+        contents = {**consists, "workers": worker_facts}
+        verdict = dataclasses.replace(preflight.verdict(plan, contents), table=table)
+        unmet = "; ".join(
+            filter(
+                None,
+                (
+                    *(entry.unmet for entry in plan.entries.values()),
+                    _fault_of(table) if plan.strict else "",
+                ),
+            )
+        )
         if unmet and not verdict.failure:
             verdict = dataclasses.replace(verdict, failure=unmet)
         verdicts = [verdict] if alone else agree(verdict)
         failures = [f"rank {v.rank}: {v.failure}" for v in verdicts if v.failure]
+        common = common_table(verdicts)
+        if not failures and any(v.facts.get("strict") for v in verdicts):
+            failures = [*filter(None, [_fault_of(common)])]
         if failures:
             raise VllmFLError(f"vllm-fl ends the start: {'; '.join(failures)}")
         new = {
@@ -350,7 +369,9 @@ def _verified_plan(
             for key, reason in v.faults.items()
             if key not in demoted
         }
-        if not new:
+        told = {(v.table.digest, frozenset(v.table.left_out)) for v in verdicts}
+        table = common
+        if not new and told == {(common.digest, frozenset(common.left_out))}:
             break
         for (op, impl_id), (at, reason) in new.items():
             if rank == 0:
@@ -363,12 +384,45 @@ def _verified_plan(
                     at,
                 )
             demoted[op, impl_id] = f"failed at start on rank {at}: {reason}"
+    worker.vllm_fl_table = table
     if rank == 0:
+        if table.reason:
+            log.warning("%s. Going on without a table", table.reason)
+        for op, why in table.left_out.items():
+            log.warning("The table's rows of op '%s' have no effect: %s", op, why)
         for line in differences(verdicts):
             log.warning("The ranks differ. %s", line)
     for (op, impl_id), reason in demoted.items():
         plan.record.demote(op, impl_id, reason)
     return plan, contents, preflight.limits(plan)
+
+
+def _fault_of(table: Standing) -> str:
+    """Why strict mode ends the start: a table that was named does not act, or not whole."""
+    left_out = (f"the table's rows of op '{op}': {why}" for op, why in table.left_out.items())
+    found = "; ".join(filter(None, (table.reason, *left_out)))
+    return f"strict mode, and {found}" if found else ""
+
+
+def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
+    """What the start line says of the table that the settings name."""
+    pinned = facts.settings.pinned
+    if pinned is None:
+        return []
+    return [pinned.label if table.digest else f"without the table {pinned.file}"]
+
+
+def _table_report(facts: EngineFacts, table: Standing) -> dict[str, Any] | None:
+    pinned = facts.settings.pinned
+    if pinned is None:
+        return None
+    return {
+        "file": pinned.file,
+        "digest": pinned.digest,
+        "acts": bool(table.digest),
+        "reason": table.reason,
+        "left_out": dict(table.left_out),
+    }
 
 
 class _Preflight:
@@ -379,7 +433,7 @@ class _Preflight:
         self.how = self.facts.settings.preflight
         self.seed = random.SystemRandom().randrange(1 << 32)
         self.remarks: list[str] = []
-        self._passed: set[tuple[str, str, bool]] = set()
+        self._passed: set[tuple[str, str, bool, bool]] = set()
 
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
@@ -403,18 +457,21 @@ class _Preflight:
         """(op, impl id) -> why it must not serve: every candidate that may take over a call."""
         if self.how == "off":
             return {}
-        chosen, compiled, table = [], {}, installed_bindings()
+        chosen, compiled, warm, table = [], {}, {}, installed_bindings()
         for op, entry in plan.entries.items():
             for impl in entry.impls:
                 is_traced = plan.mode == "compiled" and _meets_a_compiler(table.get(op))
-                is_compiled = is_traced and impl is entry.impl
-                key = op, impl.impl_id, is_compiled
+                is_compiled = is_traced and impl in entry.firsts
+                counts = self._warm_counts(entry, impl)
+                key = op, impl.impl_id, is_compiled, bool(counts)
                 if key in self._passed:
                     continue
                 self._passed.add(key)
                 chosen.append(impl)
                 if is_compiled:
-                    compiled[op, impl.impl_id] = plan.as_compiled(op)
+                    compiled[op, impl.impl_id] = plan.as_compiled(op, impl)
+                if counts:
+                    warm[op, impl.impl_id] = counts
         assert self.facts.dtype is not None  # a worker has a model
         found = find_faults(
             chosen,
@@ -428,9 +485,30 @@ class _Preflight:
             seed=self.seed,
             owners=get_default_manager().registry.snapshot().owners,
             specs=plan.contracts,
+            warm=warm,
         )
         self.remarks += found.remarks
         return {key: reason for key, (reason, _) in found.faults.items()}
+
+    def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
+        """The token counts at which `impl` must have run before it serves: none for a later choice.
+
+        Plain PyTorch compiles nothing when it is called, and what is traced is part of a graph.
+        """
+        sizes = self.facts.sizes
+        if sizes is None or not is_opaque(impl):
+            return []
+        largest = sizes.tokens[-1]
+        ceilings = [ceiling for ceiling, _ in entry.by_row]
+        every = warm_counts(largest, self.facts.captured, ceilings)
+        rows = zip((0, *ceilings), (*entry.by_row, (largest, entry.candidates)), strict=True)
+        return [
+            n
+            for below, (ceiling, impls) in rows
+            if [i for i in impls if isinstance(i, OpImpl)][:1] == [impl]
+            for n in every
+            if below < n <= ceiling
+        ]
 
     def limits(self, plan: Plan) -> list[str]:
         """What the start could not look at, one phrase each, and the seed of what it drew."""
@@ -448,6 +526,22 @@ def _meets_a_compiler(binding: Binding | None) -> bool:
     """Whether compiled code calls the op: operators and functions are called behind a compiler."""
     places = binding.places if binding else ()
     return any(isinstance(place, LayerPlace | IrPlace) for place in places)
+
+
+def _say_what_is_taken_whole(plan: Plan) -> None:
+    """Name the ops that a compiler takes whole since they are ordered by size."""
+    table = installed_bindings()
+    ops = [
+        op
+        for op, entry in plan.entries.items()
+        if plan.mode == "compiled" and entry.by_row and _meets_a_compiler(table.get(op))
+    ]
+    if ops:
+        log.info(
+            "Ordered by size, and so one operator each that the compiler takes whole, with nothing "
+            "fused into it: %s. At sizes that are stock it runs vLLM's plain form",
+            ", ".join(ops),
+        )
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:

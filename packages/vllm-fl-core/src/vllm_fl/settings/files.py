@@ -7,14 +7,16 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
-from .policy import OpOrder, Token, closest
+from .policy import REST, OpOrder, Token, ceiling_of, closest, is_by_size
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     BOOLEANS,
+    MAX_ROWS,
     MAX_TOKENS,
     OP_CONFIG,
     ORDER_PREFIX,
@@ -71,7 +73,7 @@ def read_settings_file(
 
 
 def read_orders(path: str) -> Layer:
-    """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> token, list of tokens, or both modes.
+    """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> what `order_of` reads.
 
     Raises:
         SettingsError: the file cannot be read, or something in it is wrong.
@@ -102,16 +104,16 @@ def read_orders(path: str) -> Layer:
     return layer
 
 
-def read_text(path: str, key: str, origin: str) -> str:
-    """The text of a file. Raises SettingsError whatever is wrong with it."""
+def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str:
+    """The text of a file of at most so many bytes. Raises SettingsError whatever is wrong."""
     where = "" if os.path.isabs(path) else " (relative to the working directory)"
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, a device never end
             raise wrong(key, origin, f"{path!r} is not a regular file")
         with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise wrong(key, origin, f"{path!r} has more than {MAX_BYTES} bytes; is it the file?")
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise wrong(key, origin, f"{path!r} has more than {most} bytes; is it the file?")
         return data.decode("utf-8-sig")
     except SettingsError:  # which is a ValueError, too
         raise
@@ -177,8 +179,18 @@ class _File:
                     "a plugin's file may not set it: it would shut out every other vendor's "
                     "plugin. Use deny_vendors or op_backends",
                 )
+            if key == "table" and not self.users:
+                raise wrong(
+                    key,
+                    origin,
+                    "a plugin's file may not set it: a table holds for the machine and the code "
+                    "that it was measured with. It belongs into a file of its user",
+                )
             if node.tag != f"{TAG}null":  # a key without a value sets nothing
-                yield Setting(key, self.value(spec, node), origin, variable=spec.variable)
+                value = self.value(spec, node)
+                if key == "table":  # beside the file that names it, wherever the process runs
+                    value = os.path.join(os.path.dirname(os.path.abspath(self.path)), str(value))
+                yield Setting(key, value, origin, variable=spec.variable)
 
     def orders(self, node: Node) -> Iterator[Setting]:
         for op, key_node, value in self.pairs(node, ORDER_PREFIX.rstrip("."), "ops"):
@@ -193,16 +205,40 @@ class _File:
         import yaml
 
         plain: object
-        if isinstance(node, yaml.MappingNode):
-            plain = {mode: self.tokens(key, side) for mode, _, side in self.pairs(node, key, "")}
+        pairs = self.pairs(node, key, "") if isinstance(node, yaml.MappingNode) else ()
+        entries = {name: (key_node, value) for name, key_node, value in islice(pairs, MAX_ROWS + 2)}
+        if not entries or is_by_size(entries):
+            plain = self.side(key, node)
         else:
-            plain = self.tokens(key, node)
+            plain = {mode: self.side(key, side) for mode, (_, side) in entries.items()}
         return self.checked(key, node, lambda value: order_of(value, pinned=self.users), plain)
+
+    def side(self, key: str, node: Node) -> object:
+        """One mode's order: a token, a list of tokens, or rows of such by the size of a call."""
+        import yaml
+
+        if not isinstance(node, yaml.MappingNode):
+            return self.tokens(key, node)
+        rows: dict[str, object] = {}
+        before = 0
+        for name, key_node, value in islice(self.pairs(node, key, ""), MAX_ROWS + 2):
+            if not self.users:
+                raise wrong(
+                    key,
+                    self.at(key_node),
+                    "a plugin's file may not order by size: the files of several backends are "
+                    "merged, and rows are not. What was measured on a machine belongs into a file "
+                    "of its user",
+                )
+            if name != REST:
+                before = self.checked(key, key_node, partial(ceiling_of, before=before), name)
+            rows[name] = self.tokens(key, value)
+        return rows
 
     def tokens(self, key: str, node: Node) -> str | list[str]:
         import yaml
 
-        wanted = "a token, a list of tokens, or the lists eager and compiled"
+        wanted = "a token, a list of tokens, the lists eager and compiled, or rows by size"
         if not isinstance(node, yaml.SequenceNode):
             return [token.strip() for token in self.text(key, node, wanted).split("|")]
         if any(isinstance(child, yaml.MappingNode) for child in node.value):

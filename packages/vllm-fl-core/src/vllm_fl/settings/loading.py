@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import SettingsError
 from ..plugins.types import SettingSpec
@@ -42,6 +42,9 @@ from .values import (
     value_of,
     wrong,
 )
+
+if TYPE_CHECKING:
+    from .table import Pinned
 
 __all__ = [
     "Setting",
@@ -129,8 +132,22 @@ def load_settings(
     if not platform_files:
         warnings += _unknown_platform(entries["platform"], {*PLATFORMS, *platforms})
     ordered = {key: entries[key] for key in declared} | entries
-    settings = Settings(tuple(ordered.values()), tuple(warnings), declared=declared)
+    settings = Settings(
+        tuple(ordered.values()),
+        tuple(warnings),
+        declared=declared,
+        pinned=_pinned(entries["table"]),
+    )
     return dataclasses.replace(settings, unchecked=tuple(labels(settings)))
+
+
+def _pinned(named: Setting) -> Pinned | None:
+    """The table that the setting names, read."""
+    if named.value is None:
+        return None
+    from .table import Pinned  # few processes name one
+
+    return Pinned.read(str(named.value), named.origin)
 
 
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:

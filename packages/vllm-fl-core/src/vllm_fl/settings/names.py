@@ -35,7 +35,6 @@ OLDER_OPS = {
     "fused_recurrent_gated_delta_rule_fwd": "recurrent_gated_delta_rule",
     "fused_topk_bias": "moe_topk",
     "invoke_fused_moe_triton_kernel": "fused_experts",
-    "moe_align_block_size": "fused_experts",
     "topk_softmax": "moe_topk",
 }
 """Ops of vllm-plugin-FL -> the op that has their place here, with other parameters."""
@@ -145,8 +144,7 @@ def _uses(settings: Settings) -> Iterator[_Use]:
     for key, setting in settings.items():
         if isinstance(setting.value, OpOrder):
             yield _Use("op", key.removeprefix(ORDER_PREFIX), key, setting)
-            tokens = (*(setting.value.eager or ()), *(setting.value.compiled or ()))
-            for token in dict.fromkeys(tokens):
+            for token in setting.value.every:
                 if token.kind == "vendor" and token.name:
                     yield _Use("vendor", token.name, f"{key}.{token}", setting)
             continue

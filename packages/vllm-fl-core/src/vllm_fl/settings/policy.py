@@ -1,6 +1,6 @@
 """What decides between implementations: tokens, orders and the policy that holds them.
 
-Values only. Where they come from is `config`; what they lead to is `resolver`.
+Values only. Where they come from is `loading`; what they lead to is `resolver`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ __all__ = [
     "DEFAULT_ORDERS",
     "ENGINE_ORDERS",
     "KINDS",
+    "REST",
     "Mode",
     "OpOrder",
+    "Rows",
     "SelectionPolicy",
     "Token",
+    "ceiling_of",
     "closest",
+    "is_by_size",
 ]
 
 Mode = Literal["eager", "compiled"]
@@ -106,61 +110,186 @@ def _meant(text: str) -> str:
     return closest(text.strip(), (*KINDS, "stock"))
 
 
+REST = "rest"
+"""The key of the row for calls of more tokens than every ceiling."""
+
+Rows = tuple[tuple[int, tuple[Token, ...]], ...]
+"""(ceiling, order): the order of calls of at most so many tokens, by ascending ceilings."""
+
+
 @dataclass(frozen=True)
 class OpOrder:
     """The listed tokens of one op: only these are tried, in this order.
 
     Args:
-        eager, compiled: the tokens of each mode; None where the list leaves the mode open.
+        eager, compiled: the tokens of each mode; None where the list leaves the mode open. Where
+            a mode has rows, these are the tokens of calls beyond the last ceiling.
         pinned: written by the user, so that no `prefer` re-sorts it.
         left_out: (mode, impl id) of what the list of its own distribution leaves out, in an order
             that was merged from several: another's list does not bring it back.
+        eager_rows, compiled_rows: the orders of smaller calls, by their ceilings in tokens.
+
+    Raises:
+        ValueError: ceilings that are no integers, below 1 or not ascending, rows without an order
+            for the rest, or a row without tokens.
     """
 
     eager: tuple[Token, ...] | None
     compiled: tuple[Token, ...] | None
     pinned: bool = True
     left_out: frozenset[tuple[str, str]] = frozenset()
+    eager_rows: Rows = ()
+    compiled_rows: Rows = ()
+
+    def __post_init__(self) -> None:
+        for rest, rows in ((self.eager, self.eager_rows), (self.compiled, self.compiled_rows)):
+            if rows and not rest:
+                raise ValueError(f"orders by size need {REST!r}: the order of every larger call")
+            before = 0
+            for ceiling, tokens in rows:
+                before = _after(ceiling, before)
+                if not tokens:
+                    raise ValueError(f"the order of calls of at most {ceiling} tokens is empty")
 
     def tokens(self, mode: Mode) -> tuple[Token, ...] | None:
-        """The tokens of one mode, or None where the list leaves it open."""
+        """The tokens of one mode, or None where the list leaves it open; of rows, the rest's."""
         return self.eager if mode == "eager" else self.compiled
+
+    def rows(self, mode: Mode) -> Rows:
+        """(ceiling, tokens) of one mode's orders by size, ascending; none where size is all one."""
+        return self.eager_rows if mode == "eager" else self.compiled_rows
+
+    @property
+    def every(self) -> tuple[Token, ...]:
+        """Every token of the list, once, whatever its mode and row."""
+        rows = (tokens for _, tokens in (*self.eager_rows, *self.compiled_rows))
+        lists = (self.eager or (), self.compiled or (), *rows)
+        return tuple(dict.fromkeys(token for tokens in lists for token in tokens))
 
     @classmethod
     def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
-        """From what settings hold: a token, a list of tokens, or `{eager: …, compiled: …}`.
+        """From what settings hold: a token, a list of tokens, `{"<=16": …, "rest": …}` with such
+        lists by the token count of a call, or any of these for each mode as `{eager: …,
+        compiled: …}`.
 
         Raises:
-            ValueError: an unknown token or mode, an empty list, or another type.
+            ValueError: an unknown token or mode, an empty list, wrong rows, or another type.
         """
         if isinstance(value, OpOrder):
             return value
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not is_by_size(value):
             unknown = [str(mode) for mode in value if mode not in get_args(Mode)]
             if unknown or not value:
                 raise ValueError(
-                    f"expected the keys eager and compiled, got {', '.join(unknown) or 'none'}."
+                    "expected the keys eager and compiled, or '<=N' and rest for orders by size, "
+                    f"got {', '.join(unknown) or 'none'}."
                     + (closest(unknown[0], get_args(Mode)) if unknown else "")
                 )
-            sides = {mode: _tokens(tokens) for mode, tokens in value.items()}
-            return cls(sides.get("eager"), sides.get("compiled"), pinned)
-        tokens = _tokens(value)
-        return cls(tokens, tokens, pinned)
+            sides = {mode: _side(side) for mode, side in value.items()}
+        else:
+            sides = dict.fromkeys(get_args(Mode), _side(value))
+        eager, compiled = (sides.get(mode, (None, ())) for mode in get_args(Mode))
+        return cls(eager[0], compiled[0], pinned, eager_rows=eager[1], compiled_rows=compiled[1])
 
     def preferring(self, kind: str) -> OpOrder:
-        """This order with the preferred kind first, otherwise as it stands; nothing is added."""
+        """This order, each row of it, with the preferred kind first, otherwise as it stands;
+        nothing is added."""
         if self.pinned:
             return self
 
-        def front(tokens: tuple[Token, ...] | None) -> tuple[Token, ...] | None:
-            return tokens and tuple(sorted(tokens, key=lambda token: token.preference != kind))
+        def front(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+            return tuple(sorted(tokens, key=lambda token: token.preference != kind))
 
-        return dataclasses.replace(self, eager=front(self.eager), compiled=front(self.compiled))
+        def each(rows: Rows) -> Rows:
+            return tuple((ceiling, front(tokens)) for ceiling, tokens in rows)
+
+        return dataclasses.replace(
+            self,
+            eager=self.eager and front(self.eager),
+            compiled=self.compiled and front(self.compiled),
+            eager_rows=each(self.eager_rows),
+            compiled_rows=each(self.compiled_rows),
+        )
+
+    def plain(self, mode: Mode) -> list[str] | dict[str, list[str]] | None:
+        """One mode's order as `of` reads it, in JSON-able data; None where it is left open."""
+        tokens, rows = self.tokens(mode), self.rows(mode)
+        if tokens is None:
+            return None
+        rest = [*map(str, tokens)]
+        if not rows:
+            return rest
+        return {f"<={ceiling}": [*map(str, row)] for ceiling, row in rows} | {REST: rest}
 
     def __str__(self) -> str:
-        if self.eager == self.compiled:
-            return _text(self.eager)
-        return f"eager {_text(self.eager)}, compiled {_text(self.compiled)}"
+        if self.plain("eager") == self.plain("compiled"):
+            return self._text("eager")
+        return f"eager {self._text('eager')}, compiled {self._text('compiled')}"
+
+    def _text(self, mode: Mode) -> str:
+        tokens, rows = self.tokens(mode), self.rows(mode)
+        if tokens is None:
+            return "(default order)"
+        each = [f"<={ceiling} {'|'.join(map(str, row))}, " for ceiling, row in rows]
+        return f"{''.join(each)}{'rest ' * bool(rows)}{'|'.join(map(str, tokens))}"
+
+
+def is_by_size(value: Mapping[Any, object]) -> bool:
+    """Whether a mapping's keys are meant for token counts, be they right or wrong."""
+    return any(str(key) == REST or str(key).strip()[:1] in tuple("<≤>=0123456789") for key in value)
+
+
+def ceiling_of(key: object, before: int = 0) -> int:
+    """The ceiling that the key of a row means, as 16 of `<=16`.
+
+    Args:
+        key: the key.
+        before: the ceiling of the row before; 0 for the first one.
+
+    Raises:
+        ValueError: it means none, or one that does not follow `before`.
+    """
+    found = re.fullmatch(r"<=\s*([1-9][0-9]{0,8})", str(key).strip())
+    if found is None:
+        raise ValueError(
+            f"{str(key)!r} is not a row of an order by size; expected '<=N' with an integer N of "
+            f"at least 1, or {REST}"
+        )
+    return _after(int(found[1]), before)
+
+
+def _after(ceiling: int, before: int) -> int:
+    """`ceiling`, where it may follow `before`."""
+    if isinstance(ceiling, bool) or not isinstance(ceiling, int) or ceiling < 1:
+        raise ValueError(
+            f"{ceiling!r} is no number of tokens; a ceiling is an integer of at least 1"
+        )
+    if ceiling == before:
+        raise ValueError(f"'<={ceiling}' is set twice")
+    if ceiling < before:
+        raise ValueError(
+            f"'<={ceiling}' follows '<={before}'; write the ceilings in ascending order"
+        )
+    return ceiling
+
+
+def _side(value: object) -> tuple[tuple[Token, ...], Rows]:
+    """(the tokens, or those of the rest; the rows) of one mode."""
+    if not isinstance(value, Mapping):
+        return _tokens(value), ()
+    if not is_by_size(value):
+        raise ValueError(
+            "expected a token, a list of tokens, or '<=N' and rest for orders by size, got "
+            f"{', '.join(map(str, value)) or 'nothing'}"
+        )
+    rows: list[tuple[int, tuple[Token, ...]]] = []
+    for key, tokens in value.items():
+        if key != REST:
+            ceiling = ceiling_of(key, rows[-1][0] if rows else 0)
+            rows.append((ceiling, _tokens(tokens)))
+    if REST not in value:
+        raise ValueError(f"orders by size need {REST!r}: the order of every larger call")
+    return _tokens(value[REST]), tuple(rows)
 
 
 def _tokens(value: object) -> tuple[Token, ...]:
@@ -172,10 +301,6 @@ def _tokens(value: object) -> tuple[Token, ...]:
     if len(set(tokens)) != len(tokens):
         raise ValueError(f"a token is listed twice in [{', '.join(map(str, tokens))}]")
     return tokens
-
-
-def _text(tokens: tuple[Token, ...] | None) -> str:
-    return "(default order)" if tokens is None else "|".join(map(str, tokens))
 
 
 @dataclass(frozen=True)
@@ -233,12 +358,35 @@ class SelectionPolicy:
         order = self.per_op_order.get(op)
         return order if order is not None and order.tokens(mode) else None
 
-    def order(self, op: str, mode: Mode = "eager", *, engine: bool = False) -> tuple[Token, ...]:
-        """The tokens tried for `op`, in order; inside an engine the default names `stock`."""
+    def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
+        """The token counts up to which calls of `op` have an order of their own, ascending."""
         listed = self.listed(op, mode)
+        return tuple(ceiling for ceiling, _ in listed.rows(mode)) if listed else ()
+
+    def order(
+        self,
+        op: str,
+        mode: Mode = "eager",
+        *,
+        engine: bool = False,
+        tokens: int | None = None,
+    ) -> tuple[Token, ...]:
+        """The tokens tried for `op`, in order; inside an engine the default names `stock`.
+
+        Args:
+            op: the op's name.
+            mode: the engine's mode.
+            engine: whether it is for an engine.
+            tokens: how many tokens the call has, where the order differs by size; None is more
+                than every ceiling.
+        """
+        listed = self.listed(op, mode)
+        for ceiling, row in listed.rows(mode) if listed else ():
+            if tokens is not None and tokens <= ceiling:
+                return row
         defaults = ENGINE_ORDERS if engine else DEFAULT_ORDERS
-        tokens = listed and listed.tokens(mode)
-        return tokens or tuple(Token.parse(kind) for kind in defaults[self.prefer])
+        rest = listed and listed.tokens(mode)
+        return rest or tuple(Token.parse(kind) for kind in defaults[self.prefer])
 
     def preferring(self, kind: str) -> SelectionPolicy:
         """This policy with another preference, as a higher layer than its lists sets it."""

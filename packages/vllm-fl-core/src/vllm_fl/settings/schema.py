@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ..plugins.types import PLUGIN_KEY, SettingSpec
 from ..text import quote
-from .policy import KINDS, OpOrder, SelectionPolicy
+from .policy import KINDS, Mode, OpOrder, SelectionPolicy
 from .values import (
     OP_CONFIG,
     ORDER_PREFIX,
@@ -26,6 +26,9 @@ from .values import (
     read_prefer,
     wrong,
 )
+
+if TYPE_CHECKING:
+    from .table import Pinned
 
 __all__ = [
     "CONFIG",
@@ -100,12 +103,15 @@ class Settings(Mapping[str, Setting]):
         unchecked: names that nobody has checked yet, or that their owner does not know, as
             `oot_blacklist.fused_moe`; `check_names` shortens it.
         declared: the settings that there are, core's and those of the loaded plugins.
+        pinned: the table that `table` names. What it orders is in force only where it holds, which
+            needs a device to know: see `with_table`.
     """
 
     entries: tuple[Setting, ...]
     warnings: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
+    pinned: Pinned | None = field(default=None, hash=False)
 
     enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
     """False: vllm-fl steps aside entirely."""
@@ -127,6 +133,12 @@ class Settings(Mapping[str, Setting]):
         "deny_vendors", "VLLM_FL_DENY_VENDORS", (), in_file=True, names="vendor"
     )
     """Vendors that may not be used."""
+    table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
+    """A file of `vllm-fl tune`, by which engines choose for each number of tokens, or None."""
+    table_unaccepted = SettingSpec(
+        "table_unaccepted", "VLLM_FL_TABLE_UNACCEPTED", False, in_file=True
+    )
+    """Whether a table acts that `vllm-fl tune --accept` has not accepted."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
@@ -195,6 +207,33 @@ class Settings(Mapping[str, Setting]):
             deny_vendors=frozenset(self.deny_vendors),
         )
 
+    def with_table(self, left_out: Collection[str] = ()) -> Settings:
+        """These settings with the orders of the table that they name, beneath the user's lists.
+
+        Args:
+            left_out: the ops whose rows do not count.
+        """
+        pinned = self.pinned
+        if pinned is None:
+            return self
+        entries = {setting.key: setting for setting in self.entries}
+        for op in pinned.table.ops:
+            if op in left_out or self.policy.names(op):
+                continue
+            key = f"{ORDER_PREFIX}{op}"
+            below = entries.get(key, Setting(key, None, variable=PER_OP))
+            base = self.policy.order(op, pinned.table.mode, engine=True)
+            order = pinned.order(op, base, self.policy.per_op_order.get(op))
+            if order.rows(pinned.table.mode):
+                replaced = ((below.value, below.origin),) if below.value is not None else ()
+                entries[key] = dataclasses.replace(
+                    below,
+                    value=order,
+                    origin=pinned.origin,
+                    overrides=(*replaced, *below.overrides),
+                )
+        return dataclasses.replace(self, entries=tuple(entries.values()))
+
     @property
     def unowned(self) -> tuple[str, ...]:
         """The keys, or variables, of settings whose plugin is not loaded: kept, without effect."""
@@ -240,6 +279,7 @@ class Settings(Mapping[str, Setting]):
             ],
             "warnings": list(self.warnings),
             "unchecked": list(self.unchecked),
+            "pinned": None if self.pinned is None else self.pinned.to_json(),
         }
 
     @classmethod
@@ -265,6 +305,7 @@ class Settings(Mapping[str, Setting]):
                 ),
                 tuple(map(_str, data["warnings"])),
                 tuple(map(_str, data["unchecked"])),
+                pinned=_pinned(data["pinned"]),
             )
             bad = [key for key, spec in ITEMS.items() if not accepts(spec, settings[key].value)]
             bad += [
@@ -326,8 +367,8 @@ TAKEN = (*VARIABLES, *ITEMS)
 
 def _encode(value: object) -> object:
     if isinstance(value, OpOrder):
-        sides = {"eager": value.eager, "compiled": value.compiled}
-        order = {mode: [str(t) for t in tokens] for mode, tokens in sides.items() if tokens}
+        sides = {mode: value.plain(mode) for mode in get_args(Mode)}
+        order = {mode: side for mode, side in sides.items() if side}
         left_out = [list(pair) for pair in sorted(value.left_out)]
         return {"order": order, "pinned": value.pinned, "left_out": left_out}
     return list(value) if isinstance(value, tuple) else value
@@ -347,6 +388,14 @@ def _decode(value: object) -> object:
 
 def _decode_each(values: Iterable[Mapping[str, Any]]) -> tuple[tuple[object, str], ...]:
     return tuple((_decode(each["value"]), _str(each["origin"])) for each in values)
+
+
+def _pinned(data: Mapping[str, Any] | None) -> Pinned | None:
+    if data is None:
+        return None
+    from .table import Pinned  # which reads files, and few engines have one
+
+    return Pinned.from_json(data)
 
 
 def _str(value: object) -> str:

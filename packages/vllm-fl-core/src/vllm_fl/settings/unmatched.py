@@ -57,18 +57,20 @@ def meant(token: Token, impls: Impls) -> str:
 
 
 def _said(op: str, order: OpOrder, setting: Setting, impls: Impls, strict: bool) -> str:
-    sides = {mode: order.tokens(mode) or () for mode in cast("tuple[Mode, ...]", get_args(Mode))}
+    modes = cast("tuple[Mode, ...]", get_args(Mode))
     absent = {
         token: None
-        for tokens in sides.values()
-        for token in tokens
+        for token in order.every
         if token.kind != "stock" and not any(token.matches(impl) for impl in impls)
     }
-    lost = [
-        mode
-        for mode, tokens in sides.items()
-        if impls and tokens and all(token in absent for token in tokens)
-    ]
+
+    def is_lost(tokens: tuple[Token, ...] | None) -> bool:
+        return bool(impls and tokens) and all(token in absent for token in tokens or ())
+
+    listed: list[tuple[Mode, int | None, tuple[Token, ...] | None]]
+    listed = [(m, None, order.tokens(m)) for m in modes if order.tokens(m)]
+    listed += [(mode, ceiling, row) for mode in modes for ceiling, row in order.rows(mode)]
+    lost = [(mode, ceiling) for mode, ceiling, tokens in listed if is_lost(tokens)]
     named = [token for token in absent if lost or not _may_be_elsewhere(token)]
     if not named:
         return ""
@@ -76,7 +78,13 @@ def _said(op: str, order: OpOrder, setting: Setting, impls: Impls, strict: bool)
     told = f"{setting.origin}: {setting.key}: no installed implementation of {op} matches {tokens}"
     if not lost:
         return told
-    where = "" if len(lost) == sum(map(bool, sides.values())) else f" in {lost[0]} mode"
+    where = ""
+    if len(lost) < len(listed):
+        mode, ceiling = lost[0]
+        if order.rows(mode):
+            where = f" for calls of at most {ceiling} tokens" if ceiling else " for larger calls"
+        if any((each, ceiling) not in lost for each, _, _ in listed):
+            where += f" in {mode} mode"
     engine = "no engine starts (strict mode)" if strict else "an engine runs vLLM's own code"
     return (
         f"{told} Nothing that is listed matches, so that {op} has lost every implementation"

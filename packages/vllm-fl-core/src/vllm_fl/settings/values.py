@@ -9,10 +9,11 @@ from typing import Any
 from ..errors import InvalidSettingError, SettingsError
 from ..plugins.types import SettingSpec
 from ..text import quote
-from .policy import KINDS, OpOrder, Token, closest
+from .policy import KINDS, OpOrder, Token, closest, is_by_size
 
 __all__ = [
     "BOOLEANS",
+    "MAX_ROWS",
     "MAX_TOKENS",
     "OP_CONFIG",
     "ORDER_PREFIX",
@@ -41,6 +42,9 @@ PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
 
 MAX_TOKENS = 64
 """An order of more tokens is a mistake, or an attack by YAML aliases."""
+
+MAX_ROWS = 256
+"""The same of rows by size: vLLM captures graphs of some fifty sizes."""
 
 BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -84,16 +88,19 @@ def name_of(value: str) -> str:
 
 
 def order_of(value: object, *, pinned: bool = True) -> OpOrder:
-    """An op's order from plain data: a token, a list of them, or `{eager: …, compiled: …}`.
+    """An op's order from plain data: a token, a list of them, such lists by the size of a call, or
+    any of these for each mode; see `OpOrder.of`.
 
     Raises:
-        ValueError: another type, an unknown token or mode, an empty or an endless list.
+        ValueError: another type, an unknown token or mode, wrong rows, an empty or an endless list.
     """
-    sides = value.values() if isinstance(value, Mapping) else [value]
-    for side in sides:
+    for side in _lists(value):
         tokens = [side] if isinstance(side, str) else side
         if not isinstance(tokens, Sequence) or not all(isinstance(t, str) for t in tokens):
-            raise ValueError("expected a token, a list of tokens, or the lists eager and compiled")
+            raise ValueError(
+                "expected a token, a list of tokens, the lists eager and compiled, or the rows of "
+                "an order by size"
+            )
         if len(tokens) > MAX_TOKENS:
             raise ValueError(f"an order has at most {MAX_TOKENS} tokens")
         for token in tokens:
@@ -101,6 +108,22 @@ def order_of(value: object, *, pinned: bool = True) -> OpOrder:
             if name is not None:
                 name_of(name)
     return OpOrder.of(value, pinned=pinned)
+
+
+def _lists(value: object) -> list[object]:
+    """What an order holds of lists: of one mode or of both, each perhaps in rows by size."""
+    sides = [value]
+    if isinstance(value, Mapping) and not is_by_size(value):
+        sides = [*value.values()]
+    lists: list[object] = []
+    for side in sides:
+        if not isinstance(side, Mapping):
+            lists.append(side)
+            continue
+        if len(side) > MAX_ROWS:
+            raise ValueError(f"an order by size has at most {MAX_ROWS} rows")
+        lists += side.values()
+    return lists
 
 
 def expected(spec: SettingSpec[Any]) -> str:

@@ -15,7 +15,7 @@ import torch
 from ..contracts import ModelSizes
 from ..plugins.types import OpImpl
 from ..text import quote
-from .subject import Refused, Subject, digest
+from .subject import Refused, Subject
 
 __all__ = ["apart", "fork", "installed", "installed_with", "spawn"]
 
@@ -175,7 +175,7 @@ def _answer_installed(backend: str, device: str, sizes: ModelSizes, left_out: An
 
 def _answers(subject: Subject) -> Answers:
     return {
-        f"{subject.impl.op_name}, {dtype}, {sample.name}": digest(subject.call(sample))
+        f"{subject.impl.op_name}, {dtype}, {sample.name}": subject.bits(sample)
         for dtype in subject.dtypes
         for sample in subject.patterns(dtype)
     }

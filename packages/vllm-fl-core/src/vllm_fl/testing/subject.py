@@ -19,6 +19,7 @@ from ..contracts.sizes import typical_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..engine.verification import as_call
+from ..engine.wanted import promised
 from ..plugins.forms import asked_for
 from ..plugins.registry import SCRIPT, OpRegistry
 from ..plugins.types import OpImpl
@@ -126,6 +127,14 @@ class Subject:
         One that takes a layer first is given one of the contract's.
         """
         return as_call(self.impl, self.spec)(*sample.args)
+
+    def bits(self, sample: Sample) -> str:
+        """A hash of the result for `sample`, whose tensors are used up: of what is promised of it.
+
+        What the contract leaves free, the order of an expert's rows, counts as one order.
+        """
+        args = fresh(sample).args  # an implementation may overwrite its own
+        return digest(promised(self.spec, self.call(sample), args))
 
     def needs_no_layer(self) -> None:
         """Raise Refused for an implementation that takes a layer first."""

@@ -33,6 +33,7 @@ the interpreter                        after `interpreted()`
 `and`, `or` of blocks: Python's        element by element, as compiled
 fp32 to bf16: cut off                  rounded to the nearest even
 `tl.dot` of bf16: of the bits          of the values, summed in fp32
+arithmetic of bf16: of the bits        of the values, in fp32 and rounded once
 `libdevice`: an error, or None         numpy's functions; one that is missing is an error by name
 `triton.autotune`: looks for a GPU     the first configuration that is not pruned, unmeasured
 a kernel is no `JITFunction`           it is, with `src`, `cache_key` and `signature`
@@ -54,12 +55,12 @@ import os
 import re
 import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-__all__ = ["SUPPORTED", "interpreted"]
+__all__ = ["SUPPORTED", "interpreted", "to_compile"]
 
 SUPPORTED = ((3, 6), (3, 9))
 """The first and the last release of Triton whose interpreter is known here. That of 3.6
@@ -101,6 +102,59 @@ def interpreted(*, cuda: bool = False) -> None:
     _close_gaps()
     if cuda:
         _stand_in_for_cuda()
+
+
+@contextlib.contextmanager
+def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
+    """What a GPU would have to compile for the kernels that are launched meanwhile, each once.
+
+    Triton compiles a kernel anew for another dtype, constant or option, for an integer that is 1,
+    and where 16 begins or ceases to divide an integer or an address. It is Triton's own code that
+    tells them apart here. What `triton.autotune` would try or choose is not among it.
+
+    Args:
+        runs: False runs no kernel: what they should write stays as it was.
+
+    Yields:
+        A growing set of texts: a kernel's module and name, and what it is compiled for.
+
+    Raises:
+        RuntimeError: `interpreted` was not called.
+    """
+    if not os.environ.get(SWITCH) or not _close_gaps.cache_info().currsize:
+        raise RuntimeError("to_compile counts the launches of the interpreter: call interpreted()")
+    function: Any = _interpreter().InterpretedFunction
+    original, found = function.run, set[str]()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        _, kinds, options = _binder(self)(*args, **kwargs)
+        found.add(f"{self.fn.__module__}.{self.fn.__name__} {kinds} {sorted(options.items())}")
+        return original(self, *args, grid=grid, warmup=warmup, **kwargs) if runs else None
+
+    function.run = run
+    try:
+        yield found
+    finally:
+        function.run = original
+
+
+@cache
+def _binder(kernel: Any) -> Any:
+    """Triton's function: a launch's arguments -> (by name, what each is compiled for, options)."""
+    jit: Any = import_module("triton.runtime.jit")
+    backend = import_module("triton.backends.compiler").BaseBackend
+    left_alone = kernel.kwargs.get("do_not_specialize") or ()
+    unaligned = kernel.kwargs.get("do_not_specialize_on_alignment") or ()
+    parameters = [
+        jit.KernelParam(
+            number,
+            parameter,
+            number in left_alone or parameter.name in left_alone,
+            number in unaligned or parameter.name in unaligned,
+        )
+        for number, parameter in enumerate(kernel.signature.parameters.values())
+    ]
+    return jit.create_function_from_signature(kernel.signature, parameters, backend)
 
 
 def _check() -> None:
@@ -347,7 +401,9 @@ def _logical_operators() -> None:
 
 
 def _small_floats() -> None:
-    """Products of bfloat16 blocks in fp32, and rounding to nearest even, as the hardware does.
+    """bfloat16 blocks computed with in fp32, and rounded to nearest even, as the hardware does.
+
+    Triton's own interpreter keeps a bfloat16 as the integer of its bits, and computes with that.
 
     Rounding to float8_e4m3fn, too: Triton's own interpreter loses what is carried over into the
     exponent.
@@ -355,10 +411,14 @@ def _small_floats() -> None:
     interpreter, np = _interpreter(), import_module("numpy")
     torch, tl = import_module("torch"), import_module("triton.language")
     handle_type: Any = interpreter.TensorHandle
-    dot = interpreter.InterpreterBuilder.create_dot
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def is_bits(handle: Any) -> bool:
+        return bool(handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16)
 
     def widened(handle: Any) -> Any:
-        if handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16:
+        if is_bits(handle):
             wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
             return handle_type(wide, tl.float32)
         return handle
@@ -366,7 +426,7 @@ def _small_floats() -> None:
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, widened(a), widened(b), *rest)
 
-    interpreter.InterpreterBuilder.create_dot = create_dot
+    builder.create_dot = create_dot
     convert = interpreter._convert_float
 
     def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
@@ -381,6 +441,31 @@ def _small_floats() -> None:
         return np.where(nan, np.uint16(0x7FC0), nearest).reshape(np.shape(data))
 
     interpreter._convert_float = rounded
+
+    def narrowed(result: Any) -> Any:
+        data = result.data
+        if data.dtype != np.bool_:
+            data = rounded(data.astype(np.float32), tl.float32, tl.bfloat16, None)
+        return handle_type(data, tl.bfloat16)
+
+    def in_fp32(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, first: Any, *others: Any) -> Any:
+            handles = [first, *(other for other in others if isinstance(other, handle_type))]
+            if not any(map(is_bits, handles)):
+                return method(self, first, *others)
+            wide = (widened(x) if isinstance(x, handle_type) else x for x in (first, *others))
+            return narrowed(method(self, *wide))
+
+        return call
+
+    # Each operator but these is one of the first two, with a function of numpy's.
+    for name in ("binary_op", "unary_op", "create_clampf", "create_fma"):
+        setattr(builder, name, in_fp32(getattr(builder, name)))
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return narrowed(handle_type(np.array([value], dtype=np.float32), tl.float32))
+
+    builder.get_bf16 = get_bf16
 
 
 class _DeviceGuard(contextlib.AbstractContextManager[None]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -109,11 +109,11 @@ def _no_device() -> str | None:
     return None
 
 
-def unsuitable(name: str, x: torch.Tensor) -> str | None:
+def unsuitable(name: str, x: torch.Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> str | None:
     """Why no kernel takes the tensor `x`, by its dtype or device; None if one may."""
     if not x.is_cuda:
         return f"{name} is on {x.device}, not on a CUDA device"
-    if x.dtype not in DTYPES:
+    if x.dtype not in dtypes:
         return f"no kernel for {name} of {x.dtype}"
     return None
 

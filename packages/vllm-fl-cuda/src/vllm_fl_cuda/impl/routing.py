@@ -1,4 +1,4 @@
-"""Around the experts of a mixture: routing and the sum, on vLLM's CUDA kernels."""
+"""Around the experts of a mixture: routing, blocks and the sum, on vLLM's CUDA kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from . import VENDOR, kernel, packed, provides, unsuitable
 __all__ = [
     "OPS",
     "grouped_topk",
+    "moe_align_block_size",
     "moe_sum",
     "moe_topk",
     "supports_grouped_topk",
+    "supports_moe_align_block_size",
     "supports_moe_sum",
     "supports_moe_topk",
 ]
@@ -26,6 +28,11 @@ a score above -1, and takes expert 0 again where a bias leaves none."""
 
 MOST = 32
 """Groups, and experts of a token, that the grouped kernel takes."""
+
+MOST_ALIGNED = 992
+"""Experts whose rows one block of 1024 threads can count."""
+
+INDICES = frozenset({torch.int32, torch.int64})
 
 
 def moe_topk(
@@ -61,16 +68,17 @@ def moe_topk(
     name = f"_moe_C::topk_{scoring_func}"
     factor = () if scoring_func == "softmax" else (routed_scaling_factor,)
     rows = torch.empty_like(ids)  # which row of a permutation each pair takes: read by nobody
-    kernel(name)(weights, ids, rows, logits, renormalize, bias, *factor, *_no_padding(name))
+    last = _left_out(name, "is_padding")  # no token is padding
+    kernel(name)(weights, ids, rows, logits, renormalize, bias, *factor, *last)
     if not factor and routed_scaling_factor != 1.0:
         weights *= routed_scaling_factor
     return weights, ids
 
 
-def _no_padding(name: str) -> tuple[None, ...]:
-    """What says that no token is padding, to a release that asks."""
+def _left_out(name: str, last: str) -> tuple[None, ...]:
+    """None for the `last` argument of a kernel, to a release that has it."""
     arguments = kernel(name)._schema.arguments  # type: ignore[attr-defined]
-    return (None,) if arguments[-1].name == "is_padding" else ()
+    return (None,) if arguments[-1].name == last else ()
 
 
 def supports_moe_topk(
@@ -165,6 +173,76 @@ def supports_grouped_topk(
     return True
 
 
+def moe_align_block_size(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows of each expert in the order in which threads come, filled up to whole blocks.
+
+    Args:
+        topk_ids: (tokens, topk), int32 or int64, of any layout, negative in a place without an
+            expert.
+        block_size: places of a block, at least 1.
+        num_experts: experts of all ranks together, from 1 to 992.
+        expert_map: (num_experts,) or longer, int32, -1 for an expert elsewhere, or None.
+        pad_sorted_ids: whether the first result is as long as whole blocks are.
+        ignore_invalid_experts: whether experts elsewhere have no rows.
+
+    Returns:
+        (rows and padding; the expert of each block; how many places are in use), int32.
+    """
+    ids, rows = topk_ids.contiguous(), topk_ids.numel()
+    most = rows + num_experts * (block_size - 1)
+    if pad_sorted_ids:
+        most = -(-most // block_size) * block_size
+    length = min(rows * block_size, most)
+    sorted_token_ids = ids.new_empty(length, dtype=torch.int32)
+    expert_ids = ids.new_empty(-(-length // block_size), dtype=torch.int32)
+    if not rows:  # a grid of no programs is an error
+        return sorted_token_ids, expert_ids, ids.new_zeros(1, dtype=torch.int32)
+    used = ids.new_empty(1, dtype=torch.int32)
+    where = expert_map if ignore_invalid_experts else None
+    name = "_moe_C::moe_align_block_size"
+    kernel(name)(
+        ids,
+        num_experts,
+        block_size,
+        sorted_token_ids,
+        expert_ids,
+        used,
+        None if where is None else where.contiguous(),
+        *_left_out(name, "scatter_idx"),
+    )
+    if expert_map is not None and where is None:
+        expert_ids = expert_map[expert_ids]  # behind the blocks in use there is -1, or 0
+    return sorted_token_ids, expert_ids, used
+
+
+def supports_moe_align_block_size(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> Availability:
+    """True, or why the kernel would fail, or read memory that is not its own."""
+    if topk_ids.ndim != 2:
+        return f"topk_ids has {topk_ids.ndim} dimensions"
+    if block_size < 1 or not 1 <= num_experts <= MOST_ALIGNED:
+        return f"no kernel for {num_experts} experts in blocks of {block_size}"
+    if expert_map is not None:
+        if expert_map.dtype != torch.int32 or expert_map.device != topk_ids.device:
+            return f"expert_map is {expert_map.dtype} on {expert_map.device}"
+        if expert_map.ndim != 1 or len(expert_map) < num_experts:
+            return f"expert_map is {tuple(expert_map.shape)}"
+    return unsuitable("topk_ids", topk_ids, INDICES) or True
+
+
 def moe_sum(
     input: torch.Tensor,
     topk_ids: torch.Tensor | None = None,
@@ -244,6 +322,14 @@ OPS = (
         "cuda",
         available=provides("_moe_C::grouped_topk"),
         supports=supports_grouped_topk,
+    ),
+    OpImpl(
+        "moe_align_block_size",
+        *VENDOR,
+        moe_align_block_size,
+        "cuda",
+        available=provides("_moe_C::moe_align_block_size"),
+        supports=supports_moe_align_block_size,
     ),
     OpImpl(
         "moe_sum",

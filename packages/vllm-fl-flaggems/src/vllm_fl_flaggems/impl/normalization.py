@@ -15,7 +15,7 @@ from . import DEFAULT
 __all__ = ["OPS", "layer_norm", "rms_norm", "supports_layer_norm", "supports_rms_norm"]
 
 LONGEST_ROW = 4096
-"""FlagGems norms a longer row in several steps, with a kernel that it tunes."""
+"""FlagGems norms a longer row in several steps, with kernels that it tunes."""
 
 MOST_ELEMENTS = 2**31 - 1
 """The kernel for rows up to that counts a tensor's elements in 32 bits."""
@@ -166,10 +166,50 @@ def layer_norm(
     """
     if not x.numel():  # not every device's driver may run an empty grid
         return x.new_empty(x.shape)
-    # The mean and the spread, for gradients, come back too.
-    normed: torch.Tensor = flag_gems().layer_norm(
-        contiguous(x), x.shape[-1:], weight, bias, epsilon
-    )[0]
+    hidden = x.shape[-1]
+    name = "layer_norm_persistent_kernel" if hidden <= LONGEST_ROW else "layer_norm_loop_kernel"
+    kernel = launchable(name)
+    x = contiguous(x)
+    if kernel is None:
+        # The mean and the spread, for gradients, come back too.
+        normed: torch.Tensor = flag_gems().layer_norm(x, x.shape[-1:], weight, bias, epsilon)[0]
+        return normed
+    return _launch_layer_norm(kernel, x, weight, bias, epsilon)
+
+
+def _launch_layer_norm(
+    kernel: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> torch.Tensor:
+    """A program for each row of x, which is contiguous.
+
+    FlagGems's public function tunes the kernels anew for each number of rows, which takes tenths of
+    a second: with a server's batches nearly every prefill would wait for that.
+    """
+    hidden = x.shape[-1]
+    rows = x.shape[:-1].numel()
+    block = min(1 << (hidden - 1).bit_length(), LONGEST_ROW)
+    normed = x.new_empty(x.shape)
+    # For gradients: the kernels write them.
+    mean, spread = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
+    with torch.cuda.device(x.device):
+        kernel[(rows,)](
+            x,
+            normed,
+            weight,
+            bias,
+            mean,
+            spread,
+            rows,
+            hidden,
+            epsilon,
+            block,
+            num_warps=warps(block),
+        )
     return normed
 
 

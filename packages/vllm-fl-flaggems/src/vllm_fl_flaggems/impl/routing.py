@@ -1,4 +1,4 @@
-"""Around the experts of a mixture: routing and the sum, on FlagGems's Triton kernels."""
+"""Around the experts of a mixture: routing, blocks and the sum, on FlagGems's Triton kernels."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from . import DEFAULT
 __all__ = [
     "OPS",
     "grouped_topk",
+    "moe_align_block_size",
     "moe_sum",
     "moe_topk",
     "supports_grouped_topk",
+    "supports_moe_align_block_size",
     "supports_moe_sum",
     "supports_moe_topk",
 ]
@@ -25,6 +27,8 @@ MOST = 32
 
 MOST_EXPERTS = 1024
 """The kernel without groups reads no more of a token's logits, and does not say so."""
+
+INDICES = frozenset({torch.int32, torch.int64})
 
 
 def moe_topk(
@@ -163,6 +167,78 @@ def supports_grouped_topk(
     return unsuitable("e_score_correction_bias", bias) or True
 
 
+def moe_align_block_size(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows of each expert in the order in which programs come, filled up to whole blocks.
+
+    The kernels write outside of their memory for an id below 0. What has no expert here is given
+    to one more, behind all others, whose blocks are cut off.
+
+    Args:
+        topk_ids: (tokens, topk), int32 or int64, of any layout, negative in a place without an
+            expert.
+        block_size: places of a block, at least 1.
+        num_experts: experts of all ranks together, at least 1.
+        expert_map: (num_experts,) or longer, int32, negative for an expert elsewhere, or None.
+        pad_sorted_ids: whether the first result is as long as whole blocks are.
+        ignore_invalid_experts: whether experts elsewhere have no rows.
+
+    Returns:
+        (rows and padding; the expert of each block; how many places are in use), int32.
+
+    Raises:
+        NotImplementedError: FlagGems does not load.
+    """
+    gems = flag_gems()
+    rows = topk_ids.numel()
+    most = rows + num_experts * (block_size - 1)
+    if pad_sorted_ids:
+        most = -(-most // block_size) * block_size
+    length = min(rows * block_size, most)
+    if not rows:
+        none = topk_ids.new_empty(0, dtype=torch.int32)
+        return none, none.clone(), none.new_zeros(1)
+    ids = topk_ids
+    if expert_map is not None and ignore_invalid_experts:
+        ids = torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)])
+    absent = ids < 0
+    ids = ids.masked_fill(absent, num_experts).contiguous()
+    sorted_token_ids, expert_ids, used = gems.moe_align_block_size(ids, block_size, num_experts + 1)
+    used -= (absent.sum() + block_size - 1) // block_size * block_size
+    expert_ids = expert_ids[: -(-length // block_size)]
+    if expert_map is not None and not ignore_invalid_experts:
+        # The blocks of the expert that is none are behind those in use.
+        expert_ids = expert_map[expert_ids.clamp(max=num_experts - 1)]
+    return sorted_token_ids[:length], expert_ids, used
+
+
+def supports_moe_align_block_size(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> Availability:
+    """True, or why the kernels would fail."""
+    if topk_ids.ndim != 2:
+        return f"topk_ids has {topk_ids.ndim} dimensions"
+    if block_size < 1 or num_experts < 1:
+        return f"no kernel for {num_experts} experts in blocks of {block_size}"
+    if expert_map is not None:
+        if expert_map.dtype != torch.int32 or expert_map.device != topk_ids.device:
+            return f"expert_map is {expert_map.dtype} on {expert_map.device}"
+        if expert_map.ndim != 1 or len(expert_map) < num_experts:
+            return f"expert_map is {tuple(expert_map.shape)}"
+    return unsuitable("topk_ids", topk_ids, INDICES) or True
+
+
 def moe_sum(
     input: torch.Tensor,
     topk_ids: torch.Tensor | None = None,
@@ -213,6 +289,13 @@ OPS = (
     OpImpl("moe_topk", *DEFAULT, moe_topk, available=available, supports=supports_moe_topk),
     OpImpl(
         "grouped_topk", *DEFAULT, grouped_topk, available=available, supports=supports_grouped_topk
+    ),
+    OpImpl(
+        "moe_align_block_size",
+        *DEFAULT,
+        moe_align_block_size,
+        available=available,
+        supports=supports_moe_align_block_size,
     ),
     OpImpl("moe_sum", *DEFAULT, moe_sum, available=available, supports=supports_moe_sum),
 )

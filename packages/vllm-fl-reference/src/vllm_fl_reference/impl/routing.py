@@ -1,4 +1,4 @@
-"""Around the experts of a mixture: routing, as vLLM's CPU build computes it, and the sum."""
+"""Around the experts of a mixture: routing, as vLLM's CPU build computes it, blocks and the sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from . import implementations
 
-__all__ = ["OPS", "grouped_topk", "moe_sum", "moe_topk"]
+__all__ = ["OPS", "grouped_topk", "moe_align_block_size", "moe_sum", "moe_topk"]
 
 
 def moe_topk(
@@ -114,6 +114,82 @@ def grouped_topk(
     return _scaled(weights, routed_scaling_factor), ids.int()
 
 
+def moe_align_block_size(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows of each expert in ascending order, filled up to whole blocks.
+
+    Args:
+        topk_ids: (tokens, topk), int32 or int64, negative in a place without an expert.
+        block_size: places of a block, at least 1.
+        num_experts: experts of all ranks together, at least 1.
+        expert_map: (num_experts,) or longer, int32, negative for an expert elsewhere, or None.
+        pad_sorted_ids: whether the first result is as long as whole blocks are.
+        ignore_invalid_experts: whether experts elsewhere have no rows.
+
+    Returns:
+        (rows and padding; the expert of each block; how many places are in use), int32.
+
+    Raises:
+        TypeError: topk_ids or expert_map are no such integers, or a size is none.
+        ValueError: a tensor has another shape, or a size is below 1.
+    """
+    _check_alignment(topk_ids, block_size, num_experts, expert_map)
+    rows = topk_ids.numel()
+    most = rows + num_experts * (block_size - 1)
+    if pad_sorted_ids:
+        most = (most + block_size - 1) // block_size * block_size
+    length = torch.sym_min(rows * block_size, most)
+
+    numbers = topk_ids.flatten().long()
+    if expert_map is not None and ignore_invalid_experts:
+        here = expert_map[numbers.clamp(min=0)].long()
+        numbers = torch.where(numbers < 0, numbers, here)
+    experts, order = numbers.masked_fill(numbers < 0, num_experts).sort(stable=True)
+    counts = experts.new_zeros(num_experts + 1).scatter_add_(0, experts, torch.ones_like(experts))
+    ends = ((counts[:num_experts] + block_size - 1) // block_size).cumsum(0)  # in blocks
+    starts = torch.cat((ends.new_zeros(1), ends)) * block_size
+    rank = torch.arange(rows, device=experts.device) - (counts.cumsum(0) - counts)[experts]
+
+    # What has no expert is put behind everything else, and cut off.
+    place = torch.where(experts < num_experts, starts[experts] + rank, length)
+    padding = torch.full((length + 1,), rows, dtype=torch.int32, device=experts.device)
+    sorted_token_ids = padding.scatter(0, place, order.int())[:length]
+    blocks = torch.arange((length + block_size - 1) // block_size, device=experts.device)
+    of_blocks = torch.searchsorted(ends, blocks, right=True)
+    in_use = of_blocks < num_experts
+    if expert_map is not None and not ignore_invalid_experts:
+        of_blocks = expert_map[of_blocks.clamp(max=num_experts - 1)].long()
+    expert_ids = torch.where(in_use, of_blocks, -1).int()
+    return sorted_token_ids, expert_ids, starts[-1:].int()
+
+
+def _check_alignment(
+    topk_ids: torch.Tensor, block_size: int, num_experts: int, expert_map: torch.Tensor | None
+) -> None:
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
+    if topk_ids.ndim != 2:
+        raise ValueError(f"topk_ids must be (tokens, topk), got {tuple(topk_ids.shape)}")
+    if block_size < 1 or num_experts < 1:
+        raise ValueError(
+            f"block_size and num_experts must be at least 1, got {block_size} and {num_experts}"
+        )
+    if expert_map is None:
+        return
+    if expert_map.dtype != torch.int32:
+        raise TypeError(f"expert_map must be int32, got {expert_map.dtype}")
+    if expert_map.ndim != 1 or expert_map.shape[0] < num_experts:
+        raise ValueError(
+            f"expert_map must have {num_experts} experts, got {tuple(expert_map.shape)}"
+        )
+
+
 def moe_sum(
     input: torch.Tensor,
     topk_ids: torch.Tensor | None = None,
@@ -188,4 +264,4 @@ def _scaled(weights: torch.Tensor, factor: float) -> torch.Tensor:
     return weights if factor == 1.0 else weights * factor
 
 
-OPS = implementations(moe_topk, grouped_topk, moe_sum)
+OPS = implementations(moe_topk, grouped_topk, moe_align_block_size, moe_sum)

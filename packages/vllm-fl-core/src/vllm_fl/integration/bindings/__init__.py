@@ -62,10 +62,14 @@ def places(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
 
 
 def stock_form(
-    op: str, native: Callable[..., Any] | None, consumes: frozenset[str] = frozenset()
+    op: str,
+    native: Callable[..., Any] | None,
+    consumes: frozenset[str] = frozenset(),
+    *,
+    traceable: bool = True,
 ) -> OpImpl | None:
     """vLLM's own form of an op, by the contract's parameters: the last of a plan's candidates."""
     if native is None:
         return None
     kind = BackendImplKind.REFERENCE
-    return OpImpl(op, "stock.vllm", kind, native, consumes=consumes, traceable=True)
+    return OpImpl(op, "stock.vllm", kind, native, consumes=consumes, traceable=traceable)

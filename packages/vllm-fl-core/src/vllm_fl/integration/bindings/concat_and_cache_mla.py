@@ -41,8 +41,8 @@ def _from(replaced: Bound) -> Bound:
     ) -> Tensor:
         import torch
 
-        # Demanded, and not read where nothing is quantised.
-        scale = torch.ones(1, dtype=torch.float32, device=kv_c.device)
+        # Demanded, and not read where nothing is quantised: writing it would be a launch a layer.
+        scale = torch.empty(1, dtype=torch.float32, device=kv_c.device)
         replaced(kv_c, k_pe, kv_cache, slot_mapping, "auto", scale)
         return kv_cache
 

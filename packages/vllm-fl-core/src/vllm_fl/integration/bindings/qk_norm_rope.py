@@ -6,11 +6,42 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace, put
 from ...contracts.sizes import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
+from . import rms_norm, rotary_embedding
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["BINDING"]
+
+
+def _native(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    position_ids: Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> Tensor:
+    """The two norms and the rope, each as vLLM's layers compute it.
+
+    Their results go back into the projection, as many bytes as into tensors of their own.
+    """
+    size = q_weight.shape[0]
+    query, key = (heads * size, kv_heads * size)
+    q = qkv[:, :query].reshape(-1, heads, size)
+    k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
+    q = rms_norm.native(q, None, q_weight, epsilon)
+    k = rms_norm.native(k, None, k_weight, epsilon)
+    cos, sin = cos_sin_cache.chunk(2, dim=-1)
+    turned = rotary_embedding.native(q, k, cos, sin, position_ids, rotary_interleaved)
+    for start, heads_of in zip((0, query), turned, strict=True):
+        if heads_of is not None:
+            flat = heads_of.flatten(1)
+            qkv[:, start : start + flat.shape[1]] = flat
+    return qkv
 
 
 def _to_operator(op: Bound) -> Bound:
@@ -83,13 +114,14 @@ BINDING = Binding(
             _from_operator,
             grants=("qkv",),
         ),
-        # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph; vLLM's own
-        # kernel raises there. Such a model (Gemma 3) needs an implementation that takes them.
+        # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph (Gemma 3);
+        # vLLM's own kernel raises there, so that some candidate must take them.
         FusionPlace(
             "vllm.compilation.passes.fusion.qk_norm_rope_fusion.QKNormRoPEFusionPass",
             "enable_qk_norm_rope_fusion",
             parts=("rms_norm", "rotary_embedding"),
             layers=("rotary_embedding",),
+            native=_native,
         ),
     ),
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON),

@@ -56,8 +56,8 @@ def _from(replaced: Bound) -> Bound:
     ) -> tuple[Tensor, Tensor]:
         import torch
 
-        # Demanded, and not read where nothing is quantised.
-        scale = torch.ones(1, dtype=torch.float32, device=key.device)
+        # Demanded, and not read where nothing is quantised: writing it would be a launch a layer.
+        scale = torch.empty(1, dtype=torch.float32, device=key.device)
         replaced(key, value, key_cache, value_cache, slot_mapping, "auto", scale, scale)
         return key_cache, value_cache
 

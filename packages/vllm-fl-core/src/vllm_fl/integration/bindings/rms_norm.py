@@ -10,10 +10,10 @@ from ...contracts.sizes import EPSILON, HIDDEN
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
+__all__ = ["BINDING", "native"]
 
 
-def _native(
+def native(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -129,8 +129,8 @@ _NORMS = "vllm.model_executor.layers.layernorm"
 BINDING = Binding(
     places=(
         # vLLM's fused_add_rms_norm writes over both, too.
-        LayerPlace(f"{_NORMS}.RMSNorm", _native, grants=("x", "residual"), enabled=False),
-        LayerPlace(f"{_NORMS}.GemmaRMSNorm", _native, stand_in=_GemmaAsRMSNorm, enabled=False),
+        LayerPlace(f"{_NORMS}.RMSNorm", native, grants=("x", "residual"), enabled=False),
+        LayerPlace(f"{_NORMS}.GemmaRMSNorm", native, stand_in=_GemmaAsRMSNorm, enabled=False),
         IrPlace("rms_norm", _plain),
         IrPlace("fused_add_rms_norm", _fused, grants=("x", "residual")),
         # The parameters of vLLM's CUDA build, and of its CPU one.

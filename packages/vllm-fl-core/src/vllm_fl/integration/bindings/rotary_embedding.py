@@ -13,10 +13,10 @@ from ._ropes import halves
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
+__all__ = ["BINDING", "native"]
 
 
-def _native(
+def native(
     query: Tensor,
     key: Tensor | None,
     cos: Tensor,
@@ -24,12 +24,15 @@ def _native(
     position_ids: Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
+    """As vLLM's layers compute it."""
     import torch
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    cache = torch.cat((cos, sin), dim=-1)
+    # The rows of these positions alone: the whole table may have a hundred thousand.
+    rows = torch.cat((cos[position_ids], sin[position_ids]), dim=-1)
+    at = torch.arange(rows.shape[0], device=rows.device)
     rotated: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
-        position_ids, query, key, query.shape[-1], cache.shape[-1], cache, not rotary_interleaved
+        at, query, key, query.shape[-1], rows.shape[-1], rows, not rotary_interleaved
     )
     return rotated
 
@@ -191,15 +194,15 @@ BINDING = Binding(
     places=(
         LayerPlace(
             f"{_ROPES}.RotaryEmbedding",
-            _native,
+            native,
             grants=("query", "key"),  # vLLM's own kernels write into the projections too
             adapt=_from_positions,
             subclasses=True,
         ),
-        LayerPlace(f"{_ROPES}.DeepseekScalingRotaryEmbedding", _native, adapt=_of_heads),
-        LayerPlace(f"{_ROPES}.ernie45_vl_rope.Ernie4_5_VLRotaryEmbedding", _native, adapt=_by_rows),
-        LayerPlace(f"{_ROPES}.bailing_mrope.BailingMRotaryEmbedding", _native, adapt=_by_rows),
-        LayerPlace(f"{_ROPES}.Llama4VisionRotaryEmbedding", _native, adapt=_of_patches),
+        LayerPlace(f"{_ROPES}.DeepseekScalingRotaryEmbedding", native, adapt=_of_heads),
+        LayerPlace(f"{_ROPES}.ernie45_vl_rope.Ernie4_5_VLRotaryEmbedding", native, adapt=_by_rows),
+        LayerPlace(f"{_ROPES}.bailing_mrope.BailingMRotaryEmbedding", native, adapt=_by_rows),
+        LayerPlace(f"{_ROPES}.Llama4VisionRotaryEmbedding", native, adapt=_of_patches),
         OperatorPlace(
             "_C::rotary_embedding",
             ("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"),

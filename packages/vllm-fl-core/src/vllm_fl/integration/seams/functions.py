@@ -27,7 +27,7 @@ from ..bindings import stock_form
 from ..serving import plan_now
 from .arguments import known
 
-__all__ = ["Replacements", "choose", "remove", "report", "take"]
+__all__ = ["Replacements", "choose", "own", "remove", "report", "take"]
 
 log = get_logger("engine")
 
@@ -88,6 +88,14 @@ def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Replacements:
         if fitting:
             taken[op] = tuple(fitting)
     return Replacements(taken, left)
+
+
+def own(place: FunctionPlace) -> Callable[..., Any] | None:
+    """The function of a place, as vLLM has it; None where this vLLM has none such."""
+    if _misfit(place) or place.name in _replaced:
+        return None
+    found: Callable[..., Any] = _target(place.name).function
+    return found
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ...contracts.binding import IrPlace, LayerPlace
+from ...dispatch.guard import Chain
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
-from ...plugins.types import OpImpl
 from ..bindings import installed_bindings, places, stock_form
 from ..compat import has_ir
 from ..serving import plan_now
@@ -34,6 +34,10 @@ _bound: dict[str, Callable[..., Any]] = {}
 
 _eager: WeakKeyDictionary[Plan, Mapping[str, Callable[..., Any]]] = WeakKeyDictionary()
 """The plan of an eager engine -> the same for direct calls in it."""
+
+
+_behind: WeakKeyDictionary[Plan, dict[str, list[str]]] = WeakKeyDictionary()
+"""Plan -> IR op -> the other providers, in vLLM's order: what `stock` means at some sizes."""
 
 
 def ir_ops() -> dict[str, list[IrPlace]]:
@@ -109,6 +113,8 @@ def reset_priorities(plan: Plan, vllm_config: VllmConfig) -> None:
             first = getattr(sealed, place.name)
             kept = [p for p in getattr(config, place.name) if p not in (PROVIDER, *first)]
             setattr(config, place.name, [*first, *kept])
+            others = [name for name in (*first, *kept) if name != PROVIDER]
+            _behind.setdefault(plan, {})[place.name] = others
     config.set_default()
 
 
@@ -127,27 +133,56 @@ def bind_provider(plan: Plan, digest: str) -> None:
     for op, of_op in ir_ops().items():
         from vllm import ir
 
-        impl = None if plan.mode == "eager" or plan.is_stock(op) else plan.entries[op].impl
         last = stock_form(op, natives.get(op))
         grants = frozenset(name for place in of_op for name in place.grants)
-        run = None if impl is None else _compiled(plan, op, impl, grants, last)
+        is_ours = plan.mode == "compiled" and not plan.is_stock(op)
+        chain = plan.chain(op, grants, last=last) if is_ours else None
+        run = None if chain is None else _compiled(plan, chain)
         for place in of_op:
             ir_op = getattr(ir.ops, place.name)
             ours = ir_op.impls[PROVIDER]
             _bound[place.name] = ir_op.impls["native"].impl_fn if run is None else place.route(run)
             # Such a provider may write over activations; vLLM copies what it still needs.
-            ours.inplace = bool(ir_op.allow_inplace and impl is not None and impl.consumes)
+            ours.inplace = bool(ir_op.allow_inplace and chain and chain.impls[0].consumes)
             ours.uuid = lambda: digest
         if plan.mode == "eager" and (call := plan.without_layer(op, last=last)) is not None:
-            direct |= {place.name: place.route(call) for place in of_op}
+            direct |= {place.name: _direct(plan, op, place, place.route(call)) for place in of_op}
     if direct:
         _eager[plan] = {**_bound, **direct}
 
 
-def _compiled(
-    plan: Plan, op: str, impl: OpImpl, grants: frozenset[str], last: OpImpl | None
-) -> Callable[..., Any]:
+def _direct(plan: Plan, op: str, place: IrPlace, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, where no size is stock; otherwise what hands those to the provider behind ours.
+
+    The contract's plain form would be slower there than what vLLM has.
+    """
+    from vllm import ir
+
+    entry = plan.entries[op]
+    sizes = [(ceiling, bool(impls)) for ceiling, impls in entry.by_row]
+    rest = bool(entry.candidates)
+    if rest and all(is_ours for _, is_ours in sizes):
+        return ours
+    ir_op = getattr(ir.ops, place.name)
+    behind = _behind.setdefault(plan, {})  # not the plan itself, which these functions hang on
+
+    def by_size(*args: Any, **named: Any) -> Any:
+        tokens = (args[0] if args else next(iter(named.values()))).shape[0]
+        if next((is_ours for ceiling, is_ours in sizes if tokens <= ceiling), rest):
+            return ours(*args, **named)
+        for name in behind.get(place.name, ()):
+            impl = ir_op.impls[name]
+            if impl.supported and impl.supports_args(*args, **named):
+                # A provider may write over its arguments; this form of it does not.
+                return getattr(impl, "func_impl_fn", impl.impl_fn)(*args, **named)
+        return ir_op.impls["native"].impl_fn(*args, **named)
+
+    return by_size
+
+
+def _compiled(plan: Plan, chain: Chain) -> Callable[..., Any]:
     """The op by the contract's parameters, as compiled code calls it."""
-    if is_opaque(impl):
-        return opaque_op(plan.chain(op, grants, last=last), plan.counting, plan.place).fn
-    return plan.counting(impl.fn, op, impl.impl_id)
+    first = chain.impls[0]
+    if chain.rows or is_opaque(first):
+        return opaque_op(chain, plan.counting, plan.place).fn
+    return plan.counting(first.fn, chain.op, first.impl_id)

@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...contracts import OpSpec
-from ...contracts.binding import Binding, Bound, OperatorPlace
+from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace
 from ...engine.plan import Plan
 from ...errors import VllmFLError
 from ...logs import get_logger
@@ -37,7 +37,16 @@ from . import empty
 from .arguments import known
 from .layers import layer_table
 
-__all__ = ["Overrides", "choose", "operator_note", "overriders", "remove", "report", "take"]
+__all__ = [
+    "Overrides",
+    "choose",
+    "operator_note",
+    "overriders",
+    "own",
+    "remove",
+    "report",
+    "take",
+]
 
 log = get_logger("engine")
 
@@ -111,9 +120,14 @@ def choose(
             continue
         found, why = _fitting(places, _dispatch_key(device))
         left[op] = why
-        first = plan.callable(op)[0]
-        own = _calls_of(first, plan.contracts[op], {p.name for p in found}, device, dtype)
-        left[op] |= dict.fromkeys(sorted(own), f"{first.impl_id} calls it itself")
+        own: set[str] = set()
+        # What a pass of vLLM's compiler finds may be a call that vLLM's kernel cannot take: there
+        # the chain has to be asked.
+        by_pass = any(isinstance(place, FusionPlace) for place in binding.places)
+        for first in () if by_pass else _firsts(plan, op):
+            calls = _calls_of(first, plan.contracts[op], {p.name for p in found}, device, dtype)
+            left[op] |= dict.fromkeys(sorted(calls - own), f"{first.impl_id} calls it itself")
+            own |= calls
         taken[op] = tuple(place for place in found if place.name not in own)
         for place in taken[op]:
             other = owners.setdefault(place.name, op)
@@ -129,6 +143,12 @@ def choose(
         left,
         _to_define(owners, bindings, reads=plan.mode == "compiled"),
     )
+
+
+def _firsts(plan: Plan, op: str) -> Sequence[OpImpl]:
+    """What an operator of the op runs first: of each row, where it is ordered by size."""
+    firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
+    return firsts or plan.callable(op)[:1]
 
 
 def _to_define(
@@ -148,6 +168,18 @@ def _to_define(
         empty.Definition(name, schema, ops.get(name, ""))
         for name, schema in sorted(schemas.items())
     )
+
+
+def own(place: OperatorPlace, device: torch.device) -> Callable[..., Any] | None:
+    """The operator of a place, as vLLM has it; None where this vLLM has none such."""
+    if _schema(place.name) is None or _misfit(place, _dispatch_key(device)):
+        return None
+    namespace, _, name = place.name.partition("::")
+    name, _, overload = name.partition(".")
+    found: Callable[..., Any] = getattr(
+        getattr(getattr(torch.ops, namespace), name), overload or "default"
+    )
+    return found
 
 
 def _dispatch_key(device: torch.device) -> str:

@@ -1,0 +1,341 @@
+"""Accepting a table: a model served with it and without it, in turns.
+
+Two engines lie side by side, each in a process of its own, and one of them works at a time. Every
+round visits both with each phase, beginning with the other one each time. A ratio is taken inside a
+round, so that what else the machine does meanwhile falls on both sides. Where a process happens to
+lie in memory makes it faster or slower for as long as it lives: half of the rounds are those of a
+second pair of engines, which also shows whether the table gives the same plan and the same tokens
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..errors import VllmFLError
+from ..integration.workload import Visit
+from ..settings.schema import CONFIG, Settings
+from ..settings.table import Table, Verdict, read_table
+from ._report import ReportFile
+from ._show import UsageError, print_json, print_table, say
+
+__all__ = ["add_arguments", "judged", "run"]
+
+ROUNDS = 10
+STARTS = 2
+
+LEAST = 0.98
+"""The smallest share of the default's speed at which a table is not slower: engines of one kind
+differ by a percent or two from start to start."""
+
+COMMAND = (sys.executable, "-P", "-m", "vllm_fl.integration.workload")
+
+START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0
+"""Seconds until an engine that says nothing is given up; a large model is read for minutes."""
+
+VISIT = 1.0
+"""Seconds that a decoding visit shall take."""
+
+LENGTH = 512
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+PHASES = {
+    # A prompt of one token: every step has the shape of a decoding step.
+    "decode, batch 1": Visit("", 1, 1, 16),
+    "decode, batch 8": Visit("", 8, 1, 16),
+    "prefill, 256 tokens": Visit("", 1, 256, 1, repeats=4),
+}
+
+TABLED, DEFAULT = "with the table", "without it"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the engines did.
+
+    Args:
+        seconds: (engine, phase) -> the seconds of a step, for each round.
+        tokens: for each start of the engine with the table, what it answered in each visit.
+        digests: for each start of it, the digest of its plan.
+    """
+
+    seconds: Mapping[tuple[str, str], Sequence[float]]
+    tokens: Sequence[object]
+    digests: Sequence[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `vllm-fl tune` takes for it."""
+    parser.add_argument(
+        "--accept",
+        metavar="FILE",
+        help="measure no op: serve the model of --model with this table and without it, and write "
+        "into the file whether it may act. Of the other options it takes --rounds and --json",
+    )
+    parser.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        help=f"of --accept: how often each engine is visited with each phase; default: {ROUNDS}",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve the workload, write the verdict into the table's file, and say it.
+
+    Returns:
+        The exit status: 0 where the table is accepted, 1 where it is not.
+
+    Raises:
+        SettingsError: the file is no table.
+        UsageError: it cannot be written, or the model is not there.
+        VllmFLError: an engine failed, or the table does not hold in it: nothing is written.
+    """
+    path, model = arguments.accept, arguments.model
+    rounds = ROUNDS if arguments.rounds is None else arguments.rounds
+    table = read_table(path, key="--accept", origin="--accept")
+    if model is None:
+        raise UsageError("--accept takes --model DIR: it serves the model")
+    if not (Path(model) / "config.json").is_file():
+        raise UsageError(f"--model {model}: it has no config.json")
+    if rounds < STARTS:
+        raise UsageError(f"--rounds {rounds}: at least {STARTS}")
+    with ReportFile(path, "--accept") as file:
+        started = time.monotonic()
+        served = _serve(table, path, model, -(-rounds // STARTS))
+        verdict = judged(served)
+        file.write(dataclasses.replace(table, accepted=verdict).text)
+    took = time.monotonic() - started
+    if arguments.json:
+        print_json(table=path, digest=table.digest, seconds=took, **dataclasses.asdict(verdict))
+    else:
+        _show(served, verdict)
+        state = "accepted" if verdict.accepted else "not accepted"
+        say(f"\nThe table {path} ({table.digest}) is {state}: {verdict.reason}. {took:.0f} s.")
+    return 0 if verdict.accepted else 1
+
+
+def judged(served: Served) -> Verdict:
+    """The verdict on what the engines did."""
+    ratios = {phase: _ratios(served, phase) for phase in PHASES}
+    figures: dict[str, float] = {"rounds": len(ratios[next(iter(PHASES))])}
+    for phase, values in ratios.items():
+        low, median, high = _quartiles(values)
+        figures |= {f"{phase}: ratio": median, f"{phase}: low": low, f"{phase}: high": high}
+    slower = [
+        f"{phase} at {statistics.median(values):.3f} of the default's speed"
+        for phase, values in ratios.items()
+        if statistics.median(values) < LEAST
+    ]
+    if len({*served.digests}) > 1:
+        reason = f"two starts made different plans ({', '.join(served.digests)})"
+    elif any(tokens != served.tokens[0] for tokens in served.tokens):
+        reason = "two starts answered the same prompts with different tokens"
+    elif slower:
+        reason = f"slower: {', '.join(slower)}"
+    else:
+        least = min(statistics.median(values) for values in ratios.values())
+        reason = f"reproduced, and at every phase at least {least:.3f} of the default's speed"
+        return Verdict(True, reason, _now(), figures)
+    return Verdict(False, reason, _now(), figures)
+
+
+def _ratios(served: Served, phase: str) -> list[float]:
+    pairs = zip(served.seconds[DEFAULT, phase], served.seconds[TABLED, phase], strict=True)
+    return [default / tabled for default, tabled in pairs]
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _show(served: Served, verdict: Verdict) -> None:
+    rows = []
+    for phase, visit in PHASES.items():
+        tokens = visit.batch * (visit.prompt_tokens if visit.new_tokens == 1 else 1)
+        speeds = [
+            f"{tokens / statistics.median(served.seconds[engine, phase]):.1f}"
+            for engine in (DEFAULT, TABLED)
+        ]
+        of = {
+            name: f"{verdict.figures[f'{phase}: {name}']:.3f}" for name in ("ratio", "low", "high")
+        }
+        rows.append([phase, *speeds, of["ratio"], f"{of['low']}-{of['high']}"])
+    print_table(["phase", f"tokens/s {DEFAULT}", TABLED, "ratio", "quartiles"], rows)
+
+
+def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
+    seconds: dict[tuple[str, str], list[float]] = {}
+    tokens, digests = [], []
+    phases = PHASES
+    for start in range(STARTS):
+        with contextlib.ExitStack() as stack:
+            order = (DEFAULT, TABLED) if start % 2 == 0 else (TABLED, DEFAULT)
+            engines = {
+                name: stack.enter_context(_running(name, table, path, model)) for name in order
+            }
+            digests.append(_checked(engines))
+            warm = {name: _warmed_up(engine, phases) for name, engine in engines.items()}
+            if start == 0:
+                phases = _fitted(phases, warm)
+                for engine in engines.values():
+                    _warmed_up(engine, phases)
+            answered = []
+            for number in range(rounds):
+                for phase, visit in phases.items():
+                    seeded = dataclasses.replace(visit, seed=f"{phase} {number}")
+                    turn = number % len(order)
+                    for name in (*order[turn:], *order[:turn]):
+                        # An idle process's memory may have been reclaimed: its first tokens take
+                        # longer, and are not timed.
+                        engines[name].visit(
+                            dataclasses.replace(visit, seed=f"again {number}", repeats=1)
+                        )
+                        done = engines[name].visit(seeded)
+                        seconds.setdefault((name, phase), []).append(_of_steps(done["steps"]))
+                        if name == TABLED:
+                            answered.append(done["tokens"])
+                say(f"start {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
+            tokens.append(answered)
+    return Served(seconds, tokens, digests)
+
+
+def _checked(engines: Mapping[str, _Engine]) -> str:
+    """The digest of the plan with the table; VllmFLError where it is not the table's."""
+    told, other = (engines[name].report["table"] for name in (TABLED, DEFAULT))
+    if told is None or other is not None:
+        raise VllmFLError(
+            f"The engines cannot be told apart: {CONFIG} overrides VLLM_FL_TABLE. Unset it, or "
+            "leave the table out of its file and set its other settings by variables"
+        )
+    if not told["acts"]:
+        raise VllmFLError(f"{told['reason']}. Nothing was written")
+    for op, why in told["left_out"].items():
+        raise VllmFLError(
+            f"The table's rows of op '{op}' have no effect: {why}. Measure again with "
+            "`vllm-fl tune`; nothing was written"
+        )
+    return str(engines[TABLED].report["digest"])
+
+
+def _warmed_up(engine: _Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
+    """Show an engine each phase, twice; the seconds of a step by phase."""
+    found = {}
+    for phase, visit in phases.items():
+        for number in range(2):
+            done = engine.visit(dataclasses.replace(visit, seed=f"warm {phase} {number}"))
+        found[phase] = _of_steps(done["steps"])
+    return found
+
+
+def _fitted(
+    phases: Mapping[str, Visit], warm: Mapping[str, Mapping[str, float]]
+) -> dict[str, Visit]:
+    """The phases with as many new tokens as a decoding visit has time for."""
+    fitted = {}
+    for phase, visit in phases.items():
+        step = min(of_engine[phase] for of_engine in warm.values())
+        is_decode = visit.new_tokens > 1
+        new = min(max(round(VISIT / step), 8), 64) if is_decode else visit.new_tokens
+        fitted[phase] = dataclasses.replace(visit, new_tokens=new)
+    return fitted
+
+
+def _of_steps(steps: Sequence[float]) -> float:
+    """The seconds of a step: what else a machine does only ever makes one longer."""
+    ordered = sorted(steps)
+    return ordered[len(ordered) // 4]
+
+
+class _Engine:
+    """A running engine, idle until it is asked."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        self.name, self.process, self.log = name, process, log
+        self.report: dict[str, Any] = self._answer(START_TIMEOUT)["report"]
+
+    def visit(self, visit: Visit) -> dict[str, Any]:
+        """Let it generate: `tokens` per prompt, and the seconds of each of its `steps`."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its log says why
+            print(json.dumps(vars(visit)), file=self.process.stdin, flush=True)
+        return self._answer(ANSWER_TIMEOUT)
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            line = self.process.stdout.readline() if selector.select(timeout) else ""
+        if not line:
+            end = self.log.read_text(errors="replace")[-4000:]
+            raise VllmFLError(
+                f"The engine {self.name} failed, or did not answer within {timeout:.0f} s; nothing "
+                f"was written. The end of its log:\n{end}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextlib.contextmanager
+def _running(name: str, table: Table, path: str, model: str) -> Iterator[_Engine]:
+    """Start an engine, and end all its processes at the end."""
+    say(f"starting an engine {name}", error=True)
+    has_weights = any(next(Path(model).glob(kind), None) for kind in WEIGHTS)
+    options = {
+        "dtype": table.dtype,
+        "enforce_eager": table.mode == "eager",
+        "max_model_len": LENGTH,
+        "max_num_seqs": 16,
+        "gpu_memory_utilization": 0.45,  # two engines side by side
+        **({} if has_weights else {"load_format": "dummy"}),
+    }
+    named = {
+        Settings.table.variable: os.path.abspath(path),
+        Settings.table_unaccepted.variable: "1",
+    }
+    without = {key: value for key, value in os.environ.items() if key not in named}
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        **without,
+        **(named if name == TABLED else {}),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        request = json.dumps({"model": model, "options": options})
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [*COMMAND, request],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            yield _Engine(name, process, log)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()

@@ -1,0 +1,122 @@
+"""The table that the settings name, as the verbs show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..engine.tables import here, left_out, unaccepted
+from ..plugins.registry import RegistrySnapshot
+from ..settings.schema import Settings
+from ..settings.table import DEFAULT, Figure, Pinned, TunedOp
+from ._show import UsageError, print_table, say
+from .verify import device_of
+
+__all__ = ["as_json", "obstacle", "say_figures", "summary"]
+
+FIGURES = [
+    "tokens",
+    "implementation",
+    "µs",
+    "quartiles",
+    "n",
+    "x default",
+    "of bandwidth",
+    "verdict",
+]
+
+
+def obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
+    """Why the table has no effect on this machine, or None; of a model it says nothing."""
+    if settings.pinned is None:
+        return None
+    try:
+        device = device_of(None)
+    except UsageError as error:
+        return str(error)
+    table = settings.pinned.table
+    return table.differs(here(table, snapshot, device, serves=False)) or unaccepted(settings)
+
+
+def summary(pinned: Pinned) -> str:
+    """What the table was measured for, one line."""
+    table = pinned.table
+    verdict = table.accepted
+    if verdict is None:
+        judged = "never accepted"
+    else:
+        judged = f"{'' if verdict.accepted else 'not '}accepted {verdict.date[:10]}"
+        judged += f" ({verdict.reason})" * (not verdict.accepted)
+    model = table.model or "a model of its sizes"
+    return f"T{pinned.origin[1:]} for {model} ({table.mode}, {table.dtype}), {judged}"
+
+
+def as_json(
+    settings: Settings, snapshot: RegistrySnapshot, op: str | None = None
+) -> dict[str, Any] | None:
+    """The table as JSON data: its rows, and with `op` that op's rows, figures and why they idle."""
+    pinned = settings.pinned
+    if pinned is None:
+        return None
+    table = pinned.table
+    content: dict[str, Any] = {
+        "file": pinned.file,
+        "digest": pinned.digest,
+        "model": table.model,
+        "mode": table.mode,
+        "dtype": table.dtype,
+        "date": table.date,
+        "identity": dict(table.identity),
+        "accepted": table.accepted is not None and table.accepted.accepted,
+    }
+    if op is None:
+        return content | {"rows": {each: _rows(tuned) for each, tuned in table.ops.items()}}
+    tuned = table.ops.get(op)
+    if tuned is None:
+        return content | {"rows": [], "figures": [], "obstacle": "it does not name the op"}
+    why = obstacle(settings, snapshot) or left_out(table, snapshot).get(op)
+    if why is None and settings.policy.names(op):
+        why = "a list of yours orders the op"
+    figures = [_figure(tuned, figure) for figure in tuned.figures]
+    return content | {"rows": _rows(tuned), "figures": figures, "obstacle": why}
+
+
+def say_figures(told: dict[str, Any], pinned: Pinned) -> None:
+    """What the table says of one op, as `as_json` tells it."""
+    say(f"\n{summary(pinned)}.")
+    if told["obstacle"]:
+        say(f"It does not order this op here: {told['obstacle']}.")
+    elif all(row["impl"] == DEFAULT for row in told["rows"]):
+        say("Nobody beat the default: it leaves the order of this op as it is.")
+    else:
+        say("It orders this op in such engines, for a model of its sizes.")
+    if told["rows"]:
+        rows = [f"up to {row['up_to']} tokens {row['impl']}" for row in told["rows"]]
+        say(f"Rows: {', '.join(rows)}; beyond them the default.")
+    if told["figures"]:
+        print_table(FIGURES, [_cells(figure) for figure in told["figures"]])
+
+
+def _rows(tuned: TunedOp) -> list[dict[str, Any]]:
+    return [{"up_to": row.up_to, "impl": row.impl} for row in tuned.rows]
+
+
+def _figure(tuned: TunedOp, figure: Figure) -> dict[str, Any]:
+    row = next((row for row in tuned.rows if figure.tokens <= row.up_to), None)
+    chosen = DEFAULT if row is None else row.impl
+    serves = tuned.default if chosen == DEFAULT else chosen
+    return {**vars(figure), "serves": figure.impl == serves}
+
+
+def _cells(figure: dict[str, Any]) -> list[object]:
+    timed = figure["us"] is not None
+    verdict = figure["rejected"] or ("serves" if figure["serves"] else None)
+    return [
+        figure["tokens"],
+        figure["impl"],
+        f"{figure['us']:.2f}" if timed else None,
+        f"{figure['low']:.2f}-{figure['high']:.2f}" if timed and figure["low"] else None,
+        figure["n"] or None,
+        None if figure["ratio"] is None else f"{figure['ratio']:.3f}",
+        None if figure["copy_share"] is None else f"{figure['copy_share']:.0%}",
+        verdict,
+    ]

@@ -1,0 +1,396 @@
+"""The work of `vllm-fl tune`: every op at every number of tokens, kept as it is done."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..contracts import ModelSizes
+from ..contracts.binding import Binding, FusionPlace, IrPlace, LayerPlace
+from ..dispatch.manager import OpManager
+from ..dispatch.resolver import Stock
+from ..plugins.calling import rejections
+from ..plugins.registry import Owner
+from ..plugins.types import OpImpl
+from ..settings.policy import Mode
+from ..settings.table import DEFAULT, Table, TunedOp
+from ..text import quote
+from ._part import PartFile
+from ._show import say
+from ._watch import TookTooLong, Watch
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..engine.timing import Measured
+    from ..engine.tuning import Contender, OpTuning
+
+__all__ = ["STOCK", "Subject", "Work"]
+
+STOCK = "stock"
+"""vLLM's own form of an op, in tables and options."""
+
+CLOCK = time.perf_counter
+"""What calls are timed with, seconds."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tuned for.
+
+    Args:
+        name: the model, as the user named it.
+        sizes: on one rank; the last of `tokens` is the largest number that is measured.
+        tokens: the numbers of tokens to measure, in ascending order.
+        mode: how the engine will run it.
+        dtype, device: of the model.
+        absent: the ops that it cannot have.
+    """
+
+    name: str
+    sizes: ModelSizes
+    tokens: tuple[int, ...]
+    mode: Mode
+    dtype: torch.dtype
+    device: torch.device
+    absent: frozenset[str]
+
+    @property
+    def told(self) -> dict[str, float]:
+        """The sizes that are known, by name."""
+        sizes = self.sizes
+        own = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
+        own = {name: value for name, value in own.items() if name not in ("more", "tokens")}
+        return {name: value for name, value in {**own, **sizes.more}.items() if value is not None}
+
+
+class Work:
+    """The ops of a subject that have more than one candidate, and what came of them.
+
+    Args:
+        manager: knows the implementations and the policy.
+        subject: what is tuned for.
+        bindings: of every op.
+        ops, impls: which; None for all. The default is always among the candidates.
+    """
+
+    def __init__(
+        self,
+        manager: OpManager,
+        subject: Subject,
+        bindings: Mapping[str, Binding],
+        *,
+        ops: Sequence[str] | None,
+        impls: Sequence[str] | None,
+    ) -> None:
+        self.manager, self.subject = manager, subject
+        self.remarks: list[str] = []
+        self.taken_over = 0
+        self._bindings, self._impls = bindings, impls
+        self._owners: dict[str, Owner] = {}
+        self._seconds = 0.0
+        self._without_stock = ""
+        self._hung: dict[tuple[str, int], dict[str, str]] = {}
+        self._found: dict[tuple[str, int], Measured] = {}
+        specs = manager.registry.snapshot().contracts
+        self._tunings = {
+            op: tuning
+            for op in specs
+            if (not ops or op in ops) and (tuning := self._tuning(op, explicit=bool(ops)))
+        }
+        if self._without_stock:
+            self.remarks.append(f"vLLM's own forms were not measured: {self._without_stock}")
+
+    @property
+    def units(self) -> int:
+        """How many measurements there are, each an op at one number of tokens."""
+        return len(self._tunings) * len(self.subject.tokens)
+
+    @property
+    def done(self) -> int:
+        """How many are there."""
+        return len(self._found)
+
+    @property
+    def heading(self) -> dict[str, dict[str, str]]:
+        """What the measurements are good for."""
+        from ..engine.identity import identity
+        from ..engine.verification import dtype_name
+
+        subject = self.subject
+        told = {name: f"{value:g}" for name, value in subject.told.items()}
+        return {
+            "identity": identity(subject.device, self._owners.values()),
+            "arguments": {
+                "model": subject.name,
+                "mode": subject.mode,
+                "dtype": dtype_name(subject.dtype),
+                "tokens": ",".join(map(str, subject.tokens)),
+                **{f"size {name}": value for name, value in told.items()},
+            },
+            "candidates": {
+                op: " ".join([tuning.default, "of", *(c.name for c in tuning.contenders)])
+                for op, tuning in self._tunings.items()
+            },
+        }
+
+    # Who is compared.
+
+    def _tuning(self, op: str, *, explicit: bool) -> OpTuning | None:
+        """How an op is measured; None, with a remark where it is worth one, where it is not."""
+        from ..engine.tuning import OpTuning
+        from ..engine.verification import dtype_name
+
+        subject, spec = self.subject, self.manager.registry.snapshot().contracts[op]
+        if op in subject.absent and not explicit:
+            return None
+        if dtype_name(subject.dtype) not in spec.dtypes:
+            if explicit:
+                known = ", ".join(spec.dtypes)
+                self.remarks.append(f"{op}: left out, since its contract is for {known}")
+            return None
+        selected = self.manager.trace(
+            op, mode=subject.mode, engine=True, without_layer=subject.mode == "compiled"
+        ).selected
+        default = STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
+        kept = self._contenders(op, {*self._impls, default} if self._impls else None)
+        if len(kept) < 2 and not explicit:
+            return None
+        if default not in [c.name for c in kept]:
+            why = f"its default, {default or 'nothing'}, has no function to measure"
+        elif len(kept) < 2:
+            why = f"{default} is its only candidate"
+        else:
+            tuning = OpTuning(
+                spec,
+                kept,
+                str(default),
+                subject.mode,
+                subject.dtype,
+                subject.device,
+                subject.sizes,
+                seed=random.SystemRandom().randrange(1 << 32),
+                clock=CLOCK,
+            )
+            if tuning.forms:
+                owners = self.manager.registry.snapshot().owners
+                for contender in kept:
+                    owner = owners.get((op, contender.name))
+                    if owner is not None:
+                        self._owners[owner.distribution or owner.plugin] = owner
+                return tuning
+            names = ", ".join(rule.name for rule in self._bindings[op].sizes)
+            why = f"the sizes that it needs are not all told ({names})"
+        self.remarks.append(f"{op}: left out, since {why}")
+        return None
+
+    def _contenders(self, op: str, names: set[str | None] | None) -> list[Contender]:
+        """Every implementation that can run and that nobody denies, and vLLM's own form.
+
+        Args:
+            op: the op.
+            names: only these; None for all.
+        """
+        from ..engine.tuning import Contender
+
+        manager, compiled = self.manager, self.subject.mode == "compiled"
+        installed = manager.registry.snapshot().impls_by_op.get(op, ())
+        denied = rejections(manager.registry.plugins, manager.settings, op, installed)
+        found = [
+            Contender(impl.impl_id, (impl,))
+            for impl in installed
+            if isinstance(impl, OpImpl)
+            and (names is None or impl.impl_id in names)
+            and not manager.policy.refuses(impl)
+            and impl.impl_id not in denied
+            and not (compiled and impl.needs_layer)
+            and impl.availability() is True
+        ]
+        own = self._stock(op) if names is None or STOCK in names else ()
+        return [*found, Contender(STOCK, own, bare=True)] if own else found
+
+    def _stock(self, op: str) -> tuple[OpImpl, ...]:
+        if self._without_stock or op not in self._bindings:
+            return ()
+        try:
+            from ..integration.stock import stock_forms
+
+            return stock_forms(op, self._bindings[op], self.subject.mode, self.subject.device)
+        except Exception as error:  # no vLLM here, or one that cannot be imported
+            self._without_stock = quote(error)
+            return ()
+
+    # Measuring.
+
+    def take_over(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """What an earlier run has measured."""
+        from ..engine.timing import Measured
+
+        for line in lines:
+            if "hung" in line:
+                reasons = self._hung.setdefault((line["op"], line["tokens"]), {})
+                reasons[line["hung"]] = "did not come back, and ended the run that measured it"
+            else:
+                self._found[line["op"], line["measured"]["tokens"]] = Measured(**line["measured"])
+                self._seconds += line["seconds"]
+        for unit, reasons in self._hung.items():
+            if unit in self._found:
+                self._found[unit].rejected |= reasons
+        self.taken_over = len(self._found)
+
+    def run(self, part: PartFile, limit: float) -> None:
+        """Measure what is not there yet; each measurement is in `part` as soon as it is done.
+
+        Args:
+            part: where it is kept.
+            limit: seconds that one call may take.
+
+        Raises:
+            OSError: it cannot be kept.
+            KeyboardInterrupt: the user wants no more.
+        """
+        import torch
+
+        left = [u for u in self._units() if u not in self._found]
+        progress = _Progress(self.units, self.done, sum(map(_weight, left)))
+        running = ["", 0, ""]
+
+        def stuck() -> None:
+            """A call is in native code and ends by no signal: the process must go."""
+            op, tokens, name = running
+            part.append({"op": op, "tokens": tokens, "hung": name})
+            told = f"{op}, {tokens} tokens: {name} does not come back and cannot be given up"
+            say(f"vllm-fl: {told}; the same command goes on without it", error=True)
+            for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
+                stream.flush()
+            os._exit(1)
+
+        watch = Watch(self.units, limit, stuck)
+
+        @contextmanager
+        def over(name: str) -> Iterator[None]:
+            running[2] = name
+            try:
+                with watch.call(name):
+                    yield
+            except TookTooLong as error:
+                raise TimeoutError(f"given up after {limit:g} s") from error
+
+        with watch:
+            for op, tuning in self._tunings.items():
+                tuning.over = over
+                for tokens in self.subject.tokens:
+                    running[:2] = op, tokens
+                    known = self._hung.get((op, tokens))
+                    if (op, tokens) not in self._found:
+                        found = self._kept(part, op, partial(tuning.measure, tokens, known))
+                        progress.tell(op, found)
+                for tokens in reversed(self.subject.tokens):
+                    running[:2] = op, tokens
+                    found = self._found[op, tokens]
+                    if found.promoted != DEFAULT and not found.again:
+                        self._kept(part, op, partial(tuning.measure_again, found))
+                        progress.tell_again(op, found)
+                tuning.forget()
+                if self.subject.mode == "compiled":
+                    torch._dynamo.reset()
+
+    def _units(self) -> Iterator[tuple[str, int]]:
+        return ((op, tokens) for op in self._tunings for tokens in self.subject.tokens)
+
+    def _kept(self, part: PartFile, op: str, measure: Callable[[], Measured]) -> Measured:
+        start = time.monotonic()
+        found = measure()
+        seconds = round(time.monotonic() - start, 3)
+        part.append({"op": op, "measured": asdict(found), "seconds": seconds})
+        self._seconds += seconds
+        self._found[op, found.tokens] = found
+        return found
+
+    def _inlined(self, op: str, tuning: OpTuning) -> frozenset[str]:
+        """Whose code a compiler takes into the model's graph, and not as one operator."""
+        from ..engine.opaque import is_opaque
+
+        traced = (LayerPlace, IrPlace, FusionPlace)
+        places = self._bindings[op].places if op in self._bindings else ()
+        if self.subject.mode != "compiled" or not any(isinstance(p, traced) for p in places):
+            return frozenset()
+        contenders = tuning.contenders
+        return frozenset(
+            c.name for c in contenders if c.name == STOCK or not any(map(is_opaque, c.impls))
+        )
+
+    def table(self) -> Table:
+        """What came of it."""
+        from ..engine.identity import contract_digest
+        from ..engine.timing import rows_of
+
+        subject, heading = self.subject, self.heading
+        ops = {}
+        for op, tuning in self._tunings.items():
+            measured = [self._found[op, tokens] for tokens in subject.tokens]
+            figures = tuple(figure for one in measured for figure in one.figures())
+            digest = contract_digest(tuning.spec)
+            rows = rows_of(measured, self._inlined(op, tuning))
+            ops[op] = TunedOp(digest, tuning.default, rows, figures)
+        return Table(
+            heading["identity"],
+            subject.mode,
+            heading["arguments"]["dtype"],
+            subject.told,
+            subject.name,
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            round(self._seconds, 1),
+            ops,
+        )
+
+
+class _Progress:
+    """A line on stderr for each measurement, with how long the rest is likely to take."""
+
+    def __init__(self, units: int, done: int, left: float) -> None:
+        self._units, self._done, self._left = units, done, left
+        self._before, self._start = left, time.monotonic()
+
+    def tell(self, op: str, found: Measured) -> None:
+        """One is done."""
+        self._done += 1
+        self._left -= _weight((op, found.tokens))
+        spent = time.monotonic() - self._start
+        rest = spent / max(self._before - self._left, 1e-9) * self._left
+        where = f"[{100 * self._done // self._units:3} %] {op}, {found.tokens} tokens"
+        say(f"{where}: {_outcome(found)}; about {rest:.0f} s left", error=True)
+
+    def tell_again(self, op: str, found: Measured) -> None:
+        """One that won was measured a second time."""
+        what = "holds" if found.winner == found.promoted else "does not hold: default"
+        say(f"        {op}, {found.tokens} tokens: {found.promoted} again: {what}", error=True)
+
+
+def _weight(unit: tuple[str, int]) -> float:
+    """How long a measurement takes beside others, roughly."""
+    return 1.0 + unit[1] / 1024
+
+
+def _outcome(found: Measured) -> str:
+    figures = {figure.impl: figure for figure in found.figures() if figure.us is not None}
+    told = []
+    winner = figures.get(found.promoted)
+    if winner is not None:
+        speed = f"{winner.ratio:.2f} times as fast as {found.default}"
+        told.append(f"{winner.impl} {winner.us:.1f} µs, {speed}")
+    else:
+        default = figures.get(found.default)
+        speed = "not timed" if default is None else f"{default.us:.1f} µs"
+        told.append(f"{found.default} stays, {speed}")
+    if found.rejected:
+        told.append(f"left out: {', '.join(found.rejected)}")
+    return "; ".join(told)

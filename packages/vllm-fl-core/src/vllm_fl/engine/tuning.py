@@ -1,0 +1,658 @@
+"""Measuring the candidates of an op as they serve: at one number of tokens, all of them in turn.
+
+For `vllm-fl tune` alone. No engine imports it: a choice that is measured at every start may be
+another one at every start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+
+from ..contracts import ModelSizes, OpSpec, Sample
+from ..dispatch.guard import call_guard
+from ..dispatch.resolver import Candidate, Trace
+from ..errors import AllFailedError
+from ..plugins.forms import asked_for
+from ..plugins.types import OpImpl
+from ..settings.policy import Mode
+from ..text import quote
+from .guarded import Guarded, rows_of
+from .plan import Plan, PlanEntry
+from .preflight import Form, Trials, repeated
+from .timing import ROOM, Measured, Timer, in_turn, quartiles, ratios
+from .verification import LayerFactory, as_call, compare
+
+__all__ = ["Contender", "OpTuning", "cold_bytes"]
+
+SCREENING, FINALS, FINALISTS = 5, 11, 3
+"""Rounds in which everybody is timed; those of the finals; how many come into these, the default
+apart."""
+
+ROUND = 400e-6
+"""Seconds that a round of one form lasts at least: a clock's own noise must not count."""
+
+LONGEST = 10e-3
+"""Seconds after which a round on a CPU makes no further call: on a busy one a call that takes
+microseconds may take milliseconds, many times over."""
+
+MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
+"""Calls in one round, each with arguments of its own, and what these may occupy."""
+
+WARM_UP = 3
+
+LOWERED_BY = "inductor"
+
+Over = Callable[[str], AbstractContextManager[None]]
+"""(whose code runs) -> a block that raises TimeoutError where it takes too long."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Somebody who is compared.
+
+    Args:
+        name: an implementation's id, or `stock`.
+        impls: the implementation. vLLM may have several functions for one op, each for some calls:
+            of these the first that gets a call right is what is timed.
+        bare: whether the caller calls it without a guard, as vLLM does its own.
+    """
+
+    name: str
+    impls: tuple[OpImpl, ...]
+    bare: bool = False
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What is timed for one form of the op.
+
+    Args:
+        impl: the implementation.
+        call: the same as it serves, by the contract's parameters.
+        bare: whether it is vLLM's own, whose callers take its results in any layout.
+    """
+
+    impl: OpImpl
+    call: Callable[..., Any]
+    bare: bool
+
+
+@dataclass
+class OpTuning:
+    """One op of a model on a device.
+
+    Args:
+        spec: its contract.
+        contenders: who is compared, the default among them.
+        default: the name of what runs without a table.
+        mode: how the engine runs the model.
+        dtype, device: the model's.
+        sizes: the model's, on one rank; `tokens` ends with the largest batch.
+        seed: for the inputs.
+        clock: seconds; a test has one of its own.
+        over: who limits how long a call may take.
+        layer_for: who makes the layer for an implementation that needs one.
+    """
+
+    spec: OpSpec
+    contenders: Sequence[Contender]
+    default: str
+    mode: Mode
+    dtype: torch.dtype
+    device: torch.device
+    sizes: ModelSizes
+    seed: int = 0
+    clock: Callable[[], float] = time.perf_counter
+    over: Over = field(default=lambda name: nullcontext())
+    layer_for: LayerFactory | None = None
+    _functions: dict[tuple[str, int, int], Callable[..., Any] | Exception] = field(
+        default_factory=dict, init=False
+    )
+    _wholes: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def _trials(self) -> Trials:
+        return Trials(self.spec, self.dtype, self.device, self.sizes, self.seed)
+
+    @property
+    def forms(self) -> list[Form]:
+        """The calls that the model makes of the op; none where its sizes are not told."""
+        return self._trials.forms
+
+    def measure(self, tokens: int, known: Mapping[str, str] | None = None) -> Measured:
+        """Check everybody at this number of tokens, and time who is right.
+
+        Args:
+            tokens: rows of the calls.
+            known: who is not even tried, and why.
+        """
+        found = Measured(tokens, self.default, dict(known or {}))
+        self._wholes.clear()
+        with torch.inference_mode():
+            sound: dict[str, list[_Served]] = {}
+            for contender in self.contenders:
+                if contender.name in found.rejected:
+                    continue
+                served = self._sound(contender, tokens)
+                if isinstance(served, str):
+                    found.rejected[contender.name] = served
+                else:
+                    sound[contender.name] = served
+            if not sound:
+                return found
+            bench = self._bench(tokens, sound, found)
+            found.screened, dropped = in_turn(bench.timers, SCREENING)
+            found.rejected |= dropped
+            finalists = self._finalists(found.screened)
+            timers: dict[str, Timer] = {name: bench.timers[name] for name in finalists}
+            if bench.copy is not None:
+                timers[""] = bench.copy
+            bench.parts.clear()
+            found.finals, dropped = in_turn(timers, FINALS)
+            found.copied = found.finals.pop("", [])
+            dropped.pop("", None)
+            found.rejected |= dropped
+            found.slower = self._slower(bench.parts)
+        return found
+
+    def measure_again(self, found: Measured) -> Measured:
+        """Hold a second finals between the default and who beat it; the times go into `again`."""
+        names = (found.promoted, self.default)
+        self._wholes.clear()
+        with torch.inference_mode():
+            sound: dict[str, list[_Served]] = {}
+            for contender in self.contenders:
+                if contender.name in names:
+                    served = self._sound(contender, found.tokens)
+                    if isinstance(served, str):
+                        found.rejected[contender.name] = served
+                        return found
+                    sound[contender.name] = served
+            bench = self._bench(found.tokens, sound, found)
+            timers = {name: bench.timers[name] for name in names if name in bench.timers}
+            found.again, dropped = in_turn(timers, FINALS, first=1)
+            found.rejected |= dropped
+        return found
+
+    def forget(self) -> None:
+        """Free what was made for measuring; it is made again where it is needed."""
+        self._functions.clear()
+        self._wholes.clear()
+        vars(self).pop("_trials", None)
+
+    def _finalists(self, screened: Mapping[str, list[float]]) -> list[str]:
+        """The default, and the fastest of the others."""
+        others = sorted(
+            (name for name in screened if name != self.default),
+            key=lambda name: quartiles(screened[name])[1],
+        )
+        return [name for name in screened if name in (self.default, *others[:FINALISTS])]
+
+    def _slower(self, parts: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, str]:
+        """Who is slower than the default in a form of the op -> in which, and by what.
+
+        How often a model makes which of the calls is not known: of norms with and without a
+        residual, and of heads, another op may take one kind away altogether.
+        """
+        found = {}
+        for name, rounds in parts.items():
+            defaults = parts.get(self.default, ())
+            if name == self.default or len(rounds) != len(defaults):
+                continue
+            for number, form in enumerate(self.forms):
+                theirs, mine = ([times[number] for times in every] for every in (defaults, rounds))
+                ratio = statistics.median(ratios(theirs, mine))
+                if ratio < 1 / ROOM:
+                    found[name] = f"{form.name}: {ratio:.2f}"
+                    break
+        return found
+
+    # Whether it is right.
+
+    def _sound(self, contender: Contender, tokens: int) -> list[_Served] | str:
+        """What serves each form, or why it must not: wrong, refused or raised in one of them."""
+        served: list[_Served] = []
+        for number, form in enumerate(self.forms):
+            why = "vLLM has no form of its own for this call"
+            for impl in contender.impls:
+                try:
+                    with self.over(contender.name):
+                        one = _Served(impl, self._function(contender, impl, number), contender.bare)
+                        why = self._fault(one, form, tokens)
+                except Exception as error:
+                    why = f"raised: {quote(error)} ({tokens} x {form.name})"
+                if not why:
+                    served.append(one)
+                    break
+            else:
+                return why
+        return served
+
+    def _fault(self, served: _Served, form: Form, tokens: int) -> str:
+        """What is wrong with its results for fresh inputs, ordinary and large; or nothing."""
+        impl = dataclasses.replace(
+            served.impl,
+            fn=self._poisoning(served),
+            supports=cast("Any", asked_for(served.impl, self.spec)),
+        )
+        for large in (True, False):
+            form.switch(large=large)
+            order = self._trials.order(tokens, large)[:tokens]
+            laid = rows_of(form.pool(large), repeated(order, tokens))
+            name = f"{tokens} x {form.name}" + ", large values" * large
+            sample = Sample(name, form.call(laid).args)
+            wanted = form.wanted(large, order, tokens)
+            found = compare(impl, self.spec, sample, self.dtype, wanted=wanted)
+            if found.status != "ok":
+                form.switch(large=False)
+                return f"{found.status}: {found.reason} ({name})"
+        return ""
+
+    def _poisoning(self, served: _Served) -> Callable[..., Any]:
+        """Its call, with NaN where an allocator is likely to give it the memory of its results."""
+
+        def poisoned(*args: Any) -> Any:
+            shapes = _parts(self.spec.fake(*args))
+            blocks = [part.new_full(part.shape, math.nan) for part in shapes if _is_float(part)]
+            del shapes, blocks
+            try:
+                result = _within(args, served.call(*args))
+            except AllFailedError as error:  # strict mode's word for one that refused
+                cause = error.causes[-1][1]
+                raise cause if isinstance(cause, NotImplementedError) else error from None
+            return _laid_out(args, result) if served.bare else result
+
+        return poisoned
+
+    def _function(self, contender: Contender, impl: OpImpl, form: int) -> Callable[..., Any]:
+        """The op as a layer of this mode calls the implementation in one form; made once."""
+        key = contender.name, contender.impls.index(impl), form
+        if key not in self._functions:
+            try:
+                self._functions[key] = self._made(contender, impl, self.forms[form])
+            except Exception as error:
+                self._functions[key] = error
+        found = self._functions[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _made(self, contender: Contender, impl: OpImpl, form: Form) -> Callable[..., Any]:
+        op = self.spec.name
+        trace = Trace(op, self.mode, (), (Candidate(impl, "selected", "measured"),))
+        plan = Plan(self.mode, {op: PlanEntry(op, trace)}, strict=True, contracts={op: self.spec})
+        if self.mode == "compiled":
+            return self._compiled(plan.as_compiled(op, impl), form)
+        if contender.bare or impl.needs_layer:
+            return as_call(impl, self.spec, self.layer_for)
+        return call_guard(plan.chain(op, self.spec.consumable))
+
+    def _compiled(self, function: Callable[..., Any], form: Form) -> Callable[..., Any]:
+        """One graph for every number of tokens, without guards: that is how vLLM compiles.
+
+        Heads of one projection are views that the graph makes of it, as a model does: two inputs of
+        a graph that share memory are another case to a compiler.
+        """
+        slices = _slices(self.spec, form.pool(False))
+        places = {name: self.spec.parameters.index(name) for name in slices}
+        firsts = {name: piece for name, piece in slices.items() if name == piece.first}
+
+        def traced(*args: Any) -> Any:
+            own = list(args)
+            for name, piece in slices.items():
+                whole = args[places[piece.first]]
+                part = whole[:, piece.start : piece.start + math.prod(piece.tail)]
+                own[places[name]] = part.unflatten(1, piece.tail)
+            return function(*own)
+
+        # Dynamo keeps what it has compiled with the code object; every graph needs its own.
+        code = traced.__code__.replace(co_name=self.spec.name)
+        compiled = torch.compile(
+            FunctionType(code, globals(), None, None, traced.__closure__),
+            fullgraph=True,
+            backend=LOWERED_BY,
+            options={"guard_filter_fn": lambda guards: [False for _ in guards]},
+        )
+
+        def inputs(args: Sequence[Any]) -> list[Any]:
+            own = list(args)
+            for name in slices:
+                own[places[name]] = None
+            for name, piece in firsts.items():
+                own[places[name]] = self._whole(args[places[name]], piece)
+            return own
+
+        form.switch(large=False)
+        # vLLM compiles with its largest batch, and Inductor chooses its tiles by the first call.
+        own = inputs(self._laid(form, self.sizes.tokens[-1], 0).args)
+        for name, arg in zip(self.spec.parameters, own, strict=True):
+            if name in self.spec.by_token and isinstance(arg, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(arg, 0)
+        compiled(*own)
+        form.switch(large=False)
+        return (lambda *args: compiled(*inputs(args))) if slices else compiled
+
+    def _whole(self, view: torch.Tensor, piece: _Piece) -> torch.Tensor:
+        """The projection of which `view` is a part, as one that begins where its storage does.
+
+        What torch makes of an operator that writes into two views of an input reads the views from
+        the beginning of the storage.
+        """
+        key = view.data_ptr(), view.shape[0]
+        if key not in self._wholes:
+            offset = view.storage_offset() - piece.start
+            whole = view.as_strided((view.shape[0], piece.width), (piece.width, 1), offset)
+            self._wholes[key] = torch.utils.dlpack.from_dlpack(whole)
+        return self._wholes[key]
+
+    # How long it takes.
+
+    def _bench(
+        self, tokens: int, sound: Mapping[str, Sequence[_Served]], found: Measured
+    ) -> _Bench:
+        """Timers for everybody who is right, with arguments that they share.
+
+        Who raises meanwhile is rejected.
+        """
+        bench = _Bench(self.device, self.mode, self.clock)
+        first = [self._laid(form, tokens, 0) for form in self.forms]
+        least = math.inf
+        for name, served in sound.items():
+            with self._rejecting(name, tokens, found, "was warmed up"):
+                for one, laid in zip(served, first, strict=True):
+                    least = min(least, bench.seconds_of(one.call, laid.args))
+        size = sum(storage.memory.nbytes for laid in first for storage in laid.activations.storages)
+        calls = 1 if math.isinf(least) else math.ceil(ROUND / max(least, 1e-7))
+        calls = max(1, min(calls, MOST_CALLS, MOST_BYTES // max(1, 2 * size)))
+        sets = [
+            [laid, *(self._laid(form, tokens, n) for n in range(1, calls))]
+            for form, laid in zip(self.forms, first, strict=True)
+        ]
+        for name, served in sound.items():
+            if name not in found.rejected:
+                with self._rejecting(name, tokens, found, "was made ready to be timed"):
+                    parts = [
+                        bench.timer(
+                            one.call, [laid.args for laid in of_form], self._renew(one, of_form)
+                        )
+                        for one, of_form in zip(served, sets, strict=True)
+                    ]
+                    bench.timers[name] = partial(self._sum, bench, name, parts)
+        moved = [_moved(self.spec, laid.args) for laid in first]
+        if moved and all(moved):
+            bench.copy = bench.copying(sum(moved), calls)
+        return bench
+
+    @contextmanager
+    def _rejecting(self, name: str, tokens: int, found: Measured, when: str) -> Iterator[None]:
+        """What is raised in the block is why `name` is rejected."""
+        try:
+            with self.over(name):
+                yield
+        except Exception as error:
+            found.rejected[name] = f"raised: {quote(error)}, while it {when} ({tokens} tokens)"
+
+    def _sum(self, bench: _Bench, name: str, parts: Sequence[Timer]) -> float:
+        with self.over(name):
+            times = [part() for part in parts]
+        bench.parts.setdefault(name, []).append(times)
+        return sum(times)
+
+    def _laid(self, form: Form, tokens: int, salt: int) -> _Laid:
+        """Arguments of a call, with activations of its own."""
+        order = self._trials.order(tokens, salt)[:tokens]
+        activations = rows_of(form.pool(False), repeated(order, tokens))
+        activations.remember()
+        return _Laid(form, activations, form.call(activations).args)
+
+    def _renew(self, served: _Served, sets: Sequence[_Laid]) -> Callable[[], None]:
+        consumed = self.spec.consumed(served.impl.consumes, sets[0].args)
+
+        def renew() -> None:
+            sets[0].form.static.restore(consumed)
+            for laid in sets:
+                laid.activations.restore(consumed)
+
+        return renew
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A view of consecutive features in each row of a projection.
+
+    Args:
+        first: the parameter that stands for the projection.
+        width: features of a row.
+        start: the view's first one.
+        tail: the view's shape without its first dimension.
+    """
+
+    first: str
+    width: int
+    start: int
+    tail: tuple[int, ...]
+
+
+def _slices(spec: OpSpec, pool: Mapping[str, torch.Tensor]) -> dict[str, _Piece]:
+    """The activations that are views of one projection with others, by parameter."""
+    storages: dict[int, list[str]] = {}
+    for name in spec.parameters:
+        if name in pool:
+            storages.setdefault(pool[name].untyped_storage().data_ptr(), []).append(name)
+    found: dict[str, _Piece] = {}
+    for names in storages.values():
+        width = pool[names[0]].stride(0)
+        if len(names) > 1 and all(_is_slice(pool[name], width) for name in names):
+            for name in names:
+                view = pool[name]
+                found[name] = _Piece(
+                    names[0], width, int(view.storage_offset()), tuple(view.shape[1:])
+                )
+    return found
+
+
+def _is_slice(view: torch.Tensor, width: int) -> bool:
+    """Whether it has consecutive features of each row of so many."""
+    inner = view.ndim > 1 and view.stride(0) == width and view[0].is_contiguous()
+    return inner and view.storage_offset() + view[0].numel() <= width
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """The arguments of one call, and how to give those that it consumes back what they held."""
+
+    form: Form
+    activations: Guarded
+    args: tuple[Any, ...]
+
+
+class _Bench:
+    """Times calls on a device with cold caches, as the mode serves them.
+
+    On a CPU, and in eager mode on a device, a call's time is from Python until the device is done,
+    the host's work included. In compiled mode on CUDA the calls are captured in a graph, and their
+    time is the device's when it is replayed.
+
+    Args:
+        device: where.
+        mode: how the engine runs the model.
+        clock: seconds.
+    """
+
+    def __init__(self, device: torch.device, mode: Mode, clock: Callable[[], float]) -> None:
+        self.device, self.clock = device, clock
+        self.captures = mode == "compiled" and device.type == "cuda"
+        self.timers: dict[str, Timer] = {}
+        self.parts: dict[str, list[list[float]]] = {}
+        self.copy: Timer | None = None
+        self._wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
+        self._flushed = torch.zeros(cold_bytes(device), dtype=torch.uint8, device=device)
+
+    def seconds_of(self, call: Callable[..., Any], args: tuple[Any, ...]) -> float:
+        """Roughly, after what it compiles and allocates at its first calls."""
+        seconds = 0.0
+        for _ in range(WARM_UP + 1):
+            self._wait()
+            start = self.clock()
+            call(*args)
+            self._wait()
+            seconds = self.clock() - start
+        return seconds
+
+    def timer(
+        self, call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], renew: Callable[[], None]
+    ) -> Timer:
+        """A call's time, from one call with each of these arguments.
+
+        On a CPU it is the median: another process may take the CPU away in the middle of one. A
+        device that the calls are queued for gives their mean.
+        """
+
+        def run() -> None:
+            for args in sets:
+                call(*args)
+
+        def mean() -> float:
+            renew()
+            self._cool()
+            start = self.clock()
+            run()
+            self._wait()
+            return (self.clock() - start) / len(sets) * 1e6
+
+        def median() -> float:
+            renew()
+            self._cool()
+            times: list[float] = []
+            for args in sets:
+                start = self.clock()
+                call(*args)
+                times.append(self.clock() - start)
+                if sum(times) > LONGEST:
+                    break
+            return statistics.median(times) * 1e6
+
+        if self.captures:
+            return self._captured(run, len(sets), renew)
+        return median if self.device.type == "cpu" else mean
+
+    def _captured(self, run: Callable[[], None], calls: int, renew: Callable[[], None]) -> Timer:
+        graph = torch.cuda.CUDAGraph()
+        gc.collect()
+        gc.disable()  # an older graph that is freed meanwhile spoils the capture
+        try:
+            with torch.cuda.graph(graph):
+                run()
+        finally:
+            gc.enable()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def once() -> float:
+            renew()
+            self._cool()
+            start.record()
+            graph.replay()
+            end.record()
+            self._wait()
+            return float(start.elapsed_time(end)) / calls * 1e3
+
+        return once
+
+    def copying(self, moved: int, calls: int) -> Timer:
+        """A copy that reads half of so many bytes and writes the other half."""
+        pairs = [
+            tuple(
+                torch.zeros(max(1, moved // 2), dtype=torch.uint8, device=self.device) for _ in "ab"
+            )
+            for _ in range(calls)
+        ]
+        return self.timer(lambda to, source: to.copy_(source), pairs, lambda: None)
+
+    def _cool(self) -> None:
+        """Fill the caches with something else."""
+        self._flushed.add_(1)
+        self._wait()
+
+
+def cold_bytes(device: torch.device) -> int:
+    """The size of a buffer that displaces what a device's caches hold."""
+    if device.type == "cuda":
+        return 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
+    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    try:
+        sizes = [int(path.read_text().strip().removesuffix("K")) * 1024 for path in caches]
+    except (OSError, ValueError):
+        sizes = []
+    return max(sizes, default=32 * 2**20) * 5 // 4
+
+
+def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
+    """The bytes that a call must read and write; 0 where they are not known.
+
+    Each activation and result once. Of weights and tables a call may read any part: where they are
+    larger than the activations, nothing is known.
+    """
+    tensors = {
+        name: arg
+        for name, arg in zip(spec.parameters, args, strict=True)
+        if isinstance(arg, torch.Tensor)
+    }
+    activations = sum(_bytes(arg) for name, arg in tensors.items() if name in spec.by_token)
+    others = sum(_bytes(arg) for name, arg in tensors.items() if name not in spec.by_token)
+    results = sum(_bytes(part) for part in _parts(spec.fake(*args)) if part is not None)
+    return activations + results if others <= activations else 0
+
+
+def _within(args: Sequence[Any], result: Any) -> Any:
+    """`result`, with those of its parts as views of arguments that lie in their memory.
+
+    One that is a view of `OpTuning._whole` has the memory of an argument, and another storage.
+    """
+    if isinstance(result, tuple):
+        return tuple(_within(args, part) for part in result)
+    for arg in args:
+        if not isinstance(arg, torch.Tensor) or not isinstance(result, torch.Tensor):
+            continue
+        storage = arg.untyped_storage()
+        start = result.data_ptr() - storage.data_ptr()
+        is_own = result.untyped_storage().data_ptr() == storage.data_ptr()
+        if arg.dtype == result.dtype and 0 <= start < storage.nbytes() and not is_own:
+            place = start // arg.element_size()
+            return arg.as_strided(result.shape, result.stride(), place)
+    return result
+
+
+def _laid_out(args: Sequence[Any], result: Any) -> Any:
+    """`result`, contiguous where it is not memory of an argument."""
+    if isinstance(result, tuple):
+        return tuple(_laid_out(args, part) for part in result)
+    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    if not isinstance(result, torch.Tensor):
+        return result
+    is_own = any(isinstance(arg, torch.Tensor) and aliases(arg, result) for arg in args)
+    return result if is_own else result.contiguous()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _parts(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _is_float(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.dtype.is_floating_point

@@ -1,0 +1,93 @@
+"""vLLM's own forms of an op, called without an engine: what a user has where nothing is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..contracts.binding import Binding, FunctionPlace, FusionPlace, LayerPlace, OperatorPlace
+from ..settings.policy import Mode
+from .bindings import stock_form
+from .seams import functions, operators
+
+if TYPE_CHECKING:
+    from ..plugins.types import OpImpl
+
+__all__ = ["stock_forms"]
+
+KERNELS_ON_CPU = frozenset({"_C::rotary_embedding"})
+"""The operators that vLLM's layers call on a CPU; its other layers compute with plain PyTorch
+there, though some have an operator, too."""
+
+
+def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> tuple[OpImpl, ...]:
+    """vLLM's own forms of `op`, by the contract's parameters: first what its layers run.
+
+    There may be several, since vLLM has a kernel for each kind of call; who calls one that is not
+    for its call gets a wrong result, or an exception. None where vLLM runs the op nowhere in this
+    mode, or has no function for it alone.
+
+    Compiled, a layer's own form is what Inductor makes of its plain PyTorch.
+
+    Args:
+        op: the op.
+        binding: its places.
+        mode: how the engine runs the model.
+        device: the engine's.
+    """
+    _import_kernels()
+    natives: list[OpImpl | None] = []
+    granted = frozenset(
+        name
+        for place in binding.places
+        if isinstance(place, OperatorPlace)
+        for name in place.grants
+    )
+    for place in binding.places:
+        if isinstance(place, LayerPlace):
+            natives.append(stock_form(op, place.native))
+        elif isinstance(place, FusionPlace):
+            natives.append(stock_form(op, place.native, granted))
+    on_cpu: list[OpImpl | None] = []
+    kernels: list[OpImpl | None] = []
+    for place in binding.places:
+        form = _opaque(op, place, device)
+        if form is not None:
+            used = isinstance(place, OperatorPlace) and place.name in KERNELS_ON_CPU
+            (on_cpu if device.type == "cpu" and used else kernels).append(form)
+    if mode == "compiled":
+        ordered = [*natives, *on_cpu, *kernels]
+    elif any(isinstance(place, FusionPlace) for place in binding.places):
+        return ()
+    elif device.type == "cpu":
+        ordered = [*on_cpu, *natives, *kernels]
+    else:
+        ordered = [*kernels, *natives]
+    found: dict[Callable[..., object], OpImpl] = {}
+    for form in ordered:
+        if form is not None:
+            found.setdefault(form.fn, form)
+    return tuple(found.values())
+
+
+def _opaque(op: str, place: object, device: torch.device) -> OpImpl | None:
+    """The form that is a kernel or a function of vLLM's, which no compiler looks into."""
+    own: Callable[..., object] | None = None
+    if isinstance(place, OperatorPlace):
+        own = operators.own(place, device)
+    elif isinstance(place, FunctionPlace):
+        own = functions.own(place)
+    else:
+        return None
+    if own is None:
+        return None
+    return stock_form(op, place.native(own), frozenset(place.grants), traceable=False)
+
+
+def _import_kernels() -> None:
+    """Load vLLM's compiled operators, as its workers do."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()

@@ -1,0 +1,369 @@
+"""The table that `vllm-fl tune` writes: per op and token count what was measured and what won.
+
+A value and its file, no more: who measures it is `vllm-fl tune`; whom it binds is decided where
+settings are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from .files import read_text
+from .policy import Mode, OpOrder, Rows, Token
+from .values import wrong
+
+__all__ = [
+    "DEFAULT",
+    "STOCK",
+    "Figure",
+    "Pinned",
+    "Row",
+    "Table",
+    "TunedOp",
+    "Verdict",
+    "read_table",
+]
+
+VERSION = 1
+"""Of the file's form. Another one is not read."""
+
+MAX_BYTES = 16 * 2**20
+
+DEFAULT = "default"
+"""In a row: what the policy chooses without the table, which nobody beat."""
+
+STOCK = "stock"
+"""In a row: vLLM's own path."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one implementation of an op gave at one number of tokens.
+
+    An op that a model calls in several forms (a norm with and without a residual) is measured in
+    each; times are their sum.
+
+    Args:
+        tokens: rows of the call.
+        impl: its id, or `stock`.
+        us: the median time of a call, µs; None where it was not timed.
+        low, high: the quartiles, µs.
+        n: how many times it was timed.
+        ratio: the default's time by this one's, the median of pairs measured next to each other;
+            above 1 it is faster than the default.
+        ratio_low: the lower quartile of those.
+        copy_share: the share of the device's copy bandwidth that the call reaches; None where the
+            bytes that it moves are not known.
+        slower: in which of the forms it is slower than the default, and the ratio there: who is
+            serves no row, since how often a model calls which form is not known; empty otherwise.
+        rejected: why it was not timed: wrong, with its worst element, or refused; empty otherwise.
+    """
+
+    tokens: int
+    impl: str
+    us: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    ratio: float | None = None
+    ratio_low: float | None = None
+    copy_share: float | None = None
+    slower: str = ""
+    rejected: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What serves calls of up to so many tokens, and more than the row before has.
+
+    Args:
+        up_to: the largest number of tokens.
+        impl: an implementation's id, `stock`, or `default`.
+    """
+
+    up_to: int
+    impl: str
+
+
+@dataclass(frozen=True)
+class TunedOp:
+    """One op of a table.
+
+    Args:
+        contract: the digest of the contract that its implementations were held to.
+        default: what ran without the table: an implementation's id, or `stock`.
+        rows: in ascending order. Calls of more tokens than the last one has take the default.
+        figures: what the rows were chosen by.
+    """
+
+    contract: str
+    default: str
+    rows: tuple[Row, ...]
+    figures: tuple[Figure, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `vllm-fl tune --accept` found.
+
+    Args:
+        accepted: whether the table may act without being told to.
+        reason: why, in one sentence.
+        date: ISO 8601, UTC.
+        figures: what was measured, by name: `ratio`, its quartiles, rounds.
+    """
+
+    accepted: bool
+    reason: str
+    date: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured, on what, and what won.
+
+    Args:
+        identity: what the figures hold for, by name (`device`, `driver`, `torch`, `vllm-fl-cuda`
+            with its version and the hash of its code): a machine on which one of them differs is
+            another one.
+        mode: how the engine runs the model for which it was measured.
+        dtype: the model's, as torch names it.
+        sizes: the model's sizes on one rank, by name.
+        model: what was tuned for, as the user named it; for the reader alone.
+        date: when it was written, ISO 8601, UTC.
+        seconds: how long the measuring took.
+        ops: op -> what won.
+        accepted: the verdict of `vllm-fl tune --accept`; None before it.
+    """
+
+    identity: Mapping[str, str]
+    mode: Mode
+    dtype: str
+    sizes: Mapping[str, float]
+    model: str
+    date: str
+    seconds: float
+    ops: Mapping[str, TunedOp]
+    accepted: Verdict | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that it says but the verdict, 16 hexadecimal digits."""
+        return _digest(dataclasses.asdict(dataclasses.replace(self, accepted=None)))
+
+    @property
+    def text(self) -> str:
+        """The content of its file."""
+        whole = dataclasses.asdict(self)
+        for op in whole["ops"].values():
+            op["figures"] = [
+                {name: value for name, value in figure.items() if value not in (None, "")}
+                for figure in op["figures"]
+            ]
+        told = {"vllm_fl_table": VERSION, "digest": self.digest, **whole}
+        return json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def differs(self, identity: Mapping[str, str]) -> str | None:
+        """The first thing of `identity` that is not as it was measured, or None.
+
+        Distributions that are only here, or only there, differ too.
+        """
+        for name in sorted({*self.identity, *identity}):
+            then, now = self.identity.get(name), identity.get(name)
+            if then != now:
+                return f"{name} is {now or 'not there'}; it was measured with {then or 'none'}"
+        return None
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A table that the settings name, as an engine's processes have it.
+
+    Args:
+        file: the file that it was read from, in the process that read the settings.
+        digest: the digest of that file.
+        table: its content; in other processes without the figures, which nobody there needs.
+    """
+
+    file: str
+    digest: str
+    table: Table
+
+    @classmethod
+    def read(cls, path: str, origin: str) -> Pinned:
+        """Read the file that a setting names. Arguments and errors as for `read_table`."""
+        table = read_table(path, origin=origin)
+        return cls(path, table.digest, table)
+
+    @property
+    def label(self) -> str:
+        """`table FILE (digest)`."""
+        return f"table {self.file} ({self.digest})"
+
+    @property
+    def origin(self) -> str:
+        """Where an order that it makes comes from."""
+        device = self.table.identity.get("device", "a device without a name")
+        return f"table {self.file}, measured {self.table.date[:10]} on {device}"
+
+    def order(self, op: str, base: tuple[Token, ...], without: OpOrder | None) -> OpOrder:
+        """The order of one of its ops, in its mode; the other mode stays as it is.
+
+        Args:
+            op: the op.
+            base: the op's order in an engine of this mode without the table.
+            without: the list that the op has without the table, or None.
+        """
+        rows: list[tuple[int, tuple[Token, ...]]] = []
+        for row in self.table.ops[op].rows:
+            tokens = _tokens_of(row, base)
+            if rows and rows[-1][1] == tokens:
+                rows.pop()
+            rows.append((row.up_to, tokens))
+        if rows and rows[-1][1] == base:
+            rows.pop()
+        order = OpOrder(None, None, pinned=False) if without is None else without
+        given: Rows = tuple(rows)
+        if self.table.mode == "eager":
+            return dataclasses.replace(order, eager=base, eager_rows=given)
+        return dataclasses.replace(order, compiled=base, compiled_rows=given)
+
+    def to_json(self) -> dict[str, Any]:
+        """It as plain JSON data, without its figures."""
+        ops = {op: dataclasses.replace(t, figures=()) for op, t in self.table.ops.items()}
+        bare = dataclasses.replace(self.table, ops=ops)
+        return {"file": self.file, "digest": self.digest, "table": dataclasses.asdict(bare)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Pinned:
+        """What `to_json` gave. Raises ValueError where it is something else."""
+        read: Pinned = _read(cls, _checked(dict, data, ""), "")
+        return read
+
+
+def _tokens_of(row: Row, base: tuple[Token, ...]) -> tuple[Token, ...]:
+    if row.impl == DEFAULT:
+        return base
+    if row.impl == STOCK:
+        return (Token("stock"),)
+    first = Token("impl", row.impl)
+    return (first, *(token for token in base if token != first))
+
+
+def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
+    """Read a table's file.
+
+    Args:
+        path: the file.
+        key: the setting that names it, for errors.
+        origin: where the setting stands, for the error of a file that cannot be read.
+
+    Raises:
+        SettingsError: it cannot be read, is no table, is only half of one, or was changed after it
+            was written.
+    """
+    text = read_text(path, key, origin or path, most=MAX_BYTES)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        at = path if line is None else f"{path}:{line}"
+        problem = (
+            f"is no whole table: {getattr(error, 'msg', error)}. Tune again, or fetch it again"
+        )
+        raise wrong(key, at, problem) from error
+    if not isinstance(data, dict) or data.get("vllm_fl_table") != VERSION:
+        found = data.get("vllm_fl_table") if isinstance(data, dict) else None
+        problem = f"is no table of version {VERSION}"
+        raise wrong(key, path, problem + (f"; it says {found!r}" if found is not None else ""))
+    told = {name: data[name] for name in data if name not in ("vllm_fl_table", "digest")}
+    try:
+        table: Table = _read(Table, told, "")
+    except ValueError as error:
+        raise wrong(key, path, str(error)) from error
+    if (contradiction := _inconsistent(table)) is not None:
+        raise wrong(key, path, contradiction)
+    if data.get("digest") != table.digest:
+        raise wrong(
+            key,
+            path,
+            "was changed after it was written: its digest does not fit. A choice of your own "
+            "belongs into op_backends, whose lists win over a table's rows",
+        )
+    return table
+
+
+def _digest(whole: Mapping[str, Any]) -> str:
+    text = json.dumps(whole, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _inconsistent(table: Table) -> str | None:
+    """What no `vllm-fl tune` writes, or None."""
+    for op, tuned in table.ops.items():
+        ceilings = [row.up_to for row in tuned.rows]
+        if ceilings != sorted({*ceilings}) or (ceilings and ceilings[0] < 1):
+            return f"ops.{op}.rows: ceilings ascend from 1 on, got {ceilings}"
+        wrong_ones = {(f.tokens, f.impl) for f in tuned.figures if f.rejected}
+        for row in tuned.rows:
+            if (row.up_to, row.impl) in wrong_ones:
+                return f"ops.{op}.rows: {row.impl} was rejected at {row.up_to} tokens"
+    return None
+
+
+def _read(kind: Any, value: object, where: str) -> Any:
+    """`value`, as JSON has it, as `kind`; ValueError says where it is not."""
+    origin = get_origin(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _read_fields(kind, _checked(dict, value, where), where)
+    if origin is Mapping or origin is dict:
+        inner = get_args(kind)[1]
+        items = _checked(dict, value, where).items()
+        return {name: _read(inner, item, _at(where, name)) for name, item in items}
+    if origin is tuple:
+        inner = get_args(kind)[0]
+        listed = _checked(list, [*value] if isinstance(value, tuple) else value, where)
+        return tuple(_read(inner, item, f"{where}[{n}]") for n, item in enumerate(listed))
+    if origin is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{where}: expected {' or '.join(get_args(kind))}, got {value!r}")
+        return value
+    if type(None) in get_args(kind):
+        (inner,) = (arg for arg in get_args(kind) if arg is not type(None))
+        return None if value is None else _read(inner, value, where)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return _checked(kind, value, where)
+
+
+def _read_fields(kind: type[T], value: Mapping[str, object], where: str) -> T:
+    hints = get_type_hints(kind)
+    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for name in value:
+        if name not in known:
+            raise ValueError(f"{_at(where, name)}: unknown; known are {', '.join(known)}")
+    for name, entry in known.items():
+        required = entry.default is dataclasses.MISSING
+        if required and entry.default_factory is dataclasses.MISSING and name not in value:
+            raise ValueError(f"{_at(where, name)} is missing")
+    told = {name: _read(hints[name], item, _at(where, name)) for name, item in value.items()}
+    return kind(**told)
+
+
+def _checked(kind: type[T], value: object, where: str) -> T:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where or 'it'}: expected {kind.__name__}, got {value!r:.60}")
+    return value
+
+
+def _at(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

@@ -1,0 +1,379 @@
+"""Orders by size in a plan: what each size runs, in both modes, and what the plan says of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import half, managing, planning, refusing, silu
+
+from vllm_fl.engine.digest import fingerprint
+from vllm_fl.engine.plan import Plan, PlanEntry, leave_place, take_place
+from vllm_fl.errors import AllFailedError, SettingsError
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.loading import load_settings
+
+OP = "silu_and_mul"
+MODES = ["eager", "compiled"]
+NOTHING: frozenset[str] = frozenset()
+
+
+def x(tokens: int) -> torch.Tensor:
+    return torch.ones(tokens, 8)
+
+
+def three(**fields: Any) -> tuple[OpImpl, ...]:
+    return tuple(
+        silu(impl_id, mark, **fields)
+        for mark, impl_id in enumerate(("vendor.acme", "reference.torch", "default.flagos"), 1)
+    )
+
+
+def planned(order: Any, mode: Any = "eager", *impls: OpImpl, **fields: Any) -> Plan:
+    notes = fields.pop("notes", {})
+    demoted = fields.pop("demoted", {})
+    manager = managing(*(impls or three()), per_op_order={OP: order}, **fields)
+    return planning(manager, mode, notes=notes, demoted=demoted)
+
+
+def entry(order: Any, mode: Any = "eager", *impls: OpImpl, **fields: Any) -> PlanEntry:
+    return planned(order, mode, *impls, **fields).entries[OP]
+
+
+def stock(mark: float = 9) -> OpImpl:
+    """vLLM's own form of the op."""
+
+    def native(x: torch.Tensor) -> torch.Tensor:
+        return half(x) + mark
+
+    return OpImpl(OP, "stock.vllm", BackendImplKind.REFERENCE, native, traceable=True)
+
+
+def marks(bound: Any, *tokens: int) -> list[int]:
+    return [int(bound(x(n))[0, 0]) - 1 for n in tokens]
+
+
+# What is planned.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_entry_says_what_runs_at_which_size(mode: Any) -> None:
+    order = {"<=4": "vendor", "<=16": "stock", "rest": ["flagos", "reference"]}
+    found = entry(order, mode)
+    assert found.label == "vendor.acme(<=4)|stock(<=16)|default.flagos"
+    why = "; ".join(
+        f"{impl_id}: not listed: stock"
+        for impl_id in ("default.flagos", "reference.torch", "vendor.acme")
+    )
+    assert found.told == {
+        "impl": "default.flagos",
+        "reason": "token flagos",
+        "rows": [
+            {"up_to": 4, "impl": "vendor.acme", "reason": "token vendor"},
+            {"up_to": 16, "impl": "stock", "reason": f"token stock ({why})"},
+        ],
+    }
+    assert [i.impl_id for i in found.impls] == ["default.flagos", "reference.torch", "vendor.acme"]
+    assert [i.impl_id for i in found.firsts] == ["default.flagos", "vendor.acme"]
+    assert "1 ops planned: " in planned(order, mode).line()
+    assert f" {OP}={found.label} " in planned(order, mode).line()
+
+
+@pytest.mark.parametrize(
+    ("order", "label"),
+    [
+        ({"<=4": "vendor", "<=8": "vendor", "rest": "flagos"}, "vendor.acme(<=8)|default.flagos"),
+        ({"<=4": "vendor", "<=8": "flagos", "rest": "flagos"}, "vendor.acme(<=4)|default.flagos"),
+        ({"<=4": "flagos", "rest": ["flagos"]}, "default.flagos"),
+        ({"<=4": ["flagos", "vendor"], "rest": "flagos"}, "default.flagos(<=4)|default.flagos"),
+        ({"<=4": ["vendor:none", "flagos"], "rest": "flagos"}, "default.flagos"),
+        (
+            {"<=4": "flagos", "<=8": "vendor", "rest": "flagos"},
+            "default.flagos(<=4)|vendor.acme(<=8)|default.flagos",
+        ),
+    ],
+)
+def test_rows_that_run_the_same_are_one(order: Any, label: str) -> None:
+    assert entry(order).label == label
+
+
+def test_an_op_that_is_stock_at_every_size_is_stock_and_in_the_rest_alone_it_is_not() -> None:
+    assert planned({"<=4": "stock", "rest": "stock"}).is_stock(OP)
+    assert planned({"<=4": ["stock", "vendor"], "rest": "stock"}).is_stock(OP)
+    assert not planned({"<=4": "vendor", "rest": "stock"}).is_stock(OP)
+    assert not planned({"<=4": "stock", "rest": "vendor"}).is_stock(OP)
+    plan = planned({"<=4": "vendor", "rest": "stock"})
+    assert "1 ops planned" in plan.line() and f" {OP}=vendor.acme(<=4)|stock " in plan.line()
+
+
+def test_what_is_left_to_vllm_has_no_rows() -> None:
+    plan = planned({"<=4": "vendor", "rest": "flagos"}, notes={OP: "the user says so"})
+    assert plan.is_stock(OP) and plan.entries[OP].label == "stock"
+    assert plan.entries[OP].told == {"impl": "stock", "reason": "the user says so"}
+
+
+def test_the_modes_have_rows_of_their_own() -> None:
+    order = {"eager": {"<=4": "vendor", "rest": "flagos"}, "compiled": "reference"}
+    assert entry(order, "eager").label == "vendor.acme(<=4)|default.flagos"
+    assert entry(order, "compiled").label == "reference.torch"
+
+
+def test_what_was_demoted_is_off_in_every_row() -> None:
+    order = {"<=4": ["vendor", "reference"], "<=8": "vendor", "rest": ["flagos", "vendor"]}
+    found = entry(order, demoted={(OP, "vendor.acme"): "wrong"})
+    assert found.label == "reference.torch(<=4)|stock(<=8)|default.flagos"
+    assert "vendor.acme" not in {i.impl_id for i in found.impls}
+
+
+def test_strict_and_a_row_in_which_nothing_may_run() -> None:
+    order = {"<=4": "vendor:none", "rest": "flagos"}
+    assert "names (vendor:none) can run" in entry(order, strict=True).unmet
+    assert entry(order).unmet == ""
+    # It is not taken for a row that is vLLM's own.
+    also = {"<=4": "vendor:none", "rest": "stock"}
+    assert "names (vendor:none) can run" in entry(also, strict=True).unmet
+
+
+def test_an_op_without_tokens_has_no_rows() -> None:
+    order = {"attention_backend": {"<=4": "stock", "rest": "vendor"}}
+    with pytest.raises(SettingsError, match="attention_backend has none") as caught:
+        planning(managing(*three(), per_op_order=order))
+    assert caught.value.key == "op_backends.attention_backend"
+
+
+def test_the_error_of_an_op_without_tokens_names_the_file(tmp_path: Any) -> None:
+    path = tmp_path / "fl.yaml"
+    path.write_text("op_backends:\n  attention_backend: {<=4: stock, rest: vendor}\n")
+    settings = load_settings({"VLLM_FL_CONFIG": str(path)})
+    with pytest.raises(SettingsError) as caught:
+        managing(*three()).ceilings("attention_backend", settings=settings)
+    assert caught.value.origin == f"{path}:2"
+
+
+# Eager.
+
+
+def test_each_call_runs_its_row_and_is_counted_as_that() -> None:
+    plan = planned({"<=4": "vendor", "<=16": "reference", "rest": "flagos"})
+    object.__setattr__(plan, "counts_calls", True)
+    for bound in (plan.bind(OP, object(), NOTHING), plan.without_layer(OP)):
+        assert marks(bound, 1, 4, 5, 16, 17) == [1, 1, 2, 2, 3]
+    assert plan.calls == {
+        (OP, "vendor.acme"): 4,
+        (OP, "reference.torch"): 4,
+        (OP, "default.flagos"): 2,
+    }
+
+
+def test_a_refusal_falls_down_its_row_and_then_to_vllms_own() -> None:
+    impls = refusing("vendor.acme", "no"), *three()[1:]
+    order = {"<=4": ["vendor", "reference"], "<=8": "vendor", "rest": "flagos"}
+    plan = planned(order, "eager", *impls)
+    bound = plan.bind(OP, object(), NOTHING, last=stock())
+    assert marks(bound, 4, 8, 9) == [2, 9, 3]
+    assert plan.fallbacks == {(OP, "reference.torch"): 1, (OP, "stock.vllm"): 1}
+
+
+@pytest.mark.parametrize("row", ["stock", ["stock", "vendor"]])
+def test_a_stock_row_is_vllms_own_and_nothing_stands_before_it(row: Any) -> None:
+    for order, expected in (
+        ({"<=4": row, "rest": "flagos"}, [9, 3]),
+        ({"<=4": "flagos", "rest": row}, [3, 9]),
+    ):
+        plan = planned(order)
+        assert marks(plan.bind(OP, object(), NOTHING, last=stock()), 4, 5) == expected
+        assert marks(plan.without_layer(OP, last=stock()), 4, 5) == expected
+        assert not plan.fallbacks
+
+
+def test_a_layers_own_method_stands_for_stock_as_it_is() -> None:
+    """Nothing catches what it raises: without us nothing would."""
+
+    def own(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 3:
+            raise ValueError("vLLM's own")
+        return half(x) + self.mark
+
+    candidate = OpImpl(OP, "stock.vllm", BackendImplKind.REFERENCE, own)
+    plan = planned({"<=4": "stock", "rest": ["vendor", "flagos"]})
+    layers = [SimpleNamespace(mark=mark) for mark in (20, 30)]
+    bounds = [plan.bind(OP, layer, NOTHING, last=stock(), own=candidate) for layer in layers]
+    assert [marks(bound, 4, 5) for bound in bounds] == [[20, 1], [30, 1]]
+    with pytest.raises(ValueError, match="vLLM's own"):
+        bounds[0](x(3))
+    assert not plan.fallbacks and not plan.record.demotions
+    # Without rows it plays no part.
+    plan = planned(["vendor", "flagos"], "eager", refusing("vendor.acme", "no"))
+    assert marks(plan.bind(OP, layers[0], NOTHING, last=stock(), own=candidate), 4) == [9]
+
+
+@pytest.mark.parametrize(
+    ("row", "mark", "impl_id"),
+    [(["stock", "vendor"], 1, "vendor.acme"), ("stock", 3, "default.flagos")],
+)
+def test_a_place_without_a_form_of_vllms_runs_the_next_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, row: Any, mark: int, impl_id: str
+) -> None:
+    caplog.set_level("WARNING", logger="vllm_fl")
+    plan = planned({"<=4": row, "rest": "flagos"})
+    for bound in (plan.bind(OP, object(), NOTHING), plan.without_layer(OP)):
+        assert marks(bound, 4, 5) == [mark, 3]
+    (record,) = caplog.records
+    assert f"'{impl_id}' runs there" in record.getMessage()
+
+
+def test_without_a_layer_those_that_take_one_are_left_out_of_every_row() -> None:
+    def with_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return half(x) + 7
+
+    takes = silu("vendor.acme", fn=with_layer)
+    plan = planned(
+        {"<=4": ["vendor", "reference"], "rest": ["flagos"]}, "eager", takes, *three()[1:]
+    )
+    assert marks(plan.without_layer(OP), 4, 5) == [2, 3]
+    assert marks(plan.bind(OP, object(), NOTHING), 4, 5) == [7, 3]
+    plan = planned({"<=4": "vendor", "rest": "flagos"}, "eager", takes, *three()[1:])
+    assert marks(plan.without_layer(OP, last=stock()), 4, 5) == [9, 3]
+
+
+def test_strict_is_strict_in_a_row() -> None:
+    impls = refusing("vendor.acme", "no"), *three()[1:]
+    order = {"<=4": ["vendor", "reference"], "rest": "flagos"}
+    plan = planned(order, "eager", *impls, strict=True)
+    bound = plan.bind(OP, object(), NOTHING)
+    assert marks(bound, 5) == [3]
+    with pytest.raises(AllFailedError):
+        bound(x(4))
+
+
+# Compiled.
+
+
+def lowered(plan: Plan, **fields: Any) -> Any:
+    torch._dynamo.reset()
+    bound = plan.bind(OP, object(), NOTHING, **fields)
+    call = torch.compile(lambda x: bound(x) * 1, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            return call(x)
+
+    call(x(3))
+    return run
+
+
+@pytest.mark.parametrize("traceable", [True, False])
+def test_one_graph_serves_every_row(traceable: bool) -> None:
+    order = {"<=4": "vendor", "<=16": "stock", "rest": "flagos"}
+    plan = take_place(planned(order, "compiled", *three(traceable=traceable)))
+    object.__setattr__(plan, "counts_calls", True)
+    try:
+        run = lowered(plan, last=stock())
+        plan.calls.clear()
+        assert marks(run, 2, 4, 5, 16, 17, 300) == [1, 1, 9, 9, 3, 3]
+    finally:
+        leave_place(plan)
+
+
+def test_a_refusal_in_compiled_code_falls_down_its_row() -> None:
+    impls = refusing("vendor.acme", "no"), *three()[1:]
+    order = {"<=4": ["vendor", "reference"], "rest": "flagos"}
+    plan = take_place(planned(order, "compiled", *impls))
+    try:
+        run = lowered(plan)
+        plan.fallbacks.clear()
+        assert marks(run, 4, 5) == [2, 3]
+        assert plan.fallbacks == {(OP, "reference.torch"): 1}
+    finally:
+        leave_place(plan)
+
+
+def names(plan: Plan) -> set[str]:
+    from vllm_fl.engine.opaque import opaque_op
+
+    scope = opaque_op(plan.chain(OP), plan.counting).fn.__globals__
+    return {str(op) for name, op in scope.items() if name.startswith("_op")}
+
+
+def test_the_operators_name_and_the_digest_are_those_of_the_rows() -> None:
+    orders: list[Any] = [
+        ["flagos"],
+        {"<=4": "vendor", "rest": "flagos"},
+        {"<=5": "vendor", "rest": "flagos"},
+        {"<=4": "reference", "rest": "flagos"},
+        {"<=4": ["vendor", "reference"], "rest": "flagos"},
+    ]
+    plans = [planned(order, "compiled") for order in orders]
+    assert len(set.union(*map(names, plans))) == len(plans)
+    facts = [str(fingerprint(plan, {})) for plan in plans]
+    assert len(set(facts)) == len(plans)
+    again = planned(orders[1], "compiled")
+    assert names(again) == names(plans[1]) and str(fingerprint(again, {})) == facts[1]
+
+
+def test_the_digest_of_a_plan_without_rows_has_none() -> None:
+    same = fingerprint(planned({"<=4": "flagos", "rest": "flagos"}), {})
+    assert same == fingerprint(planned("flagos"), {})
+
+
+@pytest.mark.parametrize("traceable", [True, False])
+def test_verification_sees_what_each_row_begins_with_as_the_operator_that_serves(
+    caplog: pytest.LogCaptureFixture, traceable: bool
+) -> None:
+    order = {"<=4": ["vendor", "reference"], "<=8": "stock", "rest": "flagos"}
+    plan = planned(order, "compiled", *three(traceable=traceable))
+    found = {impl.impl_id: plan.as_compiled(OP, impl) for impl in plan.entries[OP].firsts}
+    assert {impl_id: marks(fn, 1, 100) for impl_id, fn in found.items()} == {
+        "default.flagos": [3, 3],
+        "vendor.acme": [1, 1],
+    }
+    for fn in found.values():
+        scope = fn.__globals__["_fn"].__globals__
+        assert any(name.startswith("_op") for name in scope)  # an operator, traceable or not
+    assert not caplog.records
+
+
+def test_an_operator_overwrites_what_the_largest_calls_overwrite() -> None:
+    """A row that does not is copied where the operator leaves its results."""
+
+    def adding(mark: int) -> Any:
+        def rms_norm(
+            x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
+        ) -> Any:
+            if residual is None:
+                return x + mark
+            return x + mark, residual + x
+
+        return rms_norm
+
+    def in_place(
+        x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
+    ) -> Any:
+        if residual is None:
+            return x + 5
+        residual += x
+        x += 5
+        return x, residual
+
+    kind = BackendImplKind.VENDOR
+    writes = OpImpl(
+        "rms_norm", "vendor.w", kind, in_place, "w", consumes=frozenset({"x", "residual"})
+    )
+    fresh = OpImpl("rms_norm", "vendor.f", kind, adding(7), "f")
+    from vllm_fl.engine.opaque import opaque_op
+
+    for rest, row in ((writes, fresh), (fresh, writes)):
+        order = {"<=4": f"impl:{row.impl_id}", "rest": f"impl:{rest.impl_id}"}
+        manager = managing(writes, fresh, per_op_order={"rms_norm": order})
+        plan = planning(manager, "compiled")
+        op = opaque_op(plan.chain("rms_norm", frozenset({"x", "residual"})), plan.counting)
+        assert bool(op.consumes) == bool(rest.consumes)
+        for tokens in (2, 9):
+            mark = 5 if (tokens > 4) == (rest is writes) else 7
+            given, residual = x(tokens), x(tokens)
+            normed, added = op.fn(given, residual, torch.ones(8), 1e-6, None)
+            assert normed.eq(1 + mark).all() and added.eq(2).all()
+            if not op.consumes:
+                assert given.eq(1).all() and residual.eq(1).all()

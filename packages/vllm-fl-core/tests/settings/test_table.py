@@ -1,0 +1,105 @@
+"""The file of a table: read as it was written, or refused in one line that says where and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_fl.errors import InvalidSettingError, MissingFileError
+from vllm_fl.settings.table import Figure, Row, Table, TunedOp, Verdict, read_table
+
+TABLE = Table(
+    identity={"device": "A CPU, 2 threads", "torch": "2.13.0", "vllm-fl-core": "0.1.0 abc"},
+    mode="eager",
+    dtype="bfloat16",
+    sizes={"hidden": 1024, "epsilon": 1e-6},
+    model="tiny",
+    date="2026-11-22T17:00:00+00:00",
+    seconds=12.5,
+    ops={
+        "rms_norm": TunedOp(
+            contract="0123456789abcdef",
+            default="vendor.cpu",
+            rows=(Row(1, "vendor.cpu"), Row(16, "reference.torch"), Row(64, "default")),
+            figures=(
+                Figure(16, "reference.torch", 3.5, 3.25, 4.0, 21, 1.125, 1.0625, 0.75),
+                Figure(16, "vendor.wrong", rejected="wrong: result 0: 3 of 64 elements are off"),
+            ),
+        )
+    },
+)
+
+
+def written(path: Path, table: Table = TABLE) -> str:
+    path.write_text(table.text, encoding="utf-8")
+    return str(path)
+
+
+def changed(path: Path, change: Any) -> str:
+    data = json.loads(TABLE.text)
+    change(data)
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return str(path)
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    accepted = replace(TABLE, accepted=Verdict(True, "never slower", "2026-11-22", {"ratio": 1.02}))
+    for table in (TABLE, accepted, replace(TABLE, ops={})):
+        assert read_table(written(tmp_path / "table.json", table)) == table
+    assert accepted.digest == TABLE.digest  # a verdict is about it, and no part of it
+    assert replace(TABLE, dtype="float16").digest != TABLE.digest
+
+
+def test_what_differs_is_named() -> None:
+    assert TABLE.differs(TABLE.identity) is None
+    newer = TABLE.differs({**TABLE.identity, "torch": "2.14.0"})
+    assert newer == "torch is 2.14.0; it was measured with 2.13.0"
+    more = TABLE.differs({**TABLE.identity, "vllm-fl-cuda": "0.1.0 def"})
+    assert more is not None and more.startswith("vllm-fl-cuda is 0.1.0 def")
+    fewer = TABLE.differs({})
+    assert fewer is not None and "not there" in fewer
+
+
+def test_half_a_file_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(TABLE.text[: len(TABLE.text) // 2])
+    with pytest.raises(InvalidSettingError, match=r"table\.json:\d+.*no whole table"):
+        read_table(str(path))
+    with pytest.raises(MissingFileError):
+        read_table(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["ops"]["rms_norm"]["rows"][0].update(impl="x.y"), "changed after it was"),
+        (lambda d: d.update(dtype="float16"), "changed after it was"),
+        (lambda d: d.pop("digest"), "changed after it was"),
+        (lambda d: d.update(vllm_fl_table=2), "no table of version 1; it says 2"),
+        (lambda d: d.update(mode="fast"), "mode: expected eager or compiled"),
+        (lambda d: d.pop("identity"), "identity is missing"),
+        (lambda d: d.update(colour="red"), "colour: unknown"),
+        (lambda d: d["ops"]["rms_norm"]["rows"][0].update(up_to="1"), r"rows\[0\]\.up_to: expec"),
+        (lambda d: d["ops"]["rms_norm"]["rows"][0].update(up_to=True), r"rows\[0\]\.up_to: expec"),
+        (lambda d: d["ops"]["rms_norm"]["rows"].reverse(), "ceilings ascend from 1 on"),
+        (
+            lambda d: d["ops"]["rms_norm"]["rows"][1].update(impl="vendor.wrong"),
+            "vendor.wrong was rejected at 16 tokens",
+        ),
+    ],
+)
+def test_what_was_changed_by_hand_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(InvalidSettingError, match=message):
+        read_table(changed(tmp_path / "table.json", change))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"a": 1}', "[" * 100_000])
+def test_what_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(InvalidSettingError, match=r"no (whole )?table"):
+        read_table(str(path))

@@ -1,0 +1,95 @@
+"""After a start's warm-up no kernel is left to compile; as the interpreter's launches tell it."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm_fl import OpImpl
+from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts.sizes import typical_sizes
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.warmup import warm_counts
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.testing.triton import to_compile
+from vllm_fl_flaggems.plugin import register_ops
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("TRITON_INTERPRET"), reason="counts what the interpreter launches"
+)
+
+LARGEST = 2048
+LATER = [17, 100, 1000, *random.Random(5).choices(range(1, LARGEST + 1), k=20)]
+NARROW = ModelSizes(
+    72, 75, 6, 2, 12, 12, max_position=64, more=typical_sizes(bindings().values()).more
+)
+"""Widths that 16 does not divide: then the token count decides whether it divides the products."""
+
+OF_SEQUENCES, ANEW = {"recurrent_gated_delta_rule"}, {"fused_experts", "moe_align_block_size"}
+"""Ops without samples by token count; and those of which FlagGems has a kernel that takes numbers
+made from the token count as constants, and so is compiled for most of them, whatever was warm."""
+
+
+@pytest.fixture(scope="module")
+def impls() -> dict[str, OpImpl]:
+    """The backend's, on the interpreter; its kernels launched without a look at positions."""
+    get_default_manager().ensure_initialized()
+    from vllm_fl_flaggems.triton_kernels import qk_norm_rope_kernel
+
+    rotary = sys.modules["flag_gems.fused.rotary_embedding"].apply_rotary_pos_emb_kernel
+    for kernel in (qk_norm_rope_kernel, rotary):
+        vars(kernel).pop("run", None)
+    return {impl.op_name: impl for impl in register_ops()}
+
+
+def call(impl: OpImpl, counts: Iterable[int]) -> int:
+    """Call it at these token counts; how often it was called."""
+    spec, called = contracts()[impl.op_name], 0
+    sizes = replace(NARROW, tokens=tuple(counts))
+    dtype = "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0]
+    for sample in spec.served(sizes, getattr(torch, dtype), torch.device("cpu")):
+        if impl.supports is None or impl.supports(*sample.args) is True:
+            impl.fn(*sample.args)
+            called += 1
+    return called
+
+
+def compiled_later(impl: OpImpl, counts: Iterable[int]) -> set[str]:
+    """What calls at other counts compile after a warm-up with these."""
+    with to_compile(runs=False) as found:
+        assert call(impl, counts)
+        assert found, "no launch was seen"
+        before = set(found)
+        call(impl, LATER)
+    return found - before
+
+
+@pytest.mark.parametrize(
+    "op", sorted({impl.op_name for impl in register_ops()} - OF_SEQUENCES - ANEW)
+)
+def test_nothing_is_compiled_after_a_warm_up(op: str, impls: dict[str, OpImpl]) -> None:
+    assert compiled_later(impls[op], warm_counts(LARGEST)) == set()
+
+
+@pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul"])
+@pytest.mark.parametrize(
+    "counts",
+    [[1, 7, 33, 301], [16, 48, 2048]],
+    ids=["odd", "multiples of 16"],
+)
+def test_fewer_counts_leave_something_to_compile(
+    op: str, counts: list[int], impls: dict[str, OpImpl]
+) -> None:
+    assert compiled_later(impls[op], counts)
+
+
+@pytest.mark.parametrize("op", sorted(ANEW))
+def test_what_no_warm_up_helps_is_known(op: str, impls: dict[str, OpImpl]) -> None:
+    """As soon as this fails, the op belongs with the others, and docs say so."""
+    assert compiled_later(impls[op], warm_counts(LARGEST))
