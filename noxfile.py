@@ -82,9 +82,14 @@ def pytest(session: nox.Session, env: envs.Env, *args: str, **variables: str) ->
 
 
 def tests_in_parallel(session: nox.Session, env: envs.Env, *args: str, **variables: str) -> None:
-    """The same on up to four processes of one thread each: many small tests, and no engine."""
+    """The same on up to four processes of one thread each."""
     parallel = ("-n", "auto", "--maxprocesses=4", "--dist=worksteal")
     pytest(session, env, *parallel, *args, OMP_NUM_THREADS="1", **variables)
+
+
+def engines_in_parallel(session: nox.Session, env: envs.Env, *args: str) -> None:
+    """The engine's tests. Those of one file share what they start, and have one worker."""
+    tests_in_parallel(session, env, "tests/engine", "--dist=loadfile", *args, **ENGINE)
 
 
 def deletions(session: nox.Session, env: envs.Env, name: str, **variables: str) -> None:
@@ -185,7 +190,7 @@ def isolation(session: nox.Session) -> None:
     tests += [
         f"tests/test_{name}.py" for name in ("docs", "import", "operator_schemas", "repository")
     ]
-    pytest(session, over(session, envs.light()), *tests)
+    tests_in_parallel(session, over(session, envs.light()), *tests)
 
 
 @timed("engine")
@@ -194,7 +199,7 @@ def engine(session: nox.Session, vllm: str) -> None:
     """Run vLLM's CPU engine with the plugins, eager and compiled; on the oldest release a part."""
     env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
     chosen = "not slow" if vllm == envs.VLLM else "oldest"
-    pytest(session, env, "tests/engine", "-m", chosen, **ENGINE)
+    engines_in_parallel(session, env, "-m", chosen)
 
 
 @timed("tests-empty")
@@ -205,7 +210,7 @@ def tests_empty(session: nox.Session, vllm: str) -> None:
     env = over(session, envs.empty(vllm), CORE, REFERENCE, "fl-bare-cpu")
     chosen = ("-k", "" if vllm == envs.EMPTY_RANGE[-1] else "not gemma3")
     tests = "tests/engine/test_empty_builds.py"
-    pytest(session, env, tests, *chosen, STOCK_PYTHON=stock.python, **ENGINE)
+    tests_in_parallel(session, env, tests, *chosen, STOCK_PYTHON=stock.python, **ENGINE)
 
 
 @timed("quickstart")
@@ -227,7 +232,7 @@ def bench(session: nox.Session) -> None:
 def full(session: nox.Session, vllm: str) -> None:
     """Run all engine tests, the slow ones too, on every vLLM release that is supported here."""
     env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
-    pytest(session, env, "tests/engine", **ENGINE)
+    engines_in_parallel(session, env)
 
 
 @timed("deletions", default=False)

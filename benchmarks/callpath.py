@@ -32,6 +32,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.plugins.registry import Owner
 from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.policy import OpOrder
 
 __all__ = ["measure"]
 
@@ -174,6 +175,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     rounds = options.rounds or ROUNDS
     return [
         *compare([*layers(), *functions()], rounds, CALLS),
+        *compare(by_size(), rounds, CALLS),
         *compare(opaque(), rounds, OPAQUE_CALLS),
         *multiples(rounds),
     ]
@@ -290,6 +292,27 @@ def functions() -> list[Comparison]:
     ]
 
 
+# Not v0 first: a compiled plan's operator is one per process and chain, and that is another case's.
+ONE_ORDER = SelectionPolicy(per_op_order={OP: OpOrder.of("vendor:v1")})
+BY_SIZE = SelectionPolicy(
+    per_op_order={OP: OpOrder.of({"<=4": "vendor:v0", "<=64": "vendor:v2", "rest": "vendor:v1"})}
+)
+
+
+def by_size() -> list[Comparison]:
+    """What looking the row up costs, where the order of an op differs by the size of the call."""
+    import torch
+
+    def of(policy: SelectionPolicy, tokens: int) -> Case:
+        layer = engine_layer(Bound, manager(3), policy=policy)
+        return Case("layer._forward_method(x)", layer=layer, x=torch.empty(tokens, 2))
+
+    return [
+        (f"by size, {what}, over one order", of(BY_SIZE, n), of(ONE_ORDER, n), None)
+        for what, n in (("the first row", 1), ("the largest calls", 65))
+    ]
+
+
 def opaque() -> list[Comparison]:
     """What torch.library costs, which a compiled plan puts around an opaque implementation."""
     import torch
@@ -304,17 +327,31 @@ def opaque() -> list[Comparison]:
     layer = engine_layer(Bound, OpManager(registry), mode="compiled")
     x = torch.empty(2)
     called = Case("layer._forward_method(x)", layer=layer, x=x)
+    one, by_rows = (
+        Case(
+            "layer._forward_method(x)",
+            layer=engine_layer(Bound, manager(3), mode="compiled", policy=policy),
+            x=x,
+        )
+        for policy in (ONE_ORDER, BY_SIZE)
+    )
     return [
         (
             "opaque op of a compiled plan over a direct call",
             called,
             Case("f(x)", f=ready, x=x),
             None,
-        )
+        ),
+        ("  by size, over one order", by_rows, one, None),
     ]
 
 
-def engine_layer(cls: type, owner: OpManager, mode: Any = "eager") -> Any:
+def engine_layer(
+    cls: type, owner: OpManager, mode: Any = "eager", policy: SelectionPolicy | None = None
+) -> Any:
     """A layer of this class, built as inside an engine: on a plan."""
-    with building(make_plan(owner, EngineFacts(load_settings({}), mode))):
+    settings = load_settings({})
+    if policy is not None:
+        vars(settings)["policy"] = policy
+    with building(make_plan(owner, EngineFacts(settings, mode))):
         return cls()

@@ -1,11 +1,23 @@
-"""Installing distributions: a test says which, and gets an environment with just those."""
+"""Installing distributions: a test says which, and gets an environment with just those.
+
+And a core for each worker of pytest-xdist.
+"""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+from engine_run import cores
 
 import envs
 from installed import Install, Installed
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # What it starts keeps to this core, too. Two engines that have threads on every core wait for
+    # one another spinning, and take five times as long.
+    usable = cores()
+    os.sched_setaffinity(0, {usable[int(worker.removeprefix("gw")) % len(usable)]})
 
 
 @pytest.fixture(scope="session")

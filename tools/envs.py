@@ -196,7 +196,7 @@ def empty(vllm: str) -> Env:
 def empty_wheel(vllm: str) -> Path:
     """The empty build of a release of vLLM, built once from its sdist."""
     folder = ROOT / "build" / "vllm-empty"
-    with _locked(folder):
+    with locked(folder):
         if not any(folder.glob(f"vllm-{vllm}-*.whl")):
             build = _layer("vllm-build", engine(), EMPTY_BUILD)
             # From no cache: pip keys its own by the sdist, not by the device it was built for.
@@ -215,7 +215,7 @@ def _layer(name: str, base: Env, requirements: tuple[str, ...]) -> Env:
     """An environment over `base` with these, of which nothing else is installed."""
     key = hashlib.sha256(json.dumps([str(base.path), requirements]).encode()).hexdigest()[:12]
     env = Env(VENVS / f"{name}-{key}", base)
-    with _locked(env.path):
+    with locked(env.path):
         if not _marker(env.path).exists():
             print(f"Making {env.path.relative_to(ROOT)} …", flush=True)
             _lay_over(base, env.path)
@@ -229,7 +229,7 @@ def _layer(name: str, base: Env, requirements: tuple[str, ...]) -> Env:
 def torch_npu_wheel() -> Path:
     """torch_npu's wheel, downloaded once."""
     folder = ROOT / "build" / "torch-npu"
-    with _locked(folder):
+    with locked(folder):
         if not any(folder.glob(f"torch_npu-{TORCH_NPU}-*.whl")):
             options = ("-q", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:")
             tools().pip("download", *options, "--dest", str(folder), f"torch-npu=={TORCH_NPU}")
@@ -288,7 +288,7 @@ def wheel(folder: Path) -> Path:
         digest.update(f"{file.relative_to(folder)}\0".encode())
         digest.update(file.read_bytes())
     out = WHEELS / f"{_project(folder)['name']}-{digest.hexdigest()[:12]}"
-    with _locked(out):
+    with locked(out):
         if not any(out.glob("*.whl")):
             build(folder, out, "--wheel")
     return next(out.glob("*.whl"))
@@ -328,7 +328,7 @@ def _project(folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def _shared_at(path: Path, steps: tuple[tuple[str, ...], ...]) -> Env:
-    with _locked(path):
+    with locked(path):
         if not _marker(path).exists():
             _make(Env(path), steps)
     return Env(path)
@@ -365,7 +365,7 @@ def _marker(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """One process at a time makes what lies at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / f"{path.name}.lock", "w") as handle:

@@ -102,7 +102,9 @@ def others(tokens: int) -> Iterator[Shape]:
     )
     for op, spec in contracts().items():
         if op not in OWN:
-            for sample in spec.served(sizes, DTYPE, torch.device("cuda")):
+            own = str(DTYPE)[6:]
+            dtype = DTYPE if own in spec.dtypes else getattr(torch, spec.dtypes[0])
+            for sample in spec.served(sizes, dtype, torch.device("cuda")):
                 results = spec.fake(*sample.args)
                 moved = (*sample.args, *(results if isinstance(results, tuple) else (results,)))
                 size = sum(x.numel() * x.itemsize for x in moved if isinstance(x, torch.Tensor))

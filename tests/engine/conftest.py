@@ -1,5 +1,5 @@
 """The fixtures of the engine's tests."""
 
-from engines import both, engine, model, plugin, runs
+from engines import both, engine, model, once, plugin
 
-__all__ = ["both", "engine", "model", "plugin", "runs"]
+__all__ = ["both", "engine", "model", "once", "plugin"]

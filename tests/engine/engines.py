@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import json
+import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_model
-from engine_run import BIND, STOCK, Job, cores, largest_difference, run
+from engine_run import STOCK, Job, largest_difference, run
+
+import envs
 
 PLUGINS = Path(__file__).parent / "plugins"
 
@@ -18,6 +21,7 @@ REFERENCE, VENDOR = {"VLLM_FL_PREFER": "reference"}, {"VLLM_FL_PREFER": "vendor"
 
 VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "stock": (STOCK, {}),
+    "stock-float32": (STOCK, {"dtype": "float32"}),
     "stock-native": (STOCK, {"compilation_config": {"custom_ops": ["none"]}}),
     "reference": (REFERENCE, {}),
     "cast-order": (
@@ -47,10 +51,11 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 """For engines whose processes are not looked at: it saves two imports of vLLM, half of a start."""
 
-FAMILY_AS_SERVED = "qwen3"
-"""Its engines are what users start: a process for the engine and one for each worker."""
+AS_SERVED = {("qwen3", "reference"), ("qwen3", "vendor")}
+"""Runs that are what users start: a process for the engine and one for each worker."""
 
 Result = dict[str, Any]
+Once = Callable[..., Result]
 Runner = Callable[..., Result]
 Pair = Callable[..., tuple[Result, Result]]
 
@@ -63,50 +68,55 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def runs(model: Callable[[str], Path]) -> Iterator[Callable[..., Future[Result]]]:
-    """`runs(family, variant, eager)`: the run of an engine that was started now or before.
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """`once(name, job, VARIABLE=…)`: the run of this job, which is made once and kept by this name.
 
-    Two run at a time, each on a core of its own: a start is mostly one thread.
+    The workers of pytest-xdist share it: a second one that asks waits until the first has it.
     """
-    usable = cores()[:2]
-    with ThreadPoolExecutor(len(usable)) as pool:
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
 
-        @cache
-        def begin(family: str, variant: str, eager: bool) -> Future[Result]:
-            variables, options = VARIANTS[variant]
-            job = Job(str(model(family)), batches(), eager=eager, options=options)
-            if family != FAMILY_AS_SERVED:
-                variables = {**IN_ONE_PROCESS, **variables}
+    def kept(name: str, job: Job, **options: Any) -> Result:
+        file = folder / f"{name}.json"
+        with envs.locked(file):
+            if not file.exists():
+                file.write_text(json.dumps(run(job, **options)))
+        answered: Result = json.loads(file.read_text())
+        return answered
 
-            def started() -> Result:
-                core = usable.pop()  # there are as many as threads of the pool
-                try:
-                    more = {BIND: str(core), "VLLM_FL_DISPATCH_DEBUG": "1"}
-                    return run(job, **more, **variables)
-                finally:
-                    usable.append(core)
-
-            return pool.submit(started)
-
-        yield begin
+    return kept
 
 
 @pytest.fixture(scope="session")
-def engine(runs: Callable[..., Future[Result]]) -> Runner:
+def engine(model: Callable[[str], Path], once: Once) -> Runner:
     """`engine(family, variant, eager=True)`: what that engine answered, planned and counted.
 
     It serves a prompt alone and then eight together, greedily, with all logits.
     """
-    return lambda family, variant, eager=True: runs(family, variant, eager).result()
+
+    @cache
+    def answer(family: str, variant: str, eager: bool = True) -> Result:
+        variables, options = VARIANTS[variant]
+        if (family, variant) not in AS_SERVED:
+            variables = {**IN_ONE_PROCESS, **variables}
+        name = f"{family}-{variant}-{'eager' if eager else 'compiled'}"
+        job = Job(str(model(family)), batches(), eager=eager, options=options)
+        return once(name, job, VLLM_FL_DISPATCH_DEBUG="1", **variables)
+
+    return answer
 
 
 @pytest.fixture(scope="session")
-def both(runs: Callable[..., Future[Result]]) -> Pair:
-    """`both(family, variant, variant, eager=True)`: the same of two engines, side by side."""
+def both(engine: Runner) -> Pair:
+    """`both(family, variant, variant, eager=True)`: the same of two engines.
+
+    The second runs first: the first is more often one that another worker runs at this time.
+    """
 
     def pair(family: str, first: str, second: str, eager: bool = True) -> tuple[Result, Result]:
-        a, b = (runs(family, variant, eager) for variant in (first, second))
-        return a.result(), b.result()
+        other = engine(family, second, eager)
+        return engine(family, first, eager), other
 
     return pair
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_model
 from engine_run import STOCK, Job, run
+from engines import IN_ONE_PROCESS
 
 HERE = Path(__file__).parent
 PLUGIN = {"PYTHONPATH": str(HERE / "plugins"), "VLLM_FL_PLUGIN_MODULES": "counting_attention"}
@@ -133,7 +134,8 @@ def job_for(folder: Path) -> Job:
 
 def test_an_engine_runs_on_it(tmp_path: Path) -> None:
     file = tmp_path / "uses"
-    ours = run(job_for(tmp_path), timeout=300, **PLUGIN, COUNTING_FILE=str(file))
+    variables = {**PLUGIN, **IN_ONE_PROCESS, "COUNTING_FILE": str(file)}
+    ours = run(job_for(tmp_path), timeout=300, **variables)
     (report,) = ours["report"]
     planned = {"impl": "vendor.counting", "reason": "token vendor"}
     assert report["ops"]["attention_backend"] == planned

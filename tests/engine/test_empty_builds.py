@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import tiny_model
 from engine_run import STOCK, Job, largest_difference, run
-from engines import IN_ONE_PROCESS, PLUGINS
+from engines import IN_ONE_PROCESS, PLUGINS, Once, Runner
 
 from vllm_fl.contracts.binding import OperatorPlace
 from vllm_fl.integration.bindings import bindings, places
@@ -37,8 +35,6 @@ CALLED = {
 }
 OURS = {"VLLM_FL_PREFER": "reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
 
-Start = Callable[..., Future[dict[str, Any]]]
-
 
 def prompt(first: int, length: int) -> list[int]:
     return [(first + 7 * i) % 500 + 3 for i in range(length)]
@@ -51,8 +47,8 @@ def batches() -> list[list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """`start(family, eager=True, stock=False, direct=False)`: an engine's run, two at a time.
+def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """`start(family, eager=True, stock=False, direct=False)`: an engine's run.
 
     With `direct` its activation is vLLM's operator, called by name, in place of vLLM's layer.
     """
@@ -68,31 +64,28 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         file.write_text(json.dumps(config))
         return folder
 
-    with ThreadPoolExecutor(2) as pool:
+    def begin(
+        family: str, eager: bool = True, stock: bool = False, direct: bool = False
+    ) -> dict[str, Any]:
+        job = Job(
+            str(model(family, direct)),
+            batches(),
+            new_tokens=6,
+            eager=eager,
+            # A step of 80 tokens: longer prompts come in chunks, beside decoded tokens.
+            options={"dtype": "float32", "max_num_batched_tokens": 80},
+            prompt_logits=False,  # with them vLLM reads no prefix from the cache
+        )
+        if stock:
+            variables = {"python": os.environ["STOCK_PYTHON"], **STOCK, **IN_ONE_PROCESS}
+            return once(f"stock-{family}", job, timeout=300, **variables)
+        # One of them with a process for the engine, as users start it.
+        variables = {**OURS, "OMP_NUM_THREADS": "1"} if eager else {**OURS, **IN_ONE_PROCESS}
+        if direct:
+            variables |= {"PYTHONPATH": str(PLUGINS / "direct")}
+        return run(job, timeout=300, **variables)
 
-        @cache
-        def begin(
-            family: str, eager: bool = True, stock: bool = False, direct: bool = False
-        ) -> Future[dict[str, Any]]:
-            job = Job(
-                str(model(family, direct)),
-                batches(),
-                new_tokens=6,
-                eager=eager,
-                # A step of 80 tokens: longer prompts come in chunks, beside decoded tokens.
-                options={"dtype": "float32", "max_num_batched_tokens": 80},
-                prompt_logits=False,  # with them vLLM reads no prefix from the cache
-            )
-            if stock:
-                python = os.environ["STOCK_PYTHON"]
-                return pool.submit(run, job, timeout=300, python=python, **STOCK, **IN_ONE_PROCESS)
-            # One of them with a process for the engine, as users start it.
-            variables = {**OURS, "OMP_NUM_THREADS": "1"} if eager else {**OURS, **IN_ONE_PROCESS}
-            if direct:
-                variables |= {"PYTHONPATH": str(PLUGINS / "direct")}
-            return pool.submit(run, job, timeout=300, **variables)
-
-        yield begin
+    return begin
 
 
 def test_this_vllm_has_no_compiled_operator() -> None:
@@ -102,9 +95,8 @@ def test_this_vllm_has_no_compiled_operator() -> None:
 
 
 @pytest.mark.parametrize(("family", "eager"), [("qwen3", True), ("gemma3", True), ("qwen3", False)])
-def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: Start) -> None:
-    beside = start(family, stock=True)
-    ours, stock = start(family, eager).result(), beside.result()
+def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: Runner) -> None:
+    ours, stock = start(family, eager), start(family, stock=True)
 
     (report,) = ours["report"]
     impls = {op: told["impl"] for op, told in report["ops"].items()}
@@ -139,10 +131,9 @@ READ = {
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_an_operator_that_a_model_calls_by_name_is_there_and_the_plans(
-    eager: bool, start: Start
+    eager: bool, start: Runner
 ) -> None:
-    beside = start("qwen3", stock=True)
-    ours, stock = start("qwen3", eager, direct=True).result(), beside.result()
+    ours, stock = start("qwen3", eager, direct=True), start("qwen3", stock=True)
 
     (report,) = ours["report"]
     assert report["demotions"] == report["fallbacks"] == {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine_run import EngineFailed, Job, largest_difference, run
-from engines import Runner, batches
+from engines import IN_ONE_PROCESS, Runner, batches
 from test_layer_lists import SCRIPT, VENDOR
 
 Plugin = Callable[..., dict[str, str]]
@@ -43,6 +43,7 @@ def test_layers_of_the_older_form_serve_in_an_eager_engine(
         Job(str(model("qwen3")), batches()),
         **plugin("older_layers"),
         **orders(rms_norm=vendor, rotary_embedding=vendor, silu_and_mul=vendor),
+        **IN_ONE_PROCESS,
         **DEBUG,
         VLLM_FL_PREFLIGHT="off",
     )
@@ -92,6 +93,7 @@ def test_a_norm_that_refuses_while_it_serves_leaves_the_call_to_the_next(
         Job(str(model("qwen3")), batches()),
         **plugin("late_refusal"),
         **orders(rms_norm="impl:vendor.late"),
+        **IN_ONE_PROCESS,
     )
     assert ours["tokens"] == engine("qwen3", "stock-native")["tokens"]
     report, log = ours["report"][0], ours["log"]

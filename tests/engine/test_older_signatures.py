@@ -6,27 +6,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import STOCK, Job, largest_difference, run
-from engines import batches
+from engine_run import Job, largest_difference, run
+from engines import IN_ONE_PROCESS, Runner, batches
 
 OPS = ("rms_norm", "rotary_embedding", "silu_and_mul")
 
 
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_is_verified_planned_and_called(
-    eager: bool, model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
+    eager: bool,
+    engine: Runner,
+    model: Callable[[str], Path],
+    plugin: Callable[..., dict[str, str]],
 ) -> None:
     # In float32, where another order of operations leaves every token what it is.
     job = Job(str(model("qwen3")), batches(), eager=eager, options={"dtype": "float32"})
     order = ";".join(f"{op}=vendor:seeds" for op in OPS)
-    result = run(
-        job, VLLM_FL_DISPATCH_DEBUG="1", VLLM_FL_PER_OP=order, **plugin("seeds_signatures")
-    )
+    variables = {"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_PER_OP": order}
+    result = run(job, **variables, **IN_ONE_PROCESS, **plugin("seeds_signatures"))
     (report,) = result["report"]
     assert {op: report["ops"][op]["impl"] for op in OPS} == dict.fromkeys(OPS, "vendor.seeds")
     assert "takes no " not in result["log"]  # the model gives none of what it lacks
     assert all(report["calls"][op]["vendor.seeds"] > 0 for op in OPS)
-    stock = run(job, **STOCK)
+    stock = engine("qwen3", "stock-float32", eager)
     assert result["tokens"] == stock["tokens"]
     off, magnitude = largest_difference(stock, result)
     assert off <= 1e-4 * magnitude

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine_run import EngineFailed, Job, run
+from engines import IN_ONE_PROCESS
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 TWO = {
@@ -19,7 +20,7 @@ BATCHES = [[[3, 17, 170, 99, 41]], [[5 * i + 3, 60, 7, 11] for i in range(3)]]
 
 def test_two_vendors_with_two_policies_on_one_platform(model: Callable[[str], Path]) -> None:
     """Beside them lies the platform's own file, of vllm-fl-cpu: three are merged."""
-    ours = run(Job(str(model("qwen3")), BATCHES), **TWO)
+    ours = run(Job(str(model("qwen3")), BATCHES), **IN_ONE_PROCESS, **TWO)
     report = ours["report"][0]
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.left"
     assert report["ops"]["rms_norm"]["impl"] == "vendor.right"

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from engine_run import STOCK, Job, largest_difference, run
-from engines import batches
+from engine_run import Job, largest_difference, run
+from engines import IN_ONE_PROCESS, Runner, batches
 
 import envs
 
@@ -22,7 +22,7 @@ ORDER = {
 
 
 def test_two_of_them_serve_side_by_side_from_their_entry_points(
-    model: Callable[[str], Path], tmp_path: Path
+    engine: Runner, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     wheels = [str(envs.wheel(PLUGINS / f"fl-form-{name}")) for name in ("iluvatar", "musa")]
     options = ("-q", "--no-deps", "--no-index", "--target", str(tmp_path))
@@ -31,6 +31,7 @@ def test_two_of_them_serve_side_by_side_from_their_entry_points(
     job = Job(str(model("qwen3")), batches(), options={"dtype": "float32"})
     result = run(
         job,
+        **IN_ONE_PROCESS,
         PYTHONPATH=str(tmp_path),
         VLLM_FL_DISPATCH_DEBUG="1",
         VLLM_FL_PER_OP=";".join(f"{op}=vendor:{vendor}" for op, vendor in ORDER.items()),
@@ -40,7 +41,7 @@ def test_two_of_them_serve_side_by_side_from_their_entry_points(
         assert report["ops"][op]["impl"] == f"vendor.{vendor}", result["log"][-6000:]
         assert report["calls"][op][f"vendor.{vendor}"] > 0
     assert report["fallbacks"] == {} and report["demotions"] == {}
-    stock = run(job, **STOCK)
+    stock = engine("qwen3", "stock-float32")
     assert result["tokens"] == stock["tokens"]
     off, magnitude = largest_difference(stock, result)
     assert off <= 1e-4 * magnitude

@@ -20,10 +20,10 @@ Runner = Callable[..., dict[str, Any]]
 IN_QWEN3 = {"RowParallelLinear": 4, "QKVParallelLinear": 2, "VocabParallelEmbedding": 1}
 """Layers of these classes in the tiny model, which has two blocks."""
 
-MODES = [
-    pytest.param(True, id="eager"),
-    pytest.param(False, id="compiled", marks=pytest.mark.oldest),
-]
+ALL_STOCK = {
+    "VLLM_FL_PER_OP": ";".join(f"{layer}=stock" for layer in IN_QWEN3),
+    "OWN_SCALE": "2",  # doubles what the classes compute, if they do serve
+}
 
 
 @pytest.fixture
@@ -47,9 +47,7 @@ def impls(result: dict[str, Any]) -> dict[str, str]:
     return {layer: result["report"]["ops"][layer]["impl"] for layer in IN_QWEN3}
 
 
-@pytest.mark.parametrize("eager", MODES)
-def test_they_serve_and_the_lists_leave_layers_alone(eager: bool, serve: Runner) -> None:
-    ours = serve(eager)
+def assert_they_serve(ours: dict[str, Any]) -> None:
     report = ours["report"]
     assert impls(ours) == dict.fromkeys(IN_QWEN3, "vendor.own")
     assert report["layers"] == IN_QWEN3
@@ -60,9 +58,12 @@ def test_they_serve_and_the_lists_leave_layers_alone(eager: bool, serve: Runner)
     assert "not verified, as whole layers: QKVParallelLinear RowParallelLinear" in ours["log"]
     assert report["fallbacks"] == report["demotions"] == {}
 
-    left = serve(
-        eager, VLLM_FL_OOT_BLACKLIST="RowParallelLinear,column_parallel_linear", OWN_SCALE="2"
-    )
+
+def test_they_serve_and_the_lists_leave_layers_alone(serve: Runner) -> None:
+    ours = serve()
+    assert_they_serve(ours)
+
+    left = serve(VLLM_FL_OOT_BLACKLIST="RowParallelLinear,column_parallel_linear", OWN_SCALE="2")
     assert impls(left) == {
         "RowParallelLinear": "stock",
         "QKVParallelLinear": "stock",  # it has the registered name of its base
@@ -73,14 +74,21 @@ def test_they_serve_and_the_lists_leave_layers_alone(eager: bool, serve: Runner)
     )
     assert left["tokens"] != ours["tokens"], "what OWN_SCALE doubles does not serve"
 
-    none = serve(eager, VLLM_FL_OOT_ENABLED="0", VLLM_FL_OOT_BLACKLIST="", OWN_SCALE="2")
+    none = serve(VLLM_FL_OOT_ENABLED="0", VLLM_FL_OOT_BLACKLIST="", OWN_SCALE="2")
     assert impls(none) == dict.fromkeys(IN_QWEN3, "stock")
     assert none["report"]["layers"] == {}
 
-    orders = ";".join(f"{layer}=stock" for layer in IN_QWEN3)
-    stock = serve(eager, VLLM_FL_PER_OP=orders, OWN_SCALE="2")
+    stock = serve(**ALL_STOCK)
     assert impls(stock) == dict.fromkeys(IN_QWEN3, "stock")
     assert len({r["report"]["digest"] for r in (ours, left, stock)}) == 3
+    assert_same_bits(stock, ours)
+
+
+@pytest.mark.oldest
+def test_they_serve_in_a_compiled_engine(serve: Runner) -> None:
+    ours, stock = serve(False), serve(False, **ALL_STOCK)
+    assert_they_serve(ours)
+    assert impls(stock) == dict.fromkeys(IN_QWEN3, "stock")
     assert_same_bits(stock, ours)
 
 

@@ -37,13 +37,15 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
             yield name, f"not available: {verdict}"
             continue
         spec = contracts()[impl.op_name]
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        kinds = [getattr(torch, kind) for kind in spec.dtypes]
+        for dtype in kinds:
             results: list[Comparison] = []
             for samples in (spec.samples(dtype, device), spec.served(sizes, dtype, device)):
                 results += [compare(impl, spec, sample, dtype) for sample in samples]
             refused = [r for r in results if r.status == "refused"]
             wrong = [f"{r.sample}: {r.reason}" for r in results if r.status in ("wrong", "raised")]
-            if len(refused) == len(results) and dtype is torch.bfloat16:
+            needed = torch.bfloat16 if torch.bfloat16 in kinds else kinds[0]
+            if len(refused) == len(results) and dtype is needed:
                 wrong.append(f"all {len(results)} refused: {refused[0].reason}")
             worst = max((r.share for r in results if r.status == "ok"), default=0.0)
             case = f"{name} {dtype_name(dtype)}: {len(results)} samples, {len(refused)} refused"

@@ -58,8 +58,9 @@ def test_all_backends_together(install: Install) -> None:
     plugins = installed.plugins(status=0)
     assert sorted(plugins) == BACKENDS
     assert {plugin["status"] for plugin in plugins.values()} == {"ok"}
+    ops = installed.ops(status=0)
     for op in OPS:
-        candidates = installed.ops(status=0)[op]["candidates"]
+        candidates = ops[op]["candidates"]
         assert [c["status"] for c in candidates].count("selected") == 1
         assert {c["distribution"] for c in candidates} == set(BACKENDS)
         assert all(c["reason"] for c in candidates if c["status"] == "rejected")

@@ -26,6 +26,11 @@ MODELS: dict[str, tuple[torch.dtype, dict[str, Any], tuple[str, ...]]] = {
         {"layer_types": ["sliding_attention", "full_attention"]},
         ("gelu_and_mul", "rotary_embedding"),
     ),
+    "qwen3_moe": (
+        torch.bfloat16,  # all that the kernel for experts takes
+        {"num_experts_per_tok": 8},  # all: none is chosen otherwise for a difference in rounding
+        ("fused_experts", "moe_topk", "rms_norm", "rotary_embedding"),
+    ),
 }
 """Family -> dtype, what its configuration has besides, and ops that its layers call."""
 

@@ -9,9 +9,27 @@ from vllm.platforms.cpu import CpuPlatform
 
 from vllm_fl_ascend.platform import AscendPlatform
 
+from .operators import EmulationError
+
 # vLLM empties the accelerator's caches at shutdown, in each of its processes; there are none here.
 torch.accelerator.empty_cache = lambda: None
 torch.accelerator.empty_host_cache = lambda: None
+
+ROUTING = torch.library.Library("_moe_C", "FRAGMENT")
+"""What routers off the CPU call. An empty build of vLLM has none, and vllm-fl defines them there;
+the CPU build, which the emulation runs on, has none either, but counts as compiled."""
+
+
+def _without_kernel(*args: Any) -> None:
+    raise EmulationError("vLLM's own routing was called, which has no kernel for NPUs")
+
+
+for operator, factor in (("topk_softmax", ""), ("topk_sigmoid", "float routed_scaling_factor, ")):
+    ROUTING.define(
+        f"{operator}(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, "
+        f"Tensor gating_output, bool renormalize, Tensor? bias, {factor}Tensor? is_padding) -> ()"
+    )
+    ROUTING.impl(operator, _without_kernel, "CPU")
 
 
 class EmulatedPlatform(AscendPlatform, CpuPlatform):

@@ -29,6 +29,12 @@ def register_ops():
 """
 
 
+@pytest.fixture(autouse=True, scope="module")
+def torch_asked_once() -> None:
+    """The checks run in a fork of this process, which knows then what `import torch` told it."""
+    _environment.torch_facts()
+
+
 def found(done: Done, *checks: str) -> list[dict[str, Any]]:
     """The findings of these checks; each says what, why and what to do."""
     findings = done.json()["findings"]

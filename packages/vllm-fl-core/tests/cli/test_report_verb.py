@@ -19,6 +19,7 @@ from commands import Command
 
 from vllm_fl.cli import _plots
 from vllm_fl.cli._style import DARK, LIGHT
+from vllm_fl.contracts import contracts
 from vllm_fl.settings.table import DEFAULT, Figure, Row, TunedOp, Verdict
 
 EVIL = "<script>alert('1')</script>&\"x=\x1b[2J"
@@ -60,7 +61,7 @@ class Page(HTMLParser):
         if "style" not in tags:
             self.words.append(data)
         if "td" in tags or "th" in tags:
-            self.rows[-1][-1] += data
+            self.rows[-1][-1] += data.replace("\xa0", " ")
 
     def attributes(self, name: str) -> list[str]:
         return [str(attrs[name]) for _, attrs in self.elements if name in attrs]
@@ -157,6 +158,13 @@ def test_where_the_default_stays_the_nearest_other_is_named(fl: Command, tmp_pat
     assert "vendor.near" in told[5] and "1 rejected" in told[5]
 
 
+def test_one_that_loses_in_one_of_the_calls_says_in_which(fl: Command, tmp_path: Path) -> None:
+    loses = dataclasses.replace(FAST, slower="residual: 0.93")
+    page = made(fl, tmp_path, one(STOCK, loses, rows=(Row(16, DEFAULT),)))
+    assert "vendor.fast, is slower in one of" in page.row("16", "● stock (default)")[5]
+    assert page.row("■ vendor.fast") == ["■ vendor.fast", "16", "residual: 0.93"]
+
+
 def test_a_row_covers_what_was_not_compared_there(fl: Command, tmp_path: Path) -> None:
     small = dataclasses.replace(FAST, tokens=4, ratio=None, ratio_low=None)
     page = made(fl, tmp_path, one(STOCK, FAST, small, rows=(Row(16, "vendor.fast"),)))
@@ -228,7 +236,7 @@ def test_no_comparison_without_a_common_op(fl: Command, tmp_path: Path) -> None:
 
 
 def test_whatever_files_say_is_text(fl: Command, tmp_path: Path) -> None:
-    figures = tuple(dataclasses.replace(f, impl=f.impl + EVIL) for f in (STOCK, FAST))
+    figures = tuple(dataclasses.replace(f, impl=f.impl + EVIL, slower=EVIL) for f in (STOCK, FAST))
     wrong = dataclasses.replace(WRONG, impl=EVIL, rejected=EVIL)
     tuned = TunedOp(EVIL, "stock" + EVIL, (Row(16, "vendor.fast" + EVIL),), (*figures, wrong))
     table = tables.table(
@@ -272,20 +280,20 @@ def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
         environment = {"PYTHONHASHSEED": number, "PYTHONPATH": ":".join(sys.path)}
         rc = tmp_path / number
         rc.mkdir()
-        (rc / "matplotlibrc").write_text(f"lines.linewidth: {number}\nsvg.fonttype: path\n")
+        (rc / "matplotlibrc").write_text(f"xtick.major.size: {number}\nsvg.fonttype: path\n")
         subprocess.run(command, check=True, env={**environment, "MPLCONFIGDIR": str(rc)})
         pages.append(out.read_bytes())
     assert pages[0] == pages[1]
 
 
 def test_ids_and_looks_over_a_whole_page(fl: Command, tmp_path: Path) -> None:
-    """33 ops, 14 token counts, 4 implementations: of a size that a mail takes."""
+    """Every op, 14 token counts, 4 implementations: of a size that a mail takes."""
     page = made(fl, tmp_path, tables.table())
     assert [i for i, n in Counter(page.attributes("id")).items() if n > 1] == []
     used = re.findall(r"url\(#([^)]+)\)", page.text)
     assert used and {*used} <= {*page.attributes("id")}
     svgs = re.findall(r"<svg.*?</svg>", page.text, re.S)
-    assert len(svgs) == 66
+    assert len(svgs) == 2 * len(contracts())
     assert not re.findall(r"#f[de]00[0-9a-f]{2}", page.text), "a stand-in for a colour is left"
     assert all("var(--s" in svg and "<text" in svg for svg in svgs)
     assert len(page.text) < 3e6
@@ -293,7 +301,7 @@ def test_ids_and_looks_over_a_whole_page(fl: Command, tmp_path: Path) -> None:
     headers = [attrs for tag, attrs in page.elements if tag == "th"]
     assert all(attrs.get("scope") in ("row", "col") for attrs in headers)
     signs = re.findall(
-        r'style="color:(var\(--s\d\))" aria-hidden="true">(.)</span> ?([\w.]+)', page.text
+        r'style="color:(var\(--s\d\))" aria-hidden="true">(.)</span>(?:&nbsp;)?([\w.]+)', page.text
     )
     by_impl = {
         name: {(colour, sign) for colour, sign, n in signs if n == name} for _, _, name in signs

@@ -10,8 +10,7 @@ from commands import Command, Plugin
 
 from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import get_default_manager, reset_default_manager
-from vllm_fl.engine.identity import contract_digest
-from vllm_fl.engine.tables import here
+from vllm_fl.engine.identity import contract_digest, identity
 from vllm_fl.settings.table import Figure, Row, Table, TunedOp, Verdict
 
 OP = "silu_and_mul"
@@ -40,7 +39,7 @@ def table(fl: Command, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.Monke
         )
         digest = contract_digest(contracts()[OP])
         fields: dict[str, Any] = {
-            "identity": here(snapshot, torch.device("cpu")),
+            "identity": identity(torch.device("cpu"), snapshot.owners.values()),
             "mode": "eager",
             "dtype": "bfloat16",
             "sizes": {"hidden": 64},
@@ -120,4 +119,8 @@ def test_a_wrong_file_is_a_wrong_setting(fl: Command, table: Any) -> None:
     path.write_text(path.read_text().replace("vendor.zeta", "vendor.acme"))
     done = fl("policy", VLLM_FL_TABLE=str(path))
     assert done.status == 2 and "was changed after it was written" in done.err
-    assert fl("doctor", VLLM_FL_TABLE=str(path)).status == 1
+
+
+def test_letting_no_table_act_is_idle(fl: Command) -> None:
+    answer = fl("doctor", "--json", VLLM_FL_TABLE_UNACCEPTED="1").json()
+    assert "VLLM_FL_TABLE_UNACCEPTED=true has no effect." in [f["what"] for f in answer["findings"]]

@@ -12,7 +12,7 @@ from builders import failing, managing, norm, refusing, silu
 from vllm_fl.contracts import OpSpec, contracts
 from vllm_fl.dispatch.guard import Chain, call_guard, method_guard
 from vllm_fl.dispatch.record import Record
-from vllm_fl.errors import AllFailedError, CallError, SettingsError
+from vllm_fl.errors import AllFailedError, CallError, NoImplementationError, SettingsError
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import SelectionPolicy
@@ -179,6 +179,19 @@ def test_a_trace_is_that_of_a_size() -> None:
     assert dict(manager.trace(OP, tokens=1).rejected)["default.flagos"] == (
         "not listed: vendor|reference"
     )
+
+
+def test_a_size_that_engines_leave_to_vllm_fails_in_a_script_and_others_do_not() -> None:
+    order = {OP: {"<=2": "stock", "rest": "flagos"}}
+    manager = managing(*three(), per_op_order=order)
+    assert ran(manager, 3) == 3
+    for _ in range(2):
+        with pytest.raises(NoImplementationError, match="not listed: stock") as caught:
+            ran(manager, 2)
+        assert caught.value.op == OP and caught.value.rejected
+    assert not manager.demotions
+    with pytest.raises(NoImplementationError):
+        managing(*three(), per_op_order={OP: {"<=2": "flagos", "rest": "stock"}}).resolve(OP)
 
 
 def test_an_op_that_no_contract_names_has_no_sizes() -> None:

@@ -15,10 +15,10 @@ from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine import tables
 from vllm_fl.engine.facts import EngineFacts
-from vllm_fl.engine.identity import contract_digest
+from vllm_fl.engine.identity import contract_digest, identity
 from vllm_fl.engine.plan import make_plan
-from vllm_fl.engine.tables import Standing, here, sizes_of, standing, under
-from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.engine.tables import Standing, here, standing, under
+from vllm_fl.plugins.registry import SCRIPT, OpRegistry, Owner
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.table import Row, Table, TunedOp, Verdict
@@ -44,10 +44,10 @@ def table(**changed: Any) -> Table:
         (Row(16, "vendor.zeta"), Row(64, "default"), Row(256, "stock")),
     )
     fields: dict[str, Any] = {
-        "identity": here(manager().registry.snapshot(), CPU),
+        "identity": identity(CPU, [SCRIPT]),
         "mode": "eager",
         "dtype": "bfloat16",
-        "sizes": sizes_of(SIZES),
+        "sizes": {"hidden": 512, "intermediate": 1536, "experts": 8, "max_position": 40960},
         "model": "tiny",
         "date": "2026-11-22T17:00:00+00:00",
         "seconds": 1.0,
@@ -83,7 +83,9 @@ def test_it_acts_where_it_was_measured(facts: Any) -> None:
     assert policy.order("silu_and_mul", engine=True, tokens=16)[0].name == "vendor.zeta"
     assert [str(t) for t in policy.order("silu_and_mul", engine=True, tokens=200)] == ["stock"]
     plan = make_plan(manager(), under(engine, found))
-    assert plan.entries["silu_and_mul"].label == "vendor.acme"  # beyond the last row
+    assert plan.entries["silu_and_mul"].label == (
+        "vendor.zeta(<=16)|vendor.acme(<=64)|stock(<=256)|vendor.acme"
+    )
     assert make_plan(manager(), engine).entries["silu_and_mul"].label == "vendor.acme"
 
 
@@ -103,7 +105,6 @@ def test_the_kernels_that_a_row_names_come_before_the_order_without_the_table(fa
         ({"dtype": "float16"}, {}, "in float16, and the model has bfloat16"),
         ({}, {"sizes": replace(SIZES, hidden=1024)}, "hidden 512, and the model has 1024"),
         ({}, {"sizes": replace(SIZES, more={"experts": 4})}, "experts 8, and the model has 4"),
-        ({"sizes": {"hidden": 512}}, {}, "intermediate no such size, and the model has 1536"),
     ],
 )
 def test_what_differs_is_named_and_the_plan_is_made_without_it(
@@ -122,13 +123,13 @@ def test_what_differs_is_named_and_the_plan_is_made_without_it(
         ("driver", "570.1", "580.2"),
         ("device", "NVIDIA H100", "NVIDIA H200"),
         ("vllm-fl-cuda", "0.1.0 0123456789abcdef", "0.1.0 fedcba9876543210"),
-        ("vllm-fl-extra", None, "0.1.0 0123456789abcdef"),
+        ("libcudart", None, "13.0"),
     ],
 )
 def test_another_machine_or_other_code_is_named(
     name: str, then: str | None, now: str, facts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = here(manager().registry.snapshot(), CPU) | ({name: then} if then else {})
+    measured = table().identity | ({name: then} if then else {})
     monkeypatch.setattr(tables, "identity", lambda device, owners: {**measured, name: now})
     found = stands(facts(table(identity=measured)))
     assert f"{name} is {now}; it was measured with {then or 'none'}" in found.reason
@@ -138,7 +139,6 @@ def test_a_changed_source_file_of_a_backend_is_another_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_fl.engine import digest
-    from vllm_fl.plugins.registry import Owner
 
     package = tmp_path / "fl_changing"
     package.mkdir()
@@ -150,9 +150,28 @@ def test_a_changed_source_file_of_a_backend_is_another_identity(
         digest._code_of.cache_clear()  # one process reads it once
         registry = OpRegistry()
         registry.register_many([silu("vendor.acme")], Owner("fl_changing"))
-        seen.append(here(registry.snapshot(), CPU))
+        named = table(identity={"fl_changing": ""})
+        seen.append(here(named, registry.snapshot(), CPU))
     assert table(identity=seen[0]).differs(seen[2]) is None
     assert "fl_changing is " in str(table(identity=seen[0]).differs(seen[1]))
+
+
+def test_a_backend_that_it_was_not_measured_with_is_no_other_identity() -> None:
+    registry = OpRegistry()
+    registry.register_many([silu("vendor.acme")])
+    registry.register_many([silu("vendor.late")], Owner("late"))
+    measured = table()
+    assert measured.differs(here(measured, registry.snapshot(), CPU)) is None
+    both = table(identity={**measured.identity, "late": "None 0123456789abcdef"})
+    assert "late is " in str(both.differs(here(both, registry.snapshot(), CPU)))
+    assert "late is not there" in str(both.differs(here(both, manager().registry.snapshot(), CPU)))
+
+
+def test_only_an_engine_knows_its_threads() -> None:
+    other = table(identity={**table().identity, "threads": "77"})
+    snapshot = manager().registry.snapshot()
+    assert "threads is" in str(other.differs(here(other, snapshot, CPU)))
+    assert other.differs(here(other, snapshot, CPU, serves=False)) is None
 
 
 def test_without_a_device_nobody_asks_for_it(facts: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,6 +383,16 @@ class TestSeveralFunctionsOfVllm:
         figure = next(f for f in found.figures() if f.impl == "stock")
         assert figure.us == pytest.approx(5 * without + 7 * with_residual)
 
+    def test_its_results_may_lie_in_any_layout(self, machine: Machine) -> None:
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            return silu(x).T.contiguous().T
+
+        stock = machine.kernel("vendor.stock", 10, turned)
+        for bare in (False, True):
+            contender = Contender("stock", stock.impls, bare=bare)
+            op = machine.tuning(machine.kernel("vendor.default", 30), contender)
+            assert ("stock" in op.measure(8).rejected) is not bare
+
 
 class TestCompiled:
     @pytest.fixture(autouse=True)

@@ -76,22 +76,44 @@ def test_quantised_caches_are_left_to_vllm(kind: str) -> None:
         assert route(key, value, heads_first, value_cache, slots, "auto", ONE, ONE) is (
             NotImplemented
         )
-    (cuda, cpu) = routes("concat_and_cache_mla", never)
+    cuda, cpu, method = routes("concat_and_cache_mla", never)
     latent = torch.randn(3, 16), torch.randn(3, 8), torch.zeros(4, 8, 24)
     assert cuda(*latent, slots, kind, ONE) is NotImplemented
     assert cpu(*latent, slots.int()) is NotImplemented
+    assert method(None, *latent, slots, kind, ONE) is NotImplemented
+    assert method(None, *latent[:2], latent[2].byte(), slots, "auto", ONE) is NotImplemented
 
 
-def test_a_latent_is_written_by_both_operators() -> None:
+def test_a_latent_is_written_wherever_vllm_does_it() -> None:
     oracle = contracts()["concat_and_cache_mla"].oracle
     kv_c, k_pe = torch.randn(5, 16), torch.randn(5, 8)
     slots = torch.tensor([9, -1, 31])
     want = oracle(kv_c[:3], k_pe[:3], torch.zeros(4, 8, 24), slots)
-    (cuda, cpu) = routes("concat_and_cache_mla", oracle)
-    padded, exact = torch.zeros(4, 8, 24), torch.zeros(4, 8, 24)
+    cuda, cpu, method = routes("concat_and_cache_mla", oracle)
+    padded, exact, own = (torch.zeros(4, 8, 24) for _ in range(3))
     cuda(kv_c, k_pe, padded, slots, "auto", ONE)
     cpu(kv_c[:3], k_pe[:3], exact, slots)
-    assert torch.equal(padded, want) and torch.equal(exact, want)
+    assert method(None, kv_c[:3], k_pe[:3].unsqueeze(1), own, slots, "auto", ONE) is None
+    assert torch.equal(padded, want) and torch.equal(exact, want) and torch.equal(own, want)
+
+
+def test_where_there_is_no_cache_yet_no_latent_is_written() -> None:
+    *_, method = routes("concat_and_cache_mla", lambda *_: pytest.fail("the op was called"))
+    latent = torch.randn(3, 16), torch.randn(3, 1, 8), torch.empty(0)
+    assert method(None, *latent, torch.tensor([0, 1, 2]), "auto", ONE) is None
+
+
+def test_stock_is_what_attention_on_cpus_without_amx_writes() -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed: it has no method to call")
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    place = bindings()["concat_and_cache_mla"].places[-1]
+    assert isinstance(place, FunctionPlace)
+    latent = torch.randn(3, 16), torch.randn(3, 8), torch.zeros(4, 8, 24)
+    slots = torch.tensor([9, -1, 31])
+    want = contracts()["concat_and_cache_mla"].oracle(*latent, slots)
+    got = place.native(CPUMLAImpl.do_kv_cache_update)(*latent, slots)
+    assert got is latent[2] and torch.equal(got, want)
 
 
 def halves(tokens: int = 5) -> list[torch.Tensor]:

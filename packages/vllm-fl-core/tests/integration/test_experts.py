@@ -24,7 +24,7 @@ from vllm_fl.integration.bindings import bindings
 SPEC = contracts()["fused_experts"]
 BINDING = bindings()["fused_experts"]
 
-(TRITON,) = (place for place in BINDING.places if isinstance(place, FunctionPlace))
+TRITON, CHOICE = (place for place in BINDING.places if isinstance(place, FunctionPlace))
 KERNEL, PACKING = (place for place in BINDING.places if isinstance(place, OperatorPlace))
 
 
@@ -113,6 +113,34 @@ def test_tokens_that_pad_a_batch_have_experts_that_count_nothing() -> None:
     with override_forward_context(SimpleNamespace(is_padding=padded)):  # type: ignore[arg-type]
         TRITON.route(op)(*triton_call(call, output, topk_ids=ids))
     assert torch.equal(output[:12], op(*call.values())[:12]) and not output[12:].any()
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("a plugin's", "TRITON"), ("tpu", "TPU")], ids=["a plugin's", "TPU"]
+)
+def test_a_device_that_vllm_has_no_experts_for_gets_those_that_are_the_op(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
+) -> None:
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    platform = SimpleNamespace(
+        is_tpu=lambda: device == "tpu", is_out_of_tree=lambda: device == "a plugin's"
+    )
+    monkeypatch.setattr(unquantized, "current_platform", platform)
+    chosen, experts = CHOICE.route(op)(object())
+    assert chosen.name == backend
+    assert experts is (TritonExperts if backend == "TRITON" else None)
+    assert f"{TritonExperts.__module__}.TritonExperts.apply" in TRITON.paths
+
+
+def test_a_device_of_vllms_own_keeps_its_experts() -> None:
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    with pytest.MonkeyPatch.context() as patch:
+        own = (unquantized.UnquantizedMoeBackend.CPU, object())
+        patch.setattr(unquantized, "select_unquantized_moe_backend", lambda moe_config: own)
+        assert CHOICE.route(op)(object()) == own
 
 
 def test_what_stock_means_in_tritons_experts_is_vllms_own_call() -> None:

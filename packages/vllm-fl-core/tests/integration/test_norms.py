@@ -368,19 +368,43 @@ class TestBySize:
         for tokens, mark in ((4, 40), (5, 5)):
             assert layer.forward_cuda(torch.randn(tokens, 8)).eq(mark).all()
 
-    def test_a_rope_whose_parameters_are_its_own_runs_the_contracts_form(self, use: Any) -> None:
+    def test_so_does_a_ropes_whose_parameters_are_its_own(
+        self, use: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         oracle = contracts()["rotary_embedding"].oracle
         impl = OpImpl("rotary_embedding", "vendor.acme", BackendImplKind.VENDOR, oracle, "acme")
         order = {"rotary_embedding": {"<=4": "stock", "rest": "vendor"}}
         plan = planning(use(impl, per_op_order=order), "eager")
+
+        def forward_cuda(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+            return query * 0 + self.mark, key
+
+        monkeypatch.setattr(RotaryEmbedding, "forward_cuda", forward_cuda)
         rope = built(plan, RotaryEmbedding, 64, 64, 128, 10000.0, True, torch.float32)
-        for tokens in (4, 5):
-            positions = torch.arange(tokens)
-            query, key = torch.randn(tokens, 128), torch.randn(tokens, 64)
-            want = RotaryEmbedding.forward_native(rope, positions, query.clone(), key.clone())
-            got = rope(positions, query.clone(), key.clone())
-            for one, other in zip(got, want, strict=True):
-                torch.testing.assert_close(one.float(), other.float())
+        rope.mark = 40
+        copied = copy.deepcopy(rope)
+        copied.mark = 50
+        for layer in (rope, copied):
+            for tokens in (4, 5):
+                positions = torch.arange(tokens)
+                query, key = torch.randn(tokens, 128), torch.randn(tokens, 64)
+                want = RotaryEmbedding.forward_native(rope, positions, query.clone(), key.clone())
+                got = layer.forward_cuda(positions, query.clone(), key.clone())
+                if tokens == 4:
+                    assert got[0].eq(layer.mark).all()
+                    continue
+                for one, other in zip(got, want, strict=True):
+                    torch.testing.assert_close(one.float(), other.float())
+        assert not plan.fallbacks
+
+    def test_so_does_a_norms_that_something_stands_in_for(
+        self, use: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
+        monkeypatch.setattr(GemmaRMSNorm, "forward_cuda", lambda self, x, residual=None: x + 40)
+        layer = built(plan, GemmaRMSNorm)
+        for tokens, mark in ((4, 40), (5, 5)):
+            assert layer.forward_cuda(torch.ones(tokens, HIDDEN)).eq(1 + mark).all()
 
 
 class TestCompiled:

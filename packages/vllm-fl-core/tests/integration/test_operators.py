@@ -29,7 +29,7 @@ from builders import failing, half, managing, planning, refusing, silu
 from torch import Tensor
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import Binding, LayerPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, FusionPlace, LayerPlace, OperatorPlace, put
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, CallError, VllmFLError
 from vllm_fl.integration.bindings import bindings
@@ -265,6 +265,21 @@ def test_nothing_is_overridden_by_what_calls_the_operator_itself() -> None:
         assert chosen.names == {"silu_and_mul": ["fl_test_operators::asking"]}
         assert told(plan, chosen) == {"left": "vendor.a calls it itself"}
         assert torch.equal(call(), STOCK)
+
+
+def test_what_a_pass_puts_into_graphs_is_overridden_by_what_calls_the_operator_itself() -> None:
+    """Its first candidate may refuse what the pass has found, and the next one is asked."""
+    fusion = FusionPlace("vllm.no.such.Pass", "no_such_flag", parts=())
+    own = silu("vendor.a", fn=_native(torch.ops.fl_test_operators.gated), supports=only_few)
+    plan = plan_of(own, silu("vendor.b"))
+    with serving(plan, binding(place(), fusion)) as chosen:
+        assert chosen.names == {"silu_and_mul": ["fl_test_operators::gated"]}
+        assert torch.equal(call(), FIRST), "refused, and taken by the next"
+        assert torch.equal(call(x=X[:2]), STOCK[:2]), "taken, by vLLM's kernel"
+
+
+def only_few(x: Tensor) -> bool | str:
+    return len(x) < 4 or "more rows than the kernel takes"
 
 
 def test_each_of_two_engines_has_its_own_plan_and_the_last_takes_the_override_away() -> None:

@@ -23,13 +23,13 @@ import vllm_fl.dispatch
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.facts import EngineFacts
-from vllm_fl.engine.identity import contract_digest
+from vllm_fl.engine.identity import contract_digest, identity
 from vllm_fl.engine.plan import Plan
-from vllm_fl.engine.tables import Standing, here, sizes_of
+from vllm_fl.engine.tables import Standing
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration import planning, worker
 from vllm_fl.integration.ranks import Verdict, common_table
-from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.registry import SCRIPT, OpRegistry
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.table import Row, Table, TunedOp
 from vllm_fl.settings.table import Verdict as Accepted
@@ -53,13 +53,13 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpManager]:
     return manager
 
 
-def table(manager: OpManager, **changed: Any) -> Table:
+def table(**changed: Any) -> Table:
     tuned = TunedOp(contract_digest(contracts()[OP]), "vendor.acme", (Row(16, "vendor.zeta"),))
     fields: dict[str, Any] = {
-        "identity": here(manager.registry.snapshot(), torch.device("cpu")),
+        "identity": identity(torch.device("cpu"), [SCRIPT]),
         "mode": "eager",
         "dtype": "bfloat16",
-        "sizes": sizes_of(SIZES),
+        "sizes": {"hidden": 512},
         "model": "tiny",
         "date": "2026-11-22T17:00:00+00:00",
         "seconds": 1.0,
@@ -102,8 +102,8 @@ def order(plan: Plan) -> str:
     return "|".join(map(str, plan.entries[OP].trace.order))
 
 
-def test_it_is_in_the_plans_digest(start: Start, process: OpManager) -> None:
-    mine = table(process)
+def test_it_is_in_the_plans_digest(start: Start) -> None:
+    mine = table()
     _, contents, _, standing = start(mine, Standing(mine.digest))
     assert contents["table"] == mine.digest == standing.digest
     slower = replace(mine, seconds=2.0)
@@ -113,10 +113,10 @@ def test_it_is_in_the_plans_digest(start: Start, process: OpManager) -> None:
 
 
 def test_another_identity_is_one_warning_and_no_table(
-    start: Start, process: OpManager, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = table(process)
-    elsewhere = replace(here, identity={**here.identity, "torch": "1.0"})
+    mine = table()
+    elsewhere = replace(mine, identity={**mine.identity, "torch": "1.0"})
     _, contents, _, standing = start(elsewhere)
     assert "table" not in contents and not standing.digest
     (line,) = [r.getMessage() for r in caplog.records if "table" in r.getMessage()]
@@ -127,9 +127,9 @@ def test_another_identity_is_one_warning_and_no_table(
 
 
 def test_two_ranks_with_two_tables_have_none(
-    start: Start, process: OpManager, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = table(process)
+    mine = table()
     for other, words in (
         (Standing("0123456789abcdef"), "rank 1 has 0123456789abcdef"),
         (Standing(reason="The table t.json has no effect: device is H200"), "device is H200"),
@@ -145,9 +145,9 @@ def test_two_ranks_with_two_tables_have_none(
 
 
 def test_what_one_rank_leaves_out_all_leave_out(
-    start: Start, process: OpManager, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = table(process)
+    mine = table()
     lacking = Standing(mine.digest, left_out={OP: "'vendor.zeta' is not installed"})
     plan, contents, _, standing = start(mine, lacking)
     assert contents["table"] == mine.digest and standing == lacking

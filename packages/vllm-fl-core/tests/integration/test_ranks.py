@@ -38,3 +38,12 @@ def test_a_rank_without_the_plugin() -> None:
     other = Verdict(1, facts={"mode": "eager", "ops": {"rms_norm": []}})
     (line,) = differences([found(0), other])
     assert line.endswith("rank 1 has none")
+
+
+def test_a_row_that_one_rank_has_alone_is_named() -> None:
+    facts = found(1).facts
+    rows = {**facts["ops"], "rms_norm(<=16)": facts["ops"]["rms_norm"]}
+    other = Verdict(1, facts={**facts, "ops": rows})
+    for one, two, words in ((found(0), other, "rank 0 has none"), (other, found(0), "none")):
+        (line,) = differences([one, two])
+        assert line.startswith("rms_norm(<=16): ") and words in line

@@ -167,6 +167,64 @@ def test_the_worker_that_vllm_chose_is_wrapped_once() -> None:
         assert parallel.worker_cls is path
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_what_any_row_may_call_is_verified_once(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+    """And in compiled mode as compiled, what a row begins with."""
+    from vllm_fl.integration import worker
+
+    seen: list[tuple[list[str], set[str]]] = []
+
+    def noting(impls: Any, *_: Any, compiled: Any, **__: Any) -> Any:
+        seen.append(([impl.impl_id for impl in impls], {impl_id for _, impl_id in compiled}))
+        return SimpleNamespace(
+            remarks=[], faults={("silu_and_mul", "vendor.acme"): ("wrong", None)}
+        )
+
+    monkeypatch.setattr(worker, "find_faults", noting)
+    impls = silu("vendor.acme"), silu("reference.torch"), silu("default.flagos")
+    order = {"<=4": ["vendor", "reference"], "<=9": "stock", "rest": "flagos"}
+    manager = managing(*impls, per_op_order={"silu_and_mul": order})
+    preflight = worker._Preflight(worker_of())
+    verdict = preflight.verdict(planning(manager, mode), {})
+    assert verdict.failure == ""
+    assert verdict.faults == {("silu_and_mul", "vendor.acme"): "wrong"}
+    everyone = ["default.flagos", "vendor.acme", "reference.torch"]
+    firsts = {"default.flagos", "vendor.acme"} if mode == "compiled" else set()
+    assert seen == [(everyone, firsts)]
+    # Taken out, it is out of its row, and what comes first there is verified as such.
+    again = planning(manager, mode, demoted=verdict.faults)
+    assert again.entries["silu_and_mul"].label == "reference.torch(<=4)|stock(<=9)|default.flagos"
+    preflight.verdict(again, {})
+    new = (["reference.torch"], {"reference.torch"}) if mode == "compiled" else ([], set())
+    assert seen[1] == new
+
+
+def test_the_log_names_what_a_compiler_takes_whole_since_it_is_ordered_by_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from vllm_fl.integration import worker
+
+    caplog.set_level("INFO", logger="vllm_fl")
+    orders = [{"<=4": "vendor", "rest": "reference"}, {"<=4": "vendor", "rest": "vendor"}]
+    by_size, same = (
+        managing(
+            silu("vendor.acme", traceable=True),
+            silu("reference.torch", traceable=True),
+            per_op_order={"silu_and_mul": order},
+        )
+        for order in orders
+    )
+
+    def said(plan: Any) -> list[str]:
+        caplog.clear()
+        worker._say_what_is_taken_whole(plan)
+        return [r.getMessage() for r in caplog.records if r.name == worker.log.name]
+
+    assert said(planning(by_size, "eager")) == said(planning(same, "compiled")) == []
+    (line,) = said(planning(by_size, "compiled"))
+    assert "nothing fused into it: silu_and_mul." in line
+
+
 def warmed(plan: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[str, list[int]]:
     """impl id -> the token counts at which a start would have it run."""
     from vllm_fl.integration import worker

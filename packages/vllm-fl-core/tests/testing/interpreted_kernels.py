@@ -55,6 +55,19 @@ def logic(x, y, out, SIZE: tl.constexpr, BOTH: tl.constexpr):
 
 
 @triton.jit
+def arithmetic(x, y, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    a, b = tl.load(x + at), tl.load(y + at)
+    tl.store(out + at, a + b)
+    tl.store(out + SIZE + at, a - b)
+    tl.store(out + 2 * SIZE + at, a * b)
+    tl.store(out + 3 * SIZE + at, a * 0.3 + 1.0)
+    tl.store(out + 4 * SIZE + at, tl.where((a < b) & (a > -1.0), a, -b))
+    tl.store(out + 5 * SIZE + at, tl.fma(a, b, a))
+    tl.store(out + 6 * SIZE + at, tl.abs(a))
+
+
+@triton.jit
 def products(x, y, out, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     tl.store(out + at, tl.dot(tl.load(x + at), tl.load(y + at)))
@@ -126,6 +139,17 @@ def case_or() -> str:
     x, y, out = torch.randn(N), torch.randn(N), torch.empty(N)
     logic[(1,)](x, y, out, SIZE=N, BOTH=False)
     return same(out, torch.where((x > 0) | ((y > 0) & (x < -0.5)), x, y))
+
+
+def case_bfloat16() -> str:
+    x, y = (torch.randn(N, dtype=torch.bfloat16) for _ in "xy")
+    out = torch.empty(7, N, dtype=torch.bfloat16)
+    arithmetic[(1,)](x, y, out, SIZE=N)
+    chosen = torch.where((x < y) & (x > -1.0), x, -y)
+    fused = (x.float() * y.float() + x.float()).bfloat16()
+    scale = torch.tensor(0.3).bfloat16()
+    want = torch.stack((x + y, x - y, x * y, x * scale + 1.0, chosen, fused, x.abs()))
+    return same(out, want)
 
 
 def case_dot() -> str:

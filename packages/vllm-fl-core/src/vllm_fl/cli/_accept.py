@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -28,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VllmFLError
-from ..integration.workload import IN_ONE_PROCESS, Visit
+from ..integration.workload import Visit
 from ..settings.schema import CONFIG, Settings
 from ..settings.table import Table, Verdict, read_table
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
 
-__all__ = ["ROUNDS", "accept", "judged"]
+__all__ = ["add_arguments", "judged", "run"]
 
 ROUNDS = 10
 STARTS = 2
@@ -42,6 +43,8 @@ STARTS = 2
 LEAST = 0.98
 """The smallest share of the default's speed at which a table is not slower: engines of one kind
 differ by a percent or two from start to start."""
+
+COMMAND = (sys.executable, "-P", "-m", "vllm_fl.integration.workload")
 
 START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0
 """Seconds until an engine that says nothing is given up; a large model is read for minutes."""
@@ -77,14 +80,24 @@ class Served:
     digests: Sequence[str]
 
 
-def accept(path: str, model: str, *, rounds: int = ROUNDS, as_json: bool = False) -> int:
-    """Serve the workload, write the verdict into the table's file, and say it.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `vllm-fl tune` takes for it."""
+    parser.add_argument(
+        "--accept",
+        metavar="FILE",
+        help="measure no op: serve the model of --model with this table and without it, and write "
+        "into the file whether it may act. Of the other options it takes --rounds and --json",
+    )
+    parser.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        help=f"of --accept: how often each engine is visited with each phase; default: {ROUNDS}",
+    )
 
-    Args:
-        path: the table's file.
-        model: the model's folder; one without weights is given random ones.
-        rounds: how often each engine is visited with each phase, in all.
-        as_json: print JSON.
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve the workload, write the verdict into the table's file, and say it.
 
     Returns:
         The exit status: 0 where the table is accepted, 1 where it is not.
@@ -94,7 +107,11 @@ def accept(path: str, model: str, *, rounds: int = ROUNDS, as_json: bool = False
         UsageError: it cannot be written, or the model is not there.
         VllmFLError: an engine failed, or the table does not hold in it: nothing is written.
     """
+    path, model = arguments.accept, arguments.model
+    rounds = ROUNDS if arguments.rounds is None else arguments.rounds
     table = read_table(path, key="--accept", origin="--accept")
+    if model is None:
+        raise UsageError("--accept takes --model DIR: it serves the model")
     if not (Path(model) / "config.json").is_file():
         raise UsageError(f"--model {model}: it has no config.json")
     if rounds < STARTS:
@@ -105,7 +122,7 @@ def accept(path: str, model: str, *, rounds: int = ROUNDS, as_json: bool = False
         verdict = judged(served)
         file.write(dataclasses.replace(table, accepted=verdict).text)
     took = time.monotonic() - started
-    if as_json:
+    if arguments.json:
         print_json(table=path, digest=table.digest, seconds=took, **dataclasses.asdict(verdict))
     else:
         _show(served, verdict)
@@ -301,7 +318,6 @@ def _running(name: str, table: Table, path: str, model: str) -> Iterator[_Engine
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         **without,
-        **IN_ONE_PROCESS,
         **(named if name == TABLED else {}),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -309,7 +325,7 @@ def _running(name: str, table: Table, path: str, model: str) -> Iterator[_Engine
         request = json.dumps({"model": model, "options": options})
         with log.open("w") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_fl.integration.workload", request],
+                [*COMMAND, request],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -49,6 +49,12 @@ def find_idle(
         "No part of this release uses FlagCX; collectives are vLLM's own.",
         "unset FLAGCX_PATH",
     )
+    if settings.pinned is None:
+        yield from idle(
+            ["table_unaccepted"],
+            "No table is named that it could let act.",
+            f"unset it, or name one by {Settings.table.variable}",
+        )
     if not settings.oot_enabled:
         yield from idle(
             OOT_LISTS,

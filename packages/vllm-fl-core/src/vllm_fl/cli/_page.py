@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from ..settings.table import DEFAULT, Figure, Table, TunedOp
@@ -85,7 +86,6 @@ def _table_section(key: str, name: str, table: Table, look: Mapping[str, Look]) 
         "digest": table.digest,
         **{f"size: {size}": f"{value:g}" for size, value in sorted(table.sizes.items())},
     }
-    links = [_link(f"{key}-{n}", op) for n, op in enumerate(sorted(table.ops), 1)]
     ops = [
         _op_section(f"{key}-{n}", op, table.ops[op], look)
         for n, op in enumerate(sorted(table.ops), 1)
@@ -103,7 +103,6 @@ def _table_section(key: str, name: str, table: Table, look: Mapping[str, Look]) 
         _el("h3", "What serves, by tokens"),
         _el("p", _marks(_impls(table), look), class_="legend"),
         _overview(key, table, look),
-        _el("nav", _el("p", *_between(links, " · ")), aria_label=f"operators of {name}"),
         *ops,
     )
 
@@ -153,10 +152,6 @@ def _overview_cell(op: TunedOp, tokens: int, look: Mapping[str, Look]) -> Markup
 
 def _op_section(key: str, name: str, op: TunedOp, look: Mapping[str, Look]) -> Markup:
     impls = sorted({f.impl for f in op.figures} | {op.default})
-    rejected: dict[tuple[str, str], list[int]] = {}
-    for figure in op.figures:
-        if figure.rejected:
-            rejected.setdefault((figure.impl, figure.rejected), []).append(figure.tokens)
     parts = [
         _el("h3", name, id=key),
         _el(
@@ -177,14 +172,28 @@ def _op_section(key: str, name: str, op: TunedOp, look: Mapping[str, Look]) -> M
         parts.append(_times_table(key, name, op, impls, look))
     else:
         parts.append(_el("p", "Nothing of it was measured."))
-    if rejected:
-        rows = [
-            (_named(impl, look), ", ".join(map(str, sorted(where))), reason)
-            for (impl, reason), where in sorted(rejected.items())
-        ]
-        headings = ("implementation", "at tokens", "reason")
-        parts.append(_table(f"{key}-rejected", f"{name}: rejected, not timed", headings, rows))
+    for what, caption, said in (
+        ("rejected", "rejected, not timed", attrgetter("rejected")),
+        ("slower", "slower in one of the op's calls, so that it serves none", attrgetter("slower")),
+    ):
+        if rows := _reasons(op, said, look):
+            headings = ("implementation", "at tokens", "reason")
+            parts.append(_table(f"{key}-{what}", f"{name}: {caption}", headings, rows))
     return _el("section", *parts, class_="op")
+
+
+def _reasons(
+    op: TunedOp, said: Callable[[Figure], str], look: Mapping[str, Look]
+) -> list[tuple[str, ...]]:
+    """What is said of implementations, each reason once, with the tokens at which it holds."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for figure in op.figures:
+        if reason := said(figure):
+            found.setdefault((figure.impl, reason), []).append(figure.tokens)
+    return [
+        (_named(impl, look), ", ".join(map(str, sorted(where))), reason)
+        for (impl, reason), where in sorted(found.items())
+    ]
 
 
 def _op_plots(key: str, name: str, op: TunedOp, look: Mapping[str, Look]) -> Markup:
@@ -262,12 +271,12 @@ def _why(op: TunedOp, tokens: int, impl: str) -> tuple[str, Figure | None]:
     timed = [f for f in others if f.ratio is not None]
     best = max(timed, key=lambda f: f.ratio or 0, default=None)
     told = []
-    if best is not None:
+    if best is not None and best.slower:
+        told.append(f"the fastest other, {best.impl}, is slower in one of the op's calls")
+    elif best is not None:
         told.append(f"no other was faster by enough; the fastest of them: {best.impl}")
     elif not others:
         told.append("no other was measured here")
-    if best is not None and best.slower:
-        told.append(f"slower in one of the op's calls ({best.slower})")
     if wrong := sum(bool(f.rejected) for f in others):
         told.append(f"{wrong} rejected")
     return "; ".join(told), best
@@ -514,14 +523,7 @@ def _el(name: str, *children: str, **attributes: str) -> Markup:
     return Markup(f"<{name}{told}>{_join(*children)}</{name}>{end}")
 
 
-BLOCKS = ("p", "section", "h1", "h2", "h3", "div", "tr", "caption", "table", "figure", "nav")
-
-
-def _between(items: Iterable[str], what: str) -> Iterator[str]:
-    for number, item in enumerate(items):
-        if number:
-            yield what
-        yield item
+BLOCKS = ("p", "section", "h1", "h2", "h3", "div", "tr", "caption", "table", "figure")
 
 
 def _table(
@@ -580,7 +582,7 @@ def _sign(impl: str, look: Mapping[str, Look]) -> Markup:
 
 
 def _named(impl: str, look: Mapping[str, Look]) -> Markup:
-    return _join(_sign(impl, look), " ", impl)
+    return _join(_sign(impl, look), Markup("&nbsp;"), impl)
 
 
 def _marks(impls: Iterable[str], look: Mapping[str, Look]) -> Markup:

@@ -157,12 +157,7 @@ def drawing(
         axes.set_xlabel("tokens")
         axes.set_ylabel(label)
         out = io.StringIO()
-        figure.savefig(
-            out,
-            format="svg",
-            transparent=True,
-            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
-        )
+        figure.savefig(out, format="svg", transparent=True)
     return _embedded(out.getvalue(), key)
 
 
@@ -235,7 +230,7 @@ def _colour(number: int) -> str:
 
 
 def _embedded(svg: str, key: str) -> str:
-    """The `<svg>` element alone, with variables for colours, and smaller."""
+    """The `<svg>` element alone, without metadata: with variables for colours, and smaller."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.S)
     svg = re.sub(r"<(metadata|style).*?</\1>\s*", "", svg, flags=re.S)

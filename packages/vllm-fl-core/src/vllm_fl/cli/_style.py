@@ -39,12 +39,12 @@ DARK = {
     "--bad-back": "#4c161b",
     "--open": "#f3d37a",
     "--open-back": "#40320c",
-    "--s0": "#4291ff",
-    "--s1": "#e57326",
-    "--s2": "#057e91",
-    "--s3": "#ffbdf6",
-    "--s4": "#ffff4e",
-    "--s5": "#86c489",
+    "--s0": "#80c9ff",
+    "--s1": "#e27631",
+    "--s2": "#36929a",
+    "--s3": "#b75fff",
+    "--s4": "#ffff32",
+    "--s5": "#b3d99f",
 }
 """Colours: text on its ground has a contrast of 4.5 or more, lines of plots of 3 or more. The
 series `--s…` are far apart also for readers who see no red or no green."""
@@ -112,6 +112,5 @@ th,td{{padding:.15rem .3rem;min-width:0}}
 tbody th{{position:static}}
 tr,figure{{break-inside:avoid}}
 h2,h3,caption{{break-after:avoid}}
-nav{{display:none}}
 }}
 """

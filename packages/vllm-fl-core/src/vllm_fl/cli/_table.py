@@ -33,22 +33,21 @@ def obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
         device = device_of(None)
     except UsageError as error:
         return str(error)
-    return settings.pinned.table.differs(
-        here(settings.pinned.table, snapshot, device)
-    ) or unaccepted(settings)
+    table = settings.pinned.table
+    return table.differs(here(table, snapshot, device, serves=False)) or unaccepted(settings)
 
 
 def summary(pinned: Pinned) -> str:
     """What the table was measured for, one line."""
     table = pinned.table
-    model = f" {table.model}" * bool(table.model)
     verdict = table.accepted
     if verdict is None:
         judged = "never accepted"
     else:
         judged = f"{'' if verdict.accepted else 'not '}accepted {verdict.date[:10]}"
         judged += f" ({verdict.reason})" * (not verdict.accepted)
-    return f"{pinned.origin} for{model} {table.mode} engines in {table.dtype}, {judged}"
+    model = table.model or "a model of its sizes"
+    return f"T{pinned.origin[1:]} for {model} ({table.mode}, {table.dtype}), {judged}"
 
 
 def as_json(
@@ -83,9 +82,11 @@ def as_json(
 
 def say_figures(told: dict[str, Any], pinned: Pinned) -> None:
     """What the table says of one op, as `as_json` tells it."""
-    say(f"\n{_capital(summary(pinned))}.")
+    say(f"\n{summary(pinned)}.")
     if told["obstacle"]:
         say(f"It does not order this op here: {told['obstacle']}.")
+    elif all(row["impl"] == DEFAULT for row in told["rows"]):
+        say("Nobody beat the default: it leaves the order of this op as it is.")
     else:
         say("It orders this op in such engines, for a model of its sizes.")
     if told["rows"]:
@@ -119,7 +120,3 @@ def _cells(figure: dict[str, Any]) -> list[object]:
         None if figure["copy_share"] is None else f"{figure['copy_share']:.0%}",
         verdict,
     ]
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

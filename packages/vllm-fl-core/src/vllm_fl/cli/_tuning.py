@@ -157,12 +157,11 @@ class Work:
                 known = ", ".join(spec.dtypes)
                 self.remarks.append(f"{op}: left out, since its contract is for {known}")
             return None
-        contenders = self._contenders(op)
         selected = self.manager.trace(
             op, mode=subject.mode, engine=True, without_layer=subject.mode == "compiled"
         ).selected
-        default = STOCK if isinstance(selected, Stock) else selected and selected.impl_id
-        kept = [c for c in contenders if not self._impls or c.name in (*self._impls, default)]
+        default = STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
+        kept = self._contenders(op, {*self._impls, default} if self._impls else None)
         if len(kept) < 2 and not explicit:
             return None
         if default not in [c.name for c in kept]:
@@ -193,8 +192,13 @@ class Work:
         self.remarks.append(f"{op}: left out, since {why}")
         return None
 
-    def _contenders(self, op: str) -> list[Contender]:
-        """Every implementation that can run and that nobody denies, and vLLM's own form."""
+    def _contenders(self, op: str, names: set[str | None] | None) -> list[Contender]:
+        """Every implementation that can run and that nobody denies, and vLLM's own form.
+
+        Args:
+            op: the op.
+            names: only these; None for all.
+        """
         from ..engine.tuning import Contender
 
         manager, compiled = self.manager, self.subject.mode == "compiled"
@@ -204,12 +208,13 @@ class Work:
             Contender(impl.impl_id, (impl,))
             for impl in installed
             if isinstance(impl, OpImpl)
+            and (names is None or impl.impl_id in names)
             and not manager.policy.refuses(impl)
             and impl.impl_id not in denied
             and not (compiled and impl.needs_layer)
             and impl.availability() is True
         ]
-        own = self._stock(op)
+        own = self._stock(op) if names is None or STOCK in names else ()
         return [*found, Contender(STOCK, own, bare=True)] if own else found
 
     def _stock(self, op: str) -> tuple[OpImpl, ...]:
@@ -366,7 +371,8 @@ def _outcome(found: Measured) -> str:
     told = []
     winner = figures.get(found.promoted)
     if winner is not None:
-        told.append(f"{winner.impl} {winner.us:.1f} µs, {winner.ratio:.2f} of {found.default}'s")
+        speed = f"{winner.ratio:.2f} times as fast as {found.default}"
+        told.append(f"{winner.impl} {winner.us:.1f} µs, {speed}")
     else:
         default = figures.get(found.default)
         speed = "not timed" if default is None else f"{default.us:.1f} µs"

@@ -214,7 +214,8 @@ class _Examined:
         pinned, snapshot = self.settings.pinned, self.registry.snapshot()
         todo = "Measure again (`vllm-fl tune`), or unset VLLM_FL_TABLE."
         table = pinned.table
-        if (why := table.differs(here(table, snapshot, device_of(None)))) is not None:
+        found = here(table, snapshot, device_of(None), serves=False)
+        if (why := table.differs(found)) is not None:
             yield Finding("table", f"The {pinned.label} has no effect here.", f"{why}.", todo)
         if (why := unaccepted(self.settings)) is not None:
             what, _, run = why.partition(". ")

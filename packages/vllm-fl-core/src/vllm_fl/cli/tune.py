@@ -24,6 +24,7 @@ from ..integration.bindings import all_bindings
 from ..settings.policy import closest
 from ..settings.table import DEFAULT, Figure, Table, TunedOp
 from ..text import clean
+from . import _accept
 from ._part import PartFile
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
@@ -93,10 +94,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=TIMEOUT,
         help=f"give up a call that takes longer; default: {TIMEOUT:.0f}",
     )
+    _accept.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when the table cannot be written, or nothing was measured."""
+    """Exit 1 when the table cannot be written, nothing was measured, or it is not accepted."""
+    if arguments.accept is not None:
+        return _accept.run(arguments)
+    if arguments.rounds is not None:
+        raise UsageError("--rounds is for --accept")
     out = _out(arguments.out)
     asked = _tokens(arguments.tokens)
     manager = get_default_manager()

@@ -82,6 +82,9 @@ class Binder(Protocol):
     def is_stock(self, op: str) -> bool:
         """Whether the op is left to vLLM."""
 
+    def is_partly_stock(self, op: str) -> bool:
+        """Whether the op is left to vLLM at some sizes, and at others not."""
+
     def bind(
         self,
         op: str,

@@ -25,7 +25,7 @@ from ..logs import get_logger
 from ..older import lookup, outdated
 from ..plugins.calling import rejections
 from ..plugins.registry import OpRegistry
-from ..plugins.types import Impl, OpImpl
+from ..plugins.types import BackendImplKind, Impl, OpImpl
 from ..settings.loading import Settings
 from ..settings.policy import Mode, SelectionPolicy, closest
 from ..settings.unmatched import meant
@@ -327,11 +327,18 @@ class OpManager:
 
         def resolved(tokens: int | None) -> Chain:
             trace = self.trace(op, policy=policy, without_layer=without_layer, tokens=tokens)
-            impls = self._candidates(trace)
+            log.debug("%s", trace)
+            chain = partial(Chain, spec=spec, strict=policy.strict, record=self._record)
+            try:
+                impls = self._candidates(trace)
+            except NoImplementationError as error:
+                if tokens is None:
+                    raise
+                # A row that engines leave to vLLM: it is no obstacle to calls of other sizes.
+                return chain(op, (_raising(op, error),), bare=True)
             if tokens is None:
                 self._record.announce(op, impls[0])
-            log.debug("%s", trace)
-            return Chain(op, tuple(impls), spec, policy.strict, self._record, grants)
+            return chain(op, tuple(impls), grants=grants)
 
         rows = tuple((ceiling, resolved(ceiling)) for ceiling in self.ceilings(op, policy=policy))
         return dataclasses.replace(resolved(None), rows=rows)
@@ -553,6 +560,15 @@ class OpManager:
             op=trace.op,
             rejected=rejected,
         )
+
+
+def _raising(op: str, error: NoImplementationError) -> OpImpl:
+    """What stands for a row in which nothing may run: calls of its sizes raise `error`."""
+
+    def nothing(*args: Any) -> Any:
+        raise NoImplementationError(str(error), op=op, rejected=error.rejected)
+
+    return OpImpl(op, "stock.vllm", BackendImplKind.REFERENCE, nothing)
 
 
 def set_global_policy(policy: SelectionPolicy | None) -> None:

@@ -64,6 +64,7 @@ class dispatch_method:
             return self  # type: ignore[return-value]  # read on the class: the descriptor
         plan: Binder | None = instance.__dict__.setdefault(PLAN, current_binder())
         provider = self.stand_in(instance) if self.stand_in else instance
+        own: OpImpl | None = None
         if plan is None:
             from . import get_default_manager
 
@@ -72,16 +73,16 @@ class dispatch_method:
             return self._own(instance)
         else:
             traced = not self.traces_own
+            is_called = plan.mode == "eager" or not traced
+            if is_called and plan.is_partly_stock(self.op):
+                own = self._as_candidate(instance)
             bound = plan.bind(
-                self.op,
-                provider,
-                self.grants,
-                last=self.last,
-                own=self._as_candidate(instance),
-                traced=traced,
+                self.op, provider, self.grants, last=self.last, own=own, traced=traced
             )
         if self.adapt:
             bound = self.adapt(instance, bound)
+        if own is not None and own.fn is _leave:
+            bound = partial(_unless_left, self._own(instance), bound)
         if plan is not None and plan.mode == "compiled" and self.traces_own:
             from torch.compiler import is_compiling
 
@@ -95,13 +96,14 @@ class dispatch_method:
         return method
 
     def _as_candidate(self, instance: Any) -> OpImpl | None:
-        """The base class's method as a candidate for sizes that are stock; None where there is
-        none, or its parameters are not the op's."""
-        if self.adapt or self.stand_in or self.owner is None:
-            return None
-        forward = _with_layer(self.owner, type(instance), self.name)
+        """The base class's method as a candidate for sizes that are stock, or what stands for it
+        where it has other parameters; None where there is none."""
+        cls: type = type(instance)
+        forward = _with_layer(self.owner, cls, self.name) if self.owner is not None else None
         if forward is None:
             return None
+        if self.adapt or self.stand_in:
+            forward = _leave
         kind = BackendImplKind.REFERENCE
         return OpImpl(self.op, "stock.vllm", kind, forward, consumes=self.grants)
 
@@ -128,6 +130,22 @@ def _with_layer(owner: type, cls: type, name: str) -> Callable[..., Any] | None:
         return forward(*args)  # a static method
 
     return with_layer
+
+
+class _Left(Exception):
+    """A call whose size is stock, in a layer whose parameters are not the op's."""
+
+
+def _leave(*_: Any) -> Any:
+    raise _Left
+
+
+def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
+    """`bound`; `own` for a call whose size is stock, of which nothing is computed before."""
+    try:
+        return bound(*args, **kwargs)
+    except _Left:
+        return own(*args, **kwargs)
 
 
 def _unless_compiling(

@@ -48,10 +48,10 @@ def fingerprint(
         table: the digest of the table by which it was made; empty without one.
 
     Returns:
-        `mode`, `strict`, per op the candidates, each with its distribution and the hash of that
-        distribution's code, `rows`, the same of smaller calls by their ceilings in tokens for ops
-        that are ordered by size, `contracts`, the same of the planned ops that plugins brought, the
-        `versions` of what computes beneath them, and `table`, if there is one.
+        `mode`, `strict`, `ops`, for each op the candidates, each with its distribution and the hash
+        of that distribution's code; for an op that is ordered by size those of each row too, as
+        `rms_norm(<=16)`; `contracts`, the same of the planned ops that plugins brought, and the
+        `versions` of what computes beneath them.
     """
 
     def candidates(op: str, impls: Iterable[Impl]) -> list[dict[str, Any]]:
@@ -60,11 +60,10 @@ def fingerprint(
     return {
         "mode": plan.mode,
         "strict": plan.strict,
-        "ops": {op: candidates(op, entry.candidates) for op, entry in plan.entries.items()},
-        "rows": {
-            op: [[ceiling, candidates(op, impls)] for ceiling, impls in entry.by_row]
+        "ops": {
+            f"{op}(<={ceiling})" if ceiling else op: candidates(op, impls)
             for op, entry in plan.entries.items()
-            if entry.by_row
+            for ceiling, impls in (*entry.by_row, (None, entry.candidates))
         },
         "contracts": {
             op: code_facts(author, author.plugin)

@@ -16,7 +16,10 @@ from .digest import BENEATH, CORE, code_facts, code_of, digest, version
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["contract_digest", "cpu_name", "identity"]
+__all__ = ["THREADS", "contract_digest", "cpu_name", "identity"]
+
+THREADS = "threads"
+"""The name under which a CPU has how many of its threads compute."""
 
 
 def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
@@ -30,6 +33,8 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
     facts = {"device": _name(device)}
     if (driver := _driver(device)) is not None:
         facts["driver"] = driver
+    if device.type == "cpu":
+        facts[THREADS] = _threads()
     facts |= {name: told for name in BENEATH if (told := version(name))}
     facts[CORE] = f"{version(CORE)} {code_of(CORE, 'vllm_fl')}"
     for owner in owners:
@@ -68,9 +73,15 @@ def _name(device: torch.device) -> str:
         return str(torch.cuda.get_device_name(device))
     if device.type == "cpu":
         vectors = torch.backends.cpu.get_cpu_capability()
-        return f"{cpu_name()}, {vectors}, {torch.get_num_threads()} threads"
+        return f"{cpu_name()}, {vectors}"
     named = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return str(named(device.index or 0)) if named is not None else device.type
+
+
+def _threads() -> str:
+    import torch
+
+    return str(torch.get_num_threads())
 
 
 @cache

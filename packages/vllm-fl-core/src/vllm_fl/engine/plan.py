@@ -211,6 +211,11 @@ class Plan:
         entry = self.entries.get(op)
         return entry is None or entry.impl is None
 
+    def is_partly_stock(self, op: str) -> bool:
+        """Whether the op is left to vLLM at some sizes, and at others not."""
+        entry = self.entries[op]
+        return bool(entry.by_row) and not all((entry.candidates, *(i for _, i in entry.by_row)))
+
     def without_layer(
         self, op: str, grants: frozenset[str] = frozenset(), *, last: OpImpl | None = None
     ) -> Callable[..., Any] | None:
@@ -308,7 +313,7 @@ class Plan:
             layer: what provides the parameters that the contract takes from a layer.
             grants: arguments that the layer owns.
             last: vLLM's own form of the op, tried when every candidate refused.
-            own: the layer's own method, which takes the layer first: what runs, uncompiled, at
+            own: the layer's own method, or what leaves a call to it: what runs, uncompiled, at
                 sizes that are stock.
             traced: False where no compiler ever sees the calls, whatever the plan's mode is.
         """

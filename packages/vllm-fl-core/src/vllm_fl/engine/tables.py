@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..plugins.registry import RegistrySnapshot
 from ..settings.table import DEFAULT, STOCK, Table
 from .facts import EngineFacts
-from .identity import contract_digest, identity
+from .identity import THREADS, contract_digest, identity
 
 if TYPE_CHECKING:
     import torch
@@ -70,13 +70,26 @@ def under(facts: EngineFacts, table: Standing) -> EngineFacts:
     return dataclasses.replace(facts, settings=facts.settings.with_table(table.left_out))
 
 
-def here(table: Table, snapshot: RegistrySnapshot, device: torch.device) -> dict[str, str]:
+def here(
+    table: Table, snapshot: RegistrySnapshot, device: torch.device, *, serves: bool = True
+) -> dict[str, str]:
     """The identity of what runs here in the place of what the table was measured with.
 
     A backend that it was not measured with is not among it: its times are not those of another.
+
+    Args:
+        table: the table.
+        snapshot: what is installed.
+        device: on which it runs.
+        serves: whether this process serves a model. How many threads an engine has is not known
+            in another one.
     """
     owners = {owner.label: owner for owner in snapshot.owners.values()}
-    return identity(device, (owners[name] for name in sorted(owners) if name in table.identity))
+    named = (owners[name] for name in sorted(owners) if name in table.identity)
+    found = identity(device, named)
+    if not serves and {THREADS} <= found.keys() & table.identity.keys():
+        found[THREADS] = table.identity[THREADS]
+    return found
 
 
 def unaccepted(settings: Settings) -> str | None:

@@ -129,11 +129,14 @@ class Measured:
         ratio = ratio_low = None
         if name != self.default and len(defaults) == len(times):
             ratio_low, ratio, _ = (round(r, 4) for r in quartiles(ratios(defaults, times)))
-        share = round(quartiles(self.copied)[1] / median, 4) if self.copied else None
+        copied = quartiles(self.copied)[1] if self.copied else 0.0
+        share = round(copied / median, 4) if copied and median else None
         return Figure(
             self.tokens,
             name,
-            *(round(us, 3) for us in (median, low, high)),
+            us=round(median, 3),
+            low=round(low, 3),
+            high=round(high, 3),
             n=len(times),
             ratio=ratio,
             ratio_low=ratio_low,

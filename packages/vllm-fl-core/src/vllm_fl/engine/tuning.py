@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -43,6 +43,10 @@ apart."""
 
 ROUND = 400e-6
 """Seconds that a round of one form lasts at least: a clock's own noise must not count."""
+
+LONGEST = 10e-3
+"""Seconds after which a round on a CPU makes no further call: on a busy one a call that takes
+microseconds may take milliseconds, many times over."""
 
 MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
 """Calls in one round, each with arguments of its own, and what these may occupy."""
@@ -78,10 +82,12 @@ class _Served:
     Args:
         impl: the implementation.
         call: the same as it serves, by the contract's parameters.
+        bare: whether it is vLLM's own, whose callers take its results in any layout.
     """
 
     impl: OpImpl
     call: Callable[..., Any]
+    bare: bool
 
 
 @dataclass
@@ -224,7 +230,7 @@ class OpTuning:
             for impl in contender.impls:
                 try:
                     with self.over(contender.name):
-                        one = _Served(impl, self._function(contender, impl, number))
+                        one = _Served(impl, self._function(contender, impl, number), contender.bare)
                         why = self._fault(one, form, tokens)
                 except Exception as error:
                     why = f"raised: {quote(error)} ({tokens} x {form.name})"
@@ -239,8 +245,8 @@ class OpTuning:
         """What is wrong with its results for fresh inputs, ordinary and large; or nothing."""
         impl = dataclasses.replace(
             served.impl,
-            fn=self._poisoning(served.call),
-            supports=asked_for(served.impl, self.spec),
+            fn=self._poisoning(served),
+            supports=cast("Any", asked_for(served.impl, self.spec)),
         )
         for large in (True, False):
             form.switch(large=large)
@@ -255,18 +261,19 @@ class OpTuning:
                 return f"{found.status}: {found.reason} ({name})"
         return ""
 
-    def _poisoning(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with NaN where an allocator is likely to give it the memory of its results."""
+    def _poisoning(self, served: _Served) -> Callable[..., Any]:
+        """Its call, with NaN where an allocator is likely to give it the memory of its results."""
 
         def poisoned(*args: Any) -> Any:
             shapes = _parts(self.spec.fake(*args))
             blocks = [part.new_full(part.shape, math.nan) for part in shapes if _is_float(part)]
             del shapes, blocks
             try:
-                return _within(args, call(*args))
+                result = _within(args, served.call(*args))
             except AllFailedError as error:  # strict mode's word for one that refused
                 cause = error.causes[-1][1]
                 raise cause if isinstance(cause, NotImplementedError) else error from None
+            return _laid_out(args, result) if served.bare else result
 
         return poisoned
 
@@ -348,7 +355,7 @@ class OpTuning:
         if key not in self._wholes:
             offset = view.storage_offset() - piece.start
             whole = view.as_strided((view.shape[0], piece.width), (piece.width, 1), offset)
-            self._wholes[key] = torch.from_dlpack(whole)
+            self._wholes[key] = torch.utils.dlpack.from_dlpack(whole)
         return self._wholes[key]
 
     # How long it takes.
@@ -451,7 +458,9 @@ def _slices(spec: OpSpec, pool: Mapping[str, torch.Tensor]) -> dict[str, _Piece]
         if len(names) > 1 and all(_is_slice(pool[name], width) for name in names):
             for name in names:
                 view = pool[name]
-                found[name] = _Piece(names[0], width, view.storage_offset(), tuple(view.shape[1:]))
+                found[name] = _Piece(
+                    names[0], width, int(view.storage_offset()), tuple(view.shape[1:])
+                )
     return found
 
 
@@ -527,11 +536,13 @@ class _Bench:
         def median() -> float:
             renew()
             self._cool()
-            times = []
+            times: list[float] = []
             for args in sets:
                 start = self.clock()
                 call(*args)
                 times.append(self.clock() - start)
+                if sum(times) > LONGEST:
+                    break
             return statistics.median(times) * 1e6
 
         if self.captures:
@@ -622,6 +633,17 @@ def _within(args: Sequence[Any], result: Any) -> Any:
             place = start // arg.element_size()
             return arg.as_strided(result.shape, result.stride(), place)
     return result
+
+
+def _laid_out(args: Sequence[Any], result: Any) -> Any:
+    """`result`, contiguous where it is not memory of an argument."""
+    if isinstance(result, tuple):
+        return tuple(_laid_out(args, part) for part in result)
+    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    if not isinstance(result, torch.Tensor):
+        return result
+    is_own = any(isinstance(arg, torch.Tensor) and aliases(arg, result) for arg in args)
+    return result if is_own else result.contiguous()
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -77,8 +77,9 @@ def differences(verdicts: list[Verdict]) -> list[str]:
     for other in verdicts[1:]:
         if other.facts == base.facts:
             continue
-        for op, impls in base.facts.get("ops", {}).items():
-            theirs = other.facts.get("ops", {}).get(op, [])
+        ours, others = base.facts.get("ops", {}), other.facts.get("ops", {})
+        for op in dict.fromkeys((*ours, *others)):  # a row of one that is ordered by size too
+            impls, theirs = ours.get(op, []), others.get(op, [])
             if impls != theirs:
                 lines.append(
                     f"{op}: rank {base.rank} has {_short(impls)}, rank {other.rank} has "

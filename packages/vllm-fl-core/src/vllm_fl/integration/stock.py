@@ -50,7 +50,8 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
             natives.append(stock_form(op, place.native))
         elif isinstance(place, FusionPlace):
             natives.append(stock_form(op, place.native, granted))
-    on_cpu, kernels = [], []
+    on_cpu: list[OpImpl | None] = []
+    kernels: list[OpImpl | None] = []
     for place in binding.places:
         form = _opaque(op, place, device)
         if form is not None:

@@ -18,11 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["IN_ONE_PROCESS", "Visit"]
-
-IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Under which all requests of a batch are there before the first step: no chance decides which of
-them are computed together, and with it how a sum is rounded."""
+__all__ = ["Visit"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def _main(request: dict[str, Any]) -> None:
         ends.append(time.perf_counter())
         return outputs
 
-    llm.llm_engine.step = step  # type: ignore[method-assign]
+    llm.llm_engine.step = step
     answer(report=llm.collective_rpc("vllm_fl_report")[0])
     for line in sys.stdin:
         visit = Visit(**json.loads(line))
@@ -88,10 +84,26 @@ def _main(request: dict[str, Any]) -> None:
         for batch in visit.prompts(vocabulary):
             prompts: Any = [{"prompt_token_ids": ids} for ids in batch]
             ends[:] = [time.perf_counter()]
-            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            outputs = _together(llm, prompts, sampling)
             steps += [after - before for before, after in pairwise(ends)]
             tokens += [list(output.outputs[0].token_ids) for output in outputs]
         answer(tokens=tokens, steps=steps)
+
+
+def _together(llm: Any, prompts: Any, sampling: Any) -> list[Any]:
+    """Generate for a batch whose requests all wait before the engine takes its first step.
+
+    `LLM.generate` sends them one by one to the engine's process, which begins with what is there:
+    chance decides which are computed together, and with it how a sum is rounded.
+    """
+    if len(prompts) == 1:
+        alone: list[Any] = llm.generate(prompts, sampling, use_tqdm=False)
+        return alone
+    llm.sleep(level=0)
+    llm.enqueue(prompts, sampling, use_tqdm=False)
+    llm.wake_up(tags=["scheduling"])
+    outputs: list[Any] = llm.wait_for_completion(use_tqdm=False)
+    return outputs
 
 
 if __name__ == "__main__":

@@ -381,8 +381,8 @@ class SelectionPolicy:
                 than every ceiling.
         """
         listed = self.listed(op, mode)
-        for ceiling, row in listed.rows(mode) if listed and tokens is not None else ():
-            if tokens <= ceiling:
+        for ceiling, row in listed.rows(mode) if listed else ():
+            if tokens is not None and tokens <= ceiling:
                 return row
         defaults = ENGINE_ORDERS if engine else DEFAULT_ORDERS
         rest = listed and listed.tokens(mode)

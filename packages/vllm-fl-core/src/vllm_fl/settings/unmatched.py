@@ -67,8 +67,9 @@ def _said(op: str, order: OpOrder, setting: Setting, impls: Impls, strict: bool)
     def is_lost(tokens: tuple[Token, ...] | None) -> bool:
         return bool(impls and tokens) and all(token in absent for token in tokens or ())
 
-    listed = [(mode, None, order.tokens(mode)) for mode in modes if order.tokens(mode)]
-    listed += [(mode, *row) for mode in modes for row in order.rows(mode)]
+    listed: list[tuple[Mode, int | None, tuple[Token, ...] | None]]
+    listed = [(m, None, order.tokens(m)) for m in modes if order.tokens(m)]
+    listed += [(mode, ceiling, row) for mode in modes for ceiling, row in order.rows(mode)]
     lost = [(mode, ceiling) for mode, ceiling, tokens in listed if is_lost(tokens)]
     named = [token for token in absent if lost or not _may_be_elsewhere(token)]
     if not named:

@@ -33,6 +33,7 @@ the interpreter                        after `interpreted()`
 `and`, `or` of blocks: Python's        element by element, as compiled
 fp32 to bf16: cut off                  rounded to the nearest even
 `tl.dot` of bf16: of the bits          of the values, summed in fp32
+arithmetic of bf16: of the bits        of the values, in fp32 and rounded once
 `libdevice`: an error, or None         numpy's functions; one that is missing is an error by name
 `triton.autotune`: looks for a GPU     the first configuration that is not pruned, unmeasured
 a kernel is no `JITFunction`           it is, with `src`, `cache_key` and `signature`
@@ -400,7 +401,9 @@ def _logical_operators() -> None:
 
 
 def _small_floats() -> None:
-    """Products of bfloat16 blocks in fp32, and rounding to nearest even, as the hardware does.
+    """bfloat16 blocks computed with in fp32, and rounded to nearest even, as the hardware does.
+
+    Triton's own interpreter keeps a bfloat16 as the integer of its bits, and computes with that.
 
     Rounding to float8_e4m3fn, too: Triton's own interpreter loses what is carried over into the
     exponent.
@@ -408,10 +411,14 @@ def _small_floats() -> None:
     interpreter, np = _interpreter(), import_module("numpy")
     torch, tl = import_module("torch"), import_module("triton.language")
     handle_type: Any = interpreter.TensorHandle
-    dot = interpreter.InterpreterBuilder.create_dot
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def is_bits(handle: Any) -> bool:
+        return bool(handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16)
 
     def widened(handle: Any) -> Any:
-        if handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16:
+        if is_bits(handle):
             wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
             return handle_type(wide, tl.float32)
         return handle
@@ -419,7 +426,7 @@ def _small_floats() -> None:
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, widened(a), widened(b), *rest)
 
-    interpreter.InterpreterBuilder.create_dot = create_dot
+    builder.create_dot = create_dot
     convert = interpreter._convert_float
 
     def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
@@ -434,6 +441,31 @@ def _small_floats() -> None:
         return np.where(nan, np.uint16(0x7FC0), nearest).reshape(np.shape(data))
 
     interpreter._convert_float = rounded
+
+    def narrowed(result: Any) -> Any:
+        data = result.data
+        if data.dtype != np.bool_:
+            data = rounded(data.astype(np.float32), tl.float32, tl.bfloat16, None)
+        return handle_type(data, tl.bfloat16)
+
+    def in_fp32(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, first: Any, *others: Any) -> Any:
+            handles = [first, *(other for other in others if isinstance(other, handle_type))]
+            if not any(map(is_bits, handles)):
+                return method(self, first, *others)
+            wide = (widened(x) if isinstance(x, handle_type) else x for x in (first, *others))
+            return narrowed(method(self, *wide))
+
+        return call
+
+    # Each operator but these is one of the first two, with a function of numpy's.
+    for name in ("binary_op", "unary_op", "create_clampf", "create_fma"):
+        setattr(builder, name, in_fp32(getattr(builder, name)))
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return narrowed(handle_type(np.array([value], dtype=np.float32), tl.float32))
+
+    builder.get_bf16 = get_bf16
 
 
 class _DeviceGuard(contextlib.AbstractContextManager[None]):

@@ -1,8 +1,7 @@
 """Norms of query and key heads with rotary embedding, on vLLM's CUDA kernel.
 
-In an engine whose plan has this first, the operator is left as it is: its kernel is this one, and
-what is refused here is not asked. vLLM's pass also finds heads whose weights are float32, as
-GemmaRMSNorm's are; there the kernel raises, and ends the start.
+vLLM's pass also finds heads whose weights are float32, as GemmaRMSNorm's are. The kernel raises
+there; refused here, such a call goes to the next candidate.
 """
 
 from __future__ import annotations

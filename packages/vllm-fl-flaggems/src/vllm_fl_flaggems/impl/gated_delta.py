@@ -1,7 +1,9 @@
 """The gated delta rule in decode, on FlagGems's Triton kernels.
 
-Its chunked rule, for prefill, is not brought: on Triton's interpreter it gives no numbers in
-bfloat16, so that nothing here would hold it to the contract.
+Its chunked rule, for prefill, is not brought. The kernel of FlagGems 5.0.2 that solves the triangle
+of each chunk stores a matrix to global memory and loads it again in other threads, with no barrier
+between, as compiled for compute capability 9.0 with 2, 4 and 8 warps: what a thread reads may not
+be written yet, and no test would see that for certain.
 """
 
 from __future__ import annotations

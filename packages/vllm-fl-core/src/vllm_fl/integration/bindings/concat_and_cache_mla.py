@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...contracts.binding import Binding, Bound, OperatorPlace, SizeRule, put
+from ...contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, SizeRule, put
 from ._caches import holds_as_is
 
 if TYPE_CHECKING:
@@ -71,6 +71,39 @@ def _from_cpu(replaced: Bound) -> Bound:
     return concat_and_cache_mla
 
 
+def _into_method(op: Bound) -> Bound:
+    """The method of attention on CPUs without AMX, which calls no operator, over the op."""
+
+    def do_kv_cache_update(
+        self: Any,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> Any:
+        if not holds_as_is(kv_cache_dtype, kv_cache, kv_c_normed):
+            return NotImplemented
+        if kv_cache.numel():  # there is none yet when vLLM runs the model for its memory
+            slots = slot_mapping.flatten().long()
+            put(kv_cache, op(kv_c_normed, k_pe.squeeze(1), kv_cache, slots))
+        return None
+
+    return do_kv_cache_update
+
+
+def _from_method(replaced: Bound) -> Bound:
+    def concat_and_cache_mla(
+        kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> Tensor:
+        # Neither the attention itself nor a scale is looked at.
+        replaced(None, kv_c, k_pe.unsqueeze(1), kv_cache, slot_mapping, "auto", None)
+        return kv_cache
+
+    return concat_and_cache_mla
+
+
 BINDING = Binding(
     places=(
         OperatorPlace(
@@ -85,6 +118,21 @@ BINDING = Binding(
             ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping"),
             _into_cpu,
             _from_cpu,
+            grants=("kv_cache",),
+        ),
+        FunctionPlace(
+            ("vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl.do_kv_cache_update",),
+            (
+                "self",
+                "kv_c_normed",
+                "k_pe",
+                "kv_cache",
+                "slot_mapping",
+                "kv_cache_dtype",
+                "k_scale",
+            ),
+            _into_method,
+            _from_method,
             grants=("kv_cache",),
         ),
     ),

@@ -3,6 +3,9 @@
 On CUDA that is one method of the experts of vLLM's Triton backend. On the CPU it is one operator,
 to which weights come as another operator has packed them, once, after they were loaded. Where the
 op is planned, that one leaves them as they are: each is there once, as the contract has it.
+
+A device of a plugin has no experts in vLLM at all: where the op is planned, it is given those of
+the Triton backend.
 """
 
 from __future__ import annotations
@@ -142,6 +145,19 @@ def _in_triton(replaced: Bound) -> Bound:
     return op
 
 
+def _given(_: Bound) -> Bound:
+    def select_unquantized_moe_backend(moe_config: Any) -> tuple[Any, Any]:
+        from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+        from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+        backend, experts = unquantized.select_unquantized_moe_backend(moe_config)
+        if backend is unquantized.UnquantizedMoeBackend.OOT:
+            return unquantized.UnquantizedMoeBackend.TRITON, TritonExperts
+        return backend, experts
+
+    return select_unquantized_moe_backend
+
+
 def _from_cpu(op: Bound) -> Bound:
     def cpu_fused_moe(
         output: Tensor,
@@ -217,8 +233,8 @@ def _refuse_expert_parallelism() -> None:
         )
 
 
-def _packs(replaced: Bound) -> Bound:
-    return replaced  # never called: packing is no call of the op
+def _prepares(replaced: Bound) -> Bound:
+    return replaced  # never called: packing and choosing are no calls of the op
 
 
 def _may_serve(config: Any) -> bool:
@@ -252,6 +268,15 @@ BINDING = Binding(
             _from_triton,
             _in_triton,
         ),
+        FunctionPlace(
+            (
+                "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
+                ".select_unquantized_moe_backend",
+            ),
+            ("moe_config",),
+            _given,
+            _prepares,
+        ),
         OperatorPlace(
             "_C::cpu_fused_moe",
             (
@@ -271,7 +296,7 @@ BINDING = Binding(
             _in_cpu,
         ),
         OperatorPlace(
-            "_C::prepack_moe_weight", ("weight", "packed_weight", "isa"), _unpacked, _packs
+            "_C::prepack_moe_weight", ("weight", "packed_weight", "isa"), _unpacked, _prepares
         ),
     ),
     sizes=(HIDDEN, EXPERT_COUNT, EXPERTS_OF_A_TOKEN, EXPERT_INTERMEDIATE),

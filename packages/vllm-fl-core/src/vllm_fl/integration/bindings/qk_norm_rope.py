@@ -33,13 +33,14 @@ def _native(
     query, key = (heads * size, kv_heads * size)
     q = qkv[:, :query].reshape(-1, heads, size)
     k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
-    q, k = (
-        rms_norm.native(x, None, weight, epsilon) for x, weight in ((q, q_weight), (k, k_weight))
-    )
-    tables = cos_sin_cache.chunk(2, dim=-1)
-    q, k = rotary_embedding.native(q, k, *tables, position_ids, rotary_interleaved)
-    qkv[:, :query] = q.flatten(1)
-    qkv[:, query : query + key] = k.flatten(1)
+    q = rms_norm.native(q, None, q_weight, epsilon)
+    k = rms_norm.native(k, None, k_weight, epsilon)
+    cos, sin = cos_sin_cache.chunk(2, dim=-1)
+    turned = rotary_embedding.native(q, k, cos, sin, position_ids, rotary_interleaved)
+    for start, heads_of in zip((0, query), turned, strict=True):
+        if heads_of is not None:
+            flat = heads_of.flatten(1)
+            qkv[:, start : start + flat.shape[1]] = flat
     return qkv
 
 
@@ -113,8 +114,8 @@ BINDING = Binding(
             _from_operator,
             grants=("qkv",),
         ),
-        # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph; vLLM's own
-        # kernel raises there. Such a model (Gemma 3) needs an implementation that takes them.
+        # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph (Gemma 3);
+        # vLLM's own kernel raises there, so that some candidate must take them.
         FusionPlace(
             "vllm.compilation.passes.fusion.qk_norm_rope_fusion.QKNormRoPEFusionPass",
             "enable_qk_norm_rope_fusion",

@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...contracts import OpSpec
-from ...contracts.binding import Binding, Bound, OperatorPlace
+from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace
 from ...engine.plan import Plan
 from ...errors import VllmFLError
 from ...logs import get_logger
@@ -121,7 +121,10 @@ def choose(
         found, why = _fitting(places, _dispatch_key(device))
         left[op] = why
         own: set[str] = set()
-        for first in _firsts(plan, op):
+        # What a pass of vLLM's compiler finds may be a call that vLLM's kernel cannot take: there
+        # the chain has to be asked.
+        by_pass = any(isinstance(place, FusionPlace) for place in binding.places)
+        for first in () if by_pass else _firsts(plan, op):
             calls = _calls_of(first, plan.contracts[op], {p.name for p in found}, device, dtype)
             left[op] |= dict.fromkeys(sorted(calls - own), f"{first.impl_id} calls it itself")
             own |= calls

@@ -1,0 +1,145 @@
+"""`vllm-fl tune --accept`: what its verdict follows from, and that nothing else is written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command
+
+from vllm_fl.cli import _accept
+from vllm_fl.cli._accept import DEFAULT, PHASES, TABLED, Served, judged
+from vllm_fl.settings.table import Table, Verdict, read_table
+
+TABLE = Table(
+    identity={"device": "A CPU, 2 threads"},
+    mode="eager",
+    dtype="bfloat16",
+    sizes={"hidden": 1024},
+    model="tiny",
+    date="2026-11-22T17:00:00+00:00",
+    seconds=12.5,
+    ops={},
+    accepted=Verdict(True, "an older one", "2026-01-01T00:00:00+00:00"),
+)
+SLOWEST = "prefill, 256 tokens"
+
+ENGINE = """
+import json, os, sys
+tabled = "VLLM_FL_TABLE" in os.environ
+assert os.environ.get("VLLM_FL_TABLE_UNACCEPTED") == ("1" if tabled else None)
+options = json.loads(sys.argv[-1])["options"]
+assert options["enforce_eager"] and options["dtype"] == "bfloat16", options
+told = {"acts": {acts}, "reason": "The table has no effect: device is H200", "left_out": {left_out}}
+report = {"digest": "d" + {plan}, "table": told if tabled else None}
+print(json.dumps({"report": report}), flush=True)
+for line in sys.stdin:
+    visit = json.loads(line)
+    assert visit["seed"]
+    seconds = {tabled} if tabled else 0.01
+    tokens = [visit["batch"], visit["seed"], {tokens}]
+    print(json.dumps({"tokens": tokens, "steps": [seconds] * visit["new_tokens"]}), flush=True)
+"""
+
+
+def served(tabled: float, **changed: Any) -> Served:
+    """Four rounds; the prefill with the table takes this much."""
+    seconds = {(name, phase): [1.0] * 4 for name in (DEFAULT, TABLED) for phase in PHASES}
+    seconds[TABLED, SLOWEST] = [tabled, tabled, tabled, 2.0]  # one of them disturbed
+    fields: dict[str, Any] = {"tokens": [[[1, 2]], [[1, 2]]], "digests": ["aa", "aa"]}
+    return Served(seconds, **{**fields, **changed})
+
+
+def test_it_is_accepted_where_no_phase_is_slower() -> None:
+    verdict = judged(served(1 / 0.98))
+    assert verdict.accepted and "at least 0.980" in verdict.reason
+    assert verdict.figures["rounds"] == 4
+    assert verdict.figures[f"{SLOWEST}: ratio"] == pytest.approx(0.98)
+    assert verdict.figures[f"{SLOWEST}: low"] < 0.98 <= verdict.figures[f"{SLOWEST}: high"] + 1e-9
+
+
+def test_it_is_not_where_one_is_slower_or_it_is_not_reproduced() -> None:
+    for case, words in (
+        (served(1 / 0.97), f"slower: {SLOWEST} at 0.970"),
+        (served(1.0, tokens=[[[1, 2]], [[1, 3]]]), "with different tokens"),
+        (served(1.0, digests=["aa", "bb"]), r"different plans (aa, bb)"),
+    ):
+        verdict = judged(case)
+        assert not verdict.accepted and words in verdict.reason
+        assert f"{SLOWEST}: ratio" in verdict.figures
+
+
+@pytest.fixture
+def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`accept(…)`: the command, with engines that behave as told; its table's path."""
+    path = tmp_path / "table.json"
+    path.write_text(TABLE.text, encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    script = tmp_path / "engine.py"
+    monkeypatch.setattr(_accept, "COMMAND", (sys.executable, str(script)))
+
+    def run(*arguments: str, **behaviour: str) -> Any:
+        plain = {"acts": "True", "left_out": "{}", "plan": "''", "tabled": "0.005", "tokens": "0"}
+        text = ENGINE
+        for name, value in (plain | behaviour).items():
+            text = text.replace(f"{{{name}}}", value)
+        script.write_text(text)
+        model = ("--model", str(tmp_path / "model"), "--rounds", "4")
+        return path, fl("tune", "--accept", str(path), *model, *arguments)
+
+    return run
+
+
+def test_the_verdict_goes_into_the_file(accept: Any) -> None:
+    path, done = accept()
+    assert done.status == 0, done.err
+    table = read_table(str(path))
+    assert table.digest == TABLE.digest
+    assert table.accepted is not None and table.accepted.accepted
+    assert table.accepted.figures["decode, batch 8: ratio"] == pytest.approx(2.0)
+    assert "is accepted" in done.out and "2.000" in done.out
+
+
+def test_a_slower_one_is_not_accepted(accept: Any) -> None:
+    path, done = accept("--json", tabled="0.011")
+    assert done.status == 1
+    answer = done.json()
+    assert answer["accepted"] is False and answer["digest"] == TABLE.digest
+    found = read_table(str(path)).accepted
+    assert found is not None and found.reason == answer["reason"] and "slower" in found.reason
+
+
+def test_what_differs_from_start_to_start_is_not_reproduced(accept: Any) -> None:
+    for behaviour, words in (
+        ({"tokens": "os.getpid()"}, "different tokens"),
+        ({"plan": "str(os.getpid())"}, "different plans"),
+    ):
+        _, done = accept(**behaviour)
+        assert done.status == 1 and words in done.out
+
+
+def test_what_does_not_hold_here_is_refused_and_the_file_left(accept: Any) -> None:
+    for behaviour, words in (
+        ({"acts": "False"}, "The table has no effect: device is H200"),
+        ({"left_out": "{'rms_norm': 'gone'}"}, "rows of op 'rms_norm' have no effect: gone"),
+        ({"acts": "sys.exit('no engine')"}, "no engine"),
+    ):
+        path, done = accept(**behaviour)
+        assert done.status == 1 and words in done.err
+        assert path.read_text() == TABLE.text
+
+
+def test_usage(accept: Any, fl: Command, tmp_path: Path) -> None:
+    path, done = accept("--rounds", "1")
+    assert done.status == 2 and "--rounds 1" in done.err
+    done = fl("tune", "--accept", str(path), "--model", str(tmp_path))
+    assert done.status == 2 and "has no config.json" in done.err
+    done = fl("tune", "--accept", str(path), "--sizes", "hidden=64")
+    assert done.status == 2 and "--model DIR" in done.err
+    done = fl("tune", "--sizes", "hidden=64", "--rounds", "3")
+    assert done.status == 2 and "--rounds is for --accept" in done.err
+    path.write_text(path.read_text()[:200])
+    assert fl("tune", "--accept", str(path), "--model", str(tmp_path)).status == 2

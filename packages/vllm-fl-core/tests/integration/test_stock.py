@@ -1,0 +1,105 @@
+"""vLLM's own forms of ops, and a model's configuration, without an engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts.binding import Binding
+from vllm_fl.engine.verification import compare
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.stock import stock_forms
+from vllm_fl.settings.policy import Mode
+
+CPU = torch.device("cpu")
+SIZES = ModelSizes(
+    hidden=64,
+    intermediate=32,
+    heads=4,
+    kv_heads=2,
+    head_size=64,
+    rotary=64,
+    tokens=(1, 7),
+    max_position=128,
+)
+
+
+@pytest.mark.parametrize(
+    ("op", "mode"),
+    [
+        ("silu_and_mul", "eager"),
+        ("rms_norm", "eager"),
+        ("rotary_embedding", "eager"),
+        ("rotary_embedding", "compiled"),
+        ("qk_norm_rope", "compiled"),
+    ],
+)
+def test_each_call_has_a_form_that_is_right(op: str, mode: Mode) -> None:
+    spec = contracts()[op]
+    forms = stock_forms(op, bindings()[op], mode, CPU)
+    samples = list(spec.served(SIZES, torch.float32, CPU))
+    assert samples
+    for sample in samples:
+        found = [compare(form, spec, sample, torch.float32) for form in forms]
+        assert "ok" in {one.status for one in found}, [one.reason for one in found]
+
+
+def test_what_a_layer_runs_comes_first() -> None:
+    """On a CPU a rope's layer calls the operator; compiled, it is traced."""
+    binding = bindings()["rotary_embedding"]
+    assert not stock_forms("rotary_embedding", binding, "eager", CPU)[0].traceable
+    assert stock_forms("rotary_embedding", binding, "compiled", CPU)[0].traceable
+    binding = bindings()["silu_and_mul"]
+    assert stock_forms("silu_and_mul", binding, "eager", CPU)[0].traceable
+
+
+def test_there_is_none_where_vllm_runs_the_op_nowhere() -> None:
+    assert stock_forms("qk_norm_rope", bindings()["qk_norm_rope"], "eager", CPU) == ()
+    assert stock_forms("acme_op", Binding(), "eager", CPU) == ()
+
+
+DESCRIBED = """
+import json, sys
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.models import describe
+
+told = {}
+for mode in ("eager", "compiled"):
+    model = describe(sys.argv[1], mode, None, bindings())
+    sizes = model.sizes
+    told[mode] = [sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.epsilon]
+    told[mode] += [str(model.dtype), "fused_experts" in model.absent, "rms_norm" in model.absent]
+    told[mode] += [sizes.tokens[-1] >= 512, list(model.captured)]
+print(json.dumps(told))
+"""
+
+
+def test_a_models_configuration_is_enough(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 64,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, "-c", DESCRIBED, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    expected = [64, 4, 2, 32, 1e-5, "torch.bfloat16", True, False, True, []]
+    assert told["eager"] == expected
+    assert told["compiled"][:9] == expected[:9]

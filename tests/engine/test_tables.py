@@ -1,0 +1,102 @@
+"""A table in a real engine: its rows steer decode and prefill apart, on this machine alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_run import EngineFailed, Job, run
+
+from vllm_fl.settings.table import Row, Table, TunedOp
+
+OP = "silu_and_mul"
+COUNTED = {"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_TABLE_UNACCEPTED": "1"}
+PREFILL, DECODED = 40, 4
+BATCHES = [[[(7 * n) % 500 + 3 for n in range(PREFILL)]]]
+LAYERS = 2
+
+HERE = """
+import json, sys
+import torch
+
+if __name__ == "__main__":
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm_fl.contracts import contracts
+    from vllm_fl.dispatch import get_default_manager
+    from vllm_fl.engine.identity import contract_digest, identity
+    config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
+    torch.set_num_threads(1)  # as in the engine
+    owners = get_default_manager().registry.snapshot().owners.values()
+    print(json.dumps([identity(torch.device("cpu"), owners),
+                      contract_digest(contracts()[sys.argv[2]]),
+                      {"hidden": config.model_config.get_hidden_size()}]))
+"""
+
+
+@pytest.fixture
+def table(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """`table(**fields)`: the variables under which a table of this machine acts.
+
+    Calls of up to 16 tokens get the reference, larger ones of up to 256 the CPU's kernel.
+    """
+    command = [sys.executable, "-c", HERE, str(model("qwen3")), OP]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    identity, contract, sizes = json.loads(done.stdout.splitlines()[-1])
+    rows = (Row(16, "reference.torch"), Row(256, "vendor.cpu"))
+    whole = Table(
+        identity,
+        "eager",
+        "bfloat16",
+        sizes,
+        "qwen3",
+        "2026-11-22T17:00:00+00:00",
+        1.0,
+        {OP: TunedOp(contract, "stock", rows)},
+    )
+
+    def written(**changed: Any) -> dict[str, str]:
+        path = tmp_path / "table.json"
+        path.write_text(replace(whole, **changed).text)
+        return {"VLLM_FL_TABLE": str(path), **COUNTED}
+
+    return written
+
+
+def test_a_table_steers_decode_and_prefill_apart(
+    model: Callable[[str], Path], table: Callable[..., dict[str, str]]
+) -> None:
+    variables = table()
+    job = Job(str(model("qwen3")), BATCHES, new_tokens=DECODED, logits=False)
+    ours = run(job, **variables)
+    report = ours["report"][0]
+    assert report["table"]["acts"] and report["table"]["left_out"] == {}, report["table"]
+    calls = report["calls"][OP]
+    assert calls["reference.torch"] == LAYERS * (DECODED - 1)
+    assert calls["vendor.cpu"] >= LAYERS
+    file, digest = variables["VLLM_FL_TABLE"], report["table"]["digest"]
+    assert f"table {file} ({digest})" in ours["log"]
+
+    elsewhere = table(identity={"device": "NVIDIA H200"})
+    other = run(job, **elsewhere)
+    assert not other["report"][0]["table"]["acts"]
+    assert "reference.torch" not in other["report"][0]["calls"].get(OP, {})
+    assert other["report"][0]["digest"] != report["digest"]
+    assert other["log"].count("it was measured with NVIDIA H200") == 1
+    assert "Going on without a table" in other["log"]
+
+
+@pytest.mark.slow
+def test_strict_mode_ends_the_start_on_another_machine(
+    model: Callable[[str], Path], table: Callable[..., dict[str, str]]
+) -> None:
+    elsewhere = table(identity={"device": "NVIDIA H200"})
+    with pytest.raises(EngineFailed) as failure:
+        run(Job(str(model("qwen3")), BATCHES), VLLM_FL_STRICT="1", **elsewhere)
+    assert "vllm-fl ends the start" in failure.value.log
+    assert "it was measured with NVIDIA H200" in failure.value.log
