@@ -485,7 +485,8 @@ class _Run:
         results: list[tuple[torch.Tensor, Any]] = []
         begun = time.monotonic()
         for salt in range(calls):
-            if salt and count > POOL and time.monotonic() - begun > AGAIN_SECONDS:
+            took_long = count > POOL and time.monotonic() - begun > AGAIN_SECONDS
+            if salt and took_long and not self.was_slow:  # one that stalls is called again to tell
                 self.thinned = True
                 break
             order = trials.order(count, salt)[:count]
