@@ -126,17 +126,27 @@ VARIANTS = {
     "stock-none": Variant(NO_PLUGIN, {"compilation_config": {"custom_ops": ["none"]}}),
     "reference": Variant(REFERENCE, ours=True),
     "shipped": Variant(ours=True),
+    "vendor": Variant({"VLLM_FL_PREFER": "vendor"}, ours=True),
+    "table": Variant(
+        {"VLLM_FL_TABLE": os.environ.get("TABLE", ""), "VLLM_FL_TABLE_UNACCEPTED": "1"}, ours=True
+    ),
 }
+"""`table` is default settings with the table of `vllm-fl tune` that the variable TABLE names."""
+
+BY_DEFAULT = ("stock", "stock-none", "reference", "shipped")
 
 MODES = {
-    "eager": ("stock", "stock-none", "reference", "shipped"),
-    "compiled": ("stock", "reference", "shipped"),  # custom_ops=["none"] is the default there
+    "eager": tuple(VARIANTS),
+    # custom_ops=["none"] is the default there
+    "compiled": tuple(name for name in VARIANTS if name != "stock-none"),
 }
 
 BARS = {
     ("eager", "reference", "stock-none"): 0.98,
     ("eager", "reference", "stock"): 0.94,
     ("eager", "shipped", "stock"): 1.0,
+    **{("eager", "table", name): 0.98 for name in ("reference", "vendor", "shipped")},
+    ("eager", "table", "stock"): 1.0,
     ("compiled", "reference", "stock"): 0.98,
     ("compiled", "shipped", "stock"): 1.0,
 }
@@ -146,7 +156,7 @@ BARS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the engine part, for a look at a piece of it."""
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(BY_DEFAULT))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
 
 

@@ -117,6 +117,37 @@ class TestPromotion:
         assert found.promoted == "default"
 
 
+class TestRowsOfWhatIsCompiledIn:
+    """A graph is compiled once for every size, so that what is in it cannot differ by size."""
+
+    def sizes(self, *of_fast: float) -> list[Measured]:
+        found = []
+        for tokens, us in zip((1, 16, 256), of_fast, strict=True):
+            one = measured(tokens, stock=[10.0] * 4, vendor_fast=[us] * 4)
+            one.again = dict(one.finals)
+            found.append(one)
+        return found
+
+    def test_a_winner_that_loses_nowhere_serves_every_size(self) -> None:
+        found = self.sizes(10.1, 8.0, 5.0)
+        assert [row.impl for row in rows_of(found)] == ["default", "vendor.fast"]
+        assert rows_of(found, {"stock"}) == (Row(256, "vendor.fast"),)
+
+    def test_one_that_loses_somewhere_serves_none(self) -> None:
+        found = self.sizes(10.5, 8.0, 5.0)
+        assert rows_of(found, {"stock"}) == (Row(256, "default"),)
+
+    def test_one_that_is_wrong_somewhere_serves_none(self) -> None:
+        found = self.sizes(8.0, 8.0, 5.0)
+        found[1].rejected["vendor.fast"] = "wrong: …"
+        assert [row.impl for row in rows_of(found)] == ["vendor.fast", "default", "vendor.fast"]
+        assert rows_of(found, {"stock"}) == (Row(256, "default"),)
+
+    def test_operators_may_differ_by_size(self) -> None:
+        found = self.sizes(10.5, 8.0, 5.0)
+        assert rows_of(found, {"vendor.traced"}) == rows_of(found)
+
+
 class TestFigures:
     def test_both_finals_count(self) -> None:
         found = measured(stock=[4.0] * 11, vendor_a=[2.0] * 11)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import ModelSizes
-from ..contracts.binding import Binding
+from ..contracts.binding import Binding, FusionPlace, IrPlace, LayerPlace
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import Stock
 from ..plugins.calling import rejections
@@ -315,6 +315,19 @@ class Work:
         self._found[op, found.tokens] = found
         return found
 
+    def _inlined(self, op: str, tuning: OpTuning) -> frozenset[str]:
+        """Whose code a compiler takes into the model's graph, and not as one operator."""
+        from ..engine.opaque import is_opaque
+
+        traced = (LayerPlace, IrPlace, FusionPlace)
+        places = self._bindings[op].places if op in self._bindings else ()
+        if self.subject.mode != "compiled" or not any(isinstance(p, traced) for p in places):
+            return frozenset()
+        contenders = tuning.contenders
+        return frozenset(
+            c.name for c in contenders if c.name == STOCK or not any(map(is_opaque, c.impls))
+        )
+
     def table(self) -> Table:
         """What came of it."""
         from ..engine.identity import contract_digest
@@ -326,7 +339,8 @@ class Work:
             measured = [self._found[op, tokens] for tokens in subject.tokens]
             figures = tuple(figure for one in measured for figure in one.figures())
             digest = contract_digest(tuning.spec)
-            ops[op] = TunedOp(digest, tuning.default, rows_of(measured), figures)
+            rows = rows_of(measured, self._inlined(op, tuning))
+            ops[op] = TunedOp(digest, tuning.default, rows, figures)
         return Table(
             heading["identity"],
             subject.mode,

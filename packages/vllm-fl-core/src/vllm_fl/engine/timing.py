@@ -8,7 +8,7 @@ counts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..settings.table import DEFAULT, Figure, Row
@@ -101,6 +101,15 @@ class Measured:
         name = self.promoted
         return name if name == DEFAULT or self._beats(name, self.again) else DEFAULT
 
+    def ratio(self, name: str) -> float | None:
+        """The default's time by `name`'s, the median of pairs; None where it may not serve."""
+        times = self.finals if name in self.finals else self.screened
+        if name in self.rejected or name in self.slower:
+            return None
+        if name not in times or self.default not in times:
+            return None
+        return statistics.median(ratios(times[self.default], times[name]))
+
     def _beats(self, name: str, times: Mapping[str, list[float]]) -> bool:
         if name == self.default or name in self.rejected or name in self.slower:
             return False
@@ -153,11 +162,31 @@ def ratios(defaults: Sequence[float], others: Sequence[float]) -> list[float]:
     ]
 
 
-def rows_of(measured: Sequence[Measured]) -> tuple[Row, ...]:
-    """Who serves up to which number of tokens; neighbours with one winner are one row."""
+def rows_of(measured: Sequence[Measured], inlined: Container[str] = frozenset()) -> tuple[Row, ...]:
+    """Who serves up to which number of tokens; neighbours with one winner are one row.
+
+    Args:
+        measured: what was found, at each number of tokens.
+        inlined: whose code the compiler takes into the graph around it. vLLM traces a model once,
+            so that such a one serves every size or none: where the winners differ and one of them
+            is inlined, there is one row, of who is nowhere slower than the default, or `default`.
+    """
     rows: list[Row] = []
     for one in sorted(measured, key=lambda one: one.tokens):
         if rows and rows[-1].impl == one.winner:
             rows.pop()
         rows.append(Row(one.tokens, one.winner))
+    serving = {one.default if one.winner == DEFAULT else one.winner for one in measured}
+    if len(serving) > 1 and any(name in inlined for name in serving):
+        return (Row(rows[-1].up_to, _everywhere(measured)),)
     return tuple(rows)
+
+
+def _everywhere(measured: Sequence[Measured]) -> str:
+    """The fastest of those who win somewhere and lose nowhere; else `default`."""
+    speeds = {}
+    for name in {one.winner for one in measured} - {DEFAULT}:
+        ratios_of = [one.ratio(name) for one in measured]
+        if all(ratio is not None and ratio >= 1 / ROOM for ratio in ratios_of):
+            speeds[name] = statistics.geometric_mean(r for r in ratios_of if r is not None)
+    return max(sorted(speeds), key=lambda name: speeds[name], default=DEFAULT)
