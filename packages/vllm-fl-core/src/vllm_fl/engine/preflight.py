@@ -106,7 +106,7 @@ def find_faults(
     seed: int | None = None,
     owners: Mapping[tuple[str, str], Owner] = MappingProxyType({}),
     specs: Mapping[str, OpSpec] | None = None,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
     warm: Mapping[tuple[str, str], Sequence[int]] = MappingProxyType({}),
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
@@ -127,7 +127,8 @@ def find_faults(
         owners: (op, impl id) -> who brought it, for the note that is left by a process which a
             kernel ends.
         specs: the contracts by op; None takes core's own.
-        seconds: how long further token counts are tried, for all implementations together.
+        seconds: how long further token counts are tried, for all implementations together; None
+            takes `SECONDS`.
         warm: (op, impl id) -> the token counts at which it must have run once before it serves, in
             the order of their weight. Those that were not tried are called without a comparison.
     """
@@ -137,7 +138,7 @@ def find_faults(
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
     impls = list(impls)
-    share = seconds / max(1, len(impls))
+    share = (SECONDS if seconds is None else seconds) / max(1, len(impls))
     warm_share = WARM_SECONDS / max(1, len(warm))
     cold: dict[str, int] = {}
     compiling = _Compiling(backend)
@@ -484,7 +485,8 @@ class _Run:
         results: list[tuple[torch.Tensor, Any]] = []
         begun = time.monotonic()
         for salt in range(calls):
-            if salt and count > POOL and time.monotonic() - begun > AGAIN_SECONDS:
+            took_long = count > POOL and time.monotonic() - begun > AGAIN_SECONDS
+            if salt and took_long and not self.was_slow:  # one that stalls is called again to tell
                 self.thinned = True
                 break
             order = trials.order(count, salt)[:count]
