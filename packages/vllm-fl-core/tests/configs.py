@@ -40,6 +40,7 @@ def engine_config(
         compilation_config=SimpleNamespace(
             mode=mode,
             custom_ops=custom_ops,
+            cudagraph_capture_sizes=None,
             backend="",
             pass_config=SimpleNamespace(**passes),
             static_forward_context={},
