@@ -93,7 +93,6 @@ def test_a_norm_that_refuses_while_it_serves_leaves_the_call_to_the_next(
         Job(str(model("qwen3")), batches()),
         **plugin("late_refusal"),
         **orders(rms_norm="impl:vendor.late"),
-        **IN_ONE_PROCESS,
     )
     assert ours["tokens"] == engine("qwen3", "stock-native")["tokens"]
     report, log = ours["report"][0], ours["log"]

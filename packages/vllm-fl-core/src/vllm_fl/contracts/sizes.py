@@ -19,6 +19,7 @@ __all__ = [
     "KV_HEADS",
     "ROTARY",
     "RULES",
+    "first_told",
     "model_sizes",
     "typical_sizes",
 ]
@@ -28,6 +29,7 @@ log = get_logger("engine")
 _WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff")
 """What configurations call the width of the MLP. The last four are older models' names."""
 
+_ROTARY_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
 _EPSILONS = ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon", "norm_eps")
 
 _HALF_ROTARY = frozenset({"chatglm", "glm4", "glm"})
@@ -36,7 +38,7 @@ _HALF_ROTARY = frozenset({"chatglm", "glm4", "glm"})
 
 def _intermediate(config: Any) -> int:
     """Features of one half of the MLP. Models with one width per layer give a list: the first."""
-    value = _first(config.model_config.hf_text_config, _WIDTHS)
+    value = first_told(config.model_config.hf_text_config, _WIDTHS)
     width = int(value[0] if isinstance(value, list | tuple) else value)
     return max(1, width // int(config.parallel_config.tensor_parallel_size))
 
@@ -51,13 +53,13 @@ def _rotary(config: Any) -> int:
     if told:
         return int(told)
     share = parameters.get("partial_rotary_factor")
-    share = share or _first(text, ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"))
+    share = share or first_told(text, _ROTARY_SHARES)
     if share is None and getattr(text, "model_type", "") in _HALF_ROTARY:
         share = 0.5
     return max(2, int(config.model_config.get_head_size() * (share or 1.0)))
 
 
-def _first(text: Any, names: tuple[str, ...]) -> Any:
+def first_told(text: Any, names: tuple[str, ...]) -> Any:
     """The first of these attributes that is told."""
     return next((v for name in names if (v := getattr(text, name, None)) is not None), None)
 
@@ -73,7 +75,7 @@ KV_HEADS = SizeRule(
 HEAD_SIZE = SizeRule("head_size", lambda config: int(config.model_config.get_head_size()), 128)
 ROTARY = SizeRule("rotary", _rotary, 128)
 EPSILON = SizeRule(
-    "epsilon", lambda c: float(_first(c.model_config.hf_text_config, _EPSILONS) or 1e-6), 1e-6
+    "epsilon", lambda c: float(first_told(c.model_config.hf_text_config, _EPSILONS) or 1e-6), 1e-6
 )
 
 RULES = (HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON)

@@ -55,6 +55,19 @@ class EngineFacts:
     absent: frozenset[str] = frozenset()
     captured: tuple[int, ...] = ()
 
+    def custom_op_note(self, registered: str) -> str:
+        """The entry of `custom_ops` by which the user keeps this layer as it is, or nothing.
+
+        In compiled mode `none` is vLLM's own default and says nothing of the user.
+
+        Args:
+            registered: vLLM's registered name of the layer.
+        """
+        if f"-{registered}" in self.custom_ops:
+            return f"custom_ops has -{registered}"
+        is_off = "none" in self.custom_ops and f"+{registered}" not in self.custom_ops
+        return "custom_ops has none" if is_off and self.mode == "eager" else ""
+
     def lowering(self, device: torch.device) -> str:
         """What lowers the compiled model, as far as it can be called without vLLM's passes."""
         is_inductor = self.compile_backend in ("", "inductor")

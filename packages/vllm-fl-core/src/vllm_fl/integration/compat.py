@@ -31,6 +31,7 @@ __all__ = [
     "missing",
     "obstacle",
     "outside",
+    "vllm_folders",
     "vllm_version",
 ]
 
@@ -139,15 +140,19 @@ def vllm_version() -> str:
     return str(vllm.__version__)
 
 
+def vllm_folders() -> list[Path]:
+    """Where the package `vllm` lies, which is not imported; nowhere where there is none."""
+    spec = find_spec("vllm")
+    return [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
+
+
 @cache
 def obstacle() -> str | None:
     """Why we cannot run inside this vLLM, in one line; None when we can. Imports no vLLM."""
     version = vllm_version()
     problem = outside(version)
     if problem is None:
-        spec = find_spec("vllm")
-        folders = (spec.submodule_search_locations if spec else None) or ()
-        lacks = missing(Path(folder) for folder in folders)
+        lacks = missing(vllm_folders())
         problem = lacks and f"vLLM {version} has no {lacks}, which vllm-fl overrides or calls"
     return problem
 

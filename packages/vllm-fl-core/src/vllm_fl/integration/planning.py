@@ -378,16 +378,10 @@ def _whole_layer_notes(facts: EngineFacts) -> dict[str, str]:
 
 
 def _custom_op_note(layer: Layer, facts: EngineFacts) -> str:
-    """The entry of `custom_ops` by which the user keeps this layer as it is, or nothing.
-
-    In compiled mode `none` is vLLM's own default and says nothing of the user.
-    """
+    """The entry of `custom_ops` by which the user keeps this layer as it is, or nothing."""
     if facts.mode == "compiled" and layer.op in ir_ops():
         return ""  # compiled code has no such layer
-    if f"-{layer.registered}" in facts.custom_ops:
-        return f"custom_ops has -{layer.registered}"
-    is_off = "none" in facts.custom_ops and f"+{layer.registered}" not in facts.custom_ops
-    return "custom_ops has none" if is_off and facts.mode == "eager" else ""
+    return facts.custom_op_note(layer.registered)
 
 
 def _user_notes(facts: EngineFacts) -> dict[str, str]:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import Binding, Bound, LayerPlace, SizeRule
-from ...contracts.sizes import EPSILON
+from ...contracts.sizes import EPSILON, first_told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,10 +111,10 @@ def _width(config: Any) -> int:
         head = (getattr(text, "linear_attn_config", None) or {}).get("head_dim")
     if head is not None:
         return int(head)
-    whole = _first(text, ("mamba_d_ssm", "mamba_intermediate_size"))
+    whole = first_told(text, ("mamba_d_ssm", "mamba_intermediate_size"))
     if whole is None:
-        heads = _first(text, ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"))
-        each = _first(text, ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"))
+        heads = first_told(text, ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"))
+        each = first_told(text, ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"))
         whole = heads * each
     return int(whole) // int(config.parallel_config.tensor_parallel_size)
 
@@ -124,12 +124,8 @@ def _groups(config: Any) -> int:
     text = config.model_config.hf_text_config
     if getattr(text, "linear_value_head_dim", None) or getattr(text, "linear_attn_config", None):
         return 1
-    groups = _first(text, ("mamba_n_groups", "mamba_ngroups", "n_groups"))
+    groups = first_told(text, ("mamba_n_groups", "mamba_ngroups", "n_groups"))
     return max(1, int(groups) // int(config.parallel_config.tensor_parallel_size))
-
-
-def _first(text: Any, names: tuple[str, ...]) -> Any:
-    return next((v for name in names if (v := getattr(text, name, None)) is not None), None)
 
 
 def _keeps_a_state(config: Any) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 
 from ...engine.plan import Plan
 from ...errors import NoKernelError
-from ..compat import vllm_version
+from ..compat import vllm_folders, vllm_version
 
 __all__ = ["Definition", "compiled_files", "define", "forget", "has_ours", "read_always", "schema"]
 
@@ -84,13 +83,11 @@ def has_ours(name: str) -> bool:
 @cache
 def compiled_files() -> tuple[str, ...]:
     """The extensions with operators that the installed vLLM has, as `_C.abi3.so`."""
-    found = find_spec("vllm")
-    folders = (found.submodule_search_locations if found else None) or ()
     return tuple(
         sorted(
             file.name
-            for folder in folders
-            for file in Path(folder).glob("*_C*")
+            for folder in vllm_folders()
+            for file in folder.glob("*_C*")
             if file.name.endswith(tuple(EXTENSION_SUFFIXES))
         )
     )

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor import custom_op
@@ -29,7 +27,7 @@ from ...plugins.breadcrumb import running
 from ...plugins.types import LayerImpl, LayerRequest
 from ...settings.policy import closest
 from ...text import quote
-from ..compat import declared_layers, vllm_version
+from ..compat import declared_layers, vllm_folders, vllm_version
 from .layers import layer_table, owner_of
 
 if TYPE_CHECKING:
@@ -141,9 +139,7 @@ def names() -> frozenset[str]:
 @cache
 def _declared() -> dict[str, str]:
     """The classes that this vLLM's source registers as layers -> the names."""
-    spec = find_spec("vllm")
-    folders = (spec.submodule_search_locations if spec else None) or ()
-    return {layer.cls: layer.registered for layer in declared_layers(map(Path, folders))}
+    return {layer.cls: layer.registered for layer in declared_layers(vllm_folders())}
 
 
 def note(name: str, registered: str, facts: EngineFacts) -> str:
@@ -154,10 +150,7 @@ def note(name: str, registered: str, facts: EngineFacts) -> str:
     cls = _vllms_classes().get(name)
     if cls is None or not issubclass(cls, CustomOp):
         return ""  # `custom_ops` speaks of CustomOps alone
-    if f"-{registered}" in facts.custom_ops:
-        return f"custom_ops has -{registered}"
-    is_off = "none" in facts.custom_ops and f"+{registered}" not in facts.custom_ops
-    return "custom_ops has none" if is_off and facts.mode == "eager" else ""
+    return facts.custom_op_note(registered)
 
 
 def foreign() -> dict[str, str]:
