@@ -1,0 +1,50 @@
+"""Orders by size in a served model: decoding by one implementation, prompts by another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_run import STOCK, Job, largest_difference, run
+from engines import IN_ONE_PROCESS, batches
+
+ORDERS = """\
+op_backends:
+  silu_and_mul:
+    <=8: vendor:cpu          # a decoding step has one token for each request
+    rest: reference
+  rms_norm:
+    <=8: stock
+    rest: [reference]
+"""
+
+LAYERS = 2
+
+
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_decoding_and_prompts_run_different_implementations(
+    model: Callable[[str], Path], tmp_path: Path, eager: bool
+) -> None:
+    config = tmp_path / "fl.yaml"
+    config.write_text(ORDERS)
+    job = Job(str(model("qwen3")), batches(), eager=eager)
+    ours = run(job, VLLM_FL_CONFIG=str(config), VLLM_FL_DISPATCH_DEBUG="1", **IN_ONE_PROCESS)
+    (report,) = ours["report"]
+    assert report["ops"]["silu_and_mul"]["rows"] == [
+        {"up_to": 8, "impl": "vendor.cpu", "reason": "token vendor:cpu"}
+    ]
+    assert report["ops"]["silu_and_mul"]["impl"] == "reference.torch"
+    assert "silu_and_mul=vendor.cpu(<=8)|reference.torch" in ours["log"]
+    assert "rms_norm=stock(<=8)|reference.torch" in ours["log"]
+    taken_whole = "Ordered by size, and so one operator each that the compiler takes whole"
+    assert ours["log"].count(taken_whole) == (not eager)
+    calls = report["calls"]
+    # Most steps decode, at most eight requests at a time; prompts and the warm-up are larger.
+    assert calls["silu_and_mul"]["vendor.cpu"] >= LAYERS
+    assert calls["silu_and_mul"]["reference.torch"] >= LAYERS
+    assert [*calls["rms_norm"]] == ["reference.torch"]  # vLLM's own is not counted
+    assert report["fallbacks"] == report["demotions"] == {}
+    stock = run(job, **STOCK, **IN_ONE_PROCESS)
+    worst, magnitude = largest_difference(stock, ours)
+    assert worst < 0.05 * magnitude
