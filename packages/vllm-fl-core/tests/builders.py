@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
@@ -130,11 +131,13 @@ def norm(
     return OpImpl("rms_norm", impl_id, kind, rms_norm, vendor, supports=supports, **fields)
 
 
-def planning(manager: OpManager, mode: Mode = "eager", **fields: Any) -> Plan:
+def planning(
+    manager: OpManager, mode: Mode = "eager", *, sizes: ModelSizes | None = None, **fields: Any
+) -> Plan:
     """The plan of an engine whose settings give the manager's policy."""
     settings = load_settings({})
     vars(settings)["policy"] = manager.policy
-    return make_plan(manager, EngineFacts(settings, mode), **fields)
+    return make_plan(manager, EngineFacts(settings, mode, sizes=sizes), **fields)
 
 
 def managing(*impls: Impl, **policy: Any) -> OpManager:

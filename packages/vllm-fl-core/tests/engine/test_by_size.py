@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders import half, managing, planning, refusing, silu
 
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.plan import Plan, PlanEntry, leave_place, take_place
 from vllm_fl.errors import AllFailedError, SettingsError
@@ -106,6 +107,22 @@ def test_an_op_that_is_stock_at_every_size_is_stock_and_in_the_rest_alone_it_is_
     assert not planned({"<=4": "stock", "rest": "vendor"}).is_stock(OP)
     plan = planned({"<=4": "vendor", "rest": "stock"})
     assert "1 ops planned" in plan.line() and f" {OP}=vendor.acme(<=4)|stock " in plan.line()
+
+
+@pytest.mark.parametrize(
+    ("largest", "label"),
+    [
+        (64, "vendor.acme(<=16)|default.flagos"),
+        (65, "vendor.acme(<=16)|default.flagos(<=64)|reference.torch"),
+        (16, "vendor.acme"),
+        (1, "vendor.acme"),
+    ],
+)
+def test_no_call_is_larger_than_the_largest_batch(largest: int, label: str) -> None:
+    order = {"<=16": "vendor", "<=64": "flagos", "rest": "reference"}
+    manager = managing(*three(), per_op_order={OP: order})
+    sizes = ModelSizes(tokens=(1, largest))
+    assert planning(manager, sizes=sizes).entries[OP].label == label
 
 
 def test_what_is_left_to_vllm_has_no_rows() -> None:

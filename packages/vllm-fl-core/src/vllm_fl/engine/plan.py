@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -411,6 +412,7 @@ def make_plan(
     specs = snapshot.contracts
     policy = facts.settings.policy
     absent = {op for op in facts.absent if not policy.names(op)}
+    largest = facts.sizes.tokens[-1] if facts.sizes else math.inf
     for op in (*specs, ATTENTION, *snapshot.layers):
         if op in absent:
             continue
@@ -426,8 +428,10 @@ def make_plan(
             == "compiled",  # an operator in a graph cannot be handed a layer
         )
         ceilings = manager.ceilings(op, mode=facts.mode, settings=facts.settings)
-        rows = [(ceiling, trace(tokens=ceiling)) for ceiling in ceilings]
-        rest = trace()
+        # What stands beyond the largest batch never runs, and must not count as another size.
+        last = next((n for n in ceilings if n >= largest), None)
+        rows = [(n, trace(tokens=n)) for n in ceilings if last is None or n < last]
+        rest = trace(tokens=last)
         entries[op] = PlanEntry(op, rest, notes.get(op, ""), _differing(rows, rest))
     return Plan(
         facts.mode,
