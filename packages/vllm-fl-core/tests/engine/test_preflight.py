@@ -84,7 +84,7 @@ def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> s
         (gives_another_shape, "has shape"),
         (gives_another_dtype, "has dtype torch.float64"),
         (wrong_in_bf16, "bfloat16"),
-        (wrong_above_64_tokens, "100 x 2*512"),
+        (wrong_above_64_tokens, " x 2*512, bfloat16)"),  # at 100, or where one is drawn below
         (wrong_in_the_last_row_of_a_large_batch, " x 2*512, bfloat16)"),
         (overwrites_its_input, "overwrote 'x'"),
     ],

@@ -19,7 +19,11 @@ from vllm_fl.integration import compat
 from vllm_fl.integration.compat import OVERRIDDEN
 
 ROOT = Path(compat.__file__).parent
-MODULES = [*sorted(ROOT.rglob("*.py")), Path(sizes.__file__)]
+WITHOUT_AN_ENGINE = {"models.py", "stock.py", "workload.py"}
+"""What `vllm-fl tune` alone imports: a vLLM that lacks what they use still serves."""
+
+MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path.name not in WITHOUT_AN_ENGINE]
+MODULES += [Path(sizes.__file__)]
 
 MIXINS = {"PlatformOverlay": "Platform", "PlannedWorker": "WorkerBase"}
 """A class of ours -> the class of vLLM's that it is mixed in before."""
@@ -184,7 +188,13 @@ def undeclared(declared: set[str]) -> dict[str, set[str]]:
     return {name: where for name, where in used().items() if name not in declared | classes}
 
 
-OF_PLACES = {"chunk_gated_delta_rule", "grouped_topk", "is_deep_gemm_e8m0_used"}
+OF_PLACES = {
+    "TritonExperts",
+    "chunk_gated_delta_rule",
+    "grouped_topk",
+    "is_deep_gemm_e8m0_used",
+    "unquantized",
+}
 """What a place calls beside what it takes; a release without it lacks the place, too."""
 
 

@@ -55,7 +55,8 @@ _NAMES = {
     "config.attention": ("AttentionConfig: backend",),
     "config.cache": ("CacheConfig: block_size cache_dtype",),
     "config.compilation": (
-        "CompilationConfig: backend custom_ops mode pass_config static_forward_context",
+        "CompilationConfig: backend cudagraph_capture_sizes custom_ops mode pass_config "
+        "static_forward_context",
         "CompilationMode: NONE",
         "PassConfig: fuse_act_quant fuse_norm_quant",
     ),
