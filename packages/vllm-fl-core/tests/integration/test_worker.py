@@ -20,6 +20,7 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.preflight import Findings
 from vllm_fl.engine.warmup import warm_counts
+from vllm_fl.plugins.registry import Owner
 from vllm_fl.settings.loading import load_settings
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -263,3 +264,26 @@ def test_what_serves_some_sizes_is_warmed_up_at_those(monkeypatch: pytest.Monkey
     few, many = counts["vendor.acme"], counts["vendor.emca"]
     assert {1, 2, 39, 40} <= set(few) and max(few) == 40
     assert min(many) > 40 and {56, 63, 64, 99, 100} <= set(many)
+
+
+@pytest.mark.parametrize("order", ["vendor", {"<=4": "stock", "rest": "vendor"}])
+def test_a_foreign_layer_is_named_with_what_does_not_run_in_it(
+    order: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the op is left to its owner by a note, and so has no candidates of its own."""
+    from vllm_fl.integration import worker
+
+    manager = managing(silu("vendor.acme"), per_op_order={"silu_and_mul": order})
+    plan = planning(manager, notes={"silu_and_mul": "layer SiluAndMul is theirs"})
+    snapshot = SimpleNamespace(owners={("silu_and_mul", "vendor.acme"): Owner("acme", "acme", "1")})
+    default = SimpleNamespace(registry=SimpleNamespace(snapshot=lambda: snapshot))
+    monkeypatch.setattr(worker, "get_default_manager", lambda: default)
+    monkeypatch.setattr(worker, "foreign_layers", lambda: {"SiluAndMul": "theirs.Silu of theirs 2"})
+    layer = SimpleNamespace(op="silu_and_mul", cls="SiluAndMul")
+    monkeypatch.setattr(worker, "layer_table", lambda: [layer])
+    caplog.set_level("WARNING", logger="vllm_fl")
+    worker._warn_of_foreign_layers(plan)
+    messages = [record.getMessage() for record in caplog.records]
+    (said,) = [message for message in messages if "is left to" in message]
+    assert "SiluAndMul is left to theirs.Silu of theirs 2" in said
+    assert "'vendor.acme' of acme 1 does not run" in said

@@ -233,8 +233,11 @@ def _warn_of_foreign_layers(plan: Plan) -> None:
     owners = get_default_manager().registry.snapshot().owners
     for layer in layer_table() if foreign else ():
         entry = plan.entries.get(layer.op)
-        impl = entry.impl if entry else None
-        if layer.cls in foreign and impl is not None:
+        # Of the traces, since the entry itself has no candidates under a note that names the owner.
+        traces = (entry.trace, *(trace for _, trace in entry.rows)) if entry else ()
+        chosen = [t.selected for t in traces if isinstance(t.selected, OpImpl)]
+        if layer.cls in foreign and chosen:
+            impl = chosen[0]
             log.warning(
                 "Layer %s is left to %s, which replaced it before vllm-fl; '%s' of %s does not run "
                 "in it",
