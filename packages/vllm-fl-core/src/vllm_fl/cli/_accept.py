@@ -139,7 +139,9 @@ def judged(served: Served) -> Verdict:
         low, median, high = _quartiles(values)
         figures |= {f"{phase}: ratio": median, f"{phase}: low": low, f"{phase}: high": high}
     slower = [
-        f"{phase} at {statistics.median(values):.3f} of the default's speed"
+        "{0} at {2:.3f} of the default's speed (quartiles {1:.3f} to {3:.3f})".format(
+            phase, *_quartiles(values)
+        )
         for phase, values in ratios.items()
         if statistics.median(values) < LEAST
     ]
