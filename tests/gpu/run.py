@@ -1,6 +1,6 @@
 """Everything that only a GPU can show, as a plain script: a line per case, and JSON under $OUT.
 
-    python tests/gpu/run.py [contracts] [operators] [engines] [attention] [experts]
+    python tests/gpu/run.py [contracts] [operators] [engines] [attention] [experts] [ranks]
 
 Exits with 1 when a case failed, and with 0 and the reason where there is no NVIDIA GPU.
 """
@@ -25,6 +25,7 @@ import cases_contracts  # noqa: E402
 import cases_engines  # noqa: E402
 import cases_experts  # noqa: E402
 import cases_operators  # noqa: E402
+import cases_ranks  # noqa: E402
 
 PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "contracts": cases_contracts.cases,
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "engines": cases_engines.cases,
     "attention": cases_attention.cases,
     "experts": cases_experts.cases,
+    "ranks": cases_ranks.cases,
 }
 
 
