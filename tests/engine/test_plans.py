@@ -24,7 +24,14 @@ def test_the_reference_plan_is_stock_in_plain_torch_bit_for_bit(both: Pair, eage
     assert ours["kv_blocks"] == stock["kv_blocks"]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "phi", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma3",
+        pytest.param("phi", marks=pytest.mark.slow),
+        pytest.param("llama", marks=pytest.mark.slow),
+    ],
+)
 def test_the_reference_plan_is_stock_for_other_families(both: Pair, family: str) -> None:
     assert_same_bits(*both(family, "stock-native", "reference"))
 
@@ -56,6 +63,7 @@ def test_the_vendor_plan_is_near_stock_and_really_runs(both: Pair, eager: bool) 
 
 
 @pytest.mark.oldest
+@pytest.mark.slow
 def test_without_the_ir_the_eager_reference_plan_is_stock_bit_for_bit(both: Pair) -> None:
     """Norms are layers then. With the IR, the test above says the same of them."""
     stock, ours = both("qwen3", "stock-native", "reference-without-ir")

@@ -51,6 +51,7 @@ def test_in_strict_mode_a_faulty_kernel_ends_the_start(
     assert "implementation 'vendor.faulty' failed for op 'rms_norm'" in failure.value.log
 
 
+@pytest.mark.slow
 def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(
     plugin: Callable[..., dict[str, str]],
 ) -> None:

@@ -85,6 +85,7 @@ def test_they_serve_and_the_lists_leave_layers_alone(serve: Runner) -> None:
 
 
 @pytest.mark.oldest
+@pytest.mark.slow
 def test_they_serve_in_a_compiled_engine(serve: Runner) -> None:
     ours, stock = serve(False), serve(False, **ALL_STOCK)
     assert_they_serve(ours)
