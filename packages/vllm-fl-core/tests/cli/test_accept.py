@@ -34,7 +34,7 @@ options = json.loads(sys.argv[-1])["options"]
 assert options["enforce_eager"] and options["dtype"] == "bfloat16", options
 told = {"acts": {acts}, "reason": "The table has no effect: device is H200", "left_out": {left_out}}
 report = {"digest": "d" + {plan}, "table": told if tabled else None}
-print(json.dumps({"report": report}), flush=True)
+print(json.dumps({"report": report, "graph_tokens": {graphs}}), flush=True)
 for line in sys.stdin:
     visit = json.loads(line)
     assert visit["seed"]
@@ -82,7 +82,14 @@ def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(_accept, "COMMAND", (sys.executable, str(script)))
 
     def run(*arguments: str, **behaviour: str) -> Any:
-        plain = {"acts": "True", "left_out": "{}", "plan": "''", "tabled": "0.005", "tokens": "0"}
+        plain = {
+            "acts": "True",
+            "left_out": "{}",
+            "plan": "''",
+            "tabled": "0.005",
+            "tokens": "0",
+            "graphs": "0",
+        }
         text = ENGINE
         for name, value in (plain | behaviour).items():
             text = text.replace(f"{{{name}}}", value)
@@ -101,6 +108,17 @@ def test_the_verdict_goes_into_the_file(accept: Any) -> None:
     assert table.accepted is not None and table.accepted.accepted
     assert table.accepted.figures["decode, batch 8: ratio"] == pytest.approx(2.0)
     assert "is accepted" in done.out and "2.000" in done.out
+
+
+@pytest.mark.parametrize(("graphs", "prompt"), [(512, 1024), (4096, 2047)])
+def test_where_graphs_are_captured_a_prompt_is_larger_than_any(
+    accept: Any, graphs: int, prompt: int
+) -> None:
+    path, done = accept(graphs=str(graphs))
+    assert done.status == 0, done.err
+    verdict = read_table(str(path)).accepted
+    assert verdict is not None
+    assert verdict.figures[f"prefill, {prompt} tokens: ratio"] == pytest.approx(2.0)
 
 
 def test_a_slower_one_is_not_accepted(accept: Any) -> None:

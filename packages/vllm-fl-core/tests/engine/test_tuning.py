@@ -271,6 +271,31 @@ class TestWhoDoesNotRun:
         assert found[1].rejected["vendor.fast"].startswith("refused: not 16 rows")
         assert machine.calls["vendor.fast", 16] <= 1
 
+    @pytest.mark.parametrize("mode", ["eager", "compiled"])
+    def test_what_it_refuses_of_the_forms_is_the_defaults(
+        self, machine: Machine, mode: Mode
+    ) -> None:
+        def without_residual(x: Any, residual: Any, *rest: Any) -> Any:
+            return residual is None or "no kernel for a residual"
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30, op="rms_norm"),
+            machine.kernel("vendor.fast", 10, op="rms_norm", supports=without_residual),
+            mode=mode,
+        )
+        found = op.measure(8)
+        assert not found.rejected
+        added = sum("residual" in form.name for form in op.forms)
+        assert 0 < added < len(op.forms)
+        figure = next(f for f in found.figures() if f.impl == "vendor.fast")
+        assert figure.us == pytest.approx(30 * added + 10 * (len(op.forms) - added))
+        assert found.promoted == "vendor.fast"
+
+    def test_one_that_refuses_every_form_is_left_out(self, machine: Machine) -> None:
+        fast = machine.kernel("vendor.fast", 10, op="rms_norm", supports=lambda *args: "not today")
+        op = machine.tuning(machine.kernel("vendor.default", 30, op="rms_norm"), fast)
+        assert op.measure(8).rejected["vendor.fast"].startswith("refused: not today")
+
     def test_one_that_raises(self, machine: Machine) -> None:
         def raising(x: torch.Tensor) -> torch.Tensor:
             raise OSError("the device table is missing")

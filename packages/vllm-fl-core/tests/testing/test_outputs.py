@@ -41,8 +41,10 @@ def compared(impl: OpImpl) -> dict[str, tuple[str, str]]:
     return {f"{c.dtype}, {c.sample}": (c.status, c.reason) for c in found}
 
 
-def fault(impl: OpImpl, dtype: torch.dtype = torch.bfloat16, **options: Any) -> str | None:
-    found = find_faults([impl], dtype, CPU, SIZES, seed=1, seconds=0.2, **options).faults
+def fault(
+    impl: OpImpl, dtype: torch.dtype = torch.bfloat16, seconds: float = 0.2, **options: Any
+) -> str | None:
+    found = find_faults([impl], dtype, CPU, SIZES, seed=1, seconds=seconds, **options).faults
     return next((why for why, _ in found.values()), None)
 
 
@@ -97,7 +99,7 @@ def test_what_is_wrong_in_one_row_of_a_batch_is_seen_at_start(op: str, count: in
     wrong.__signature__ = contracts()[op].signature  # type: ignore[attr-defined]
     assert fault(impl_of(op, right)) is None
     for dtype in (torch.float32, torch.bfloat16):
-        found = str(fault(impl_of(op, wrong), dtype))
+        found = str(fault(impl_of(op, wrong), dtype, seconds=60.0))
         assert found.startswith("it is wrong: result 1:" if op != "greedy_token" else "it is wrong")
 
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,9 @@ START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0
 VISIT = 1.0
 """Seconds that a decoding visit shall take."""
 
-LENGTH = 512
+LENGTH = 2048
+"""The longest prompt, with one token more for the answer."""
+
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 PHASES = {
@@ -61,6 +63,7 @@ PHASES = {
     "decode, batch 8": Visit("", 8, 1, 16),
     "prefill, 256 tokens": Visit("", 1, 256, 1, repeats=4),
 }
+"""On every machine; `_beyond_graphs` adds one."""
 
 TABLED, DEFAULT = "with the table", "without it"
 
@@ -73,11 +76,13 @@ class Served:
         seconds: (engine, phase) -> the seconds of a step, for each round.
         tokens: for each start of the engine with the table, what it answered in each visit.
         digests: for each start of it, the digest of its plan.
+        phases: what they were asked to do, by name.
     """
 
     seconds: Mapping[tuple[str, str], Sequence[float]]
     tokens: Sequence[object]
     digests: Sequence[str]
+    phases: Mapping[str, Visit] = field(default_factory=lambda: PHASES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def judged(served: Served) -> Verdict:
     """The verdict on what the engines did."""
-    ratios = {phase: _ratios(served, phase) for phase in PHASES}
+    ratios = {phase: _ratios(served, phase) for phase in served.phases}
     figures: dict[str, float] = {"rounds": len(ratios[next(iter(PHASES))])}
     for phase, values in ratios.items():
         low, median, high = _quartiles(values)
@@ -174,7 +179,7 @@ def _now() -> str:
 
 def _show(served: Served, verdict: Verdict) -> None:
     rows = []
-    for phase, visit in PHASES.items():
+    for phase, visit in served.phases.items():
         tokens = visit.batch * (visit.prompt_tokens if visit.new_tokens == 1 else 1)
         speeds = [
             f"{tokens / statistics.median(served.seconds[engine, phase]):.1f}"
@@ -190,7 +195,7 @@ def _show(served: Served, verdict: Verdict) -> None:
 def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
     seconds: dict[tuple[str, str], list[float]] = {}
     tokens, digests = [], []
-    phases = PHASES
+    phases: Mapping[str, Visit] = PHASES
     for start in range(STARTS):
         with contextlib.ExitStack() as stack:
             order = (DEFAULT, TABLED) if start % 2 == 0 else (TABLED, DEFAULT)
@@ -198,6 +203,7 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
                 name: stack.enter_context(_running(name, table, path, model)) for name in order
             }
             digests.append(_checked(engines))
+            phases = {**phases, **_beyond_graphs(engines)}
             warm = {name: _warmed_up(engine, phases) for name, engine in engines.items()}
             if start == 0:
                 phases = _fitted(phases, warm)
@@ -220,7 +226,18 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
                             answered.append(done["tokens"])
                 say(f"start {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
             tokens.append(answered)
-    return Served(seconds, tokens, digests)
+    return Served(seconds, tokens, digests, phases)
+
+
+def _beyond_graphs(engines: Mapping[str, _Engine]) -> dict[str, Visit]:
+    """A prefill that is larger than every captured graph; none where no graphs are captured.
+
+    In such a step the host launches each kernel, and one that is faster on the device may be slower
+    to launch.
+    """
+    largest = max(engine.graph_tokens for engine in engines.values())
+    tokens = min(2 * largest, LENGTH - 1)
+    return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1, repeats=4)} if largest else {}
 
 
 def _checked(engines: Mapping[str, _Engine]) -> str:
@@ -275,7 +292,9 @@ class _Engine:
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.name, self.process, self.log = name, process, log
-        self.report: dict[str, Any] = self._answer(START_TIMEOUT)["report"]
+        ready = self._answer(START_TIMEOUT)
+        self.report: dict[str, Any] = ready["report"]
+        self.graph_tokens: int = ready["graph_tokens"]
 
     def visit(self, visit: Visit) -> dict[str, Any]:
         """Let it generate: `tokens` per prompt, and the seconds of each of its `steps`."""
@@ -308,7 +327,6 @@ def _running(name: str, table: Table, path: str, model: str) -> Iterator[_Engine
         "dtype": table.dtype,
         "enforce_eager": table.mode == "eager",
         "max_model_len": LENGTH,
-        "max_num_seqs": 16,
         "gpu_memory_utilization": 0.45,  # two engines side by side
         **({} if has_weights else {"load_format": "dummy"}),
     }

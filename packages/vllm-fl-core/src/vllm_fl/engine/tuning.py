@@ -28,7 +28,7 @@ from ..errors import AllFailedError
 from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl
 from ..settings.policy import Mode
-from ..text import quote
+from ..text import clean, quote
 from .guarded import Guarded, rows_of
 from .plan import Plan, PlanEntry
 from .preflight import Form, Trials, repeated
@@ -142,15 +142,8 @@ class OpTuning:
         found = Measured(tokens, self.default, dict(known or {}))
         self._wholes.clear()
         with torch.inference_mode():
-            sound: dict[str, list[_Served]] = {}
-            for contender in self.contenders:
-                if contender.name in found.rejected:
-                    continue
-                served = self._sound(contender, tokens)
-                if isinstance(served, str):
-                    found.rejected[contender.name] = served
-                else:
-                    sound[contender.name] = served
+            asked = [one for one in self.contenders if one.name not in found.rejected]
+            sound = self._all_sound(asked, found)
             if not sound:
                 return found
             bench = self._bench(tokens, sound, found)
@@ -173,14 +166,10 @@ class OpTuning:
         names = (found.promoted, self.default)
         self._wholes.clear()
         with torch.inference_mode():
-            sound: dict[str, list[_Served]] = {}
-            for contender in self.contenders:
-                if contender.name in names:
-                    served = self._sound(contender, found.tokens)
-                    if isinstance(served, str):
-                        found.rejected[contender.name] = served
-                        return found
-                    sound[contender.name] = served
+            asked = [one for one in self.contenders if one.name in names]
+            sound = self._all_sound(asked, found)
+            if len(sound) < len(asked):
+                return found
             bench = self._bench(found.tokens, sound, found)
             timers = {name: bench.timers[name] for name in names if name in bench.timers}
             found.again, dropped = in_turn(timers, FINALS, first=1)
@@ -222,24 +211,63 @@ class OpTuning:
 
     # Whether it is right.
 
-    def _sound(self, contender: Contender, tokens: int) -> list[_Served] | str:
-        """What serves each form, or why it must not: wrong, refused or raised in one of them."""
-        served: list[_Served] = []
+    def _all_sound(
+        self, asked: Sequence[Contender], found: Measured
+    ) -> dict[str, Sequence[_Served]]:
+        """Name -> what serves each form. Who must not serve is put with the reason into `found`.
+
+        Where somebody refuses some of the forms, the default serves those in his place, as it does
+        in an engine: a model may make no such call.
+        """
+        sound: dict[str, Sequence[_Served]] = {}
+        partly: dict[str, Sequence[_Served | str]] = {}
+        for contender in asked:
+            served = self._sound(contender, found.tokens)
+            if isinstance(served, str):
+                found.rejected[contender.name] = served
+                continue
+            partly[contender.name] = served
+        defaults = partly.get(self.default, ())
+        for name, forms in partly.items():
+            refusals = [one for one in forms if isinstance(one, str)]
+            in_place = forms if name == self.default else defaults
+            pairs = zip(forms, in_place or forms, strict=True)
+            filled = [other if isinstance(one, str) else one for one, other in pairs]
+            whole = [one for one in filled if not isinstance(one, str)]
+            if len(whole) < len(forms):
+                found.rejected[name] = refusals[0]
+            else:
+                sound[name] = whole
+        return sound
+
+    def _sound(self, contender: Contender, tokens: int) -> list[_Served | str] | str:
+        """For each form what serves it, or its refusal; or why the contender must not serve.
+
+        That is a wrong result or an exception in one of the forms, or a refusal of all.
+        """
+        served: list[_Served | str] = []
         for number, form in enumerate(self.forms):
-            why = "vLLM has no form of its own for this call"
+            why: list[str] = []
             for impl in contender.impls:
                 try:
                     with self.over(contender.name):
                         one = _Served(impl, self._function(contender, impl, number), contender.bare)
-                        why = self._fault(one, form, tokens)
+                        fault = self._fault(one, form, tokens)
                 except Exception as error:
-                    why = f"raised: {quote(error)} ({tokens} x {form.name})"
-                if not why:
+                    refusal = _refusal(error)
+                    said = f"refused: {refusal}" if refusal else f"raised: {quote(error)}"
+                    fault = f"{said} ({tokens} x {form.name})"
+                if not fault:
                     served.append(one)
                     break
+                why.append(fault)
             else:
-                return why
-        return served
+                told = "; ".join(why) or "vLLM has no form of its own for this call"
+                if not why or not all(fault.startswith("refused: ") for fault in why):
+                    return told
+                served.append(told)
+        refusals = [one for one in served if isinstance(one, str)]
+        return refusals[0] if refusals and len(refusals) == len(served) else served
 
     def _fault(self, served: _Served, form: Form, tokens: int) -> str:
         """What is wrong with its results for fresh inputs, ordinary and large; or nothing."""
@@ -270,9 +298,11 @@ class OpTuning:
             del shapes, blocks
             try:
                 result = _within(args, served.call(*args))
-            except AllFailedError as error:  # strict mode's word for one that refused
-                cause = error.causes[-1][1]
-                raise cause if isinstance(cause, NotImplementedError) else error from None
+            except Exception as error:
+                refusal = _refusal(error)
+                if refusal:
+                    raise NotImplementedError(refusal) from None
+                raise
             return _laid_out(args, result) if served.bare else result
 
         return poisoned
@@ -614,6 +644,18 @@ def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
     others = sum(_bytes(arg) for name, arg in tensors.items() if name not in spec.by_token)
     results = sum(_bytes(part) for part in _parts(spec.fake(*args)) if part is not None)
     return activations + results if others <= activations else 0
+
+
+def _refusal(error: Exception) -> str:
+    """What an implementation said that refused; empty where the error is another."""
+    if isinstance(error, AllFailedError):  # strict mode's word for one that refused
+        cause = error.causes[-1][1]
+        if isinstance(cause, str):
+            return cause
+        error = cause if isinstance(cause, NotImplementedError) else error
+    if isinstance(error, NotImplementedError):
+        return clean(str(error)) or "NotImplementedError"
+    return ""
 
 
 def _within(args: Sequence[Any], result: Any) -> Any:

@@ -3,8 +3,9 @@
     python -m vllm_fl.integration.workload '{"model": DIR, "options": {…}}'
 
 Answers are lines of JSON on what was its standard output, and logs go to standard error. It
-answers once when it is ready: `report`, what the worker runs with. Then it answers each line that
-it reads, a `Visit` as JSON, with `tokens` per prompt and the seconds of each of the engine's steps.
+answers once when it is ready: `report`, what the worker runs with, and `graph_tokens`, those of the
+largest graph that was captured, 0 where none was. Then it answers each line that it reads, a
+`Visit` as JSON, with `tokens` per prompt and the seconds of each of the engine's steps.
 """
 
 from __future__ import annotations
@@ -73,7 +74,11 @@ def _main(request: dict[str, Any]) -> None:
         return outputs
 
     llm.llm_engine.step = step
-    answer(report=llm.collective_rpc("vllm_fl_report")[0])
+    captured = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes
+    answer(
+        report=llm.collective_rpc("vllm_fl_report")[0],
+        graph_tokens=max(captured or (0,)),
+    )
     for line in sys.stdin:
         visit = Visit(**json.loads(line))
         sampling = SamplingParams(
