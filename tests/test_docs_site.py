@@ -76,6 +76,10 @@ def test_a_page_of_docs_that_the_navigation_leaves_out_is_named() -> None:
         ('<a href="#gone">', r"page\.html: #gone leads to no anchor"),
         ('<img src="gone.svg">', r"page\.html: gone\.svg leads nowhere"),
         ('<source srcset="gone.svg">', r"page\.html: gone\.svg leads nowhere"),
+        (
+            '<a href="https://a.example" data-md-component="source">',
+            r"page\.html fetches https://a",
+        ),
         ('<script src="//example.org/a.js">', r"page\.html fetches //example\.org/a\.js"),
         ('<link rel="stylesheet" href="https://a.example/f">', r"page\.html fetches https://a"),
     ],

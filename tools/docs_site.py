@@ -79,9 +79,9 @@ def write_pages(config: dict[str, Any]) -> None:
     sources = {source: place(source) for source in named(config["nav"])}
     if missing := left_out(sources):
         raise SiteError(f"site.yml leaves out {', '.join(missing)}")
-    reference = api_pages()
+    reference, url = api_pages(), config.pop("repo_url")
     for source, where in sources.items():
-        text = reference.get(source) or linked(source, sources, config["repo_url"])
+        text = reference.get(source) or linked(source, sources, url)
         (PAGES / where).parent.mkdir(parents=True, exist_ok=True)
         (PAGES / where).write_text(text)
     shutil.copytree(ROOT / "docs" / "pictures", PAGES / "pictures")
@@ -285,6 +285,8 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
         values = {key: value or "" for key, value in attrs}
         self.anchors |= {values[key] for key in ("id", "name") if key in values}
+        if values.get("data-md-component") == "source":  # whose script asks the host for stars
+            self.fetched.append(values.get("href", ""))
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
         fetches = {"link": "href", "script": "src", "img": "src", "source": "srcset"}
