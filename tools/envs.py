@@ -69,9 +69,11 @@ REPORT = (
     "pyparsing==3.3.3",
     "python-dateutil==4.0.0",
     "flashinfer-bench==0.1.2",
+    "argcomplete==3.7.2",
 )
-"""What draws the pages of `vllm-fl report`, with what it imports; and FlashInfer-Bench, whose
-models of data read our export. It is installed without its requirements, which are CUDA's."""
+"""What draws the pages of `vllm-fl report`, with what it imports; FlashInfer-Bench, whose models of
+data read our export, installed without its requirements, which are CUDA's; and what completes the
+command line in a shell."""
 
 SITE = (
     "zensical==0.0.73",
