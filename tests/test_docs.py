@@ -334,7 +334,8 @@ def _anchors(text: str) -> set[str]:
 @pytest.mark.parametrize("path", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_internal_links_resolve(path: Path) -> None:
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    pictures = re.findall(r' (?:src|srcset)="([^"]+)"', text)
+    for target in [*re.findall(r"\]\(([^)\s]+)\)", text), *pictures]:
         if re.match(r"https?:", target):
             continue
         file, _, anchor = target.partition("#")
