@@ -122,6 +122,12 @@ def lint(session: nox.Session) -> None:
     python(session, tools, *envs.LINT_IMPORTS, PYTHONPATH=core)
 
 
+@timed("docs")
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into build/site/html; a broken link ends it."""
+    python(session, envs.site(), "tools/docs_site.py")
+
+
 @timed("typing")
 def typing(session: nox.Session) -> None:
     """Check the types of every distribution (mypy --strict)."""
@@ -188,7 +194,8 @@ def isolation(session: nox.Session) -> None:
     with_vllm(session)  # made here, so that a first run's minutes do not count in a test
     tests = ["tests/isolation"]
     tests += [
-        f"tests/test_{name}.py" for name in ("docs", "import", "operator_schemas", "repository")
+        f"tests/test_{name}.py"
+        for name in ("docs", "docs_site", "import", "operator_schemas", "repository")
     ]
     tests_in_parallel(session, over(session, envs.light()), *tests)
 

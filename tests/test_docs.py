@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import docs_site
 import layer_table
 import op_pages
 import pytest
 import support_matrix
+import yaml
 
 import envs
 
@@ -332,7 +334,8 @@ def _anchors(text: str) -> set[str]:
 @pytest.mark.parametrize("path", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_internal_links_resolve(path: Path) -> None:
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    pictures = re.findall(r' (?:src|srcset)="([^"]+)"', text)
+    for target in [*re.findall(r"\]\(([^)\s]+)\)", text), *pictures]:
         if re.match(r"https?:", target):
             continue
         file, _, anchor = target.partition("#")
@@ -342,9 +345,17 @@ def test_internal_links_resolve(path: Path) -> None:
             assert anchor in _anchors(linked.read_text()), f"{path.name}: {target}"
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert not [p.name for p in PAGES if p.parent.name == "docs" and f"docs/{p.name}" not in readme]
+def test_the_readme_leads_to_the_list_of_every_page() -> None:
+    assert "(docs/README.md)" in (ROOT / "README.md").read_text()
+    listed = page("README.md")
+    pages = [p.name for p in PAGES if p.parent.name == "docs" and p.name != "README.md"]
+    assert not [name for name in pages if f"({name})" not in listed]
+
+
+def test_the_site_has_every_page() -> None:
+    sources = {*docs_site.named(yaml.safe_load((ROOT / "site.yml").read_text())["nav"])}
+    assert not docs_site.left_out(sources)
+    assert not [source for source in sources if not (ROOT / source).is_file()]
 
 
 def test_each_contradiction_of_the_other_system_has_a_test() -> None:

@@ -69,9 +69,22 @@ REPORT = (
     "pyparsing==3.3.3",
     "python-dateutil==4.0.0",
     "flashinfer-bench==0.1.2",
+    "argcomplete==3.7.2",
 )
-"""What draws the pages of `vllm-fl report`, with what it imports; and FlashInfer-Bench, whose
-models of data read our export. It is installed without its requirements, which are CUDA's."""
+"""What draws the pages of `vllm-fl report`, with what it imports; FlashInfer-Bench, whose models of
+data read our export, installed without its requirements, which are CUDA's; and what completes the
+command line in a shell."""
+
+SITE = (
+    "zensical==0.0.73",
+    "mkdocstrings==1.0.8",
+    "mkdocstrings-python==2.0.11",
+    "matplotlib==3.11.2",
+    "ruff==0.17.5",
+)
+"""What builds the documentation site. Zensical is what the makers of Material for MkDocs keep in
+its place: that one gets no more than repairs, until May 2027. matplotlib draws the report, and ruff
+lays out the signatures of the reference."""
 
 TORCH_NPU = "2.13.0"
 """The release of torch_npu for `TORCH`. Its wheel is read, never installed: beside its entry point
@@ -182,6 +195,11 @@ def flaggems() -> Env:
 def report() -> Env:
     """The engine environment with what `vllm-fl report` draws with, and FlashInfer-Bench."""
     return _layer("report", engine(), REPORT)
+
+
+def site() -> Env:
+    """Core's own dependencies, and what builds the documentation site; no torch, no vllm."""
+    return _shared("site", [core_requirements(), SITE])
 
 
 def empty(vllm: str) -> Env:

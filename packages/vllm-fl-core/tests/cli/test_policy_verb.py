@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from commands import SOUND, Command, Plugin
 
-from vllm_fl.settings.schema import ITEMS
+from vllm_fl.cli._settings_file import text_of
+from vllm_fl.cli._show import UsageError
+from vllm_fl.settings.policy import OpOrder
+from vllm_fl.settings.schema import ITEMS, Setting, Settings
+from vllm_fl.settings.table import Pinned, Table, TunedOp
 
 WITH_FILE = """
 @hookimpl
@@ -270,3 +275,100 @@ def test_what_is_no_token_is_told_the_one_that_was_meant(fl: Command, plugin: Pl
         done = fl("policy", VLLM_FL_PER_OP=f"silu_and_mul={text}")
         assert done.status == 2
         assert f"Did you mean '{meant}'?" in done.err
+
+
+def values(fl: Command, **variables: str) -> dict[str, object]:
+    """What holds, by key: a file of the user's has other origins."""
+    rows = fl("policy", "--json", **variables).json()["settings"]
+    return {r["key"]: r["value"] for r in rows if r["key"] not in ("config", "platform_files")}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"VLLM_FL_PREFER": "reference", "VLLM_FL_STRICT": "1"},
+        {"VLLM_FL_ALLOW_VENDORS": "acme,on", "VLLM_FL_DENY_VENDORS": "other"},
+        {"VLLM_FL_PER_OP": "rms_norm=stock|vendor:acme;silu_and_mul=impl:vendor.acme"},
+        {"VLLM_FL_OOT_WHITELIST": "RMSNorm", "VLLM_FL_PREFLIGHT": "run"},
+    ],
+    ids=str,
+)
+def test_the_file_that_is_written_loads_to_the_same_effect(
+    fl: Command, shipped: Path, tmp_path: Path, variables: dict[str, str]
+) -> None:
+    file = tmp_path / "all.yaml"
+    variables = {"VLLM_FL_PLATFORM": "acme", **variables}
+    before = values(fl, **variables)
+    answer = fl("policy", "--write", str(file), "--json", **variables)
+    assert answer.status == 0, answer.err
+    beside = dict(variable.split("=", 1) for variable in answer.json()["environment"])
+    assert beside["VLLM_FL_PLATFORM"] == "acme"
+    assert values(fl, VLLM_FL_CONFIG=str(file), **beside) == before
+    assert "prefer: vendor" in file.read_text() or "VLLM_FL_PREFER" in variables
+
+
+def test_orders_by_mode_and_size_are_written(fl: Command, plugin: Plugin, tmp_path: Path) -> None:
+    plugin()
+    mine, again = tmp_path / "mine.yaml", tmp_path / "again.yaml"
+    mine.write_text(
+        "op_backends:\n  rms_norm:\n    eager: {'<=16': stock, rest: [vendor, stock]}\n"
+        "  silu_and_mul: {compiled: [stock]}\n"
+    )
+    before = values(fl, VLLM_FL_CONFIG=str(mine))
+    assert fl("policy", "--write", str(again), VLLM_FL_CONFIG=str(mine)).status == 0
+    assert values(fl, VLLM_FL_CONFIG=str(again)) == before
+
+
+def test_a_file_that_is_there_is_replaced_by_force_alone(
+    fl: Command, plugin: Plugin, tmp_path: Path
+) -> None:
+    plugin()
+    file = tmp_path / "all.yaml"
+    file.write_text("mine")
+    done = fl("policy", "--write", str(file))
+    assert (done.status, file.read_text()) == (2, "mine")
+    assert "--force" in done.err
+    assert fl("policy", "--write", str(file), "--force").status == 0
+    assert "VLLM_FL_CONFIG" in file.read_text()
+    assert fl("policy", "--force").status == 2
+    assert fl("policy", "--write", str(tmp_path / "no" / "where.yaml")).status == 2
+
+
+MERGED = OpOrder.of(["vendor", "stock"], pinned=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        (
+            Setting(
+                "op_backends.rms_norm",
+                dataclasses.replace(MERGED, left_out=frozenset({("eager", "vendor.acme")})),
+            ),
+            "leaves out vendor.acme",
+        ),
+        (Setting("acme_level", "high", "/etc/fl.yaml:3"), "no loaded plugin owns acme_level"),
+    ],
+    ids=lambda value: value.key if isinstance(value, Setting) else "",
+)
+def test_what_a_file_cannot_say_is_refused(setting: Setting, named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        text_of(Settings((Setting("table", None), setting)))
+
+
+def test_a_list_beneath_a_table_is_refused_and_the_users_own_is_written(tmp_path: Path) -> None:
+    table = Table(
+        {}, "eager", "bfloat16", {}, "", "2026-11-22", 0, {"rms_norm": TunedOp("c", "stock", ())}
+    )
+    file = tmp_path / "table.json"
+    file.write_text(table.text)
+    pinned = Pinned.read(str(file), "environment VLLM_FL_TABLE")
+    named = Setting("table", str(file))
+
+    def text(order: OpOrder) -> str:
+        return text_of(Settings((named, Setting("op_backends.rms_norm", order)), pinned=pinned))
+
+    with pytest.raises(UsageError, match=r"table\.json orders rms_norm"):
+        text(MERGED)
+    assert "rms_norm:" in text(dataclasses.replace(MERGED, pinned=True))

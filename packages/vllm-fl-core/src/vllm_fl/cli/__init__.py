@@ -13,6 +13,7 @@ from importlib import import_module
 from ..errors import SettingsError, UnknownOpError, VllmFLError
 from ..plugins.installed import CORE
 from ..text import clean
+from ._completion import complete
 from ._show import UsageError, answering, say
 
 __all__ = ["main"]
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.add_argument("--json", action="store_true", help="print JSON for programs")
         verb.add_arguments(sub)
         sub.set_defaults(run=verb.run)
+    complete(parser)
     arguments = parser.parse_args(argv)
     try:
         with answering():

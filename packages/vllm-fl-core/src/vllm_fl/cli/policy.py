@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Iterable
 from typing import Any, get_args
 
 from ..dispatch import get_default_manager
 from ..settings.policy import Mode, OpOrder
-from ..settings.schema import Setting, Settings
+from ..settings.schema import CONFIG, Setting, Settings
 from ..text import HIDDEN, is_secret
 from . import _table
 from ._quiet import quiet
-from ._show import print_json, print_table, say
+from ._report import ReportFile
+from ._settings_file import in_environment, text_of
+from ._show import UsageError, print_json, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """Where the settings are written to."""
+    parser.add_argument("--write", metavar="FILE", help="write them as a file for VLLM_FL_CONFIG")
+    parser.add_argument("--force", action="store_true", help="replace the file that --write names")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 2 when a setting is wrong; a warning alone is no finding, `doctor` has those."""
+    if arguments.force and not arguments.write:
+        raise UsageError("--force is for --write FILE")
+    if arguments.write and os.path.lexists(arguments.write) and not arguments.force:
+        raise UsageError(f"--write {arguments.write}: exists; --force replaces it")
     with quiet(logging.WARNING):  # the warnings are shown below
         manager = get_default_manager()
         settings = manager.settings
     assert settings is not None
+    if arguments.write:
+        return _write(settings, arguments)
     rows = as_rows(settings)
     table = _table.as_json(settings, manager.registry.snapshot())
     files = list(settings["platform_files"].value)  # type: ignore[call-overload]
@@ -80,6 +91,20 @@ def run(arguments: argparse.Namespace) -> int:
             say(f"  {name}")
     for warning in settings.warnings:
         say(f"Warning: {warning}")
+    return 0
+
+
+def _write(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Write the settings, and say what else counts beside the file."""
+    text, beside = text_of(settings), in_environment(settings)
+    with ReportFile(arguments.write, "--write") as file:
+        file.write(text)
+    if arguments.json:
+        print_json(file=str(file.path), environment=beside)
+        return 0
+    say(f"{file.path}: use it with {CONFIG}={file.path}")
+    for variable in beside:
+        say(f"A file cannot hold {variable}: set it beside the file.")
     return 0
 
 

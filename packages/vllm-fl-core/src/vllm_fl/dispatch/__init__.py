@@ -73,7 +73,9 @@ serve_modules()
 
 # The call path is the manager's own method: one function call less than a wrapper around it.
 call_op = _default.call
+"""`OpManager.call` of the default manager: run an op on these arguments, by the policy in force."""
 call_method_op = _default.call_as_method
+"""`OpManager.call_as_method` of the default manager: the same for a layer, which comes first."""
 
 
 def resolve_op(op_name: str) -> Callable[..., Any]:

@@ -1,0 +1,36 @@
+"""What a shell offers for the rest of a command line, where argcomplete is installed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from ..contracts import contracts
+
+__all__ = ["complete"]
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell and end the process, if it was the shell that asked."""
+    if "_ARGCOMPLETE" not in os.environ:  # spares every other run the import
+        return
+    import argcomplete
+
+    for action in _actions(parser):
+        if action.metavar == "OP":
+            action.completer = _ops  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                yield from _actions(verb)
+
+
+def _ops(**_: object) -> list[str]:
+    """The ops with a contract of core's; plugins are not loaded while somebody types."""
+    return [*contracts()]

@@ -1,0 +1,94 @@
+"""The documentation site: where links lead, and what ends its build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import docs_site
+import pytest
+
+URL = "https://example.org/repository"
+SOURCES = {
+    "docs/README.md": "index.md",
+    "docs/engine.md": "engine.md",
+    "docs/ops/README.md": "ops/index.md",
+    "SECURITY.md": "security.md",
+    "packages/vllm-fl-cuda/README.md": "backends/vllm-fl-cuda.md",
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "there"),
+    [
+        ("docs/engine.md", "#the-plan", "#the-plan"),
+        ("docs/engine.md", "https://example.org/a.md", "https://example.org/a.md"),
+        ("docs/engine.md", "README.md#a", "index.md#a"),
+        ("docs/engine.md", "../SECURITY.md", "security.md"),
+        ("docs/engine.md", "ops", "ops/index.md"),
+        ("docs/ops/README.md", "../engine.md#a", "../engine.md#a"),
+        ("SECURITY.md", "docs/engine.md", "engine.md"),
+        ("packages/vllm-fl-cuda/README.md", "../../docs/engine.md", "../engine.md"),
+        ("docs/engine.md", "../packages/vllm-fl-cuda", "backends/vllm-fl-cuda.md"),
+        ("docs/engine.md", "../noxfile.py#L1", f"{URL}/blob/main/noxfile.py#L1"),
+        ("docs/engine.md", "../tools", f"{URL}/tree/main/tools"),
+        ("docs/ops/README.md", "../pictures/plan-dark.svg", "../pictures/plan-dark.svg"),
+    ],
+)
+def test_a_link_leads_to_the_page_or_to_the_repository(
+    source: str, target: str, there: str
+) -> None:
+    assert docs_site.place(source) == SOURCES[source]
+    assert docs_site.link(target, source, SOURCES, URL) == there
+
+
+@pytest.mark.parametrize("target", ["nowhere.md", "../../elsewhere.md", "/etc/passwd"])
+def test_a_link_that_leads_nowhere_ends_the_build(target: str) -> None:
+    with pytest.raises(docs_site.SiteError, match=r"docs/engine\.md: .* leads nowhere"):
+        docs_site.link(target, "docs/engine.md", SOURCES, URL)
+
+
+def test_links_in_code_are_left_alone_and_bars_in_a_table_s_code_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docs_site, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text(
+        "[b](b.md) `[x](y.md)`\n```\n[x](y.md)\n```\n| `p \\| q` | [b](b.md) |\n`p \\| q`\n"
+    )
+    (tmp_path / "docs" / "b.md").touch()
+    sources = {"docs/a.md": "a.md", "docs/b.md": "deep/b.md"}
+    assert docs_site.linked("docs/a.md", sources, URL) == (
+        "[b](deep/b.md) `[x](y.md)`\n```\n[x](y.md)\n```\n| `p | q` | [b](deep/b.md) |\n`p \\| q`\n"
+    )
+
+
+def test_a_page_of_docs_that_the_navigation_leaves_out_is_named() -> None:
+    every = {f"docs/{path.name}" for path in (docs_site.ROOT / "docs").glob("*.md")}
+    assert docs_site.left_out(every) == []
+    assert docs_site.left_out(every - {"docs/engine.md"}) == ["docs/engine.md"]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('<a href="gone.html">', r"page\.html: gone\.html leads nowhere"),
+        ('<a href="other.html#gone">', r"page\.html: other\.html#gone leads to no anchor"),
+        ('<a href="#gone">', r"page\.html: #gone leads to no anchor"),
+        ('<img src="gone.svg">', r"page\.html: gone\.svg leads nowhere"),
+        ('<source srcset="gone.svg">', r"page\.html: gone\.svg leads nowhere"),
+        (
+            '<a href="https://a.example" data-md-component="source">',
+            r"page\.html fetches https://a",
+        ),
+        ('<script src="//example.org/a.js">', r"page\.html fetches //example\.org/a\.js"),
+        ('<link rel="stylesheet" href="https://a.example/f">', r"page\.html fetches https://a"),
+    ],
+)
+def test_a_fault_of_a_built_page_is_named(tmp_path: Path, line: str, fault: str) -> None:
+    (tmp_path / "other.html").write_text('<h1 id="there">')
+    page = tmp_path / "page.html"
+    page.write_text('<a href="other.html#there"><a href="https://example.org/">')
+    docs_site.check(tmp_path)
+    page.write_text(line)
+    with pytest.raises(docs_site.SiteError, match=fault):
+        docs_site.check(tmp_path)

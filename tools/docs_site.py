@@ -1,0 +1,326 @@
+"""Build the documentation site into build/site/html, from the pages that site.yml names.
+
+    python tools/docs_site.py
+
+The pages are read as they lie in the repository, where GitHub shows them. In copies of them links
+to other pages lead to those pages, and links to other files lead to GitHub. What is added:
+
+- `ops`: the pages of docs/ops, each in the navigation;
+- `api`: the reference of what a plugin's author imports, from docstrings;
+- `report`: what `vllm-fl report` makes of a table that was measured and of the matrix's runs.
+
+Nothing broken is built: a link that leads nowhere, a page of docs/ that site.yml leaves out, a
+public name without a docstring, anything that a browser would fetch from elsewhere, and each
+warning of the generator end it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "site"
+PAGES, HTML = BUILD / "pages", BUILD / "html"
+CORE = ROOT / "packages" / "vllm-fl-core" / "src"
+MEASURED = ROOT / "benchmarks" / "results" / "h200-2026-11-22.json"
+TABLE = "tune qwen3-8b's sizes, compiled, qk_norm_rope"
+"""The entry of MEASURED that is a table of `vllm-fl tune`."""
+
+API = {
+    "vllm_fl": "What a plugin imports",
+    "vllm_fl.testing": "The conformance kit",
+    "vllm_fl.testing.triton": "Triton without a GPU",
+    "vllm_fl.dispatch": "Calling ops",
+    "vllm_fl.errors": "Errors",
+}
+"""Module -> the title of its page. A name that several export is described where it comes first."""
+
+
+class SiteError(Exception):
+    """What is wrong with the pages, one line for each fault."""
+
+
+def main() -> int:
+    """Build the site, and say how large it is."""
+    shutil.rmtree(BUILD, ignore_errors=True)
+    try:
+        write_pages(yaml.safe_load((ROOT / "site.yml").read_text()))
+        run("-m", "zensical", "build", "--strict", "--config-file", "mkdocs.yml")
+        write_report(HTML / "report.html")
+        check(HTML)
+    except (SiteError, subprocess.CalledProcessError) as error:
+        print(f"The site is not built: {error}", file=sys.stderr)
+        return 1
+    size = sum(file.stat().st_size for file in HTML.rglob("*") if file.is_file())
+    pages = len(list(HTML.rglob("*.html")))
+    print(f"{pages} pages, {size / 1e6:.1f} MB: {HTML.relative_to(ROOT)}/index.html")
+    return 0
+
+
+def write_pages(config: dict[str, Any]) -> None:
+    """Write what the generator reads: the pages, and a configuration of its own form.
+
+    Raises:
+        SiteError: `left_out`, `linked` or `api_pages` has found a fault.
+    """
+    config["nav"] = expanded(config["nav"])
+    sources = {source: place(source) for source in named(config["nav"])}
+    if missing := left_out(sources):
+        raise SiteError(f"site.yml leaves out {', '.join(missing)}")
+    reference, url = api_pages(), config.pop("repo_url")
+    for source, where in sources.items():
+        text = reference.get(source) or linked(source, sources, url)
+        (PAGES / where).parent.mkdir(parents=True, exist_ok=True)
+        (PAGES / where).write_text(text)
+    shutil.copytree(ROOT / "docs" / "pictures", PAGES / "pictures")
+    shutil.copy(ROOT / "docs" / "site.css", PAGES)
+    config["nav"] = placed(config["nav"])
+    config |= {"docs_dir": PAGES.name, "site_dir": HTML.name}
+    (BUILD / "mkdocs.yml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+def run(*arguments: str) -> None:
+    """Run this Python where the site is built, with core's sources."""
+    environment = {**os.environ, "PYTHONPATH": str(CORE)}
+    subprocess.run([sys.executable, *arguments], cwd=BUILD, env=environment, check=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# The navigation: titles and pages, by where they lie in the repository
+
+
+def expanded(nav: Any) -> Any:
+    """The navigation with the pages that `ops` and `api` stand for."""
+    if isinstance(nav, list):
+        return [expanded(each) for each in nav]
+    if isinstance(nav, dict):
+        return {title: expanded(below) for title, below in nav.items()}
+    if nav == "ops":
+        pages = sorted((ROOT / "docs" / "ops").glob("[!R]*.md"))
+        return ["docs/ops/README.md", *({p.stem: f"docs/ops/{p.name}"} for p in pages)]
+    if nav == "api":
+        return [{module: api_source(module)} for module in API]
+    return nav
+
+
+def named(nav: Any) -> Iterator[str]:
+    """The pages of a navigation."""
+    for below in nav if isinstance(nav, list) else nav.values() if isinstance(nav, dict) else ():
+        yield from named(below)
+    if isinstance(nav, str) and nav.endswith(".md"):
+        yield nav
+
+
+def left_out(sources: Collection[str]) -> list[str]:
+    """The guides that no reader of the site would find."""
+    guides = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")}
+    return sorted(guides.difference(sources))
+
+
+def placed(nav: Any) -> Any:
+    """The navigation with each page where it lies in the site."""
+    if isinstance(nav, list):
+        return [placed(each) for each in nav]
+    if isinstance(nav, dict):
+        return {title: placed(below) for title, below in nav.items()}
+    return place(nav) if nav.endswith(".md") else nav
+
+
+def place(source: str) -> str:
+    """Where a page of the repository lies in the site: docs/README.md is its first page."""
+    path = source.removeprefix("docs/")
+    if found := re.fullmatch(r"(?:packages|examples)/(.+)/README\.md", path):
+        return f"backends/{found[1]}.md"
+    if path != source or path.startswith("api/"):
+        return path.replace("README.md", "index.md")
+    return path.lower()
+
+
+# ---------------------------------------------------------------------------------------------
+# Pages that lie in the repository
+
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.M | re.S)
+LINK = re.compile(r'(?<=\]\()[^)\s]+(?=\))|(?<= src=")[^"]+|(?<= srcset=")[^"]+')
+
+
+def linked(source: str, sources: Mapping[str, str], url: str) -> str:
+    """The text of a page with its links as they are in the site.
+
+    Raises:
+        SiteError: a link leads to no file of the repository.
+    """
+    text = (ROOT / source).read_text()
+
+    def there(found: re.Match[str]) -> str:
+        return link(found[0], source, sources, url)
+
+    parts, end = [], 0
+    for code in CODE.finditer(text):
+        parts += [LINK.sub(there, text[end : code.start()]), code[0]]
+        end = code.end()
+    joined = "".join([*parts, LINK.sub(there, text[end:])])
+    # GitHub wants a bar in a table's code escaped; Markdown in Python shows the backslash.
+    return re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]+`", _bars, row[0]), joined, flags=re.M)
+
+
+def _bars(code: re.Match[str]) -> str:
+    return code[0].replace(r"\|", "|")
+
+
+def link(target: str, source: str, sources: Mapping[str, str], url: str) -> str:
+    """Where a page's link leads in the site; to GitHub, if not to one of its pages."""
+    path, hash_, anchor = target.partition("#")
+    if urlsplit(target).scheme or not path:
+        return target
+    file = Path(os.path.normpath((ROOT / source).parent / path))
+    if not (file.exists() and file.is_relative_to(ROOT)):
+        raise SiteError(f"{source}: {target} leads nowhere")
+    name = str(file.relative_to(ROOT))
+    if (file / "README.md").exists() and f"{name}/README.md" in sources:
+        name += "/README.md"
+    here = os.path.dirname(sources[source])
+    if name in sources:
+        return os.path.relpath(sources[name], here or ".") + hash_ + anchor
+    if name.startswith("docs/pictures/"):
+        return os.path.relpath(name.removeprefix("docs/"), here or ".")
+    return f"{url}/{'tree' if file.is_dir() else 'blob'}/main/{name}{hash_}{anchor}"
+
+
+# ---------------------------------------------------------------------------------------------
+# The reference
+
+
+def api_source(module: str) -> str:
+    """The name of a module's page, as if it lay in the repository."""
+    return f"api/{module}.md"
+
+
+def api_pages() -> dict[str, str]:
+    """Name of each page of the reference -> its text.
+
+    Raises:
+        SiteError: `undocumented` names something.
+    """
+    import griffe
+
+    loader = griffe.GriffeLoader(search_paths=[CORE])
+    loader.load("vllm_fl")
+    loader.resolve_aliases()
+    pages: dict[str, str] = {}
+    told: dict[str, str] = {}
+    bare: list[str] = []
+    for module, title in API.items():
+        found = loader.modules_collection[module]
+        own: list[tuple[str, Any]] = []
+        elsewhere: list[tuple[str, Any]] = []
+        for name in found.exports or ():
+            target = found[name].final_target if found[name].is_alias else found[name]
+            (elsewhere if target.path in told else own).append((name, target))
+            told.setdefault(target.path, f"{module}.md#{module}.{name}")
+        lines = [f"# {module}", "", f"{title}: everything in its `__all__`.", ""]
+        if elsewhere:
+            links = ", ".join(f"[`{name}`]({told[target.path]})" for name, target in elsewhere)
+            lines += [f"Also importable from here, and described there: {links}.", ""]
+        for name, target in own:
+            bare += undocumented(f"{module}.{name}", target)
+            lines += [f"::: {module}.{name}", ""]
+        pages[api_source(module)] = "\n".join(lines)
+    if bare:
+        raise SiteError("undocumented: " + "; ".join(bare))
+    return pages
+
+
+def undocumented(name: str, target: Any) -> Iterator[str]:
+    """What nothing is said of: the name itself, its public methods, parameters beside others."""
+    if not target.has_docstring:
+        yield name
+        return
+    if not (target.is_class or target.is_function):
+        return
+    parameters = {each.name.strip("*") for each in target.parameters} - {"self"}
+    for section in target.docstring.parse("google", warnings=False):
+        if section.kind.value == "parameters":
+            told = {word.strip(" *") for each in section.value for word in each.name.split(",")}
+            yield from (f"{name}, parameter {each}" for each in sorted(told ^ parameters))
+    for member in target.members.values() if target.is_class else ():
+        ours = member.is_function or "property" in member.labels
+        if ours and not member.name.startswith("_") and not member.has_docstring:
+            yield f"{name}.{member.name}"
+
+
+# ---------------------------------------------------------------------------------------------
+# The report, and what is built
+
+
+def write_report(path: Path) -> None:
+    """The page of `vllm-fl report`, of the table and of the runs behind the support matrix."""
+    table = BUILD / "qk_norm_rope.json"
+    table.write_text(json.dumps(json.loads(MEASURED.read_text())[TABLE]))
+    runs = sorted(map(str, (ROOT / "docs" / "support").glob("*.json")))
+    run("-m", "vllm_fl.cli", "report", str(table), *runs, "--html", str(path))
+
+
+class _Page(HTMLParser):
+    """What a page leads to, what it has anchors for, and what a browser fetches for it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        values = {key: value or "" for key, value in attrs}
+        self.anchors |= {values[key] for key in ("id", "name") if key in values}
+        if values.get("data-md-component") == "source":  # whose script asks the host for stars
+            self.fetched.append(values.get("href", ""))
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        fetches = {"link": "href", "script": "src", "img": "src", "source": "srcset"}
+        if fetches.get(tag) in values and values.get("rel") not in ("canonical", "prev", "next"):
+            self.fetched.append(values[fetches[tag]])
+
+
+def check(site: Path) -> None:
+    """Follow every link of every page.
+
+    Raises:
+        SiteError: one leads to no page or to no anchor of it, or a page fetches from elsewhere.
+    """
+    pages = {path: _Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
+    faults = []
+    for path, page in pages.items():
+        where = path.relative_to(site)
+        for target in (*page.links, *page.fetched):
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                if target in page.fetched:
+                    faults.append(f"{where} fetches {target}")
+                continue
+            if path.name == "404.html" and target.startswith("/"):
+                continue  # it is served for every missing address, so its own are absolute
+            there = Path(os.path.normpath(path.parent / unquote(parts.path or path.name)))
+            there = there / "index.html" if there.is_dir() else there
+            if not there.exists():
+                faults.append(f"{where}: {target} leads nowhere")
+            elif there in pages and unquote(parts.fragment) not in {"", *pages[there].anchors}:
+                faults.append(f"{where}: {target} leads to no anchor")
+    if faults:
+        raise SiteError("\n  ".join(["", *dict.fromkeys(faults)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
