@@ -45,6 +45,8 @@ class Record:
         self._log, self._decide = log, decide
         self.fallbacks: Counter[Key] = Counter()
         """Calls that this later candidate took over."""
+        self.refusals: Counter[Key] = Counter()
+        """Calls that this implementation refused."""
         self.calls: Counter[Key] = Counter()
         """Calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
         self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
@@ -83,7 +85,7 @@ class Record:
     def clear(self) -> None:
         """Forget everything, as in a process that was forked."""
         self.end_demotions()
-        for table in (self.fallbacks, self.calls, self._announced, self._said):
+        for table in (self.fallbacks, self.refusals, self.calls, self._announced, self._said):
             table.clear()
 
     def watch(self, op: str, guard: Callable[..., Any]) -> None:
@@ -103,6 +105,7 @@ class Record:
 
     def refused(self, op: str, impl: OpImpl, reason: str) -> None:
         """`impl` refused one call before it started."""
+        self.refusals[op, impl.impl_id] += 1
         if self._once("refused", op, impl.impl_id, reason):
             self._log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, op, reason)
 

@@ -16,6 +16,7 @@ from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine.digest import code_facts, digest, fingerprint
 from ..engine.facts import EngineFacts
+from ..engine.metrics import MetricsFile
 from ..engine.opaque import is_opaque
 from ..engine.plan import Plan, PlanEntry, leave_place, take_place
 from ..engine.preflight import find_faults
@@ -66,6 +67,7 @@ class PlannedWorker:
     vllm_fl_operators: operators.Overrides
     vllm_fl_functions: functions.Replacements
     vllm_fl_overriders: dict[str, str]
+    vllm_fl_metrics: MetricsFile | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the methods of vLLM's worker that run the model say for which engine they do."""
@@ -135,6 +137,7 @@ class PlannedWorker:
         self.vllm_fl_layers = _built_layers(self, plan)
         _warn_of_unexpected_layers(self, plan)
         _name_overriders(self)
+        self.vllm_fl_metrics = _metrics(self)
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
@@ -154,9 +157,9 @@ class PlannedWorker:
         Returns:
             JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, with `rows` [{up_to,
             impl, reason}] for an op that is ordered by size, `layers` {class of
-            vLLM's: how many layers of the model are the plan's class}, `calls` and `fallbacks`
-            {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted under
-            VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
+            vLLM's: how many layers of the model are the plan's class}, `calls`, `fallbacks` and
+            `refusals` {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted
+            under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
             `seams.operators.report` says; `functions` {op: {function: the same}}. `fusions` {op:
             {graphs, found}}: how many graphs vLLM's pass for the op went through, and in how many
             places it found the op. `defined` {operator: schema}: what this vLLM, an empty build,
@@ -173,6 +176,7 @@ class PlannedWorker:
             "layers": self.vllm_fl_layers,
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
+            "refusals": _nested(plan.record.refusals),
             "demotions": _nested(plan.record.demotions),
             "operators": operators.report(plan, self.vllm_fl_operators),
             "functions": functions.report(plan, self.vllm_fl_functions),
@@ -183,6 +187,9 @@ class PlannedWorker:
 
     def shutdown(self) -> None:
         """Say what fell back while the engine ran, and shut vLLM's worker down."""
+        metrics = getattr(self, "vllm_fl_metrics", None)
+        if metrics is not None:
+            metrics.close()
         plan = getattr(self, "vllm_fl_plan", None)
         if plan is not None and (plan.fallbacks or plan.counts_calls):
             log.info(
@@ -204,6 +211,18 @@ def _overrides(worker: PlannedWorker, plan: Plan) -> operators.Overrides:
     dtype = worker.vllm_fl_facts.dtype
     assert dtype is not None  # a worker has a model
     return operators.choose(plan, installed_bindings(), worker.device, dtype)
+
+
+def _metrics(worker: PlannedWorker) -> MetricsFile | None:
+    """The file of this worker's counters, where the settings name one."""
+    named = worker.vllm_fl_facts.settings.metrics
+    if named is None:
+        return None
+    # vLLM's own number of a replica is 0 in all of them where the model has no experts.
+    replica = getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0)
+    return MetricsFile(
+        named, worker.vllm_fl_plan, worker.vllm_fl_digest, rank=worker.rank, replica=replica
+    )
 
 
 def _name_overriders(worker: PlannedWorker) -> None:

@@ -164,6 +164,8 @@ class Settings(Mapping[str, Setting]):
     """The level of the logger `vllm_fl`."""
     debug = SettingSpec("debug", "VLLM_FL_DISPATCH_DEBUG", False)
     """Whether every resolution is printed and calls are counted."""
+    metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
+    """The file that each worker writes its counters to, by its rank, or None."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
     """The distributions whose plugins are loaded, or None for all."""
     plugin_modules = SettingSpec[Names](
