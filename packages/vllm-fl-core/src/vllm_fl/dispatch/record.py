@@ -51,6 +51,8 @@ class Record:
         """Calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
         self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
         """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
+        self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Every guard that was compiled for it, bare ones too."""
         self._guards: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()

@@ -13,7 +13,7 @@ from ..logs import get_logger
 from ..text import quote
 from .plan import Plan
 
-__all__ = ["MetricsFile", "exposition"]
+__all__ = ["MetricsFile", "exposition", "of_worker"]
 
 EVERY = 20.0
 """Seconds from one writing to the next: collectors read every 15 to 60."""
@@ -78,6 +78,20 @@ def _escaped(label: str) -> str:
     return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
+def of_worker(named: str, rank: int, replica: int) -> Path:
+    """A worker's own file beside the one that the user names.
+
+    Args:
+        named: `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for the second
+            replica of data parallelism.
+        rank: the worker's, within its replica.
+        replica: which one, from 0.
+    """
+    path = Path(named)
+    of_replica = f".dp{replica}" if replica else ""
+    return path.parent / f"{path.stem}{of_replica}.rank{rank}{path.suffix}"
+
+
 class MetricsFile:
     """Writes a plan's counters to a file until it is closed, from a thread of its own.
 
@@ -86,9 +100,8 @@ class MetricsFile:
     once and tried again.
 
     Args:
-        named: the file that the user names. Each worker has one of its own beside it, with the rank
-            before the ending: `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for
-            the second replica of data parallelism. Without the ending it is the label `engine`.
+        named: the file that the user names; each worker has one of its own beside it (`of_worker`).
+            Without the ending it is the label `engine`.
         plan: what serves.
         digest: the plan's.
         rank: the worker's, within its replica.
@@ -107,11 +120,9 @@ class MetricsFile:
         every: float = EVERY,
     ) -> None:
         self._named = Path(named)
-        stem, end = self._named.stem, self._named.suffix
-        of_replica = f".dp{replica}" if replica else ""
-        self.path = self._named.parent / f"{stem}{of_replica}.rank{rank}{end}"
+        self.path = of_worker(named, rank, replica)
         self._plan, self._digest, self._every = plan, digest, every
-        self._whose = {"engine": stem, "dp": str(replica), "rank": str(rank)}
+        self._whose = {"engine": self._named.stem, "dp": str(replica), "rank": str(rank)}
         self._is_said = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vllm-fl-metrics", daemon=True)

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+    from .canary import Canary
+
 __all__ = ["PlannedWorker", "wrap_worker"]
 
 PREFIX = "Planned__"
@@ -68,6 +70,7 @@ class PlannedWorker:
     vllm_fl_functions: functions.Replacements
     vllm_fl_overriders: dict[str, str]
     vllm_fl_metrics: MetricsFile | None
+    vllm_fl_canary: Canary | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the methods of vLLM's worker that run the model say for which engine they do."""
@@ -137,6 +140,7 @@ class PlannedWorker:
         self.vllm_fl_layers = _built_layers(self, plan)
         _warn_of_unexpected_layers(self, plan)
         _name_overriders(self)
+        self.vllm_fl_canary = _canary(self)
         self.vllm_fl_metrics = _metrics(self)
         return loaded
 
@@ -165,7 +169,8 @@ class PlannedWorker:
             places it found the op. `defined` {operator: schema}: what this vLLM, an empty build,
             lacks, and is there while the engine is. `table` {file, digest, acts, reason, left_out}:
             the table that the settings name, whether it acts, why it does not, and the ops whose
-            rows do not count; None where they name none.
+            rows do not count; None where they name none. `shadow`: what was compared while it
+            served, as `Shadow.report` says; None where no step is sampled.
         """
         plan = self.vllm_fl_plan
         return {
@@ -183,13 +188,14 @@ class PlannedWorker:
             "fusions": {op: dataclasses.asdict(s) for op, s in fusions.sites(plan).items()},
             "defined": self.vllm_fl_operators.schemas,
             "table": _table_report(self.vllm_fl_facts, self.vllm_fl_table),
+            "shadow": self.vllm_fl_canary.shadow.report() if self.vllm_fl_canary else None,
         }
 
     def shutdown(self) -> None:
         """Say what fell back while the engine ran, and shut vLLM's worker down."""
-        metrics = getattr(self, "vllm_fl_metrics", None)
-        if metrics is not None:
-            metrics.close()
+        for watching in ("vllm_fl_canary", "vllm_fl_metrics"):
+            if getattr(self, watching, None) is not None:
+                getattr(self, watching).close()
         plan = getattr(self, "vllm_fl_plan", None)
         if plan is not None and (plan.fallbacks or plan.counts_calls):
             log.info(
@@ -211,6 +217,15 @@ def _overrides(worker: PlannedWorker, plan: Plan) -> operators.Overrides:
     dtype = worker.vllm_fl_facts.dtype
     assert dtype is not None  # a worker has a model
     return operators.choose(plan, installed_bindings(), worker.device, dtype)
+
+
+def _canary(worker: PlannedWorker) -> Canary | None:
+    """What samples this worker's steps, where the settings say so."""
+    if worker.vllm_fl_facts.settings.shadow is None:
+        return None
+    from .canary import watch  # which no other engine needs
+
+    return watch(worker, worker.vllm_fl_plan, _model_of(worker))
 
 
 def _metrics(worker: PlannedWorker) -> MetricsFile | None:
