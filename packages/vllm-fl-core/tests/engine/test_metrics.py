@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from builders import X, managing, planning, refusing, silu
 
 from vllm_fl.engine import metrics
 from vllm_fl.engine.metrics import MetricsFile, exposition
+from vllm_fl.engine.shadow import Shadow
 
 OP = "silu_and_mul"
 ORDERED = {OP: ["vendor", "reference"]}
@@ -83,6 +85,29 @@ def test_calls_are_there_where_they_are_counted() -> None:
     plan.bind(OP, object(), frozenset())(X)
     text = exposition(plan, "f00d", WHOSE)
     assert value(text, "vllm_fl_calls_total", op=OP, impl="vendor.acme") == 1
+
+
+@needs_parser
+def test_what_a_shadow_saw_is_there_by_size() -> None:
+    def drifting(x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        result = torch.nn.functional.silu(x[..., :half]) * x[..., half:]
+        return result if len(x) == 1 else result + 1
+
+    order = {OP: ["vendor"]}
+    plan = planning(managing(silu("vendor.acme", fn=drifting), per_op_order=order), "eager")
+    bound, shadow = plan.bind(OP, object(), frozenset()), Shadow(plan, 1.0)
+    with shadow.comparing():
+        for tokens in (1, 5, 7):
+            bound(torch.randn(tokens, 8))
+    assert 'tokens="8"' not in exposition(plan, "f00d", WHOSE, shadow), "it waits for no device"
+    shadow.collect()
+    text = exposition(plan, "f00d", WHOSE, shadow)
+    of = {"op": OP, "impl": "vendor.acme"}
+    assert value(text, "vllm_fl_shadow_calls_total", **of, tokens="8") == 2
+    assert value(text, "vllm_fl_shadow_wrong_total", **of, tokens="8") == 2
+    assert value(text, "vllm_fl_shadow_worst_share", **of, tokens="8") > 1
+    assert value(text, "vllm_fl_shadow_wrong_total", **of, tokens="1") == 0
 
 
 @needs_parser

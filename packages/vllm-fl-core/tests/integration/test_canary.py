@@ -56,9 +56,8 @@ class Worker:
         self.plan = planning(manager, "eager")
         self.call = self.plan.bind(OP, object(), frozenset())
         self.model = Model()
-        self.model_runner = SimpleNamespace(
-            cudagraph_dispatcher=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL)
-        )
+        dispatcher = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL)
+        self.model_runner = self.runner(cudagraph_dispatcher=dispatcher)
         self.states: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
 
@@ -70,7 +69,10 @@ class Worker:
         left = [layer.do_not_compile for layer in self.model.layers]
         return runner.cudagraph_dispatcher.cudagraph_mode.name, *left
 
-    def execute_model(self, scheduler_output: Any) -> str:
+    def runner(self, **fields: Any) -> Any:
+        return SimpleNamespace(execute_model=self.run, **fields)
+
+    def run(self, scheduler_output: Any, *_: Any, **__: Any) -> str:
         self.states.append(self.state)
         self.call(torch.randn(4, 16))
         if self.error is not None:
@@ -91,14 +93,17 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "vllm_fl.engine"]
 
 
-def step(worker: Worker, tokens: int = 4) -> str:
-    return worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=tokens))
+def step(worker: Worker, tokens: int = 4, **options: Any) -> str:
+    output = SimpleNamespace(total_num_scheduled_tokens=tokens)
+    answer: str = worker.model_runner.execute_model(output, None, **options)
+    return answer
 
 
 def test_a_worker_without_the_setting_stays_as_it_is() -> None:
     worker = Worker()
-    before = dict(vars(worker))
-    assert watched(worker) is None and vars(worker) == before
+    before = dict(vars(worker)), dict(vars(worker.model_runner))
+    assert watched(worker) is None
+    assert (vars(worker), vars(worker.model_runner)) == before
 
 
 def test_sampled_steps_are_eager_and_compared_and_the_others_are_not() -> None:
@@ -120,9 +125,10 @@ def test_a_step_without_tokens_and_another_replicas_step_are_not_sampled() -> No
     worker = Worker(VLLM_FL_SHADOW="1")
     canary = watched(worker)
     step(worker, tokens=0)
+    step(worker, dummy_run=True)
     worker.execute_dummy_batch()
     assert (canary.shadow.steps, canary.shadow.sampled) == (1, 0)
-    assert worker.states == [worker.state]
+    assert worker.states == [worker.state, worker.state]
 
 
 def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
@@ -138,14 +144,14 @@ def test_the_second_model_runner_takes_no_captured_graph() -> None:
     from vllm.config import CUDAGraphMode
 
     worker = Worker(graphs=CUDAGraphMode.FULL, VLLM_FL_SHADOW="1")
-    worker.model_runner = SimpleNamespace(cudagraph_manager=None)  # until the KV cache is known
+    worker.model_runner = worker.runner(cudagraph_manager=None)  # until the KV cache is known
     watched(worker)
     worker.model_runner.cudagraph_manager = SimpleNamespace(_graphs_captured=True)
     step(worker)
     assert (worker.states, worker.state) == ([(False,)], (True,))
 
 
-@pytest.mark.parametrize("what", ["mode", "runner", "micro-batches", "model"])
+@pytest.mark.parametrize("what", ["mode", "runner", "no runner", "micro-batches", "model"])
 def test_where_no_step_can_be_eager_one_line_says_why(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,13 +160,15 @@ def test_where_no_step_can_be_eager_one_line_says_why(
     mode = CompilationMode.STOCK_TORCH_COMPILE if what == "mode" else None
     worker = Worker(mode=mode, graphs=CUDAGraphMode.FULL, VLLM_FL_SHADOW="0.5")
     if what == "runner":
+        worker.model_runner = worker.runner()
+    if what == "no runner":
         worker.model_runner = SimpleNamespace()
     if what == "micro-batches":
         worker.vllm_config.parallel_config.use_ubatching = True
     if what == "model":
         worker.model = None  # type: ignore[assignment]
-    before = dict(vars(worker))
-    assert watched(worker) is None and vars(worker) == before
+    before = dict(vars(worker.model_runner))
+    assert watched(worker) is None and vars(worker.model_runner) == before
     (line,) = said(caplog)
     assert line.startswith("VLLM_FL_SHADOW=0.5: no step is sampled: ")
 

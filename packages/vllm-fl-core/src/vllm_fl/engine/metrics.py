@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..logs import get_logger
 from ..text import quote
 from .plan import Plan
+
+if TYPE_CHECKING:
+    from .shadow import Shadow
 
 __all__ = ["MetricsFile", "exposition", "of_worker"]
 
@@ -21,10 +25,19 @@ EVERY = 20.0
 PATIENCE = 1.0
 """Seconds that `close` waits for a file system that does not answer."""
 
+SHADOW = (
+    ("vllm_fl_shadow_calls_total", "counter", "Calls that were compared while serving.", "calls"),
+    ("vllm_fl_shadow_wrong_total", "counter", "Those beyond the tolerance.", "wrong"),
+    ("vllm_fl_shadow_worst_share", "gauge", "The worst error, over the tolerance.", "share"),
+)
+"""(metric, type, what it is, field of `Tally`)."""
+
 log = get_logger("engine")
 
 
-def exposition(plan: Plan, digest: str, whose: Mapping[str, str]) -> str:
+def exposition(
+    plan: Plan, digest: str, whose: Mapping[str, str], shadow: Shadow | None = None
+) -> str:
     """A plan and its counters in Prometheus' text format, version 0.0.4.
 
     Counters of calls are there where calls are counted.
@@ -33,6 +46,7 @@ def exposition(plan: Plan, digest: str, whose: Mapping[str, str]) -> str:
         plan: what serves.
         digest: the plan's.
         whose: labels of every sample, by which those of one worker differ from another's.
+        shadow: what compares calls while the plan serves, where steps are sampled.
     """
     record = plan.record
     # A counter that is there from the start lets Prometheus see its first step.
@@ -61,6 +75,13 @@ def exposition(plan: Plan, digest: str, whose: Mapping[str, str]) -> str:
         lines += _head(name, "counter", told)
         for (op, impl_id), count in {**zero, **counted}.items():
             lines.append(_sample(name, {**whose, "op": op, "impl": impl_id}, count))
+    if shadow is not None:
+        seen = dict(shadow.seen)
+        for name, kind, told, field in SHADOW:
+            lines += _head(name, kind, told)
+            for (op, impl_id, tokens), tally in seen.items():
+                labels = {**whose, "op": op, "impl": impl_id, "tokens": str(tokens)}
+                lines.append(_sample(name, labels, getattr(tally, field)))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -69,7 +90,7 @@ def _head(name: str, kind: str, told: str) -> Iterator[str]:
     yield f"# TYPE {name} {kind}"
 
 
-def _sample(name: str, labels: Mapping[str, str], value: int) -> str:
+def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
     written = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
     return f"{name}{{{written}}} {value}"
 
@@ -106,6 +127,7 @@ class MetricsFile:
         digest: the plan's.
         rank: the worker's, within its replica.
         replica: which one of data parallelism, from 0.
+        shadow: gives what compares calls, as soon as something does.
         every: seconds from one writing to the next.
     """
 
@@ -117,11 +139,12 @@ class MetricsFile:
         *,
         rank: int,
         replica: int = 0,
+        shadow: Callable[[], Shadow | None] = lambda: None,
         every: float = EVERY,
     ) -> None:
         self._named = Path(named)
         self.path = of_worker(named, rank, replica)
-        self._plan, self._digest, self._every = plan, digest, every
+        self._plan, self._digest, self._shadow, self._every = plan, digest, shadow, every
         self._whose = {"engine": self._named.stem, "dp": str(replica), "rank": str(rank)}
         self._is_said = False
         self._closed = threading.Event()
@@ -146,7 +169,7 @@ class MetricsFile:
         try:
             if self._named.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self._named))
-            text = exposition(self._plan, self._digest, self._whose)
+            text = exposition(self._plan, self._digest, self._whose, self._shadow())
             part.write_bytes(text.encode(errors="replace"))
             os.replace(part, self.path)
         except Exception as error:  # whatever it is, the engine serves on

@@ -36,8 +36,10 @@ log = get_logger("engine")
 def watch(worker: Any, plan: Plan, model: torch.nn.Module | None) -> Canary | None:
     """Sample steps of a worker from now on, where its settings say so and it can be done.
 
+    The method of its model runner is replaced, on the object alone: Ray's executor calls that one.
+
     Args:
-        worker: whose `execute_model` is replaced, on the object alone.
+        worker: a worker that has warmed up, since its warm-up takes steps, too.
         plan: what serves.
         model: the model, where the worker shows it.
     """
@@ -52,23 +54,31 @@ def watch(worker: Any, plan: Plan, model: torch.nn.Module | None) -> Canary | No
     assert model is not None
     shadow = Shadow(plan, float(settings.shadow), _out_of_sight(plan))
     canary = Canary(shadow, worker, settings.shadow_file)
-    plain, dummy = worker.execute_model, worker.execute_dummy_batch
+    runner = worker.model_runner
+    plain = runner.execute_model
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         canary.look()
-        if not scheduler_output.total_num_scheduled_tokens or not shadow.takes_step():
+        is_step = scheduler_output.total_num_scheduled_tokens and not kwargs.get("dummy_run")
+        if not is_step or not shadow.takes_step():
             return plain(scheduler_output, *args, **kwargs)
-        with _eager(worker.model_runner, compiled), shadow.comparing():
+        with _eager(runner, compiled), shadow.comparing():
             return plain(scheduler_output, *args, **kwargs)
 
+    runner.execute_model = execute_model
+    dummy = getattr(worker, "execute_dummy_batch", None)
+    if dummy is not None:  # another replica of data parallelism has a real step
+        worker.execute_dummy_batch = _counted(dummy, shadow)
+    return canary
+
+
+def _counted(dummy: Callable[..., Any], shadow: Shadow) -> Callable[..., Any]:
     def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
-        shadow.steps += 1  # another replica has a real step
+        shadow.steps += 1
         return dummy(*args, **kwargs)
 
-    worker.execute_model = execute_model
-    worker.execute_dummy_batch = execute_dummy_batch
-    return canary
+    return execute_dummy_batch
 
 
 def _obstacle(worker: Any, model: torch.nn.Module | None) -> str:
@@ -78,15 +88,16 @@ def _obstacle(worker: Any, model: torch.nn.Module | None) -> str:
 
     config: VllmConfig = worker.vllm_config
     compilation = config.compilation_config
-    if model is None:
-        return "this worker shows no model"
+    runner = getattr(worker, "model_runner", None)
+    if model is None or not hasattr(runner, "execute_model"):
+        return "this worker shows no model, or no model runner"
     if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
         return "compilation mode STOCK_TORCH_COMPILE leaves no model that runs uncompiled"
     if getattr(config.parallel_config, "use_ubatching", False):
         return "micro-batches (DBO) run in threads of their own"
     has_graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
-    if has_graphs and not _graph_switch(worker.model_runner):
-        return f"{type(worker.model_runner).__name__} does not say where it chooses graphs"
+    if has_graphs and not _graph_switch(runner):
+        return f"{type(runner).__name__} does not say where it chooses graphs"
     try:
         torch.zeros(1, dtype=torch.float64, device=worker.device).sum()
     except Exception as error:  # devices have errors of their own

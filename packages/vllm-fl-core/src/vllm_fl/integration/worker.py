@@ -70,7 +70,7 @@ class PlannedWorker:
     vllm_fl_functions: functions.Replacements
     vllm_fl_overriders: dict[str, str]
     vllm_fl_metrics: MetricsFile | None
-    vllm_fl_canary: Canary | None
+    vllm_fl_canary: Canary | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the methods of vLLM's worker that run the model say for which engine they do."""
@@ -140,19 +140,21 @@ class PlannedWorker:
         self.vllm_fl_layers = _built_layers(self, plan)
         _warn_of_unexpected_layers(self, plan)
         _name_overriders(self)
-        self.vllm_fl_canary = _canary(self)
         self.vllm_fl_metrics = _metrics(self)
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm vLLM's worker up, and name who has overridden an operator after us meanwhile.
 
-        The model is compiled by then: what passes found in it is said, too.
+        The model is compiled by then: what passes found in it is said, too. The steps that follow
+        are those of requests, and may be sampled.
         """
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         _name_overriders(self)
         if self.rank == 0 and hasattr(self, "vllm_fl_plan"):
             fusions.say(self.vllm_fl_plan)
+        if hasattr(self, "vllm_fl_plan"):
+            self.vllm_fl_canary = _canary(self)
         return times
 
     def vllm_fl_report(self) -> dict[str, Any]:
@@ -236,7 +238,12 @@ def _metrics(worker: PlannedWorker) -> MetricsFile | None:
     # vLLM's own number of a replica is 0 in all of them where the model has no experts.
     replica = getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0)
     return MetricsFile(
-        named, worker.vllm_fl_plan, worker.vllm_fl_digest, rank=worker.rank, replica=replica
+        named,
+        worker.vllm_fl_plan,
+        worker.vllm_fl_digest,
+        rank=worker.rank,
+        replica=replica,
+        shadow=lambda: worker.vllm_fl_canary.shadow if worker.vllm_fl_canary else None,
     )
 
 
