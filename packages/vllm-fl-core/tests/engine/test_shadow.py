@@ -84,6 +84,32 @@ def test_what_is_bound_is_the_same_before_inside_and_after(mode: Any, traceable:
     assert [tally["calls"] for tally in seen(shadow).values()] == [1], "only what is inside"
 
 
+@pytest.mark.parametrize("traceable", [False, True])
+def test_a_compiler_sees_the_same_graph_and_compiles_once(traceable: bool) -> None:
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    def compiled() -> Callable[..., Any]:
+        torch._dynamo.reset()
+        compiled: Callable[..., Any] = torch.compile(lambda x: bound(x) + 1, backend=backend)
+        return compiled
+
+    plan = plan_of(fused(right, traceable=traceable), mode="compiled")
+    bound, x = bound_of(plan), torch.randn(4, 16)
+    without = compiled()
+    without(x)
+    shadow = Shadow(plan, 1.0)
+    with shadow.comparing():
+        bound(x)
+    without(x)
+    assert len(graphs) == 1, "a sampled step leaves compiled code valid"
+    compiled()(x)
+    assert graphs[0] == graphs[1]
+
+
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("traceable", [False, True])
 def test_a_right_implementation_is_within_the_tolerance(mode: Any, traceable: bool) -> None:
@@ -273,6 +299,24 @@ def test_a_comparison_that_fails_harms_no_call(
     assert "nothing is left" in shadow.report()["left"][OP]
     said = [record for record in caplog.records if record.name == "vllm_fl.engine"]
     assert len(said) == 1 and seen(shadow) == {}
+
+
+def test_figures_that_cannot_be_read_harm_no_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_of(fused(right))
+    bound, shadow = bound_of(plan), Shadow(plan, 1.0)
+
+    class Full(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise torch.OutOfMemoryError("nothing is left")
+
+    monkeypatch.setattr(module._Call, "measured", lambda *_: torch.zeros(5).as_subclass(Full))
+    with shadow.comparing():
+        bound(torch.randn(2, 16))
+    assert "nothing is left" in shadow.report()["left"][OP]
+    assert len(caplog.records) == 1 and seen(shadow) == {}
 
 
 def test_what_an_implementation_raises_is_raised_and_refusals_still_fall_back() -> None:

@@ -189,7 +189,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_error_is_said_once_a_minute_with_its_name_and_is_in_the_file(
+def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_fl.integration import canary as module
@@ -202,18 +202,21 @@ def test_an_error_is_said_once_a_minute_with_its_name_and_is_in_the_file(
     caplog.set_level("INFO", logger="vllm_fl")
     worker = Worker(fn=wrong, VLLM_FL_SHADOW="1", VLLM_FL_SHADOW_FILE=str(tmp_path / "s.jsonl"))
     canary = watched(worker)
-    for _ in range(3):
-        step(worker)
-    assert not said(caplog)
-    clock[0] += 61
     step(worker)
     (line,) = said(caplog)
-    assert "'vendor.acme' of op 'silu_and_mul' is off in 3 of 3 calls of up to 4 tokens" in line
+    assert "'vendor.acme' of op 'silu_and_mul' is off in 1 of 1 calls of up to 4 tokens" in line
+    for _ in range(2):
+        step(worker)
+    assert len(said(caplog)) == 1
+    clock[0] += 61
+    step(worker)
+    assert "off in 3 of 3 calls" in said(caplog)[1]
+    step(worker)
     monkeypatch.undo()
     canary.close()
-    first, last = lines_of(tmp_path / "s.rank0.jsonl")
-    assert first["compared"][0]["wrong"] == 3 and first["compared"][0]["impl"] == "vendor.acme"
-    assert first["digest"] == "f00d" and first["sampled"] == 3
+    first, second, last = lines_of(tmp_path / "s.rank0.jsonl")
+    assert first["compared"][0]["wrong"] == 1 and first["compared"][0]["impl"] == "vendor.acme"
+    assert first["digest"] == "f00d" and (first["sampled"], second["sampled"]) == (1, 4)
     assert last["compared"][0]["calls"] == 1, "what is not said yet is said at the end"
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,7 @@ class Worker:
 
 
 asked = {"VLLM_FL_PREFLIGHT": "off", "VLLM_FL_METRICS": os.environ.get("METRICS", "")}
+asked |= {"VLLM_FL_SHADOW": os.environ["SHADOW"]} if "SHADOW" in os.environ else {}
 settings = load_settings(asked, platform="cpu")
 carried = pickle.loads(pickle.dumps(Carried(settings=settings.to_json())))
 config = engine_config(carried)
@@ -112,6 +114,7 @@ METERED = METERED.replace(
 )
 
 
+@cache
 def start(code: str = START, **variables: str) -> Any:
     """What a worker's start in a process of its own prints."""
     here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
@@ -133,8 +136,20 @@ def test_a_start_decodes_its_settings_once() -> None:
     assert told["reset"] == ["sealed", "done"], "the seal ends with the engine"
 
 
-def test_a_worker_writes_its_counters_while_it_serves(tmp_path: Path) -> None:
-    told = start(METERED, METRICS=str(tmp_path / "chat.prom"))
+@pytest.fixture(scope="module")
+def metered(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A worker with everything that is seen and written while it serves."""
+    return start(METERED, METRICS=str(tmp_path_factory.mktemp("m") / "chat.prom"), SHADOW="0.01")
+
+
+def test_what_watches_changes_neither_plan_nor_digest(metered: Any) -> None:
+    watched, plain = metered["report"], start()["report"]
+    assert watched == plain and plain["ops"]
+    assert metered["entry"] == start()["entry"], "that is what vLLM's compile-cache key has of us"
+
+
+def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
+    told = metered
     lines = told["metrics"].splitlines()
     plan = [line for line in lines if line.startswith("vllm_fl_plan_info{")]
     assert len(plan) == len(told["report"]["ops"])

@@ -93,12 +93,13 @@ class Shadow:
         self.sampled = 0
         """Those that were sampled."""
         self.seen: dict[Key, Tally] = {}
-        """What was read of the device until now."""
+        """What was seen until now."""
+        self.new: dict[Key, Tally] = {}
+        """What of it `collect` has not taken yet."""
         self.left: dict[str, str] = {}
         """Op -> why its calls are not compared."""
         self.too_large: Counter[str] = Counter()
         """Op -> calls of sampled steps that were too large to be compared."""
-        self._new: dict[Key, Tally] = {}
         self._calls: dict[Key, int] = {}
         self._on_device: dict[Key, torch.Tensor] = {}
         for op, entry in plan.entries.items():
@@ -115,7 +116,10 @@ class Shadow:
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """Inside the block the plan's bound functions compare what they compute."""
+        """Inside the block the plan's bound functions compare what they compute.
+
+        At its end the figures are read, which waits for the device.
+        """
         guards = [
             (guard, compared)
             for guard in list(self.plan.record.guards)
@@ -129,25 +133,28 @@ class Shadow:
         finally:
             for guard, fn in own:
                 guard.__globals__["_fn"] = fn
+        self._read()
 
     def collect(self) -> dict[Key, Tally]:
-        """What was seen since the last time, by op, implementation and bucket. It waits for the
-        device."""
-        self._read()
-        found, self._new = self._new, {}
+        """What was seen since the last time, by op, implementation and bucket."""
+        found, self.new = self.new, {}
         return found
 
     def _read(self) -> None:
-        keys = [*self._on_device]
-        if not keys:
+        calls, on_device = self._calls, self._on_device
+        self._calls, self._on_device = {}, {}
+        if not calls:
             return
-        rows = torch.stack([self._on_device[key] for key in keys]).tolist()
-        for key, (share, relative, *counts) in zip(keys, rows, strict=True):
-            tally = Tally(self._calls[key], min(share, MOST), relative, *map(int, counts))
-            for table in (self.seen, self._new):
+        try:
+            rows = torch.stack([*on_device.values()]).tolist()
+        except Exception as error:  # as in a comparison: the engine serves on
+            for op in {op for op, _, _ in calls}:
+                self._leave(op, error)
+            return
+        for key, (share, relative, *counts) in zip(on_device, rows, strict=True):
+            tally = Tally(calls[key], min(share, MOST), relative, *map(int, counts))
+            for table in (self.seen, self.new):
                 table[key] = table.get(key, Tally()).plus(tally)
-        self._on_device.clear()
-        self._calls.clear()
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -158,7 +165,6 @@ class Shadow:
         """All of it, JSON-able: `rate`, `steps`, `sampled`, `compared` {op: {impl id: {tokens:
         {calls, share, relative, wrong, nan, inf}}}}, `left` {op: why it is not compared},
         `too_large` {op: calls}."""
-        self._read()
         compared: dict[str, dict[str, dict[str, Any]]] = {}
         for (op, impl_id, tokens), tally in sorted(self.seen.items()):
             of_impl = compared.setdefault(op, {}).setdefault(impl_id, {})

@@ -1,5 +1,5 @@
-"""A canary's steps: some run eagerly, with the reference beside the plan's calls; what was seen is
-said once a minute."""
+"""A canary's steps: some run eagerly, with the reference beside the plan's calls; what is wrong is
+said at once, and what was seen once a minute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Canary", "watch"]
 
 EVERY = 60.0
-"""Seconds from one reading of the device to the next."""
+"""Seconds from one line to the next, where nothing new is wrong."""
 
 log = get_logger("engine")
 
@@ -59,12 +59,13 @@ def watch(worker: Any, plan: Plan, model: torch.nn.Module | None) -> Canary | No
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        canary.look()
         is_step = scheduler_output.total_num_scheduled_tokens and not kwargs.get("dummy_run")
         if not is_step or not shadow.takes_step():
             return plain(scheduler_output, *args, **kwargs)
         with _eager(runner, compiled), shadow.comparing():
-            return plain(scheduler_output, *args, **kwargs)
+            output = plain(scheduler_output, *args, **kwargs)
+        canary.look()
+        return output
 
     runner.execute_model = execute_model
     dummy = getattr(worker, "execute_dummy_batch", None)
@@ -150,7 +151,7 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
 
 
 class Canary:
-    """Says what a shadow has seen: a line a minute, and JSON lines.
+    """Says what a shadow has seen, as log lines and JSON lines.
 
     Args:
         shadow: what samples and compares.
@@ -164,12 +165,16 @@ class Canary:
         self._about = {"dp": replica, "rank": worker.rank, "digest": worker.vllm_fl_digest}
         self._lines = _Lines(of_worker(named, worker.rank, replica)) if named else None
         self._due = time.monotonic() + EVERY
+        self._named: set[tuple[str, str]] = set()
 
     def look(self) -> None:
-        """Read the device if a minute has passed, and say what was seen."""
+        """Say what was seen, if a minute has passed or an implementation is wrong for the first
+        time: no step need follow, and nobody would say it then."""
         now = time.monotonic()
-        if now >= self._due:
+        wrong = {(op, impl_id) for (op, impl_id, _), t in self.shadow.new.items() if t.wrong}
+        if now >= self._due or not wrong <= self._named:
             self._due = now + EVERY
+            self._named |= wrong
             self.say()
 
     def say(self) -> None:
@@ -209,10 +214,7 @@ class Canary:
 
     def close(self) -> None:
         """Say what is left to say. The engine ends."""
-        try:
-            self.say()
-        except Exception as error:  # a device that is gone
-            log.warning("Shadow: what was seen last could not be read: %s", quote(error))
+        self.say()
         if self._lines is not None:
             self._lines.close()
 
