@@ -19,6 +19,7 @@ def tallies(report: dict[str, Any], op: str) -> dict[str, list[dict[str, Any]]]:
     return {impl_id: [*by.values()] for impl_id, by in report["shadow"]["compared"][op].items()}
 
 
+@pytest.mark.slow
 def test_every_step_compared_serves_the_same_bits(
     engine: Runner, model: Callable[[str], Path]
 ) -> None:

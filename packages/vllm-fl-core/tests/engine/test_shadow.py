@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,8 @@ def test_the_share_of_steps_is_the_rate_over_any_stretch_and_no_period_is_met(ra
         for offset in (0, period // 2):
             share = sum(taken[offset::period]) / len(taken[offset::period])
             assert share == pytest.approx(rate, abs=0.03), (period, offset)
+    at = [step for step, is_taken in enumerate(taken) if is_taken]
+    assert max(b - a for a, b in pairwise(at)) <= 2 / rate, "what is wrong does not wait long"
     again = Shadow(plan_of(fused(right)), rate)
     assert [again.takes_step() for _ in range(10_000)] == taken, "every rank takes the same steps"
 
