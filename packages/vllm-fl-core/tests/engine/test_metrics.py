@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from builders import X, managing, planning, refusing, silu
 
 from vllm_fl.engine import metrics
@@ -22,7 +24,7 @@ from vllm_fl.engine.shadow import Shadow
 OP = "silu_and_mul"
 ORDERED = {OP: ["vendor", "reference"]}
 WHOSE = {"engine": "vllm", "dp": "0", "rank": "0"}
-FOREVER = 3600.0
+SETTINGS_PAGE = Path(__file__).parents[4] / "docs" / "settings.md"
 
 needs_parser = pytest.mark.skipif(
     find_spec("prometheus_client") is None, reason="prometheus_client is not installed"
@@ -114,6 +116,20 @@ def test_what_a_shadow_saw_is_there_by_size() -> None:
 def test_a_label_may_hold_anything(odd: str) -> None:
     text = exposition(planned()[0], odd, {**WHOSE, "engine": odd})
     assert value(text, "vllm_fl_plan_info", op=OP, digest=odd, engine=odd) == 1
+
+
+def test_the_documentation_and_its_alerts_name_what_is_written() -> None:
+    plan = dataclasses.replace(planned()[0], counts_calls=True)
+    text = exposition(plan, "f00d", WHOSE, Shadow(plan, 1.0))
+    written = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    section = SETTINGS_PAGE.read_text().partition("## Metrics")[2].partition("\n## ")[0]
+    assert set(re.findall(r"\bvllm_fl_\w+", section)) == written
+    (rules,) = re.findall(r"```yml\n(.*?)```", section, re.DOTALL)
+    (group,) = yaml.safe_load(rules)["groups"]
+    watched = " ".join(rule["expr"] for rule in group["rules"])
+    assert {"vllm_fl_refusals_total", "vllm_fl_demoted", "vllm_fl_shadow_wrong_total"} <= {
+        *re.findall(r"\bvllm_fl_\w+", watched)
+    }
 
 
 @pytest.fixture
