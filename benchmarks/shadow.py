@@ -29,6 +29,8 @@ UNSET, EVERY_STEP = "unset", "1"
 RATES = (UNSET, "0", "0.01", EVERY_STEP)
 """Values of VLLM_FL_SHADOW."""
 
+PLAN = {**REFERENCE, "VLLM_FL_PREFLIGHT": "off"}
+
 DECODE = Workload("decode, batch 8", 8, 1, 100)
 FEW = 12
 """Steps of a visit of the engine that samples each of them."""
@@ -45,18 +47,12 @@ def measure(options: argparse.Namespace) -> list[Figure]:
             with contextlib.ExitStack() as stack:
                 engines: dict[str, Engine] = {}
                 for rate in RATES:
-                    variables = (
-                        REFERENCE if rate == UNSET else {**REFERENCE, "VLLM_FL_SHADOW": rate}
-                    )
-                    variant = Variant(variables, ours=True)
+                    sampling = {} if rate == UNSET else {"VLLM_FL_SHADOW": rate}
+                    variant = Variant({**PLAN, **sampling}, ours=True)
                     # One plan, one digest: what the first engine has compiled serves all.
+                    cache = Path(folder) / mode
                     start = running(
-                        f"shadow {rate}",
-                        variant,
-                        mode,
-                        model,
-                        dtype_of(options),
-                        Path(folder) / mode,
+                        f"shadow {rate}", variant, mode, model, dtype_of(options), cache
                     )
                     engines[rate] = stack.enter_context(start)
                 found += _figures(mode, _visited(mode, engines, options.rounds or ROUNDS))
@@ -75,7 +71,10 @@ def _visited(mode: str, engines: Mapping[str, Engine], rounds: int) -> dict[str,
             engines[rate].steps(DECODE.prompts(number - 1000), 2)
             new = FEW if rate == EVERY_STEP else DECODE.new_tokens
             visits[rate].append(engines[rate].steps(DECODE.prompts(number), new))
-        print(f"  {mode}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        last = _figures(mode, {rate: found[-1:] for rate, found in visits.items()})
+        said = ", ".join(f"{f.what.partition(': ')[2]}: {f.median:.3f}" for f in last)
+        # With its figures, for who ends a run before its last round.
+        print(f"  round {number + 1} of {rounds}: {said}", file=sys.stderr, flush=True)
     return visits
 
 
