@@ -34,7 +34,17 @@ from typing import Any
 
 from figures import Figure, MeasurementFailed, figure, vector_extensions
 
-__all__ = ["add_arguments", "measure"]
+__all__ = [
+    "MODEL",
+    "REFERENCE",
+    "Engine",
+    "Variant",
+    "Workload",
+    "add_arguments",
+    "dtype_of",
+    "measure",
+    "running",
+]
 
 ROUNDS = 8
 STARTS = 2
@@ -163,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> list[Figure]:
     """The figures of the engine."""
     rounds = -(-(options.rounds or ROUNDS) // STARTS)
-    dtype = options.dtype or ("bfloat16" if "avx512f" in vector_extensions() else "float32")
+    dtype = dtype_of(options)
     figures: list[Figure] = []
     starts = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +187,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
                 order = chosen if again % 2 == 0 else chosen[::-1]
                 with contextlib.ExitStack() as stack:
                     engines = {
-                        name: stack.enter_context(running(name, mode, model, dtype))
+                        name: stack.enter_context(running(name, VARIANTS[name], mode, model, dtype))
                         for name in order
                     }
                     starts += len(engines)
@@ -186,6 +196,11 @@ def measure(options: argparse.Namespace) -> list[Figure]:
             print(f"  {mode}: {dtype}, {measured.visits}", file=sys.stderr, flush=True)
     print(f"engine starts: {starts}", file=sys.stderr, flush=True)
     return figures
+
+
+def dtype_of(options: argparse.Namespace) -> str:
+    """The one that was asked for, or that this CPU multiplies fastest."""
+    return options.dtype or ("bfloat16" if "avx512f" in vector_extensions() else "float32")
 
 
 class Measured:
@@ -267,14 +282,19 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> float:
         """Generate greedily; the seconds of a step in the fastest quarter of them."""
+        steps = sorted(self.steps(prompts, new_tokens))
+        return steps[len(steps) // 4]
+
+    def steps(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
+        """Generate greedily; the seconds of each step."""
         assert self.process.stdin is not None
         print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin)
         self.process.stdin.flush()
         answer = self._answer(ANSWER_TIMEOUT)
         if [len(ids) for ids in answer["tokens"]] != [new_tokens] * len(prompts):
             raise MeasurementFailed(f"engine {self.name} generated another number of tokens")
-        steps = sorted(answer["steps"])
-        return float(steps[len(steps) // 4])
+        steps: list[float] = answer["steps"]
+        return steps
 
     def _answer(self, timeout: float) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -306,9 +326,20 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running(name: str, mode: str, model: Path, dtype: str) -> Iterator[Engine]:
-    """Start an engine of this variant; end all its processes at the end."""
-    variant = VARIANTS[name]
+def running(
+    name: str, variant: Variant, mode: str, model: Path, dtype: str, compiled: Path | None = None
+) -> Iterator[Engine]:
+    """Start an engine of this variant; end all its processes at the end.
+
+    Args:
+        name: what it is called in what is printed.
+        variant: how it is run.
+        mode: `eager` or `compiled`.
+        model: the folder with the model's configuration.
+        dtype: the model's.
+        compiled: the folder of what engines have compiled. None: it compiles anew, so that no graph
+            of an earlier version of anything is found.
+    """
     request = {
         "model": str(model),
         "ours": variant.ours,
@@ -324,15 +355,15 @@ def running(name: str, mode: str, model: Path, dtype: str) -> Iterator[Engine]:
     }
     with tempfile.TemporaryDirectory() as cache:
         log = Path(cache) / "log"
+        kept = compiled or Path(cache)
         settings = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
         environment = {
             **settings,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            # Compiled anew: no graph of an earlier version of anything is found.
-            "VLLM_CACHE_ROOT": f"{cache}/vllm",
-            "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+            "VLLM_CACHE_ROOT": f"{kept}/vllm",
+            "TORCHINDUCTOR_CACHE_DIR": f"{kept}/inductor",
             **variant.variables,
         }
         with log.open("w") as errors:

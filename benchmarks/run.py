@@ -1,9 +1,10 @@
 """Every number that this project promises, measured: prints one table of figure, spread and bar.
 
-    python benchmarks/run.py [callpath] [operators] [startup] [engine] [--save] [--rounds N] …
+    python benchmarks/run.py [callpath] [operators] [startup] [engine] [shadow] [--save] …
 
-Parts run in the order callpath, operators, startup, engine; all of them by default. A bar that is
-missed does not change the exit status: a shared machine may do that. What cannot be measured does.
+Parts run in the order callpath, operators, startup, engine, shadow; all of them by default. A bar
+that is missed does not change the exit status: a shared machine may do that. What cannot be
+measured does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import callpath
 import engine
 import operators
+import shadow
 import startup
 from figures import Figure, MeasurementFailed, as_json, host, table
 
@@ -29,6 +31,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
     "operators": operators.measure,
     "startup": startup.measure,
     "engine": engine.measure,
+    "shadow": shadow.measure,
 }
 
 

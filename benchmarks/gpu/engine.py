@@ -101,6 +101,9 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "stock-again": (STOCK, False),
     "shipped": ({}, True),
     "flagos": (ONLY_LAYERS, True),
+    "flagos-shadow-0": ({**ONLY_LAYERS, "VLLM_FL_SHADOW": "0"}, True),
+    "flagos-shadow-1": ({**ONLY_LAYERS, "VLLM_FL_SHADOW": "0.01"}, True),
+    "flagos-shadow-100": ({**ONLY_LAYERS, "VLLM_FL_SHADOW": "1"}, True),
     "direct": (STOCK, False),
     "flagos-attention": ({"VLLM_FL_PER_OP": "attention_backend=flagos"}, True),
     "table": (
@@ -113,7 +116,8 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
 `table` is default settings with the table of `vllm-fl tune` that the variable TABLE names.
 
 `stock-again` shows what two engines of one code differ by. `flagos` is FlagGems for every layer but
-attention; `direct` is that without vllm-fl, see direct.py: in eager mode only.
+attention; `direct` is that without vllm-fl, see direct.py: in eager mode only. `flagos-shadow-1` is
+`flagos` with 1 % of its steps sampled; `steady` shows those that are not.
 """
 
 BARS = {
@@ -124,6 +128,8 @@ BARS = {
 }
 """(mode, variant) -> the smallest share of stock's tokens per second."""
 
+OTHERS = ("stock", "direct", "flagos")
+"""The variants with which each of the others is compared."""
 
 Speeds = dict[str, dict[str, list[float]]]
 """Engine -> workload -> tokens per second, round by round."""
@@ -269,7 +275,7 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
                         f"{prefix}of_{other}": {
                             w: ratios(found, name, other, w) for w in found[name]
                         }
-                        for other in ("stock", "direct")
+                        for other in OTHERS
                         if other in names
                         for prefix, found in (("", speeds), ("steady_", steady))
                     },
@@ -307,6 +313,9 @@ def table(result: dict[str, Any]) -> str:
             if name == "flagos" and "of_direct" in engine:
                 share = spread(engine["of_direct"][workload])
                 lines.append(f"{'  of direct':27}{workload:10}{'':10}  {share:26}≥ 1.0")
+            if name.startswith("flagos-shadow") and "of_flagos" in engine:
+                share = spread(engine["of_flagos"][workload])
+                lines.append(f"{'  of flagos':27}{workload:10}{'':10}  {share:26}")
         blocks, peak = engine["ready"]["kv_blocks"], engine["peak_mib"]
         lines.append(f"  {blocks} KV blocks, {engine['memory_mib']} MiB, tensors {peak:.0f} MiB")
     return "\n".join(lines)

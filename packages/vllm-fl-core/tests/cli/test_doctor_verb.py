@@ -206,6 +206,11 @@ class TestSettings:
                 "VLLM_FL_OOT_ENABLED=false",
             ),
             (
+                {"VLLM_FL_SHADOW": "0", "VLLM_FL_SHADOW_FILE": "s.jsonl"},
+                "VLLM_FL_SHADOW_FILE=s.jsonl",
+                "No step is compared",
+            ),
+            (
                 {"VLLM_FL_PREFER_ENABLED": "0", "VLLM_FL_STRICT": "1"},
                 "VLLM_FL_STRICT=true",
                 "VLLM_FL_PREFER_ENABLED=false",

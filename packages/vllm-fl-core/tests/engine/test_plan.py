@@ -108,6 +108,7 @@ class TestSealed:
         for _ in range(3):
             bound(X)
         assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 3}
+        assert plan.record.refusals == {("silu_and_mul", "vendor.acme"): 3}
         assert [r.getMessage() for r in caplog.records] == [
             "Implementation 'vendor.acme' refused op 'silu_and_mul': no",
             "Op 'silu_and_mul' fallback to 'reference.torch' (kind=reference, vendor=None)",

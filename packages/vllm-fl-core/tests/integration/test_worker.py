@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +67,9 @@ class Worker:
         pass
 
 
-settings = load_settings({"VLLM_FL_PREFLIGHT": os.environ.get("HOW", "off")}, platform="cpu")
+asked = {"VLLM_FL_PREFLIGHT": "off", "VLLM_FL_METRICS": os.environ.get("METRICS", "")}
+asked |= {"VLLM_FL_SHADOW": os.environ["SHADOW"]} if "SHADOW" in os.environ else {}
+settings = load_settings(asked, platform="cpu")
 carried = pickle.loads(pickle.dumps(Carried(settings=settings.to_json())))
 config = engine_config(carried)
 config.kernel_config.ir_op_priority = IrOpPriorityConfig()
@@ -91,7 +94,27 @@ for _ in range(2):
 print(json.dumps(told))
 """
 
+METERED = START.replace(
+    "IrOpPriorityConfig()\nworker = ",
+    "IrOpPriorityConfig()\nconfig.parallel_config.data_parallel_index = 2\nworker = ",
+).replace(
+    "\nfor _ in range(2):",
+    """
+import time
+file = worker.vllm_fl_metrics
+while not file.path.exists():
+    assert file._thread.is_alive()
+    time.sleep(0.01)
+told["metrics"] = file.path.read_text()
 
+for _ in range(2):""",
+)
+METERED = METERED.replace(
+    "print(", 'file._thread.join()\ntold["left"] = os.listdir(file.path.parent)\nprint('
+)
+
+
+@cache
 def start(code: str = START, **variables: str) -> Any:
     """What a worker's start in a process of its own prints."""
     here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
@@ -111,6 +134,28 @@ def test_a_start_decodes_its_settings_once() -> None:
     assert told["decoded"] == 1
     assert told["entry"] == {"plan": told["report"]["digest"]}
     assert told["reset"] == ["sealed", "done"], "the seal ends with the engine"
+
+
+@pytest.fixture(scope="module")
+def metered(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A worker with everything that is seen and written while it serves."""
+    return start(METERED, METRICS=str(tmp_path_factory.mktemp("m") / "chat.prom"), SHADOW="0.01")
+
+
+def test_what_watches_changes_neither_plan_nor_digest(metered: Any) -> None:
+    watched, plain = metered["report"], start()["report"]
+    assert watched == plain and plain["ops"]
+    assert metered["entry"] == start()["entry"], "that is what vLLM's compile-cache key has of us"
+
+
+def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
+    told = metered
+    lines = told["metrics"].splitlines()
+    plan = [line for line in lines if line.startswith("vllm_fl_plan_info{")]
+    assert len(plan) == len(told["report"]["ops"])
+    assert all('engine="chat",dp="2",rank="0"' in line for line in plan)
+    assert all(told["report"]["digest"] in line for line in plan)
+    assert told["left"] == [], "it ends with the worker"
 
 
 def worker_of(**fields: Any) -> Any:

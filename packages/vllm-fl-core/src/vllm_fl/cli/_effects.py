@@ -55,6 +55,12 @@ def find_idle(
             "No table is named that it could let act.",
             f"unset it, or name one by {Settings.table.variable}",
         )
+    if settings.shadow is None:
+        yield from idle(
+            ["shadow_file"],
+            "No step is compared.",
+            f"unset it, or name a share of the steps by {Settings.shadow.variable}",
+        )
     if not settings.oot_enabled:
         yield from idle(
             OOT_LISTS,

@@ -356,6 +356,7 @@ def _compile(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
         asks = chain.asked(first) is not None
         lines += _guarded(invoke, call, asks=everything if asks else None)
     guard = _executed(chain, lines, scope)
+    chain.record.guards.add(guard)
     if not chain.bare:
         chain.record.watch(chain.op, guard)
     return guard

@@ -45,10 +45,14 @@ class Record:
         self._log, self._decide = log, decide
         self.fallbacks: Counter[Key] = Counter()
         """Calls that this later candidate took over."""
+        self.refusals: Counter[Key] = Counter()
+        """Calls that this implementation refused."""
         self.calls: Counter[Key] = Counter()
         """Calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
         self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
         """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
+        self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Every guard that was compiled for it, bare ones too."""
         self._guards: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
@@ -83,7 +87,7 @@ class Record:
     def clear(self) -> None:
         """Forget everything, as in a process that was forked."""
         self.end_demotions()
-        for table in (self.fallbacks, self.calls, self._announced, self._said):
+        for table in (self.fallbacks, self.refusals, self.calls, self._announced, self._said):
             table.clear()
 
     def watch(self, op: str, guard: Callable[..., Any]) -> None:
@@ -103,6 +107,7 @@ class Record:
 
     def refused(self, op: str, impl: OpImpl, reason: str) -> None:
         """`impl` refused one call before it started."""
+        self.refusals[op, impl.impl_id] += 1
         if self._once("refused", op, impl.impl_id, reason):
             self._log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, op, reason)
 

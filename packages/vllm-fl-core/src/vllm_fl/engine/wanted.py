@@ -9,10 +9,19 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ..contracts import Exact, ExpertBlocks, OpSpec, QuantisedPair, Routing, Sample
+from ..contracts import Exact, ExpertBlocks, OpSpec, QuantisedPair, Routing, Sample, Within
 from ..contracts.outputs import Output
 
-__all__ = ["Wanted", "parts", "promised", "wanted_of", "worst"]
+__all__ = [
+    "MEASURED",
+    "Wanted",
+    "parts",
+    "promised",
+    "together",
+    "wanted_here",
+    "wanted_of",
+    "worst",
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,22 @@ class Wanted:
             results: what an implementation returned, on the device of these tensors or another. If
                 they have more rows, they repeat these from the first on.
             names: what messages call them.
+        """
+        raise NotImplementedError
+
+    def measured(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        """How far off the results are, in numbers that stay on the device; it waits for nothing.
+
+        Args:
+            results: what an implementation returned, where these tensors lie, as many rows.
+
+        Returns:
+            fp64: the worst share of the tolerance; the relative error, as the norm of the
+            differences over that of the exact result, where both are finite; 1 if the share is
+            above 1, else 0; how many elements are NaN without right; how many are infinite.
+
+        Raises:
+            NotImplementedError: results of this kind cannot be compared so (`MEASURED`).
         """
         raise NotImplementedError
 
@@ -104,6 +129,21 @@ class _Near(Wanted):
         shares = shares.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(same, 0.0)
         return float(shares.max()), int((shares > 1.0).sum())
 
+    def measured(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        (mine,), exact = results, self.exact
+        same = (mine == exact.to(mine.dtype)) | (mine.isnan() & exact.isnan())
+        off = (mine.to(exact.dtype) - exact).abs_()
+        shares = (off / self.allowed).nan_to_num_(nan=math.inf, posinf=math.inf)
+        worst = shares.masked_fill_(same, 0.0).amax()
+        finite = mine.isfinite() & exact.isfinite()
+        off_squared, squared = (
+            torch.where(finite, number, 0.0).square().sum() for number in (off, exact)
+        )
+        tiny = torch.finfo(torch.float64).tiny
+        relative = (off_squared / squared.clamp(min=tiny)).sqrt()
+        wrong = ((worst > 1.0), (mine.isnan() & ~same).sum(), (mine.isinf() & ~same).sum())
+        return torch.stack([number.double() for number in (worst, relative, *wrong)])
+
     def _is_fine(self) -> bool:
         return self.dtype in (torch.float32, torch.float64)
 
@@ -138,6 +178,14 @@ class _Same(Wanted):
         total = results[0].numel()
         return math.inf, f"{names[0]}: {count} of {total} elements differ, {first}"
 
+    def measured(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        mine, exact = _comparable(results[0]), self.exact
+        differs = (mine != exact) & ~((mine != mine) & (exact != exact))
+        some = differs.any().double()
+        worst = torch.where(differs.any(), math.inf, 0.0).double()
+        nan, inf = (mine.isnan() & differs).sum(), (mine.isinf() & differs).sum()
+        return torch.stack([worst, torch.zeros_like(some), some, nan.double(), inf.double()])
+
     def on(self, device: torch.device) -> Self:
         return self._each(lambda tensor: tensor.to(device))
 
@@ -169,6 +217,13 @@ class _Pair(Wanted):
         product = f"{names[0]} times its scale"
         problem = _problem(product, *number_off, results[0].numel())
         return number_off[0] if problem else max(scale_off[0], number_off[0]), problem
+
+    def measured(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        value, scale = results
+        wide = self.number.exact.dtype
+        number = value.to(wide) * _spread(scale.to(wide), value.shape)
+        scales, numbers = self.scale.measured([scale]), self.number.measured([number])
+        return together(scales, numbers, of_one_call=True)
 
 
 @dataclass(frozen=True)
@@ -336,6 +391,33 @@ def promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
     return tuple(results) if isinstance(got, tuple) else results[0]
 
 
+MEASURED = (Within, Exact, QuantisedPair)
+"""The kinds of outputs that `Wanted.measured` can compare."""
+
+
+def together(one: torch.Tensor, other: torch.Tensor, *, of_one_call: bool = False) -> torch.Tensor:
+    """What `Wanted.measured` gave for two calls, or for two outputs `of_one_call`, as one: the
+    larger shares and errors, and the sums of what is counted."""
+    at = 3 if of_one_call else 2  # a call is wrong once, however many of its outputs are
+    return torch.cat([torch.maximum(one[:at], other[:at]), one[at:] + other[at:]])
+
+
+def wanted_here(
+    spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float
+) -> list[Wanted | None]:
+    """What a call's results must be: the oracle is asked in fp64 on the device of the arguments.
+
+    Args:
+        spec: the contract; of outputs in `MEASURED`.
+        args: the call's.
+        scale: as `Sample.scale`, or one number for each row of the results.
+
+    Returns:
+        As `wanted_of`.
+    """
+    return _each_wanted(spec, args, scale, "a call")[1]
+
+
 def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> list[Wanted | None]:
     """What a call's results must be: the oracle is asked, in fp64 on the CPU.
 
@@ -351,20 +433,27 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
         ValueError: the contract contradicts itself; the message says which part of it.
     """
     on_host = [a.detach().cpu() if isinstance(a, torch.Tensor) else a for a in sample.args]
-    exact, shapes = parts(spec.oracle(*on_host)), parts(spec.fake(*on_host))
     where = f"the contract of {spec.name}, sample {sample.name!r}"
+    exact, wanted = _each_wanted(spec, on_host, sample.scale, where)
+    for index, part in enumerate(exact if tokens is not None else ()):
+        if part is not None and part.shape[:1] != (tokens,):
+            raise ValueError(
+                f"{where}: result {index} has the shape {_shape(part)} for {tokens} tokens, "
+                "not one row for each: such a contract says whole_batch=True"
+            )
+    return wanted
+
+
+def _each_wanted(
+    spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float, where: str
+) -> tuple[Sequence[Any], list[Wanted | None]]:
+    """The oracle's results where the arguments lie, and what each output must be."""
+    exact, shapes = parts(spec.oracle(*args)), parts(spec.fake(*args))
     if [_shape(part) for part in exact] != [_shape(part) for part in shapes]:
         raise ValueError(
             f"{where}: the oracle's results have the shapes {[*map(_shape, exact)]}, the fake's "
             f"{[*map(_shape, shapes)]}"
         )
-    if tokens is not None:
-        for index, part in enumerate(exact):
-            if part is not None and part.shape[:1] != (tokens,):
-                raise ValueError(
-                    f"{where}: result {index} has the shape {_shape(part)} for {tokens} tokens, "
-                    "not one row for each: such a contract says whole_batch=True"
-                )
     wanted: list[Wanted | None] = []
     at = 0
     for output in spec.outputs_of(len(exact)):
@@ -376,9 +465,9 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
         if any(absent):
             wanted += [None] * output.results
         else:
-            wanted.append(_wanted(spec, output, mine, like, sample.scale, on_host))
+            wanted.append(_wanted(spec, output, mine, like, scale, args))
         at = end
-    return wanted
+    return exact, wanted
 
 
 def _wanted(
@@ -386,10 +475,10 @@ def _wanted(
     output: Output,
     exact: Sequence[torch.Tensor],
     like: Sequence[torch.Tensor],
-    scale: float,
+    scale: Any,
     args: Sequence[Any],
 ) -> Wanted:
-    """What the results of one output must be; `args` are the call's, on the CPU."""
+    """What the results of one output must be; `args` are the call's."""
     match output:
         case Exact():
             return _Same(_comparable(exact[0], like[0].dtype))
@@ -412,9 +501,12 @@ def _wanted(
 
 
 def _near(
-    spec: OpSpec, output: Output, exact: torch.Tensor, dtype: torch.dtype, scale: float
+    spec: OpSpec, output: Output, exact: torch.Tensor, dtype: torch.dtype, scale: Any
 ) -> _Near:
     tolerance = spec.tolerance(dtype, output)
+    if isinstance(scale, torch.Tensor):
+        of_rows = exact.ndim > 0 and scale.shape == exact.shape[:1]
+        scale = scale.view(-1, *[1] * (exact.ndim - 1)) if of_rows else scale.amax()
     return _Near(exact, tolerance.atol * scale + tolerance.rtol * exact.abs(), dtype)
 
 

@@ -16,6 +16,7 @@ from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine.digest import code_facts, digest, fingerprint
 from ..engine.facts import EngineFacts
+from ..engine.metrics import MetricsFile
 from ..engine.opaque import is_opaque
 from ..engine.plan import Plan, PlanEntry, leave_place, take_place
 from ..engine.preflight import find_faults
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+    from .canary import Canary
+
 __all__ = ["PlannedWorker", "wrap_worker"]
 
 PREFIX = "Planned__"
@@ -66,6 +69,8 @@ class PlannedWorker:
     vllm_fl_operators: operators.Overrides
     vllm_fl_functions: functions.Replacements
     vllm_fl_overriders: dict[str, str]
+    vllm_fl_metrics: MetricsFile | None
+    vllm_fl_canary: Canary | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the methods of vLLM's worker that run the model say for which engine they do."""
@@ -135,17 +140,21 @@ class PlannedWorker:
         self.vllm_fl_layers = _built_layers(self, plan)
         _warn_of_unexpected_layers(self, plan)
         _name_overriders(self)
+        self.vllm_fl_metrics = _metrics(self)
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm vLLM's worker up, and name who has overridden an operator after us meanwhile.
 
-        The model is compiled by then: what passes found in it is said, too.
+        The model is compiled by then: what passes found in it is said, too. The steps that follow
+        are those of requests, and may be sampled.
         """
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         _name_overriders(self)
         if self.rank == 0 and hasattr(self, "vllm_fl_plan"):
             fusions.say(self.vllm_fl_plan)
+        if hasattr(self, "vllm_fl_plan"):
+            self.vllm_fl_canary = _canary(self)
         return times
 
     def vllm_fl_report(self) -> dict[str, Any]:
@@ -154,15 +163,16 @@ class PlannedWorker:
         Returns:
             JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, with `rows` [{up_to,
             impl, reason}] for an op that is ordered by size, `layers` {class of
-            vLLM's: how many layers of the model are the plan's class}, `calls` and `fallbacks`
-            {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted under
-            VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
+            vLLM's: how many layers of the model are the plan's class}, `calls`, `fallbacks` and
+            `refusals` {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted
+            under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
             `seams.operators.report` says; `functions` {op: {function: the same}}. `fusions` {op:
             {graphs, found}}: how many graphs vLLM's pass for the op went through, and in how many
             places it found the op. `defined` {operator: schema}: what this vLLM, an empty build,
             lacks, and is there while the engine is. `table` {file, digest, acts, reason, left_out}:
             the table that the settings name, whether it acts, why it does not, and the ops whose
-            rows do not count; None where they name none.
+            rows do not count; None where they name none. `shadow`: what was compared while it
+            served, as `Shadow.report` says; None where no step is sampled.
         """
         plan = self.vllm_fl_plan
         return {
@@ -173,16 +183,21 @@ class PlannedWorker:
             "layers": self.vllm_fl_layers,
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
+            "refusals": _nested(plan.record.refusals),
             "demotions": _nested(plan.record.demotions),
             "operators": operators.report(plan, self.vllm_fl_operators),
             "functions": functions.report(plan, self.vllm_fl_functions),
             "fusions": {op: dataclasses.asdict(s) for op, s in fusions.sites(plan).items()},
             "defined": self.vllm_fl_operators.schemas,
             "table": _table_report(self.vllm_fl_facts, self.vllm_fl_table),
+            "shadow": self.vllm_fl_canary.shadow.report() if self.vllm_fl_canary else None,
         }
 
     def shutdown(self) -> None:
         """Say what fell back while the engine ran, and shut vLLM's worker down."""
+        for watching in ("vllm_fl_canary", "vllm_fl_metrics"):
+            if getattr(self, watching, None) is not None:
+                getattr(self, watching).close()
         plan = getattr(self, "vllm_fl_plan", None)
         if plan is not None and (plan.fallbacks or plan.counts_calls):
             log.info(
@@ -204,6 +219,32 @@ def _overrides(worker: PlannedWorker, plan: Plan) -> operators.Overrides:
     dtype = worker.vllm_fl_facts.dtype
     assert dtype is not None  # a worker has a model
     return operators.choose(plan, installed_bindings(), worker.device, dtype)
+
+
+def _canary(worker: PlannedWorker) -> Canary | None:
+    """What samples this worker's steps, where the settings say so."""
+    if worker.vllm_fl_facts.settings.shadow is None:
+        return None
+    from .canary import watch  # which no other engine needs
+
+    return watch(worker, worker.vllm_fl_plan, _model_of(worker))
+
+
+def _metrics(worker: PlannedWorker) -> MetricsFile | None:
+    """The file of this worker's counters, where the settings name one."""
+    named = worker.vllm_fl_facts.settings.metrics
+    if named is None:
+        return None
+    # vLLM's own number of a replica is 0 in all of them where the model has no experts.
+    replica = getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0)
+    return MetricsFile(
+        named,
+        worker.vllm_fl_plan,
+        worker.vllm_fl_digest,
+        rank=worker.rank,
+        replica=replica,
+        shadow=lambda: worker.vllm_fl_canary.shadow if worker.vllm_fl_canary else None,
+    )
 
 
 def _name_overriders(worker: PlannedWorker) -> None:

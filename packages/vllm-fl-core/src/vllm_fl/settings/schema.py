@@ -24,6 +24,7 @@ from .values import (
     order_of,
     read_platform,
     read_prefer,
+    read_share,
     wrong,
 )
 
@@ -164,6 +165,12 @@ class Settings(Mapping[str, Setting]):
     """The level of the logger `vllm_fl`."""
     debug = SettingSpec("debug", "VLLM_FL_DISPATCH_DEBUG", False)
     """Whether every resolution is printed and calls are counted."""
+    metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
+    """The file that each worker writes its counters to, by its rank, or None."""
+    shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
+    """The share of steps in which the plan's calls are compared while they serve, or None."""
+    shadow_file = SettingSpec[str | None]("shadow_file", "VLLM_FL_SHADOW_FILE", None)
+    """The file that each worker appends what it compared to, by its rank, or None."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
     """The distributions whose plugins are loaded, or None for all."""
     plugin_modules = SettingSpec[Names](

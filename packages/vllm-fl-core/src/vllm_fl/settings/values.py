@@ -27,6 +27,7 @@ __all__ = [
     "order_of",
     "read_platform",
     "read_prefer",
+    "read_share",
     "value_of",
     "wrong",
 ]
@@ -180,6 +181,17 @@ def accepts(spec: SettingSpec[Any], value: object) -> bool:
     if isinstance(spec.default, bool):
         return isinstance(value, bool)
     return value in spec.choices if spec.choices else isinstance(value, str)
+
+
+def read_share(text: str) -> str | None:
+    """A share of the whole, as `0.01`; None for nothing of it. Raises ValueError."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"expected a share from 0 to 1, as 0.01, got {text!r}")
+    return text if share else None
 
 
 def read_prefer(text: str) -> str:

@@ -1,0 +1,315 @@
+"""The reference beside the calls of a few steps of a serving engine: drift, with a name.
+
+The plan, its guards and what was compiled of them are those of an engine without it. For a sampled
+step the guards are given another function to call, which calls the implementation and compares, as
+a demotion gives them one; afterwards they have their own again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..contracts import OpSpec
+from ..dispatch.guard import Chain
+from ..logs import get_logger
+from ..plugins.types import OpImpl
+from ..text import quote
+from .opaque import is_opaque
+from .plan import Plan
+from .wanted import MEASURED, parts, together, wanted_here
+
+__all__ = ["Shadow", "Tally"]
+
+ROWS = 256
+"""Rows of a call that are compared at most; over the sampled steps every row has its turn."""
+
+LARGEST = 1 << 28
+"""Bytes, in fp64, of a call's arguments that are compared at most: vLLM has most of the device."""
+
+TURN = (5**0.5 - 1) / 2
+"""The golden ratio's: multiples of it, without their whole part, fall evenly and meet no period."""
+
+MOST = sys.float_info.max
+"""Stands for infinity, for which JSON has no number: a wrong id, or NaN."""
+
+log = get_logger("engine")
+
+Key = tuple[str, str, int]
+"""(op, impl id, the largest number of tokens of the bucket, a power of two)."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What was seen of one implementation's calls in one bucket of sizes.
+
+    Args:
+        calls: how many were compared.
+        share: the worst error as a share of the tolerance; 1 is the limit.
+        relative: the worst call's norm of the differences over that of the exact result.
+        wrong: calls beyond the tolerance.
+        nan, inf: elements that are NaN or infinite without right.
+    """
+
+    calls: int = 0
+    share: float = 0.0
+    relative: float = 0.0
+    wrong: int = 0
+    nan: int = 0
+    inf: int = 0
+
+    def plus(self, other: Tally) -> Tally:
+        """Both together."""
+        return Tally(
+            self.calls + other.calls,
+            max(self.share, other.share),
+            max(self.relative, other.relative),
+            self.wrong + other.wrong,
+            self.nan + other.nan,
+            self.inf + other.inf,
+        )
+
+
+class Shadow:
+    """Which steps are sampled, and what was seen in them.
+
+    Args:
+        plan: what serves.
+        rate: the share of steps that is sampled, above 0, at most 1.
+        left: op -> why its calls cannot be compared, where its place in vLLM says so.
+    """
+
+    def __init__(self, plan: Plan, rate: float, left: Mapping[str, str] | None = None) -> None:
+        self.plan, self.rate = plan, rate
+        self.steps = 0
+        """Steps until now."""
+        self.sampled = 0
+        """Those that were sampled."""
+        self.seen: dict[Key, Tally] = {}
+        """What was seen until now."""
+        self.new: dict[Key, Tally] = {}
+        """What of it `collect` has not taken yet."""
+        self.left: dict[str, str] = {}
+        """Op -> why its calls are not compared."""
+        self.too_large: Counter[str] = Counter()
+        """Op -> calls of sampled steps that were too large to be compared."""
+        self._calls: dict[Key, int] = {}
+        self._on_device: dict[Key, torch.Tensor] = {}
+        for op, entry in plan.entries.items():
+            why = (left or {}).get(op) or _left(plan.contracts[op]) if entry.impl else ""
+            if why:
+                self.left[op] = why
+
+    def takes_step(self) -> bool:
+        """Count one step, and whether it is sampled: the same on every rank that counts alike."""
+        self.steps += 1
+        taken = (self.steps * TURN) % 1.0 < self.rate
+        self.sampled += taken
+        return taken
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Inside the block the plan's bound functions compare what they compute.
+
+        At its end the figures are read, which waits for the device.
+        """
+        guards = [
+            (guard, compared)
+            for guard in list(self.plan.record.guards)
+            if (compared := self._beside(guard.__globals__["_chain"])) is not None
+        ]
+        own = [(guard, guard.__globals__["_fn"]) for guard, _ in guards]
+        try:
+            for guard, compared in guards:
+                guard.__globals__["_fn"] = compared
+            yield
+        finally:
+            for guard, fn in own:
+                guard.__globals__["_fn"] = fn
+        self._read()
+
+    def collect(self) -> dict[Key, Tally]:
+        """What was seen since the last time, by op, implementation and bucket."""
+        found, self.new = self.new, {}
+        return found
+
+    def _read(self) -> None:
+        calls, on_device = self._calls, self._on_device
+        self._calls, self._on_device = {}, {}
+        if not calls:
+            return
+        try:
+            rows = torch.stack([*on_device.values()]).tolist()
+        except Exception as error:  # as in a comparison: the engine serves on
+            for op in {op for op, _, _ in calls}:
+                self._leave(op, error)
+            return
+        for key, (share, relative, *counts) in zip(on_device, rows, strict=True):
+            tally = Tally(calls[key], min(share, MOST), relative, *map(int, counts))
+            for table in (self.seen, self.new):
+                table[key] = table.get(key, Tally()).plus(tally)
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """`rate`, `steps`, `sampled`."""
+        return {"rate": self.rate, "steps": self.steps, "sampled": self.sampled}
+
+    def report(self) -> dict[str, Any]:
+        """All of it, JSON-able: `rate`, `steps`, `sampled`, `compared` {op: {impl id: {tokens:
+        {calls, share, relative, wrong, nan, inf}}}}, `left` {op: why it is not compared},
+        `too_large` {op: calls}."""
+        compared: dict[str, dict[str, dict[str, Any]]] = {}
+        for (op, impl_id, tokens), tally in sorted(self.seen.items()):
+            of_impl = compared.setdefault(op, {}).setdefault(impl_id, {})
+            of_impl[str(tokens)] = dataclasses.asdict(tally)
+        return {
+            **self.progress,
+            "compared": compared,
+            "left": dict(self.left),
+            "too_large": dict(self.too_large),
+        }
+
+    def _beside(self, chain: Chain) -> Callable[..., Any] | None:
+        """What a guard calls in place of its first candidate; None where it keeps that.
+
+        An opaque operator has a guard inside it, and that one compares.
+        """
+        first, spec, entry = chain.impls[0], chain.spec, self.plan.entries.get(chain.op)
+        if spec is None or entry is None or chain.op in self.left:
+            return None
+        planned = next((impl for impl in entry.impls if impl.impl_id == first.impl_id), None)
+        if planned is None or (chain.bare and (entry.by_row or is_opaque(planned))):
+            return None
+
+        def compared(*args: Any) -> Any:
+            call = self._kept(first, spec, args)
+            result = first.fn(*args)
+            if call is not None:
+                self._compare(first, spec, call, result)
+            return result
+
+        return compared
+
+    # An engine serves on whatever becomes of a comparison, out of memory included.
+
+    def _kept(self, impl: OpImpl, spec: OpSpec, args: tuple[Any, ...]) -> _Call | None:
+        if spec.name in self.left:
+            return None
+        try:
+            return _Call.of(spec, _whole(spec, impl, args), self.sampled)
+        except _TooLarge:
+            self.too_large[spec.name] += 1
+        except Exception as error:
+            self._leave(spec.name, error)
+        return None
+
+    def _compare(self, impl: OpImpl, spec: OpSpec, call: _Call, result: Any) -> None:
+        key = spec.name, impl.impl_id, call.bucket
+        try:
+            measured = call.measured(spec, result)
+            if measured is not None:
+                before = self._on_device.get(key)
+                self._on_device[key] = measured if before is None else together(before, measured)
+                self._calls[key] = self._calls.get(key, 0) + 1
+        except Exception as error:
+            self._leave(spec.name, error)
+
+    def _leave(self, op: str, error: Exception) -> None:
+        self.left[op] = f"the comparison failed: {quote(error)}"
+        log.warning("VLLM_FL_SHADOW: op '%s' is not compared any more: %s", op, self.left[op])
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is kept of one call before the implementation may overwrite it.
+
+    Args:
+        args: the contract's, by_token ones as far as they are compared.
+        rows: which rows that are.
+        tokens: of the whole call.
+    """
+
+    args: tuple[Any, ...]
+    rows: slice
+    tokens: int
+
+    @classmethod
+    def of(cls, spec: OpSpec, args: tuple[Any, ...], turn: int) -> _Call | None:
+        """None where there is nothing to compare; _TooLarge where there is too much of it."""
+        by_token = [
+            isinstance(arg, torch.Tensor) and name in spec.by_token and arg.ndim > 0
+            for name, arg in zip(spec.parameters, args, strict=True)
+        ]
+        tokens = next((len(arg) for arg, is_ in zip(args, by_token, strict=True) if is_), 0)
+        if not tokens:
+            return None
+        rows = slice(None)
+        if tokens > ROWS and not spec.whole_batch:
+            stride = -(-tokens // ROWS)
+            rows = slice(turn % stride, None, stride)
+        kept = [arg[rows] if is_ else arg for arg, is_ in zip(args, by_token, strict=True)]
+        if sum(8 * arg.numel() for arg in kept if isinstance(arg, torch.Tensor)) > LARGEST:
+            raise _TooLarge
+        held = (arg.clone() if is_ else arg for arg, is_ in zip(kept, by_token, strict=True))
+        return cls(tuple(held), rows, tokens)
+
+    @property
+    def bucket(self) -> int:
+        """The power of two that the token count does not exceed."""
+        return 1 << (self.tokens - 1).bit_length()
+
+    def measured(self, spec: OpSpec, result: Any) -> torch.Tensor | None:
+        """As `Wanted.measured`, of all outputs; None where there is nothing to compare."""
+        results, at = parts(result), 0
+        found: torch.Tensor | None = None
+        for want in wanted_here(spec, self.args, self._scale(spec)):
+            end = at + (want.results if want is not None else 1)
+            mine = [r if r is None or not r.ndim else r[self.rows] for r in results[at:end]]
+            at = end
+            if want is None or want.is_empty(mine):
+                continue
+            measured = want.measured([part.detach() for part in mine])
+            found = measured if found is None else together(found, measured, of_one_call=True)
+        return found
+
+    def _scale(self, spec: OpSpec) -> torch.Tensor | float:
+        """The magnitude of each row's numbers, at least 1."""
+        largest: torch.Tensor | None = None
+        for name, arg in zip(spec.parameters, self.args, strict=True):
+            if name not in spec.by_token or not isinstance(arg, torch.Tensor):
+                continue
+            if arg.is_floating_point() and arg.numel():
+                wide = arg.double().abs().reshape(len(arg), -1)
+                top = torch.where(wide.isfinite(), wide, 0.0).amax(1)
+                largest = top if largest is None else torch.maximum(largest, top)
+        return 1.0 if largest is None else largest.clamp(min=1.0)
+
+
+class _TooLarge(Exception):
+    """A call of which more would have to be computed than there may be room for."""
+
+
+def _whole(spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The contract's arguments of a call as the implementation was given them."""
+    if not impl.needs_layer:
+        return args
+    layer, rest, provided = args[0], iter(args[1:]), spec.from_layer
+    return tuple(
+        provided[name](layer) if name in provided else next(rest) for name in spec.parameters
+    )
+
+
+def _left(spec: OpSpec) -> str:
+    """Why calls of an op cannot be compared while it serves, or nothing."""
+    if spec.whole_batch and not spec.ignores_repeats:
+        return "a row of its result depends on other rows, or on a cache"
+    outputs = spec.outputs or ()
+    kinds = [type(output).__name__ for output in outputs if not isinstance(output, MEASURED)]
+    return f"its {kinds[0]} is not compared on the device" if kinds else ""

@@ -1,0 +1,391 @@
+"""The shadow without an engine: which steps it takes, what it sees, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import managing, planning, silu
+
+from vllm_fl.contracts import contracts
+from vllm_fl.engine import shadow as module
+from vllm_fl.engine.plan import Plan
+from vllm_fl.engine.shadow import Shadow
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
+OP = "silu_and_mul"
+VENDOR = {op: ["vendor"] for op in (OP, "rms_norm", "moe_topk", "reshape_and_cache")}
+
+
+def right(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.nn.functional.silu(x[..., :half]) * x[..., half:]
+
+
+def fused(fn: Callable[..., Any], **fields: Any) -> OpImpl:
+    return silu("vendor.acme", fn=fn, **fields)
+
+
+def plan_of(*impls: OpImpl, mode: Any = "eager") -> Plan:
+    return planning(managing(*impls, per_op_order=VENDOR), mode)
+
+
+def bound_of(plan: Plan, op: str = OP, layer: object = None) -> Callable[..., Any]:
+    spec = contracts()[op]
+    return plan.bind(op, layer or SimpleNamespace(), spec.consumable)
+
+
+def seen(shadow: Shadow, op: str = OP) -> dict[str, Any]:
+    """Bucket -> what was seen there of the vendor's implementation."""
+    report = shadow.report()
+    json.dumps(report, allow_nan=False)
+    return report["compared"].get(op, {}).get("vendor.acme", {})
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.37, 1.0])
+def test_the_share_of_steps_is_the_rate_over_any_stretch_and_no_period_is_met(rate: float) -> None:
+    shadow = Shadow(plan_of(fused(right)), rate)
+    taken = [shadow.takes_step() for _ in range(10_000)]
+    assert shadow.steps == 10_000 and shadow.sampled == sum(taken)
+    for period in (1, 2, 7, 100):
+        for offset in (0, period // 2):
+            share = sum(taken[offset::period]) / len(taken[offset::period])
+            assert share == pytest.approx(rate, abs=0.03), (period, offset)
+    at = [step for step, is_taken in enumerate(taken) if is_taken]
+    assert max(b - a for a, b in pairwise(at)) <= 2 / rate, "what is wrong does not wait long"
+    again = Shadow(plan_of(fused(right)), rate)
+    assert [again.takes_step() for _ in range(10_000)] == taken, "every rank takes the same steps"
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("traceable", [False, True])
+def test_what_is_bound_is_the_same_before_inside_and_after(mode: Any, traceable: bool) -> None:
+    """No wrapper stays: the function that a compiler traces is the one of a plan without shadow."""
+    plan = plan_of(fused(right, traceable=traceable), mode=mode)
+    bound = bound_of(plan)
+    x = torch.randn(4, 16)
+
+    def state() -> list[Any]:
+        guards = sorted(plan.record.guards, key=id)
+        return [(g, g.__code__, g.__globals__["_fn"], dict(g.__globals__)) for g in guards]
+
+    before = state()
+    shadow = Shadow(plan, 1.0)
+    assert state() == before
+    with shadow.comparing():
+        inside = bound_of(plan)
+        assert inside.__code__ is bound.__code__ if hasattr(inside, "__code__") else True
+        bound(x)
+    assert state() == before
+    bound(x)
+    assert [tally["calls"] for tally in seen(shadow).values()] == [1], "only what is inside"
+
+
+@pytest.mark.parametrize("traceable", [False, True])
+def test_a_compiler_sees_the_same_graph_and_compiles_once(traceable: bool) -> None:
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    def compiled() -> Callable[..., Any]:
+        torch._dynamo.reset()
+        compiled: Callable[..., Any] = torch.compile(lambda x: bound(x) + 1, backend=backend)
+        return compiled
+
+    plan = plan_of(fused(right, traceable=traceable), mode="compiled")
+    bound, x = bound_of(plan), torch.randn(4, 16)
+    without = compiled()
+    without(x)
+    shadow = Shadow(plan, 1.0)
+    with shadow.comparing():
+        bound(x)
+    without(x)
+    assert len(graphs) == 1, "a sampled step leaves compiled code valid"
+    compiled()(x)
+    assert graphs[0] == graphs[1]
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("traceable", [False, True])
+def test_a_right_implementation_is_within_the_tolerance(mode: Any, traceable: bool) -> None:
+    plan = plan_of(fused(right, traceable=traceable), mode=mode)
+    bound, shadow = bound_of(plan), Shadow(plan, 1.0)
+    with torch.inference_mode(), shadow.comparing():
+        for tokens in (1, 2, 3, 4, 16, 700):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                bound(torch.randn(tokens, 64).to(dtype))
+    found = seen(shadow)
+    assert {bucket: tally["calls"] for bucket, tally in found.items()} == {
+        "1": 3,
+        "1024": 3,
+        "16": 3,
+        "2": 3,
+        "4": 6,
+    }
+    assert all(0 < tally["share"] <= 1 and not tally["wrong"] for tally in found.values()), found
+    assert all(tally["relative"] < 0.01 for tally in found.values())
+    assert shadow.left == {} and not shadow.too_large
+
+
+def test_an_error_that_begins_while_serving_is_seen_and_named_by_its_size() -> None:
+    calls = 0
+
+    def drifting(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        result = right(x)
+        if calls > 500 and len(x) > 8:
+            result[3, 5] += 0.5
+        return result
+
+    plan = plan_of(fused(drifting))
+    bound, shadow = bound_of(plan), Shadow(plan, 0.1)
+    for _ in range(400):
+        tokens = [1, 16]
+        if shadow.takes_step():
+            with shadow.comparing():
+                [bound(torch.randn(n, 64, dtype=torch.bfloat16)) for n in tokens]
+        else:
+            [bound(torch.randn(n, 64, dtype=torch.bfloat16)) for n in tokens]
+    found = seen(shadow)
+    assert not found["1"]["wrong"] and found["1"]["share"] <= 1
+    assert found["16"]["wrong"] and found["16"]["share"] > 5
+    assert found["16"]["wrong"] < found["16"]["calls"], "it was right before"
+
+
+@pytest.mark.parametrize(("value", "field"), [(math.nan, "nan"), (math.inf, "inf")])
+def test_nan_and_infinity_are_counted_by_element(value: float, field: str) -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        result = right(x)
+        result[0, :3] = value
+        return result
+
+    plan = plan_of(fused(broken))
+    bound, shadow = bound_of(plan), Shadow(plan, 1.0)
+    with shadow.comparing():
+        bound(torch.randn(2, 16))
+        bound(torch.randn(2, 16))
+    (tally,) = seen(shadow).values()
+    assert tally[field] == 6 and tally["wrong"] == 2
+    assert tally["relative"] < 1e-5, "what is finite is right"
+
+
+def test_what_the_oracle_makes_infinite_or_nan_is_right() -> None:
+    plan = plan_of(fused(right))
+    bound, shadow = bound_of(plan), Shadow(plan, 1.0)
+    x = torch.randn(4, 16, dtype=torch.float16)
+    x[0, 0], x[1, 1], x[2, 0], x[2, 8] = math.nan, math.inf, 60000.0, 60000.0
+    with shadow.comparing():
+        bound(x)
+    (tally,) = seen(shadow).values()
+    assert (tally["wrong"], tally["nan"], tally["inf"]) == (0, 0, 0), tally
+
+
+def norm(fn: Callable[..., Any], **fields: Any) -> OpImpl:
+    return OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
+
+
+def in_place(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> Any:
+    """A norm that leaves its results in its arguments, as vLLM's kernels do."""
+    y = x.float() if residual is None else x.float() + residual.float()
+    normed = y * (y.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    if weight is not None:
+        normed = normed * weight.float()
+    if residual is None:
+        return normed.to(x.dtype)
+    return x.copy_(normed), residual.copy_(y)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_arguments_that_are_overwritten_are_read_before(mode: Any) -> None:
+    plan = plan_of(norm(in_place, consumes=frozenset({"x", "residual"})), mode=mode)
+    layer = SimpleNamespace(
+        weight=torch.nn.Parameter(torch.rand(64) + 0.5), variance_epsilon=1e-6, has_weight=True
+    )
+    bound, shadow = bound_of(plan, "rms_norm", layer), Shadow(plan, 1.0)
+    x, residual = torch.randn(9, 64), torch.randn(9, 64)
+    with torch.inference_mode(), shadow.comparing():
+        normed, _ = bound(x, residual)
+    assert normed.data_ptr() == x.data_ptr(), "the comparison changes nothing for the caller"
+    (tally,) = seen(shadow, "rms_norm").values()
+    assert tally["calls"] == 1 and not tally["wrong"], tally
+
+
+def test_an_implementation_that_takes_the_layer_is_compared_too() -> None:
+    def older(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        return in_place(x.clone(), residual, self.weight * 1.5, self.variance_epsilon)
+
+    plan = plan_of(norm(older))
+    layer = SimpleNamespace(weight=torch.nn.Parameter(torch.ones(64)), variance_epsilon=1e-6)
+    bound, shadow = bound_of(plan, "rms_norm", layer), Shadow(plan, 1.0)
+    with torch.inference_mode(), shadow.comparing():
+        bound(torch.randn(3, 64), None)
+    (tally,) = seen(shadow, "rms_norm").values()
+    assert tally["wrong"] == 1 and tally["relative"] == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_call_of_which_both_results_are_wrong_is_wrong_once() -> None:
+    def twice(*args: Any) -> Any:
+        normed, y = in_place(args[0].clone(), args[1].clone(), *args[2:])
+        return normed * 2, y * 2
+
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):  # type: ignore[no-untyped-def]
+        return twice(x, residual, weight, epsilon, variance_size)
+
+    plan = plan_of(norm(rms_norm))
+    layer = SimpleNamespace(weight=torch.nn.Parameter(torch.ones(64)), variance_epsilon=1e-6)
+    bound, shadow = bound_of(plan, "rms_norm", layer), Shadow(plan, 1.0)
+    with torch.inference_mode(), shadow.comparing():
+        bound(torch.randn(3, 64), torch.randn(3, 64))
+    (tally,) = seen(shadow, "rms_norm").values()
+    assert tally["calls"] == tally["wrong"] == 1
+
+
+def test_of_a_large_call_every_row_has_its_turn() -> None:
+    at = 900
+
+    def one_row_wrong(x: torch.Tensor) -> torch.Tensor:
+        result = right(x)
+        result[at] += 10
+        return result
+
+    plan = plan_of(fused(one_row_wrong))
+    bound, shadow = bound_of(plan), Shadow(plan, 1.0)
+    for _ in range(4):
+        shadow.takes_step()
+        with shadow.comparing():
+            bound(torch.randn(1024, 16))
+    assert seen(shadow)["1024"]["wrong"] == 1
+
+
+def test_a_call_that_needs_too_much_memory_is_left_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LARGEST", 1000)
+    plan = plan_of(fused(right))
+    bound, shadow = bound_of(plan), Shadow(plan, 1.0)
+    with shadow.comparing():
+        bound(torch.randn(4, 64))
+        bound(torch.randn(1, 64))
+    assert [tally["calls"] for tally in seen(shadow).values()] == [1]
+    assert shadow.report()["too_large"] == {OP: 1}
+
+
+def test_a_comparison_that_fails_harms_no_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_of(fused(right))
+    bound, shadow = bound_of(plan), Shadow(plan, 1.0)
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("nothing is left")
+
+    monkeypatch.setattr(module, "wanted_here", full)
+    x = torch.randn(2, 16)
+    with shadow.comparing():
+        assert torch.equal(bound(x), right(x))
+        assert torch.equal(bound(x), right(x))
+    assert "nothing is left" in shadow.report()["left"][OP]
+    said = [record for record in caplog.records if record.name == "vllm_fl.engine"]
+    assert len(said) == 1 and seen(shadow) == {}
+
+
+def test_figures_that_cannot_be_read_harm_no_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_of(fused(right))
+    bound, shadow = bound_of(plan), Shadow(plan, 1.0)
+
+    class Full(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise torch.OutOfMemoryError("nothing is left")
+
+    monkeypatch.setattr(module._Call, "measured", lambda *_: torch.zeros(5).as_subclass(Full))
+    with shadow.comparing():
+        bound(torch.randn(2, 16))
+    assert "nothing is left" in shadow.report()["left"][OP]
+    assert len(caplog.records) == 1 and seen(shadow) == {}
+
+
+def test_what_an_implementation_raises_is_raised_and_refusals_still_fall_back() -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("boom") if len(x) > 1 else NotImplementedError("one row")
+
+    other = silu("reference.torch", fn=right)
+    order = {OP: ["vendor", "reference"]}
+    plan = planning(managing(fused(fails), other, per_op_order=order), "eager")
+    bound, shadow = bound_of(plan), Shadow(plan, 1.0)
+    with shadow.comparing():
+        with pytest.raises(RuntimeError, match="boom"):
+            bound(torch.randn(2, 16))
+        bound(torch.randn(1, 16))
+    assert plan.fallbacks == {(OP, "reference.torch"): 1}
+    assert seen(shadow) == {}
+
+
+@pytest.mark.parametrize(
+    ("op", "why"), [("moe_topk", "Routing"), ("reshape_and_cache", "on other rows, or on a cache")]
+)
+def test_what_cannot_be_compared_is_named(op: str, why: str) -> None:
+    spec = contracts()[op]
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, spec.oracle, "acme")
+    assert why in Shadow(plan_of(impl), 1.0).report()["left"][op]
+
+
+@pytest.mark.parametrize("op", sorted(contracts()))
+def test_right_results_of_every_contract_are_within_the_tolerance(op: str) -> None:
+    """The oracle's own results, rounded to their dtype, on every sample."""
+    spec = contracts()[op]
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, rounded(spec), "acme")
+    plan = planning(managing(impl, per_op_order={op: ["vendor"]}), "eager")
+    shadow = Shadow(plan, 1.0)
+    if op in shadow.left:
+        return
+    call = plan.without_layer(op, spec.consumable)
+    assert call is not None
+    dtype = getattr(torch, "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0])
+    with torch.inference_mode(), shadow.comparing():
+        for sample in spec.samples(dtype, torch.device("cpu")):
+            call(*sample.args)
+    assert shadow.left == {}
+    found = seen(shadow, op)
+    assert found and not any(tally["wrong"] for tally in found.values()), found
+
+
+def rounded(spec: Any) -> Callable[..., Any]:
+    """The oracle with results of the contract's dtypes, quantised values included."""
+
+    def fn(*args: Any) -> Any:
+        exact, like = spec.oracle(*args), spec.fake(*args)
+        both = (exact, like) if isinstance(exact, tuple) else ((exact,), (like,))
+        results = [e if e is None else e.to(shape.dtype) for e, shape in zip(*both, strict=True)]
+        if [type(output).__name__ for output in spec.outputs][:1] == ["QuantisedPair"]:
+            results[0] = quantised(exact[0], exact[1], like[0].dtype)
+        return tuple(results) if isinstance(exact, tuple) else results[0]
+
+    fn.__signature__ = spec.signature  # type: ignore[attr-defined]
+    return fn
+
+
+def quantised(value: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    from vllm_fl.engine.wanted import _spread
+
+    steps = value / _spread(scale, value.shape)
+    if not dtype.is_floating_point:
+        steps = steps.round().clamp(-128, 127)
+    return steps.nan_to_num(0.0).to(dtype)

@@ -1,0 +1,85 @@
+"""A shadow in real engines: it names what drifts, and changes nothing that is served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_run import Job, largest_difference, run
+from engines import REFERENCE, Runner, assert_same_bits, batches
+
+PLANNED = ("rms_norm", "rotary_embedding", "silu_and_mul")
+
+
+def tallies(report: dict[str, Any], op: str) -> dict[str, list[dict[str, Any]]]:
+    """Implementation -> what was seen of it, one for each bucket."""
+    return {impl_id: [*by.values()] for impl_id, by in report["shadow"]["compared"][op].items()}
+
+
+@pytest.mark.slow
+def test_every_step_compared_serves_the_same_bits(
+    engine: Runner, model: Callable[[str], Path]
+) -> None:
+    plain = engine("qwen3", "reference")
+    ours = run(Job(str(model("qwen3")), batches()), VLLM_FL_SHADOW="1", **REFERENCE)
+    assert_same_bits(plain, ours)
+    (report,), (before,) = ours["report"], plain["report"]
+    assert report["digest"] == before["digest"] and before["shadow"] is None
+    shadow = report["shadow"]
+    assert shadow["sampled"] == shadow["steps"] == ours["steps"]
+    assert set(PLANNED) <= set(shadow["compared"]) and not shadow["too_large"], shadow
+    for op in shadow["compared"]:
+        (found,) = tallies(report, op).values()
+        assert sum(tally["calls"] for tally in found) >= shadow["steps"], op
+        assert not any(tally["wrong"] for tally in found), (op, found)
+
+
+def test_what_begins_to_be_wrong_while_it_serves_is_named(
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    ours = run(
+        Job(str(model("qwen3")), batches(), logits=False),
+        **plugin("drifting"),
+        VLLM_FL_PREFER="reference",
+        VLLM_FL_PER_OP="silu_and_mul=vendor:drifting",
+        VLLM_FL_SHADOW="0.5",
+        VLLM_FL_SHADOW_FILE=str(tmp_path / "shadow.jsonl"),
+    )
+    (report,) = ours["report"]
+    assert report["demotions"] == {}, "the start sees nothing of it"
+    shadow = report["shadow"]
+    assert 0 < shadow["sampled"] < shadow["steps"] == ours["steps"]
+    found = tallies(report, "silu_and_mul")["vendor.drifting"]
+    wrong, calls = (sum(tally[field] for tally in found) for field in ("wrong", "calls"))
+    assert 0 < wrong < calls
+    for op in set(shadow["compared"]) - {"silu_and_mul"}:
+        ((of_op),) = tallies(report, op).values()
+        assert not any(tally["wrong"] for tally in of_op), (op, of_op)
+    assert "Shadow: implementation 'vendor.drifting' of op 'silu_and_mul' is off" in ours["log"]
+    lines = [json.loads(line) for line in (tmp_path / "shadow.rank0.jsonl").open()]
+    assert {found["op"] for line in lines for found in line["compared"] if found["wrong"]} == {
+        "silu_and_mul"
+    }
+
+
+@pytest.mark.slow
+def test_a_compiled_engine_runs_sampled_steps_uncompiled(
+    engine: Runner, model: Callable[[str], Path]
+) -> None:
+    plain = engine("qwen3", "reference", eager=False)
+    job = Job(str(model("qwen3")), batches(), eager=False)
+    ours = run(job, VLLM_FL_SHADOW="0.5", **REFERENCE)
+    (report,), (before,) = ours["report"], plain["report"]
+    assert report["digest"] == before["digest"]
+    shadow = report["shadow"]
+    assert 0 < shadow["sampled"] < shadow["steps"] == ours["steps"]
+    assert set(PLANNED) <= set(shadow["compared"]), shadow
+    for op in shadow["compared"]:
+        ((found),) = tallies(report, op).values()
+        assert sum(tally["calls"] for tally in found) >= shadow["sampled"], op
+        assert not any(tally["wrong"] for tally in found), (op, found)
+    worst, magnitude = largest_difference(plain, ours)
+    assert worst < 0.05 * magnitude
