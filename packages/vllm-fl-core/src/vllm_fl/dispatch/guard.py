@@ -356,7 +356,9 @@ def _compile(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
         asks = chain.asked(first) is not None
         lines += _guarded(invoke, call, asks=everything if asks else None)
     guard = _executed(chain, lines, scope)
-    if not chain.bare:
+    if chain.bare:
+        chain.record.know(guard)
+    else:
         chain.record.watch(chain.op, guard)
     return guard
 

@@ -6,7 +6,9 @@ import functools
 import logging
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ..logs import SAID_AT_MOST
@@ -26,6 +28,11 @@ class Skipped(Exception):
 
 def _skipped(*_: Any, **__: Any) -> Any:
     raise Skipped
+
+
+def _calling(impl: OpImpl, fn: Callable[..., Any]) -> OpImpl:
+    """`impl` with another function under its signature, which tells whether a layer is taken."""
+    return impl if fn is impl.fn else replace(impl, fn=functools.wraps(impl.fn)(fn))
 
 
 class Record:
@@ -50,6 +57,8 @@ class Record:
         self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
         """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
         self._guards: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+        self._bare: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Guards that nothing is put around: a demotion does not switch them."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
 
@@ -90,6 +99,33 @@ class Record:
         """Keep `guard` to its first candidate for as long as that is not demoted."""
         self._guards[op].add(guard)
         self._switch(op, guard)
+
+    def know(self, guard: Callable[..., Any]) -> None:
+        """Keep `guard`, a bare one, for `replacing`."""
+        self._bare.add(guard)
+
+    @contextmanager
+    def replacing(self, instead: Callable[[OpImpl], Callable[..., Any]]) -> Iterator[None]:
+        """Inside the block every guard calls `instead(impl)` in the place of each candidate.
+
+        Afterwards the guards are what they were. Inside, nothing may be demoted, and no other
+        thread may call them.
+
+        Args:
+            instead: a candidate -> a function of the parameters that the candidate's has.
+        """
+        known = {id(g): g for of_op in self._guards.values() for g in of_op}
+        scopes = [guard.__globals__ for guard in (*known.values(), *self._bare)]
+        before = [(scope, scope["_chain"], scope["_fn"]) for scope in scopes]
+        try:
+            for scope, chain, fn in before:
+                impls = tuple(_calling(impl, instead(impl)) for impl in chain.impls)
+                scope["_chain"] = replace(chain, impls=impls)
+                scope["_fn"] = fn if fn is _skipped else impls[0].fn
+            yield
+        finally:
+            for scope, chain, fn in before:
+                scope["_chain"], scope["_fn"] = chain, fn
 
     def _switch(self, op: str, *guards: Any) -> None:
         for guard in guards or list(self._guards[op]):

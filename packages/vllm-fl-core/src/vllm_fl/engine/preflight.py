@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..plugins.registry import Owner
     from ..plugins.types import OpImpl
 
-__all__ = ["Findings", "Form", "Trials", "find_faults", "repeated", "token_counts"]
+__all__ = ["Findings", "Form", "Trials", "find_faults", "release", "repeated", "token_counts"]
 
 log = get_logger("engine")
 
@@ -180,7 +180,7 @@ def find_faults(
     if compiled:
         torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
     trials.clear()
-    _release(device)
+    release(device)
     if compiling.traced_only:
         findings.remarks.append(f"traced, not lowered: {', '.join(sorted(compiling.traced_only))}")
     if compiling.left_out:
@@ -673,7 +673,7 @@ def _kept(result: Any, laid: Guarded) -> Any:
     return result
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
     """Leave nothing allocated: vLLM sizes its KV cache by what is free afterwards."""
     gc.collect()
     if device.type != "cpu":
