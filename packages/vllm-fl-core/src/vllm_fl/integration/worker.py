@@ -593,7 +593,8 @@ class _Preflight:
         """(op, impl id) -> why it must not serve: every candidate that may take over a call."""
         if self.how == "off":
             return {}
-        chosen, compiled, warm, table = [], {}, {}, installed_bindings()
+        chosen, compiled, warm, captured = [], {}, {}, {}
+        table = installed_bindings()
         for op, entry in plan.entries.items():
             for impl in entry.impls:
                 is_traced = plan.mode == "compiled" and _meets_a_compiler(table.get(op))
@@ -608,6 +609,8 @@ class _Preflight:
                     compiled[op, impl.impl_id] = plan.as_compiled(op, impl)
                 if counts:
                     warm[op, impl.impl_id] = counts
+                if impl in entry.firsts and (tokens := self._captured_tokens(plan, impl)):
+                    captured[op, impl.impl_id] = tokens
         assert self.facts.dtype is not None  # a worker has a model
         found = find_faults(
             chosen,
@@ -622,6 +625,7 @@ class _Preflight:
             owners=get_default_manager().registry.snapshot().owners,
             specs=plan.contracts,
             warm=warm,
+            captured=captured,
         )
         self.remarks += found.remarks
         return {key: reason for key, (reason, _) in found.faults.items()}
@@ -645,6 +649,15 @@ class _Preflight:
             for n in every
             if below < n <= ceiling
         ]
+
+    def _captured_tokens(self, plan: Plan, impl: OpImpl) -> int:
+        """How many tokens of `impl` to capture in a graph; 0 where vLLM captures it in none.
+
+        A compiler's own code takes the place of what it traces.
+        """
+        if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
+            return 0
+        return max((n for n in self.facts.captured if n <= probe.TOKENS), default=0)
 
     def limits(self, plan: Plan) -> list[str]:
         """What the start could not look at, one phrase each, and the seed of what it drew."""
