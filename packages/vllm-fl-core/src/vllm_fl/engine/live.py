@@ -268,7 +268,11 @@ def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
-    return (value if rows is None else value[rows.to(value.device)]).to("cpu", copy=True)
+    if rows is None:
+        return value.to("cpu", copy=True)
+    if value.element_size() == 1:  # not every device indexes float8
+        return value.view(torch.uint8)[rows.to(value.device)].view(value.dtype).to("cpu")
+    return value[rows.to(value.device)].to("cpu")
 
 
 def _grows(spec: OpSpec) -> bool:

@@ -453,17 +453,18 @@ def worst_place(
     """
     at, results = 0, parts(got)
     for want in wanted:
-        mine = results[at]
-        at += want.results if want is not None else 1
-        if not isinstance(want, _Near) or not mine.numel():
+        found = results[at : at + (want.results if want is not None else 1)]
+        at += len(found)
+        if want is None or want.is_empty(found) or not want.off(found, ("",) * len(found))[1]:
             continue
-        mine = mine.detach().to(want.exact.device, want.exact.dtype)
+        if not isinstance(want, _Near):
+            return None
+        mine = found[0].to(want.exact.device, want.exact.dtype)
         shares = (mine - want.exact).abs() / want.allowed
         same = (mine == want.exact) | (mine.isnan() & want.exact.isnan())
         shares = shares.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
-        if float(shares.max()) > 1.0:
-            place = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
-            return place, float(mine[place]), float(want.exact[place])
+        place = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
+        return place, float(mine[place]), float(want.exact[place])
     return None
 
 

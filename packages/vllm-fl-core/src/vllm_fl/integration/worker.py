@@ -296,7 +296,8 @@ def _seen_live(worker: PlannedWorker, counts: list[int]) -> tuple[Live, str]:
 
 def _models_of(worker: PlannedWorker) -> dict[str, torch.nn.Module]:
     """The model and its draft model, by what the names of their layers begin with here."""
-    draft = getattr(worker, "get_draft_model", lambda: None)
+    runner = getattr(worker, "model_runner", None)
+    draft = getattr(runner, "get_draft_model", lambda: None)
     found = {"": _model_of(worker), "(draft model) ": draft()}
     return {prefix: model for prefix, model in found.items() if model is not None}
 
