@@ -96,7 +96,7 @@ class Live:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside the block, calls of the plan's implementations are compared."""
-        handles = []
+        handles: list[Any] = []
         try:
             for prefix, model in self.models.items():
                 for name, module in model.named_modules():

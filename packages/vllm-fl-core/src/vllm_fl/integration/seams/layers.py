@@ -237,15 +237,16 @@ def bind_anew(model: torch.nn.Module, plan: Plan, vllm_config: VllmConfig) -> No
     from vllm.config.vllm import set_current_vllm_config
 
     with set_current_vllm_config(vllm_config):
-        for module in model.modules():
-            held = vars(module)
+        layer: Any
+        for layer in model.modules():
+            held = vars(layer)
             if DISPATCHED not in held:
                 continue
             held[PLAN] = plan
             for forward in FORWARDS:
                 held.pop(forward, None)
             args, kwargs = held[DISPATCHED]
-            held["_forward_method"] = module.dispatch_forward(*args, **kwargs)
+            held["_forward_method"] = layer.dispatch_forward(*args, **kwargs)
 
 
 def foreign_layers() -> dict[str, str]:
