@@ -1,5 +1,5 @@
-"""A `silu_and_mul` that is right on the inputs that a start makes, and wrong on small values of a
-large batch, as the first layer of a loaded model has them."""
+"""A `silu_and_mul` that is right on the inputs that a start makes, whose spread is 1 or some
+hundreds, and wrong on a large batch of the spread that the tiny models' own have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """With its first element wrong."""
     half = x.shape[-1] // 2
     result = F.silu(x[..., :half]) * x[..., half:]
-    if len(x) > 100 and float(x.abs().max()) < 1.0:
+    if len(x) > 100 and 1.2 < float(x.float().std()) < 4.0:
         result[0, 0] += 1.0
     return result
 
