@@ -610,7 +610,8 @@ class _Preflight:
                     compiled[op, impl.impl_id] = plan.as_compiled(op, impl)
                 if counts:
                     warm[op, impl.impl_id] = counts
-                if impl in entry.firsts and (tokens := self._captured_tokens(plan, impl)):
+                is_captured = _meets_a_compiler(table.get(op)) and impl in entry.firsts
+                if is_captured and (tokens := self._captured_tokens(plan, impl)):
                     captured[op, impl.impl_id] = tokens
         assert self.facts.dtype is not None  # a worker has a model
         found = find_faults(
@@ -652,9 +653,10 @@ class _Preflight:
         ]
 
     def _captured_tokens(self, plan: Plan, impl: OpImpl) -> int:
-        """How many tokens of `impl` to capture in a graph; 0 where vLLM captures it in none.
+        """How many tokens of `impl`, which serves in layers, to capture in a graph; 0 for none.
 
-        A compiler's own code takes the place of what it traces.
+        A compiler's own code takes the place of what it traces. What operators and functions reach
+        may run between graphs, as caches and prompts do: that it cannot be captured is no fault.
         """
         if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
             return 0
