@@ -91,7 +91,7 @@ class Live:
     _seen: set[Any] = field(default_factory=set, init=False)
     _running: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
-    _growing: dict[str, bool] = field(default_factory=dict, init=False)
+    _growth: dict[str, int] = field(default_factory=dict, init=False)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -185,14 +185,13 @@ class Live:
 
     def _scale(self, spec: OpSpec, args: Sequence[Any]) -> float:
         """The magnitude of a call's values, where the contract's errors grow with it."""
-        if spec.name not in self._growing:
-            self._growing[spec.name] = _grows(spec)
+        if spec.name not in self._growth:
+            self._growth[spec.name] = _growth(spec)
         largest = 1.0
         for name, arg in zip(spec.parameters, args, strict=True):
             if name in spec.by_token and isinstance(arg, torch.Tensor) and arg.is_floating_point():
-                finite = arg.double().abs().nan_to_num(0.0, 0.0, 0.0)
-                largest = max(largest, float(finite.max()) if finite.numel() else 0.0)
-        return largest if self._growing[spec.name] else 1.0
+                largest = max(largest, _largest(arg))
+        return float(largest ** self._growth[spec.name])
 
     def _run(
         self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...], before: _Before
@@ -275,10 +274,10 @@ def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
     return value[rows.to(value.device)].to("cpu")
 
 
-def _grows(spec: OpSpec) -> bool:
-    """Whether errors grow with the magnitude of the values, as the contract's samples of large ones
-    say. Those of norms do not, and with a scale an activation's one large feature would hide what
-    is wrong in the others."""
+def _growth(spec: OpSpec) -> int:
+    """With which power of the values' magnitude errors grow, as the contract's samples of large
+    ones say. Those of norms do not, and with a scale an activation's one large feature would hide
+    what is wrong in the others; those of products may grow with the square."""
     small = ModelSizes(64, 64, heads=2, kv_heads=1, head_size=64, rotary=64)
     dtype = getattr(torch, spec.dtypes[-1])
     try:
@@ -286,7 +285,23 @@ def _grows(spec: OpSpec) -> bool:
     except Exception as error:  # a contract that is not for such sizes
         log.debug("%s tells nothing of large values: %s", spec.name, quote(error))
         samples = []
-    return not samples or any(sample.scale > 1.0 for sample in samples)
+    if not samples:
+        return 1
+    scale = max(sample.scale for sample in samples)
+    tensors = [
+        arg
+        for sample in samples
+        for name, arg in zip(spec.parameters, sample.args, strict=True)
+        if name in spec.by_token and isinstance(arg, torch.Tensor) and arg.is_floating_point()
+    ]
+    largest = max(map(_largest, tensors), default=1.0)
+    return 0 if scale <= 1.0 else 2 if scale > 10 * largest else 1
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest magnitude of finite numbers."""
+    finite = values.double().abs().nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _kind_of(layer: str) -> str:

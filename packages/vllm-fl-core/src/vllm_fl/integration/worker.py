@@ -565,7 +565,7 @@ class _Preflight:
         self.how = self.facts.settings.preflight
         self.seed = random.SystemRandom().randrange(1 << 32)
         self.remarks: list[str] = []
-        self._passed: set[tuple[str, str, bool, bool]] = set()
+        self._passed: set[tuple[str, str, bool, bool, bool]] = set()
 
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
@@ -601,7 +601,9 @@ class _Preflight:
                 is_traced = plan.mode == "compiled" and _meets_a_compiler(table.get(op))
                 is_compiled = is_traced and impl in entry.firsts
                 counts = self._warm_counts(entry, impl)
-                key = op, impl.impl_id, is_compiled, bool(counts)
+                in_layers = _meets_a_compiler(table.get(op)) and impl in entry.firsts
+                tokens = self._captured_tokens(plan, impl) if in_layers else 0
+                key = op, impl.impl_id, is_compiled, bool(counts), bool(tokens)
                 if key in self._passed:
                     continue
                 self._passed.add(key)
@@ -610,8 +612,7 @@ class _Preflight:
                     compiled[op, impl.impl_id] = plan.as_compiled(op, impl)
                 if counts:
                     warm[op, impl.impl_id] = counts
-                is_captured = _meets_a_compiler(table.get(op)) and impl in entry.firsts
-                if is_captured and (tokens := self._captured_tokens(plan, impl)):
+                if tokens:
                     captured[op, impl.impl_id] = tokens
         assert self.facts.dtype is not None  # a worker has a model
         found = find_faults(
