@@ -104,7 +104,8 @@ def agree(mine):
 
 module.agree = agree
 settings = load_settings(
-    {"VLLM_FL_PLUGINS": "", "VLLM_FL_PREFLIGHT": os.environ["HOW"], "VLLM_FL_STRICT": os.environ.get("STRICT", "0"),
+    {"VLLM_FL_PLUGINS": "", "VLLM_FL_PREFLIGHT": os.environ["HOW"],
+     "VLLM_FL_STRICT": os.environ.get("STRICT", "0"),
      "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong|vendor:acme"}, platform="cpu")
 config = VllmConfig()
 fake = engine_config()
