@@ -621,6 +621,7 @@ class _Run:
             args = form.call(laid).args
             consumed = self.spec.consumed(self.impl.consumes, args)
             asked = asked_for(self.impl, self.spec)
+            begun = time.monotonic()
             try:
                 if asked is not None and asked(*args) is not True:
                     continue
@@ -648,6 +649,13 @@ class _Run:
                         f"it is wrong when a graph is replayed with {values} values: {problem} "
                         f"({where})"
                     )
+            log.debug(
+                "%s=%s captured and replayed twice in %.2f s (%s)",
+                self.spec.name,
+                self.impl.impl_id,
+                time.monotonic() - begun,
+                where,
+            )
 
     def _run_compiled(self) -> None:
         """The form that the compiler will get, in one graph for all batches."""
