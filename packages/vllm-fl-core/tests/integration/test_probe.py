@@ -12,12 +12,14 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
+from builders import managing, planning, silu
 from vllm import forward_context
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.sequence import IntermediateTensors
 
-from vllm_fl.integration import probe
+from vllm_fl.integration import probe, worker
 
 
 class Attention(torch.nn.Module, AttentionLayerBase):
@@ -117,6 +119,71 @@ def test_embeddings_are_those_of_random_tokens(config: Any) -> None:
     embeds = model.given["inputs_embeds"]
     assert model.given["input_ids"] is None and len(embeds[:, 0].unique()) > 4
     assert torch.equal(embeds[:, 0], embeds[:, 3])
+
+
+def test_a_later_rank_of_a_pipeline_is_given_noise_for_what_the_rank_before_sends(
+    config: Any,
+) -> None:
+    sent = IntermediateTensors({"hidden_states": torch.zeros(8, 4), "residual": torch.zeros(8, 4)})
+    model = Model()
+    assert probe.forward(Older(model, config, intermediate_tensors=sent), model, config, 8) == ""  # type: ignore[arg-type]
+    given = model.given["intermediate_tensors"]
+    assert type(given) is IntermediateTensors and given.tensors.keys() == sent.tensors.keys()
+    assert all(len(tensor.unique()) == 32 for tensor in given.tensors.values())
+    assert not any(bool(tensor.any()) for tensor in sent.tensors.values()), "vLLM's own buffers"
+
+
+class Drafting(Older):
+    """One that drafts behind its model, as speculative decoding does."""
+
+    def __init__(self, model: Model, config: VllmConfig, draft: object) -> None:
+        super().__init__(model, config)
+        self.draft = draft
+
+    def get_draft_model(self) -> object:
+        return self.draft
+
+    def _dummy_run(self, num_tokens: int, **options: Any) -> None:  # type: ignore[override]
+        super()._dummy_run(num_tokens, **options)
+        if isinstance(self.draft, torch.nn.Module):
+            with set_forward_context(None, self.config, num_tokens=num_tokens):
+                self.draft()
+
+
+def worker_with(runner: Drafting, config: Any) -> Any:
+    plan = planning(managing(silu("vendor.acme")))
+    return SimpleNamespace(
+        vllm_fl_plan=plan,
+        model_runner=runner,
+        vllm_config=config,
+        device=torch.device("cpu"),
+        rank=0,
+        get_model=lambda: runner.model,
+    )
+
+
+@pytest.mark.parametrize(
+    ("draft", "line"),
+    [
+        (Model(), "0 calls on live tensors in"),
+        (Model(fails=True), "not on live tensors: the forward failed: ZeroDivisionError"),
+        (object(), "0 calls on live tensors in"),
+        (None, "0 calls on live tensors in"),
+    ],
+    ids=["model", "failing", "n-grams", "none"],
+)
+def test_with_speculative_decoding_the_start_goes_on(
+    draft: Any, line: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the draft model cannot run before vLLM has made what it needs."""
+    monkeypatch.setattr(worker, "agree", lambda mine: [mine])
+    model = Model()
+    told = worker_with(Drafting(model, config, draft), config)
+    preflight: Any = SimpleNamespace(live_counts={8}, demoted={})
+    (said,) = worker._verify_live(told, preflight, alone=False)
+    assert said.startswith(line)
+    assert model.given and not preflight.demoted
+    assert left_clean(model) and (not isinstance(draft, Model) or left_clean(draft))
 
 
 def test_a_forward_that_fails_leaves_nothing_either(config: Any) -> None:

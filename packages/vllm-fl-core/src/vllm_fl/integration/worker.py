@@ -298,8 +298,9 @@ def _models_of(worker: PlannedWorker) -> dict[str, torch.nn.Module]:
     """The model and its draft model, by what the names of their layers begin with here."""
     runner = getattr(worker, "model_runner", None)
     draft = getattr(runner, "get_draft_model", lambda: None)
-    found = {"": _model_of(worker), "(draft model) ": draft()}
-    return {prefix: model for prefix, model in found.items() if model is not None}
+    found: dict[str, Any] = {"": _model_of(worker), "(draft model) ": draft()}
+    # What drafts by other means than a model, as n-grams, may keep anything under that name.
+    return {prefix: model for prefix, model in found.items() if hasattr(model, "named_modules")}
 
 
 def _say_plan(worker: PlannedWorker, took: list[str], limits: list[str]) -> None:
