@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -179,6 +181,33 @@ def test_nothing_is_left_on_the_path() -> None:
     for part in model.modules():
         assert not part._forward_hooks and not part._forward_pre_hooks
     assert not plan.calls and not plan.fallbacks
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_no_tensor_of_the_forward_is_kept(wrong: bool) -> None:
+    """vLLM sizes its KV cache by what is free afterwards."""
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x) + wrong
+        tensors.extend((weakref.ref(x), weakref.ref(found)))
+        return found
+
+    live = seen(plan_of(acme(silu_and_mul)))
+    gc.collect()
+    assert live.compared == 1 and bool(live.faults) is wrong
+    assert tensors and not [ref for ref in tensors if ref() is not None]
+
+
+def test_a_draft_models_layer_is_told_from_the_models() -> None:
+    plan = plan_of(acme(lambda x: right(x) if len(x) != 6 else right(x) + 1.0))
+    model, draft = Model(plan), Model(plan, layers=1)
+    live = Live(plan, {"": model, "(draft model) ": draft}, CPU)
+    with live.watching():
+        model(torch.randn(8, 16))
+        draft(torch.randn(6, 16))
+    (why,) = live.faults.values()
+    assert "in layer (draft model) layers.0.act, x (6, 32)" in why
 
 
 def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
