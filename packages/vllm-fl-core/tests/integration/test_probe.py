@@ -19,7 +19,9 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sequence import IntermediateTensors
 
+from vllm_fl.contracts import contracts
 from vllm_fl.integration import probe, worker
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 
 class Attention(torch.nn.Module, AttentionLayerBase):
@@ -151,7 +153,9 @@ class Drafting(Older):
 
 
 def worker_with(runner: Drafting, config: Any) -> Any:
-    plan = planning(managing(silu("vendor.acme")))
+    oracle = contracts()["merge_attn_states"].oracle
+    behind = OpImpl("merge_attn_states", "vendor.acme", BackendImplKind.VENDOR, oracle, "acme")
+    plan = planning(managing(silu("vendor.acme"), behind))
     return SimpleNamespace(
         vllm_fl_plan=plan,
         model_runner=runner,
@@ -180,8 +184,10 @@ def test_with_speculative_decoding_the_start_goes_on(
     model = Model()
     told = worker_with(Drafting(model, config, draft), config)
     preflight: Any = SimpleNamespace(live_counts={8}, demoted={})
-    (said,) = worker._verify_live(told, preflight, alone=False)
+    said, *unseen = worker._verify_live(told, preflight, alone=False)
     assert said.startswith(line)
+    ran = not line.startswith("not")
+    assert unseen == ["not compared there: merge_attn_states (not called)"] * ran
     assert model.given and not preflight.demoted
     assert left_clean(model) and (not isinstance(draft, Model) or left_clean(draft))
 

@@ -160,6 +160,11 @@ class Live:
         return _zeros(before.shapes)
 
     @property
+    def called(self) -> set[str]:
+        """The ops that were called, compared or not."""
+        return {op for op, *_ in self._seen}
+
+    @property
     def _layer(self) -> str:
         """The innermost module that is running."""
         return self._inside[-1] if self._inside else ""

@@ -269,10 +269,15 @@ def _verify_live(worker: PlannedWorker, preflight: _Preflight, *, alone: bool) -
     release(worker.device)
     if not_run:
         return [f"not on live tensors: {not_run}"]
-    left_out = [f"{op}: {why}" for op, why in sorted(live.left_out.items())]
+    left_out = {op: f"{op} ({why})" for op, why in live.left_out.items()}
+    table = installed_bindings()
+    for op, entry in plan.entries.items():  # of a layer's op the model may have none
+        if entry.impls and op not in live.called and not _meets_a_compiler(table.get(op)):
+            left_out[op] = f"{op} (not called)"
+    told = f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}"
     return [
         f"{live.compared} calls on live tensors in {time.monotonic() - start:.1f} s",
-        *([f"not compared there: {'; '.join(left_out)}"] if left_out else []),
+        *([told] if left_out else []),
     ]
 
 
