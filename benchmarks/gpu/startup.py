@@ -7,6 +7,10 @@ mode finds its compile cache empty, the later ones find it filled. JSON goes to 
 after every start:
 
     preflight_seconds   what the start line says; null for stock
+    live_calls          calls compared on the loaded model's tensors, by the same line
+    live_seconds        how long that took, its forwards included
+    live_remarks        why there was no such run, and what was not compared in it
+    captured            implementation -> [graphs, seconds of capturing and replaying them]
     engine_seconds      from vllm.LLM(…) to an engine that takes requests
     total_seconds       the same from the start of the process, imports included
     kv_blocks           vLLM's num_gpu_blocks
@@ -31,6 +35,11 @@ from engine import MODEL, VARIANTS, memory_of, running
 from host import facts
 
 PREFLIGHT = re.compile(r"vllm-fl: .*\((?:eager|compiled);.*?(?:verified|run) in ([\d.]+) s")
+LIVE = re.compile(r"vllm-fl: .* (\d+) calls on live tensors in ([\d.]+) s")
+LIVE_REMARKS = re.compile(
+    r"not on live tensors: .*?(?=; digest)|not compared there: .*?(?=; digest)"
+)
+CAPTURED = re.compile(r"(\w+=\S+) captured and replayed twice in ([\d.]+) s")
 
 SHARE = 0.9
 """Of the device's memory, as vLLM takes by default."""
@@ -58,11 +67,20 @@ def start(name: str, mode: str, model: Path, folder: Path) -> dict[str, Any]:
     with running(name, mode, model, folder, SHARE) as engine:
         total = time.perf_counter() - begun
         engine.generate("batch 1", seed=0)
-        said = PREFLIGHT.search(engine.log.read_text(errors="replace"))
+        log = engine.log.read_text(errors="replace")
+        said, live = PREFLIGHT.search(log), LIVE.search(log)
+        captured: dict[str, list[float]] = {}
+        for impl, seconds in CAPTURED.findall(log):
+            graphs, total_of_impl = captured.get(impl, (0, 0.0))
+            captured[impl] = [graphs + 1, round(total_of_impl + float(seconds), 2)]
         return {
             "mode": mode,
             "variant": name,
             "preflight_seconds": float(said.group(1)) if said else None,
+            "live_calls": int(live.group(1)) if live else None,
+            "live_seconds": float(live.group(2)) if live else None,
+            "live_remarks": LIVE_REMARKS.findall(log),
+            "captured": captured,
             "engine_seconds": engine.ready["seconds"],
             "total_seconds": total,
             "kv_blocks": engine.ready["kv_blocks"],
@@ -83,6 +101,7 @@ def main() -> None:
         print("skipped: no NVIDIA GPU here (there is no nvidia-smi)")
         return
     out = Path(os.environ.get("OUT", "."))
+    os.environ["VLLM_FL_LOG_LEVEL"] = "DEBUG"  # which names what is captured
     results: list[dict[str, Any]] = []
     before = used_mib()
     with tempfile.TemporaryDirectory() as scratch:

@@ -24,6 +24,8 @@ CAUSES = {
 
 FAULTY = {"VLLM_FL_PER_OP": ";".join(f"{op}=vendor:faulty|reference" for op in CAUSES)}
 
+LIVE_ONLY = "silu_and_mul=vendor:liveonly|reference"
+
 
 def test_faulty_kernels_are_taken_out_by_name(
     engine: Runner, model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
@@ -38,6 +40,32 @@ def test_faulty_kernels_are_taken_out_by_name(
         lines = [line for line in result["log"].splitlines() if named in line]
         assert len(lines) == 1 and cause in lines[0]
     assert_same_bits(engine("qwen3", "stock-native"), result)
+
+
+@pytest.mark.parametrize(
+    "eager", [pytest.param(True, marks=pytest.mark.slow), False], ids=["eager", "compiled"]
+)
+def test_what_is_wrong_on_the_loaded_model_alone_is_taken_out_by_its_layer(
+    engine: Runner,
+    model: Callable[[str], Path],
+    plugin: Callable[..., dict[str, str]],
+    eager: bool,
+) -> None:
+    job = Job(str(model("qwen3")), batches(), eager=eager)
+    orders = {"VLLM_FL_PREFER": "reference", "VLLM_FL_PER_OP": LIVE_ONLY}
+    result = run(job, VLLM_FL_DISPATCH_DEBUG="1", **orders, **plugin("live_only"))
+    report = result["report"][0]
+    assert (
+        "in layer model.layers.0.mlp.act_fn, x (256, "
+        in report["demotions"]["silu_and_mul"]["vendor.liveonly"]
+    )
+    assert report["ops"]["silu_and_mul"]["impl"] == "reference.torch"
+    assert report["calls"]["silu_and_mul"].keys() == {"reference.torch"}
+    assert report["fallbacks"] == {}, "the layers are bound to what serves"
+    assert f"digest {report['digest']}" in result["log"]
+    stock = engine("qwen3", "stock-native", eager)
+    assert_same_bits(stock, result)
+    assert result["kv_blocks"] == stock["kv_blocks"]
 
 
 @pytest.mark.slow

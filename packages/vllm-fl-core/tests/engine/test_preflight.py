@@ -7,12 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.engine import preflight, process_state
@@ -506,3 +508,63 @@ def test_sizes_that_are_not_told_have_no_calls() -> None:
     sizes = ModelSizes(256, None, 4, 2, None, None, tokens=(1, 64))
     assert fault("silu_and_mul", lambda x: sound(x) * (2.0 if x.shape[-1] == 1024 else 1.0),
                  sizes=sizes) is None  # fmt: skip
+
+
+class _Recorded(TorchDispatchMode):
+    """What a graph is on CUDA, on the CPU: the operators of one call, without its Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            if isinstance(result, Tensor) and not torch._C._is_alias_of(again, result):
+                result.copy_(again)
+
+
+def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    with _Recorded() as recorded:
+        result = run()
+    return recorded.replay, result
+
+
+def takes_a_number_of_the_data(x: Tensor) -> Tensor:
+    # On CUDA it is read while the call is captured, and never again, or the capture fails.
+    top = float(x.abs().nan_to_num(nan=float("inf")).max()) if x.numel() else 0.0
+    return sound(x.clamp(-top, top))
+
+
+def cannot_be_captured(x: Tensor) -> Tensor:
+    if any(isinstance(mode, _Recorded) for mode in _get_current_dispatch_mode_stack()):
+        raise RuntimeError("operation not permitted when stream is capturing")
+    return sound(x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (sound, None),
+        (takes_a_number_of_the_data, "it is wrong when a graph is replayed with large values"),
+        (cannot_be_captured, "it cannot be captured in a graph: "),
+    ],
+)
+def test_what_is_wrong_in_a_captured_graph_alone(
+    fn: Callable[..., Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.graphs, "captured", captured)
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    key = "silu_and_mul", "vendor.acme"
+    sizes = replace(SIZES, tokens=(1, 64))
+    assert not find_faults([impl], torch.bfloat16, CPU, sizes, seconds=0.0).faults
+    given: dict[str, Any] = {"captured": {key: 64}, "seconds": 0.0}
+    found = find_faults([impl], torch.bfloat16, CPU, sizes, **given).faults
+    assert list(found) == ([] if said is None else [key])
+    if said is not None:
+        assert found[key][0].startswith(said)

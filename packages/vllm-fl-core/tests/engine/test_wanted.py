@@ -25,9 +25,9 @@ from vllm_fl.contracts import (
     contracts,
 )
 from vllm_fl.contracts.outputs import Output
-from vllm_fl.engine.guarded import guarded
+from vllm_fl.engine.guarded import guarded, in_place
 from vllm_fl.engine.preflight import Form, _dtypes
-from vllm_fl.engine.wanted import promised, wanted_of, worst
+from vllm_fl.engine.wanted import promised, wanted_of, worst, worst_place
 
 CPU = torch.device("cpu")
 TIGHT = {n: Tolerance(1e-6, 0.0, "one rounding") for n in ("float32", "bfloat16", "float64")}
@@ -104,6 +104,20 @@ def test_each_output_has_its_own_rule_and_absent_ones_none() -> None:
     pair = (None, None, ids)
     assert judged(pair, pair, QuantisedPair(), Exact()) == (0.0, "")
     assert judged((None, None, ids + 1), pair, QuantisedPair(), Exact())[1].startswith("result 2:")
+
+
+def test_the_worst_element_is_that_of_the_output_that_is_named() -> None:
+    exact = torch.ones(3, 4, dtype=torch.float64)
+    silu = replace(contracts()["silu_and_mul"], variants=(), tolerances=TIGHT, outputs=())
+    spec = replace(silu, oracle=lambda x: exact, fake=lambda x: torch.ones(3, 4))
+    wanted = wanted_of(spec, Sample("a call", (None,)))
+    assert worst_place(torch.ones(3, 4), wanted) is None
+    for value in (5.0, NAN, INF):
+        got = torch.ones(3, 4)
+        got[1, 2], got[2, 3] = 2.0, value
+        found = worst_place(got, wanted)
+        assert found is not None and found[0] == (2, 3) and found[2] == 1.0
+        assert found[1] == value or math.isnan(value)
 
 
 def test_a_contract_that_contradicts_itself_says_where() -> None:
@@ -395,3 +409,18 @@ def test_guarded_memory_of_every_dtype(dtype: torch.dtype) -> None:
     assert gap.isnan() if dtype.is_floating_point else not gap
     call.storages[0].memory.view(torch.int8)[-1] = 1
     assert call.disturbance(()) == ("", "'x'", 1)
+
+
+def test_what_is_written_into_live_memory_is_seen_where_it_is_known() -> None:
+    buffer = torch.zeros(4, 10)
+    call = in_place({"x": buffer[:, :6], "none": None, "weight": torch.ones(3)})
+    call.remember()
+    assert call.disturbance(frozenset()) is None
+    buffer[2, 7] = 1.0
+    assert call.disturbance(frozenset({"x"})) == ("", "'x'", 1)
+    buffer[2, 7] = 0.0
+    buffer[1, 1] = 1.0
+    assert call.disturbance(frozenset({"x"})) is None
+    assert call.disturbance(frozenset()) == ("x", "'x'", 1)
+    both = in_place({"x": buffer[:2], "bits": buffer[2:].view(torch.int32)})
+    assert not both.storages, "of memory in two dtypes nothing is told"

@@ -90,8 +90,9 @@ def start(process: OpManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         settings = load_settings({"VLLM_FL_PREFLIGHT": "off", **variables})
         facts = EngineFacts(settings, "eager", dtype=torch.bfloat16, sizes=SIZES)
         rank = SimpleNamespace(vllm_fl_facts=facts, rank=0, device=torch.device("cpu"))
-        found = worker._verified_plan(rank, {}, alone=not others)  # type: ignore[arg-type]
-        return *found, rank.vllm_fl_table
+        preflight = worker._Preflight(rank)  # type: ignore[arg-type]
+        found = worker._verified_plan(rank, preflight, alone=not others)  # type: ignore[arg-type]
+        return *found, preflight.limits(found[0]), rank.vllm_fl_table
 
     log = logging.getLogger("vllm_fl")
     monkeypatch.setattr(log, "propagate", True)

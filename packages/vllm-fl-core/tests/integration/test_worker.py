@@ -332,3 +332,52 @@ def test_a_foreign_layer_is_named_with_what_does_not_run_in_it(
     (said,) = [message for message in messages if "is left to" in message]
     assert "SiluAndMul is left to theirs.Silu of theirs 2" in said
     assert "'vendor.acme' of acme 1 does not run" in said
+
+
+def test_what_layers_call_is_captured_where_vllm_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler's code takes the place of what it traces."""
+    from vllm_fl.integration import worker
+
+    given: list[dict[Any, int]] = []
+
+    def finds(*_: Any, captured: Any, **__: Any) -> Findings:
+        given.append(captured)
+        return Findings()
+
+    monkeypatch.setattr(worker, "find_faults", finds)
+    impls = silu("vendor.acme"), silu("reference.torch", traceable=True)
+    orders: Any = {"silu_and_mul": {"<=4": "reference", "rest": "vendor"}}
+    for device in ("cuda", "cpu"):
+        for mode in ("eager", "compiled"):
+            told = worker_of(sizes=ModelSizes(tokens=(1, 2048)), captured=(1, 64, 512))
+            told.device = torch.device(device)
+            plan = planning(managing(*impls, per_op_order=orders), mode)  # type: ignore[arg-type]
+            worker._Preflight(told).verdict(plan, {})
+    both = {("silu_and_mul", name): 64 for name in ("vendor.acme", "reference.torch")}
+    assert given == [both, {("silu_and_mul", "vendor.acme"): 64}, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("how", "order", "counts"),
+    [
+        ("verify", ["vendor:acme"], {256}),
+        ("verify", {"<=4": "vendor:acme", "<=900": "vendor:emca", "rest": "stock"}, {4, 256}),
+        ("verify", ["stock"], set()),
+        ("run", ["vendor:acme"], set()),
+        ("off", ["vendor:acme"], set()),
+    ],
+)
+def test_a_rank_asks_for_runs_of_the_loaded_model(
+    how: str, order: Any, counts: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_fl.integration import worker
+
+    monkeypatch.setattr(worker, "find_faults", lambda *_, **__: Findings())
+    manager = managing(
+        silu("vendor.acme"), silu("vendor.emca"), per_op_order={"silu_and_mul": order}
+    )
+    told = worker_of(sizes=ModelSizes(tokens=(1, 2048)), env={"VLLM_FL_PREFLIGHT": how})
+    assert worker._Preflight(told).verdict(planning(manager), {}).counts == counts
+    small = worker_of(sizes=ModelSizes(tokens=(1, 100)), env={"VLLM_FL_PREFLIGHT": how})
+    found = worker._Preflight(small).verdict(planning(manager), {}).counts
+    assert found == {min(n, 100) for n in counts}, "a model runs no more than its largest batch"

@@ -9,9 +9,10 @@ from typing import Any
 from ..plugins.types import BackendImplKind, OpImpl, parameters_of
 from .context import Binder, current_binder
 
-__all__ = ["dispatch_method"]
+__all__ = ["PLAN", "dispatch_method"]
 
 PLAN = "_vllm_fl_plan"
+"""Where a layer keeps what it is bound to."""
 
 Bound = Callable[..., Any]
 

@@ -6,7 +6,9 @@ import functools
 import logging
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ..logs import SAID_AT_MOST
@@ -26,6 +28,11 @@ class Skipped(Exception):
 
 def _skipped(*_: Any, **__: Any) -> Any:
     raise Skipped
+
+
+def _calling(impl: OpImpl, fn: Callable[..., Any]) -> OpImpl:
+    """`impl` with another function under its signature, which tells whether a layer is taken."""
+    return impl if fn is impl.fn else replace(impl, fn=functools.wraps(impl.fn)(fn))
 
 
 class Record:
@@ -52,7 +59,7 @@ class Record:
         self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
         """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Every guard that was compiled for it, bare ones too."""
+        """Every guard that was compiled for it, bare ones too, which a demotion does not switch."""
         self._guards: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
@@ -94,6 +101,28 @@ class Record:
         """Keep `guard` to its first candidate for as long as that is not demoted."""
         self._guards[op].add(guard)
         self._switch(op, guard)
+
+    @contextmanager
+    def replacing(self, instead: Callable[[OpImpl], Callable[..., Any]]) -> Iterator[None]:
+        """Inside the block every guard calls `instead(impl)` in the place of each candidate.
+
+        Afterwards the guards are what they were. Inside, nothing may be demoted, and no other
+        thread may call them.
+
+        Args:
+            instead: a candidate -> a function of the parameters that the candidate's has.
+        """
+        scopes = [guard.__globals__ for guard in list(self.guards)]
+        before = [(scope, scope["_chain"], scope["_fn"]) for scope in scopes]
+        try:
+            for scope, chain, fn in before:
+                impls = tuple(_calling(impl, instead(impl)) for impl in chain.impls)
+                scope["_chain"] = replace(chain, impls=impls)
+                scope["_fn"] = fn if fn is _skipped else impls[0].fn
+            yield
+        finally:
+            for scope, chain, fn in before:
+                scope["_chain"], scope["_fn"] = chain, fn
 
     def _switch(self, op: str, *guards: Any) -> None:
         for guard in guards or list(self._guards[op]):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Guarded", "guarded", "rows_of"]
+__all__ = ["Guarded", "guarded", "in_place", "rows_of"]
 
 GUARD = 256
 """Elements before and after each storage; a multiple of every usual alignment."""
@@ -144,6 +144,30 @@ def guarded(arguments: Mapping[str, Any], by_token: Collection[str] = ()) -> Gua
         with torch.inference_mode(storage.memory.is_inference()):
             storage.poison()
     return Guarded(laid, tuple(storages.values()))
+
+
+def in_place(arguments: Mapping[str, Any]) -> Guarded:
+    """The arguments where they lie, with all of the memory that they are views of; nothing is put
+    around it.
+
+    Of memory that is viewed in several dtypes nothing is told.
+
+    Args:
+        arguments: by parameter, in the contract's order.
+    """
+    storages: dict[int, _Storage] = {}
+    mixed: set[int] = set()
+    for name, arg in arguments.items():
+        if not isinstance(arg, torch.Tensor) or not arg.numel():
+            continue
+        place = arg.untyped_storage().data_ptr()
+        if place not in storages:
+            size = arg.untyped_storage().nbytes() // arg.element_size()
+            storages[place] = _Storage(arg.detach().as_strided((size,), (1,), 0))
+        elif storages[place].memory.dtype != arg.dtype:
+            mixed.add(place)
+        storages[place].views[name] = arg.detach()
+    return Guarded(arguments, tuple(s for place, s in storages.items() if place not in mixed))
 
 
 def rows_of(

@@ -3,11 +3,13 @@
 Every candidate is called on the contract's samples and on the served model's sizes, in inference
 mode, with many token counts, on guarded memory, twice on the same buffers, with values as large
 as activations get; in compiled mode the first choice also as the compiler will have it. What will
-serve is then called at further token counts, so that nothing of it is left to compile.
+serve is then called at further token counts, so that nothing of it is left to compile, and where
+vLLM will capture graphs it is captured in one, which is replayed with other values.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import random
@@ -26,7 +28,7 @@ from ..logs import get_logger
 from ..plugins import breadcrumb
 from ..plugins.forms import asked_for
 from ..text import quote
-from . import process_state
+from . import graphs, process_state
 from .guarded import Guarded, guarded, poisoned, rows_of
 from .verification import (
     Comparison,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from ..plugins.registry import Owner
     from ..plugins.types import OpImpl
 
-__all__ = ["Findings", "Form", "Trials", "find_faults", "repeated", "token_counts"]
+__all__ = ["Findings", "Form", "Trials", "find_faults", "release", "repeated", "token_counts"]
 
 log = get_logger("engine")
 
@@ -108,6 +110,7 @@ def find_faults(
     specs: Mapping[str, OpSpec] | None = None,
     seconds: float | None = None,
     warm: Mapping[tuple[str, str], Sequence[int]] = MappingProxyType({}),
+    captured: Mapping[tuple[str, str], int] = MappingProxyType({}),
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
@@ -131,6 +134,8 @@ def find_faults(
             takes `SECONDS`.
         warm: (op, impl id) -> the token counts at which it must have run once before it serves, in
             the order of their weight. Those that were not tried are called without a comparison.
+        captured: (op, impl id) -> the token count at which it is captured in a graph: for those
+            that vLLM will capture.
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
@@ -166,6 +171,7 @@ def find_faults(
                     share,
                     warm.get(key, ()),
                     warm_share / len(trials[impl.op_name]),
+                    captured.get(key, 0),
                 )
                 what = f"the verification of {key[0]}={key[1]}{whose}"
                 with breadcrumb.running(what, named=False):
@@ -180,7 +186,7 @@ def find_faults(
     if compiled:
         torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
     trials.clear()
-    _release(device)
+    release(device)
     if compiling.traced_only:
         findings.remarks.append(f"traced, not lowered: {', '.join(sorted(compiling.traced_only))}")
     if compiling.left_out:
@@ -392,6 +398,7 @@ class _Run:
     seconds: float
     warm: Sequence[int] = ()
     warm_seconds: float = 0.0
+    captured: int = 0
     tried: set[tuple[str, int]] = field(default_factory=set)
     cold: Sequence[int] = ()
     refusals: list[str] = field(default_factory=list)
@@ -412,6 +419,7 @@ class _Run:
                 self._check_state(before)
                 self._run_served()
                 self._warm_up()
+                self._run_captured()
                 self._run_compiled()
                 self._check_state(before)
         except _Stop as stop:
@@ -603,6 +611,52 @@ class _Run:
         if problem and self.compares:
             raise _Stop(f"it is wrong: {problem} ({form.name})")
 
+    def _run_captured(self) -> None:
+        """In a captured graph, which is replayed with other values in the same memory."""
+        for form in self.trials.forms if self.captured else ():
+            form.switch(large=False)
+            where = f"{self.captured} x {form.name}, {dtype_name(self.trials.dtype)}, in a graph"
+            order = self.trials.order(self.captured, 0)[: self.captured]
+            laid = rows_of(form.pool(False), repeated(order, self.captured))
+            args = form.call(laid).args
+            consumed = self.spec.consumed(self.impl.consumes, args)
+            asked = asked_for(self.impl, self.spec)
+            begun = time.monotonic()
+            try:
+                if asked is not None and asked(*args) is not True:
+                    continue
+                replay, result = graphs.captured(partial(self.call, *args), self.trials.device)
+            except NotImplementedError as error:
+                self.refusals.append(f"{where}: {error}")
+                continue
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a plugin may raise anything, SystemExit included
+                why = f"it cannot be captured in a graph: {quote(error)} ({where})"
+                raise _Stop(why, error) from error
+            for number, large in enumerate((False, True), 1):
+                form.switch(large)
+                form.static.restore(consumed)
+                order = self.trials.order(self.captured, number)[: self.captured]
+                rows_of(form.pool(large), repeated(order, self.captured), into=laid)
+                replay()
+                if not self.compares:
+                    continue
+                _, problem = worst(result, form.wanted(large, order, self.captured))
+                if problem:
+                    values = "large" if large else "other"
+                    raise _Stop(
+                        f"it is wrong when a graph is replayed with {values} values: {problem} "
+                        f"({where})"
+                    )
+            log.debug(
+                "%s=%s captured and replayed twice in %.2f s (%s)",
+                self.spec.name,
+                self.impl.impl_id,
+                time.monotonic() - begun,
+                where,
+            )
+
     def _run_compiled(self) -> None:
         """The form that the compiler will get, in one graph for all batches."""
         if self.compiled is None:
@@ -673,8 +727,13 @@ def _kept(result: Any, laid: Guarded) -> Any:
     return result
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
     """Leave nothing allocated: vLLM sizes its KV cache by what is free afterwards."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
+        return
+    # Of the CPU's memory it is what the process holds, and glibc keeps what is given back.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -21,6 +21,7 @@ __all__ = [
     "wanted_here",
     "wanted_of",
     "worst",
+    "worst_place",
 ]
 
 
@@ -531,6 +532,33 @@ def worst(got: Any, wanted: Iterable[Wanted | None]) -> tuple[float, str]:
             return share, problem
         largest = max(largest, share)
     return largest, ""
+
+
+def worst_place(
+    got: Any, wanted: Iterable[Wanted | None]
+) -> tuple[tuple[int, ...], float, float] | None:
+    """(index, result, exact number) of the element that is farthest off, of the first output that
+    is wrong; None where that is not compared number by number.
+
+    Args:
+        got: the results, with as many rows as the wanted ones.
+        wanted: what each output must be.
+    """
+    at, results = 0, parts(got)
+    for want in wanted:
+        found = results[at : at + (want.results if want is not None else 1)]
+        at += len(found)
+        if want is None or want.is_empty(found) or not want.off(found, ("",) * len(found))[1]:
+            continue
+        if not isinstance(want, _Near):
+            return None
+        mine = found[0].to(want.exact.device, want.exact.dtype)
+        shares = (mine - want.exact).abs() / want.allowed
+        same = (mine == want.exact) | (mine.isnan() & want.exact.isnan())
+        shares = shares.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
+        place = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
+        return place, float(mine[place]), float(want.exact[place])
+    return None
 
 
 def parts(result: Any) -> tuple[Any, ...]:

@@ -66,7 +66,7 @@ _NAMES = {
     ),
     "config.model": (
         "ModelConfig: dtype get_head_size get_hidden_size get_num_attention_heads "
-        "get_num_kv_heads hf_text_config max_model_len quantization use_mla",
+        "get_num_kv_heads get_vocab_size hf_text_config max_model_len quantization use_mla",
     ),
     "config.parallel": (
         "ParallelConfig: data_parallel_size enable_expert_parallel pipeline_parallel_size "
@@ -77,12 +77,12 @@ _NAMES = {
         "VllmConfig: additional_config attention_config cache_config "
         "compilation_config kernel_config lora_config model_config "
         "parallel_config scheduler_config",
-        "get_current_vllm_config",
+        "get_current_vllm_config set_current_vllm_config",
     ),
     "distributed.parallel_state": ("GroupCoordinator: cpu_group world_size", "get_world_group"),
     "forward_context": (
-        "ForwardContext: no_compile_layers",
-        "get_forward_context is_forward_context_available",
+        "ForwardContext: no_compile_layers skip_compiled",
+        "create_forward_context get_forward_context is_forward_context_available",
     ),
     "ir.op": (
         "IrOp: allow_inplace impls register_impl",
@@ -94,6 +94,7 @@ _NAMES = {
         "forward_oot register_oot",
         "PluggableLayer op_registry op_registry_oot",
     ),
+    "model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
     "model_executor.layers.activation": (
         "GeluAndMul _ACTIVATION_AND_MUL_REGISTRY _ACTIVATION_REGISTRY",
         "SiluAndMul: forward_native",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -278,14 +278,27 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
         entry["enabled"] = added
 
 
-def seal(vllm_config: VllmConfig, digest: str) -> None:
+def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
     """Put the plan's digest where vLLM's compile-cache key is made from.
 
     It takes the place of the settings: those that do not change the plan must not miss the cache.
+
+    Returns:
+        What puts back what was there before, for a start that must plan once more.
     """
     extra = vllm_config.additional_config
-    if isinstance(extra, dict):
-        extra[KEY] = Carried(plan=digest)
+    if not isinstance(extra, dict):
+        return lambda: None
+    before = extra.get(KEY)
+    extra[KEY] = Carried(plan=digest)
+
+    def unseal() -> None:
+        if before is None:
+            del extra[KEY]
+        else:
+            extra[KEY] = before
+
+    return unseal
 
 
 def is_sealed(vllm_config: VllmConfig) -> bool:

@@ -25,6 +25,8 @@ class Verdict:
         failure: the error that ends the start on this rank, or empty.
         facts: what its plan consists of.
         table: what became of the table that its settings name.
+        counts: the token counts at which it wants the loaded model run on live tensors. All ranks
+            run all of these, since a forward of one waits for the others.
     """
 
     rank: int
@@ -32,6 +34,7 @@ class Verdict:
     failure: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     table: Standing = field(default_factory=Standing)
+    counts: frozenset[int] = frozenset()
 
 
 def agree(mine: Verdict) -> list[Verdict]:

@@ -1,5 +1,5 @@
 """The worker: vLLM's own, with the plan made, verified, agreed on and sealed before the model is
-built."""
+built, and verified once more on the tensors of the model that was loaded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import dataclasses
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.binding import Binding, IrPlace, LayerPlace
@@ -16,10 +17,11 @@ from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine.digest import code_facts, digest, fingerprint
 from ..engine.facts import EngineFacts
+from ..engine.live import Live
 from ..engine.metrics import MetricsFile
 from ..engine.opaque import is_opaque
 from ..engine.plan import Plan, PlanEntry, leave_place, take_place
-from ..engine.preflight import find_faults
+from ..engine.preflight import find_faults, release
 from ..engine.tables import Standing, standing
 from ..engine.warmup import warm_counts
 from ..errors import VllmFLError
@@ -27,13 +29,14 @@ from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import OpImpl, WorkerContext
 from ..text import quote
-from . import serving
+from . import probe, serving
 from .bindings import installed_bindings
 from .planning import apply, facts_of, load_plugins, plan_for, seal
 from .ranks import Verdict, agree, common_table, differences
 from .seams import attention, functions, fusions, operators, whole_layers
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
+    bind_anew,
     foreign_layers,
     forget_shared_layers,
     layer_for,
@@ -66,6 +69,7 @@ class PlannedWorker:
     vllm_fl_table: Standing
     vllm_fl_layers: dict[str, int]
     vllm_fl_unseal: Callable[[], object]
+    vllm_fl_unseal_config: Callable[[], None]
     vllm_fl_operators: operators.Overrides
     vllm_fl_functions: functions.Replacements
     vllm_fl_overriders: dict[str, str]
@@ -85,58 +89,37 @@ class PlannedWorker:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Seal the plan, say it once, and build the model's layers on it."""
+        """Seal the plan, build the model on it, verify it on live tensors, and say it once."""
         # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
         joins = bool(kwargs.get("load_dummy_weights"))
         start = time.monotonic()
         replace_layers()
         facts = self.vllm_fl_facts = facts_of(self.vllm_config)
         reports = _start_plugins(self)
-        plan, contents, limits = _verified_plan(self, reports, alone=joins)
-        plan = take_place(plan)
-        if plan.place > 1:  # its operators have other names: compiled code of another's is not its
-            contents = {**contents, "place": plan.place}
-        chosen = _overrides(self, plan)
-        replaced = functions.choose(plan, installed_bindings())
-        contents = {
-            **contents,
-            "operators": chosen.names,
-            "defined": chosen.schemas,
-            "functions": replaced.names,
-        }
-        self.vllm_fl_plan, self.vllm_fl_digest = plan, digest(contents)
-        self.vllm_fl_operators, self.vllm_fl_overriders = chosen, {}
-        self.vllm_fl_functions = replaced
-        bind_provider(plan, self.vllm_fl_digest)
-        apply(plan, self.vllm_config)
-        reset_priorities(plan, self.vllm_config)
+        preflight = _Preflight(self, {name: report["facts"] for name, report in reports.items()})
+        _adopt(self, *_verified_plan(self, preflight, alone=joins))
+        how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
+        took = [f"{how[facts.settings.preflight]} {time.monotonic() - start:.1f} s"]
         if self.rank == 0:
             for report in reports.values():
                 for line in report["lines"]:
                     log.info("%s", line)
-            how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
-            took = f"{how[facts.settings.preflight]} {time.monotonic() - start:.1f} s"
-            refused = attention.refusals(facts) | whole_layers.refusals(facts)
-            said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
-            remarks = [*_of_table(facts, self.vllm_fl_table), *limits, *said]
-            _warn_of_foreign_layers(plan)
-            log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
-            _say_what_is_taken_whole(plan)
-        seal(self.vllm_config, self.vllm_fl_digest)
         manager = get_default_manager()
         self.vllm_fl_unseal = manager.seal(f"the engine's worker (rank {self.rank})")
         attention.forget_choices()
         forget_shared_layers()
-        serving.begin(plan, self.vllm_config)
         try:
-            operators.take(plan, chosen, self.device)
-            functions.take(plan, replaced)
-            fusions.watch(plan)
+            _take_places(self)
+            plan = self.vllm_fl_plan
             with building(plan), serving.calling(plan), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
+            took += _verify_live(self, preflight, alone=joins)
         except BaseException:
             _leave_operators(self)
             raise
+        finally:
+            _say_plan(self, took, preflight.limits(self.vllm_fl_plan))
+        plan = self.vllm_fl_plan
         self.vllm_fl_layers = _built_layers(self, plan)
         _warn_of_unexpected_layers(self, plan)
         _name_overriders(self)
@@ -261,6 +244,124 @@ def _name_overriders(worker: PlannedWorker) -> None:
             )
 
 
+def _adopt(worker: PlannedWorker, plan: Plan, contents: dict[str, Any]) -> None:
+    """Make `plan` the worker's, and its digest part of the engine's configuration."""
+    plan = take_place(plan)
+    if plan.place > 1:  # its operators have other names: compiled code of another's is not its
+        contents = {**contents, "place": plan.place}
+    chosen = _overrides(worker, plan)
+    replaced = functions.choose(plan, installed_bindings())
+    contents = {
+        **contents,
+        "operators": chosen.names,
+        "defined": chosen.schemas,
+        "functions": replaced.names,
+    }
+    worker.vllm_fl_plan, worker.vllm_fl_digest = plan, digest(contents)
+    worker.vllm_fl_operators, worker.vllm_fl_overriders = chosen, {}
+    worker.vllm_fl_functions = replaced
+    bind_provider(plan, worker.vllm_fl_digest)
+    apply(plan, worker.vllm_config)
+    reset_priorities(plan, worker.vllm_config)
+    worker.vllm_fl_unseal_config = seal(worker.vllm_config, worker.vllm_fl_digest)
+
+
+def _take_places(worker: PlannedWorker) -> None:
+    """From now on vLLM's operators and functions run what the worker's plan says, in its engine."""
+    plan = worker.vllm_fl_plan
+    serving.begin(plan, worker.vllm_config)
+    operators.take(plan, worker.vllm_fl_operators, worker.device)
+    functions.take(plan, worker.vllm_fl_functions)
+    fusions.watch(plan)
+
+
+def _verify_live(worker: PlannedWorker, preflight: _Preflight, *, alone: bool) -> list[str]:
+    """Run the loaded model, compare, agree; again while an implementation had to be taken out.
+
+    Nothing of it is left afterwards: neither on the path of a call nor in memory.
+
+    Returns:
+        What the start line says of it.
+
+    Raises:
+        VllmFLError: strict mode and a fault, on whichever rank.
+    """
+    if alone or not preflight.live_counts:
+        return []
+    start = time.monotonic()
+    while True:
+        plan = worker.vllm_fl_plan
+        live, not_run = _seen_live(worker, sorted(preflight.live_counts, reverse=True))
+        verdict = Verdict(worker.rank, live.faults, _strict_failure(plan, live.faults))
+        verdicts = agree(verdict)
+        new = _newly(verdicts, preflight.demoted)
+        if not new:
+            break
+        _demote(worker, preflight, new)
+        for op, impl_id in new:
+            plan.record.demote(op, impl_id, preflight.demoted[op, impl_id])
+        _leave_operators(worker)
+        leave_place(plan)
+        worker.vllm_fl_unseal_config()
+        _adopt(worker, *_verified_plan(worker, preflight, alone=alone))
+        _take_places(worker)
+        for model in _models_of(worker).values():
+            bind_anew(model, worker.vllm_fl_plan, worker.vllm_config)
+    release(worker.device)
+    if not_run:
+        return [f"not on live tensors: {not_run}"]
+    left_out = {op: f"{op} ({why})" for op, why in live.left_out.items()}
+    table = installed_bindings()
+    for op, entry in plan.entries.items():  # of a layer's op the model may have none
+        if entry.impls and op not in live.called and not _meets_a_compiler(table.get(op)):
+            left_out[op] = f"{op} (not called)"
+    told = f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}"
+    return [
+        f"{live.compared} calls on live tensors in {time.monotonic() - start:.1f} s",
+        *([told] if left_out else []),
+    ]
+
+
+def _seen_live(worker: PlannedWorker, counts: list[int]) -> tuple[Live, str]:
+    """(what forwards of so many tokens each showed, why there was none or nothing)."""
+    models = _models_of(worker)
+    live = Live(worker.vllm_fl_plan, models, worker.device)
+    if "" not in models:
+        return live, "the worker shows no model"
+    runner, config = getattr(worker, "model_runner", None), worker.vllm_config
+    try:
+        with serving.calling(worker.vllm_fl_plan), live.watching():
+            for tokens in counts:
+                if not_run := probe.forward(runner, models[""], config, tokens):
+                    return live, not_run
+    except Exception as error:  # vLLM's own, for a model that its dummy run does not fit
+        log.warning("No verification on live tensors: the forward failed", exc_info=True)
+        return live, f"the forward failed: {quote(error)}"
+    return live, ""
+
+
+def _models_of(worker: PlannedWorker) -> dict[str, torch.nn.Module]:
+    """The model and its draft model, by what the names of their layers begin with here."""
+    runner = getattr(worker, "model_runner", None)
+    draft = getattr(runner, "get_draft_model", lambda: None)
+    found: dict[str, Any] = {"": _model_of(worker), "(draft model) ": draft()}
+    # What drafts by other means than a model, as n-grams, may keep anything under that name.
+    return {prefix: model for prefix, model in found.items() if hasattr(model, "named_modules")}
+
+
+def _say_plan(worker: PlannedWorker, took: list[str], limits: list[str]) -> None:
+    """The start line, and what goes with it; rank 0 says it once."""
+    if worker.rank != 0:
+        return
+    facts, plan = worker.vllm_fl_facts, worker.vllm_fl_plan
+    refused = attention.refusals(facts) | whole_layers.refusals(facts)
+    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
+    remarks = [*_of_table(facts, worker.vllm_fl_table), *limits, *said]
+    _warn_of_foreign_layers(plan)
+    log.info("%s", plan.line(*took, f"digest {worker.vllm_fl_digest}", *remarks))
+    _say_what_is_taken_whole(plan)
+
+
 def _leave_operators(worker: PlannedWorker) -> None:
     """Give vLLM its operators and functions back."""
     operators.remove(worker.vllm_fl_plan)
@@ -368,26 +469,23 @@ def _start_plugins(worker: PlannedWorker) -> dict[str, dict[str, Any]]:
 
 
 def _verified_plan(
-    worker: PlannedWorker, reports: dict[str, dict[str, Any]], *, alone: bool
-) -> tuple[Plan, dict[str, Any], list[str]]:
+    worker: PlannedWorker, preflight: _Preflight, *, alone: bool
+) -> tuple[Plan, dict[str, Any]]:
     """Resolve, run and compare, agree; again while an implementation had to be taken out.
 
     Returns:
-        (the plan, what it consists of, what was not verified).
+        (the plan, what it consists of).
 
     Raises:
         VllmFLError: strict mode and a fault, on whichever rank.
     """
-    rank = worker.rank
+    rank, demoted = worker.rank, preflight.demoted
     snapshot = get_default_manager().registry.snapshot()
-    worker_facts = {name: report["facts"] for name, report in reports.items()}
-    preflight = _Preflight(worker)
-    demoted: dict[tuple[str, str], str] = {}
     table = standing(worker.vllm_fl_facts, snapshot, worker.device)
     while True:
         plan = plan_for(worker.vllm_fl_facts, demoted, table=table)
         consists = fingerprint(plan, snapshot.owners, snapshot.authors, table=table.digest)
-        contents = {**consists, "workers": worker_facts}
+        contents = {**consists, "workers": preflight.worker_facts}
         verdict = dataclasses.replace(preflight.verdict(plan, contents), table=table)
         unmet = "; ".join(
             filter(
@@ -401,33 +499,14 @@ def _verified_plan(
         if unmet and not verdict.failure:
             verdict = dataclasses.replace(verdict, failure=unmet)
         verdicts = [verdict] if alone else agree(verdict)
-        failures = [f"rank {v.rank}: {v.failure}" for v in verdicts if v.failure]
         common = common_table(verdicts)
-        if not failures and any(v.facts.get("strict") for v in verdicts):
-            failures = [*filter(None, [_fault_of(common)])]
-        if failures:
-            raise VllmFLError(f"vllm-fl ends the start: {'; '.join(failures)}")
-        new = {
-            key: (v.rank, reason)
-            for v in reversed(verdicts)
-            for key, reason in v.faults.items()
-            if key not in demoted
-        }
+        is_strict = any(v.facts.get("strict") for v in verdicts)
+        new = _newly(verdicts, demoted, _fault_of(common) if is_strict else "")
         told = {(v.table.digest, frozenset(v.table.left_out)) for v in verdicts}
         table = common
         if not new and told == {(common.digest, frozenset(common.left_out))}:
             break
-        for (op, impl_id), (at, reason) in new.items():
-            if rank == 0:
-                log.warning(
-                    "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; "
-                    "off on all)",
-                    impl_id,
-                    op,
-                    reason,
-                    at,
-                )
-            demoted[op, impl_id] = f"failed at start on rank {at}: {reason}"
+        _demote(worker, preflight, new)
     worker.vllm_fl_table = table
     if rank == 0:
         if table.reason:
@@ -438,7 +517,54 @@ def _verified_plan(
             log.warning("The ranks differ. %s", line)
     for (op, impl_id), reason in demoted.items():
         plan.record.demote(op, impl_id, reason)
-    return plan, contents, preflight.limits(plan)
+    preflight.live_counts = frozenset[int]().union(*(v.counts for v in verdicts))
+    return plan, contents
+
+
+def _newly(
+    verdicts: list[Verdict], demoted: Mapping[tuple[str, str], str], unusable: str = ""
+) -> dict[tuple[str, str], tuple[int, str]]:
+    """(op, impl id) -> (the rank that found it, why it must not serve), of what still serves.
+
+    Raises:
+        VllmFLError: a rank cannot go on, or what they have in common is `unusable`.
+    """
+    failures = [f"rank {v.rank}: {v.failure}" for v in verdicts if v.failure]
+    if failures or unusable:
+        raise VllmFLError(f"vllm-fl ends the start: {'; '.join(failures) or unusable}")
+    return {
+        key: (v.rank, reason)
+        for v in reversed(verdicts)
+        for key, reason in v.faults.items()
+        if key not in demoted
+    }
+
+
+def _demote(
+    worker: PlannedWorker, preflight: _Preflight, new: dict[tuple[str, str], tuple[int, str]]
+) -> None:
+    """Take out what a rank has found, on this one, too."""
+    for (op, impl_id), (at, reason) in new.items():
+        if worker.rank == 0:
+            log.warning(
+                "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; off on "
+                "all)",
+                impl_id,
+                op,
+                reason,
+                at,
+            )
+        preflight.demoted[op, impl_id] = f"failed at start on rank {at}: {reason}"
+
+
+def _strict_failure(plan: Plan, reasons: Mapping[tuple[str, str], str]) -> str:
+    """Why strict mode ends the start: implementations failed."""
+    if not plan.strict or not reasons:
+        return ""
+    return "strict mode, and " + "; ".join(
+        f"implementation '{impl_id}' failed for op '{op}': {reason}"
+        for (op, impl_id), reason in reasons.items()
+    )
 
 
 def _fault_of(table: Standing) -> str:
@@ -470,14 +596,23 @@ def _table_report(facts: EngineFacts, table: Standing) -> dict[str, Any] | None:
 
 
 class _Preflight:
-    """Runs and compares what a plan may call, each implementation once."""
+    """Runs and compares what a plan may call, each implementation once.
 
-    def __init__(self, worker: PlannedWorker) -> None:
+    It holds what a start has found: `demoted`, (op, impl id) -> why; `live_counts`, the token
+    counts at which all ranks run the loaded model; and `worker_facts`, what plugins have reported.
+    """
+
+    def __init__(
+        self, worker: PlannedWorker, worker_facts: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        self.worker_facts = dict(worker_facts)
+        self.demoted: dict[tuple[str, str], str] = {}
+        self.live_counts: frozenset[int] = frozenset()
         self.facts, self.rank, self.device = worker.vllm_fl_facts, worker.rank, worker.device
         self.how = self.facts.settings.preflight
         self.seed = random.SystemRandom().randrange(1 << 32)
         self.remarks: list[str] = []
-        self._passed: set[tuple[str, str, bool, bool]] = set()
+        self._passed: set[tuple[str, str, bool, bool, bool]] = set()
 
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
@@ -489,25 +624,33 @@ class _Preflight:
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             log.exception("vllm-fl could not verify the plan")
             return Verdict(self.rank, failure=quote(error), facts=contents)
-        failure = ""
-        if plan.strict and reasons:
-            failure = "strict mode, and " + "; ".join(
-                f"implementation '{impl_id}' failed for op '{op}': {reason}"
-                for (op, impl_id), reason in reasons.items()
-            )
-        return Verdict(self.rank, reasons, failure, contents)
+        failure = _strict_failure(plan, reasons)
+        return Verdict(self.rank, reasons, failure, contents, counts=self._live_counts(plan))
+
+    def _live_counts(self, plan: Plan) -> frozenset[int]:
+        """How many tokens this rank wants the loaded model run with: none where it has nothing to
+        compare, and with orders by size also as many as a row is for."""
+        entries = [entry for entry in plan.entries.values() if entry.impls]
+        if self.how != "verify" or not entries:
+            return frozenset()
+        largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
+        counts = {probe.TOKENS, *(n for entry in entries for n, _ in entry.by_row)}
+        return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
     def _faults(self, plan: Plan) -> dict[tuple[str, str], str]:
         """(op, impl id) -> why it must not serve: every candidate that may take over a call."""
         if self.how == "off":
             return {}
-        chosen, compiled, warm, table = [], {}, {}, installed_bindings()
+        chosen, compiled, warm, captured = [], {}, {}, {}
+        table = installed_bindings()
         for op, entry in plan.entries.items():
             for impl in entry.impls:
                 is_traced = plan.mode == "compiled" and _meets_a_compiler(table.get(op))
                 is_compiled = is_traced and impl in entry.firsts
                 counts = self._warm_counts(entry, impl)
-                key = op, impl.impl_id, is_compiled, bool(counts)
+                in_layers = _meets_a_compiler(table.get(op)) and impl in entry.firsts
+                tokens = self._captured_tokens(plan, impl) if in_layers else 0
+                key = op, impl.impl_id, is_compiled, bool(counts), bool(tokens)
                 if key in self._passed:
                     continue
                 self._passed.add(key)
@@ -516,6 +659,8 @@ class _Preflight:
                     compiled[op, impl.impl_id] = plan.as_compiled(op, impl)
                 if counts:
                     warm[op, impl.impl_id] = counts
+                if tokens:
+                    captured[op, impl.impl_id] = tokens
         assert self.facts.dtype is not None  # a worker has a model
         found = find_faults(
             chosen,
@@ -530,6 +675,7 @@ class _Preflight:
             owners=get_default_manager().registry.snapshot().owners,
             specs=plan.contracts,
             warm=warm,
+            captured=captured,
         )
         self.remarks += found.remarks
         return {key: reason for key, (reason, _) in found.faults.items()}
@@ -553,6 +699,16 @@ class _Preflight:
             for n in every
             if below < n <= ceiling
         ]
+
+    def _captured_tokens(self, plan: Plan, impl: OpImpl) -> int:
+        """How many tokens of `impl`, which serves in layers, to capture in a graph; 0 for none.
+
+        A compiler's own code takes the place of what it traces. What operators and functions reach
+        may run between graphs, as caches and prompts do: that it cannot be captured is no fault.
+        """
+        if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
+            return 0
+        return max((n for n in self.facts.captured if n <= probe.TOKENS), default=0)
 
     def limits(self, plan: Plan) -> list[str]:
         """What the start could not look at, one phrase each, and the seed of what it drew."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from vllm.model_executor.layers import activation, rotary_embedding
 from ...contracts import OpSpec
 from ...contracts.binding import LayerPlace
 from ...dispatch import dispatch_method
+from ...dispatch.method import PLAN
+from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.installed import identity
 from ...text import quote
@@ -28,8 +30,12 @@ from ..bindings import installed_bindings, places, stock_form
 from ..compat import FORMER_LAYERS
 from .ir import ir_ops
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 __all__ = [
     "Layer",
+    "bind_anew",
     "foreign_layers",
     "forget_shared_layers",
     "known_layers",
@@ -39,6 +45,9 @@ __all__ = [
 ]
 
 log = get_logger("engine")
+
+DISPATCHED = "_vllm_fl_dispatched"
+"""Where a layer keeps what vLLM called its `dispatch_forward` with."""
 
 FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
 
@@ -209,11 +218,35 @@ def _dispatch_forward(base: type) -> Callable[..., Any]:
     """
 
     def dispatch_forward(self: CustomOp, *args: Any, **kwargs: Any) -> Any:
+        vars(self)[DISPATCHED] = args, kwargs
         for forward in FORWARDS:
             vars(self)[forward] = getattr(self, forward)
         return base.dispatch_forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     return dispatch_forward
+
+
+def bind_anew(model: torch.nn.Module, plan: Plan, vllm_config: VllmConfig) -> None:
+    """Bind the layers of a model that is built to another plan than the one it was built on.
+
+    Args:
+        model: what is built; nothing of it is compiled yet.
+        plan: what its layers run from now on.
+        vllm_config: the engine's, in which the custom ops are those of the plan.
+    """
+    from vllm.config.vllm import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config):
+        layer: Any
+        for layer in model.modules():
+            held = vars(layer)
+            if DISPATCHED not in held:
+                continue
+            held[PLAN] = plan
+            for forward in FORWARDS:
+                held.pop(forward, None)
+            args, kwargs = held[DISPATCHED]
+            held["_forward_method"] = layer.dispatch_forward(*args, **kwargs)
 
 
 def foreign_layers() -> dict[str, str]:

@@ -1,0 +1,342 @@
+"""Implementations beside the oracle on live tensors: the model's own weights, strides and values.
+
+While a forward of the loaded model runs inside `Live.watching`, the guards of its plan hand each
+call to us. The first call of an implementation in each kind of layer, and of each layout, is
+compared with the contract's oracle. Afterwards the guards hold what they held before.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..contracts import ModelSizes, OpSpec, Sample
+from ..logs import get_logger
+from ..plugins import breadcrumb
+from ..plugins.types import OpImpl
+from ..text import quote
+from .guarded import Guarded, in_place
+from .opaque import is_opaque
+from .plan import Plan
+from .verification import dtype_name, misplaced, misuse
+from .wanted import parts, wanted_of, worst, worst_place
+
+__all__ = ["Live"]
+
+log = get_logger("engine")
+
+ROWS = 64
+"""Rows of a call that are compared where each depends on itself alone: the oracle computes in
+float64 on the CPU."""
+
+SECONDS = 10.0
+"""How long calls are compared; what comes later is left out."""
+
+LARGEST = 2**28
+"""Bytes of the memory that a call's arguments lie in: of more no copies are made, and the call is
+not compared. Experts' weights are larger."""
+
+
+class _LeftOut(Exception):
+    """A call is not compared; its text says why."""
+
+
+@dataclass
+class _Before:
+    """What is known of a call before it is made.
+
+    Args:
+        call: the arguments where they lie.
+        consumed: those that it may overwrite.
+        shapes: what the contract's fake returns.
+        rows: the rows that are compared, in ascending order; None for all.
+        sample: the call of these rows, on the CPU.
+    """
+
+    call: Guarded
+    consumed: frozenset[str]
+    shapes: Any
+    rows: torch.Tensor | None
+    sample: Sample
+
+
+@dataclass
+class Live:
+    """What is seen of a plan's implementations while a model runs.
+
+    Args:
+        plan: the plan that the model's layers are bound to.
+        models: the model, and its draft model where it has one, by what their layers' names begin
+            with.
+        device: where they are.
+        faults: (op, impl id) -> why it must not serve.
+        left_out: op -> why some of its calls were not compared.
+        compared: how many calls were compared.
+    """
+
+    plan: Plan
+    models: Mapping[str, torch.nn.Module]
+    device: torch.device
+    faults: dict[tuple[str, str], str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    compared: int = 0
+    _inside: list[str] = field(default_factory=list, init=False)
+    _seen: set[Any] = field(default_factory=set, init=False)
+    _running: bool = field(default=False, init=False)
+    _spent: float = field(default=0.0, init=False)
+    _growth: dict[str, int] = field(default_factory=dict, init=False)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside the block, calls of the plan's implementations are compared."""
+        handles: list[Any] = []
+        try:
+            for prefix, model in self.models.items():
+                for name, module in model.named_modules():
+                    enter = partial(self._enter, prefix + name)
+                    handles.append(module.register_forward_pre_hook(enter))
+                    handles.append(module.register_forward_hook(self._leave, always_call=True))
+            with self.plan.record.replacing(self._instead):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.plan.record.calls.clear()  # of serving, which has not begun
+            self.plan.record.fallbacks.clear()
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._inside.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def _instead(self, impl: OpImpl) -> Callable[..., Any]:
+        """What the guards call in the place of `impl`."""
+        entry = self.plan.entries.get(impl.op_name)
+        planned = {i.impl_id: i for i in entry.impls} if entry else {}
+        own = planned.get(impl.impl_id)
+        if entry is None or own is None:  # vLLM's own form
+            return impl.fn
+        if impl.fn is not own.fn and (is_opaque(own) or entry.by_row):
+            return impl.fn  # an operator: the guard inside of it is one of these, too
+        spec = self.plan.contracts[impl.op_name]
+        return lambda *given: self._call(spec, impl, given)
+
+    def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
+        """One call of `impl`, compared if it is the first of its kind."""
+        key = spec.name, impl.impl_id
+        args = _contract_args(spec, impl, given)
+        if key in self.faults:
+            return _zeros(spec.fake(*args))
+        kind = *key, _kind_of(self._layer), _layout(args)
+        if self._running or kind in self._seen:
+            return impl.fn(*given)
+        self._seen.add(kind)
+        begun = time.monotonic()
+        try:
+            before = self._before(spec, impl, args)
+        except _LeftOut as why:
+            self.left_out.setdefault(spec.name, str(why))
+            return impl.fn(*given)
+        self._spent += time.monotonic() - begun
+        result, problem = self._run(spec, impl, given, before)
+        begun = time.monotonic()
+        if not problem:
+            problem = self._problem(spec, impl, result, before)
+        self._spent += time.monotonic() - begun
+        self.compared += 1
+        if not problem:
+            return result
+        where = f"in layer {self._layer or 'without a name'}, {_described(spec, args)}"
+        self.faults[key] = f"{problem} (on live tensors {where})"
+        # Numbers that are wrong, NaN above all, would hide what is wrong in the layers behind.
+        return _zeros(before.shapes)
+
+    @property
+    def called(self) -> set[str]:
+        """The ops that were called, compared or not."""
+        return {op for op, *_ in self._seen}
+
+    @property
+    def _layer(self) -> str:
+        """The innermost module that is running."""
+        return self._inside[-1] if self._inside else ""
+
+    def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before:
+        if self._spent > SECONDS:
+            raise _LeftOut("the time for it had passed")
+        if spec.check(*args) is not None:
+            raise _LeftOut("a layer's call is not the contract's")
+        call = in_place(dict(zip(spec.parameters, args, strict=True)))
+        if sum(s.memory.numel() * s.memory.element_size() for s in call.storages) > LARGEST:
+            raise _LeftOut("its arguments are too large to be copied")
+        _synchronise(self.device)  # what another stream still writes is not this call's
+        call.remember()
+        rows = None if spec.whole_batch else _rows(spec, args)
+        on_host = tuple(
+            _on_host(arg, rows if name in spec.by_token else None)
+            for name, arg in zip(spec.parameters, args, strict=True)
+        )
+        sample = Sample("live", on_host, self._scale(spec, on_host))
+        consumed = spec.consumed(impl.consumes, args)
+        return _Before(call, consumed, spec.fake(*args), rows, sample)
+
+    def _scale(self, spec: OpSpec, args: Sequence[Any]) -> float:
+        """The magnitude of a call's values, where the contract's errors grow with it."""
+        if spec.name not in self._growth:
+            self._growth[spec.name] = _growth(spec)
+        largest = 1.0
+        for name, arg in zip(spec.parameters, args, strict=True):
+            if name in spec.by_token and isinstance(arg, torch.Tensor) and arg.is_floating_point():
+                largest = max(largest, _largest(arg))
+        return float(largest ** self._growth[spec.name])
+
+    def _run(
+        self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...], before: _Before
+    ) -> tuple[Any, str]:
+        """(its result, what it raised in words)."""
+        what = f"{spec.name}={impl.impl_id} on live tensors in layer {self._layer}"
+        self._running = True
+        try:
+            with breadcrumb.running(f"the verification of {what}"):
+                result = impl.fn(*given)
+                _synchronise(self.device)
+            return result, ""
+        except NotImplementedError:
+            if before.call.disturbance(frozenset()) is not None:
+                return None, "it refuses a call after it has written into its arguments"
+            raise
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin may raise anything, SystemExit included
+            return None, f"it raised {quote(error)}"
+        finally:
+            self._running = False
+
+    def _problem(self, spec: OpSpec, impl: OpImpl, result: Any, before: _Before) -> str:
+        """What is wrong with a call that has returned, or nothing."""
+        problem = misplaced(result, before.shapes, before.call, before.consumed)
+        problem = problem or misuse(before.call, before.consumed, impl, spec)
+        if problem:
+            return f"it is wrong: {problem}"
+        try:
+            wanted = wanted_of(spec, before.sample)
+        except Exception as error:  # a contract that does not know such a call
+            log.debug("%s on live tensors: %s", spec.name, quote(error))
+            self.left_out.setdefault(spec.name, "its contract tells no result of a layer's call")
+            return ""
+        rows = before.rows
+        got = tuple(_on_host(part, rows) for part in parts(result))
+        _, problem = worst(got if isinstance(result, tuple) else got[0], wanted)
+        if not problem:
+            return ""
+        found = worst_place(got, wanted)
+        if found is None:
+            return f"it is wrong: {problem}"
+        (row, *others), mine, exact = found[0] or (0,), *found[1:]
+        at = (row if rows is None else int(rows[row]), *others)
+        return f"it is wrong: {problem}, which is {mine:.6g} instead of {exact:.6g} at {at}"
+
+
+def _contract_args(spec: OpSpec, impl: OpImpl, given: Sequence[Any]) -> tuple[Any, ...]:
+    """The contract's arguments of a call; what a layer provides is read from it."""
+    if not impl.needs_layer:
+        return tuple(given)
+    layer, rest = given[0], iter(given[1:])
+    return tuple(
+        spec.from_layer[name](layer) if name in spec.from_layer else next(rest)
+        for name in spec.parameters
+    )
+
+
+def _rows(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | None:
+    """Some rows of a call, its first and last among them, in ascending order; None for all."""
+    given = zip(spec.parameters, args, strict=True)
+    count = next((len(arg) for n, arg in given if n in spec.by_token and arg is not None), 0)
+    if count <= ROWS:
+        return None
+    drawn = torch.randperm(count - 2, generator=torch.Generator("cpu").manual_seed(count))
+    ends = torch.tensor([0, count - 1])
+    return torch.cat((ends, drawn[: ROWS - 2] + 1)).sort().values
+
+
+def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
+    """These rows of a tensor, copied to the CPU; what is no tensor stays."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    if rows is None:
+        return value.to("cpu", copy=True)
+    if value.element_size() == 1:  # not every device indexes float8
+        return value.view(torch.uint8)[rows.to(value.device)].view(value.dtype).to("cpu")
+    return value[rows.to(value.device)].to("cpu")
+
+
+def _growth(spec: OpSpec) -> int:
+    """With which power of the values' magnitude errors grow, as the contract's samples of large
+    ones say. Those of norms do not, and with a scale an activation's one large feature would hide
+    what is wrong in the others; those of products may grow with the square."""
+    small = ModelSizes(64, 64, heads=2, kv_heads=1, head_size=64, rotary=64)
+    dtype = getattr(torch, spec.dtypes[-1])
+    try:
+        samples = [*spec.served(small, dtype, torch.device("cpu"), True)]
+    except Exception as error:  # a contract that is not for such sizes
+        log.debug("%s tells nothing of large values: %s", spec.name, quote(error))
+        samples = []
+    if not samples:
+        return 1
+    scale = max(sample.scale for sample in samples)
+    tensors = [
+        arg
+        for sample in samples
+        for name, arg in zip(spec.parameters, sample.args, strict=True)
+        if name in spec.by_token and isinstance(arg, torch.Tensor) and arg.is_floating_point()
+    ]
+    largest = max(map(_largest, tensors), default=1.0)
+    return 0 if scale <= 1.0 else 2 if scale > 10 * largest else 1
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest magnitude of finite numbers."""
+    finite = values.double().abs().nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _kind_of(layer: str) -> str:
+    """Layers of one kind differ in their numbers: `model.layers.*.mlp`."""
+    return re.sub(r"\d+", "*", layer)
+
+
+def _layout(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(a.shape), a.stride(), a.dtype) if isinstance(a, torch.Tensor) else repr(a)
+        for a in args
+    )
+
+
+def _described(spec: OpSpec, args: Sequence[Any]) -> str:
+    """The tensors of a call: `x (256, 512) bfloat16, weight (512,) bfloat16`."""
+    return ", ".join(
+        f"{name} {tuple(arg.shape)} {dtype_name(arg.dtype)}"
+        for name, arg in zip(spec.parameters, args, strict=True)
+        if isinstance(arg, torch.Tensor)
+    )
+
+
+def _zeros(shapes: Any) -> Any:
+    """Results of these shapes that no layer behind stumbles over."""
+    if isinstance(shapes, tuple):
+        return tuple(_zeros(part) for part in shapes)
+    return None if shapes is None else torch.zeros_like(shapes)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()

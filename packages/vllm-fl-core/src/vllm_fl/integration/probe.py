@@ -1,0 +1,155 @@
+"""One forward of our own over the loaded model, uncompiled: random tokens at varied positions.
+
+It is vLLM's dummy run with other inputs. vLLM's own gives every token the id 0 and the position 0,
+and runs no attention, whose result is then 0 or whatever the memory held.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import forward_context
+from vllm.config.vllm import set_current_vllm_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["TOKENS", "forward"]
+
+TOKENS = 256
+"""Tokens of the largest forward. What is compared are some rows of each call."""
+
+SEED = 20261122
+"""All ranks of an engine must be given the same tokens."""
+
+
+def forward(runner: Any, model: torch.nn.Module, vllm_config: VllmConfig, tokens: int) -> str:
+    """Run the loaded model once, eagerly, without attention and without a cache.
+
+    Args:
+        runner: vLLM's model runner, the newer or the older one.
+        model: what it runs.
+        vllm_config: the engine's.
+        tokens: how many; not more than the engine's largest batch.
+
+    Returns:
+        Why there was no forward, or nothing.
+    """
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    run = getattr(runner, "_dummy_run", None)
+    if run is None:
+        return "the model runner has no dummy run"
+    options = {"is_profile": True, "skip_eplb": True}
+    if "skip_attn" in inspect.signature(run).parameters:
+        options["skip_attn"] = True
+    inputs = _Inputs(model, vllm_config)
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(set_current_vllm_config(vllm_config))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_uncompiled())
+        stack.enter_context(inputs.given())
+        for module in model.modules():
+            if isinstance(module, AttentionLayerBase):
+                hook = module.register_forward_hook(inputs.attended)
+                stack.callback(hook.remove)
+        run(tokens, **options)
+    return "" if inputs.seen else "vLLM ran no forward"
+
+
+class _Inputs:
+    """What the model is given in the place of zeros."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig) -> None:
+        config = vllm_config.model_config
+        self.model, self.seen = model, False
+        self.vocabulary, self.length = config.get_vocab_size(), config.max_model_len
+        self._generator = torch.Generator("cpu").manual_seed(SEED)
+        self._noise: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Inside the block, whoever runs the model gives it these."""
+        own: Callable[..., Any] = self.model.forward
+        held = vars(self.model)
+        before = held.get("forward")
+
+        def forward(*args: Any, **named: Any) -> Any:
+            self.seen = True
+            return own(*args, **self._varied(named))
+
+        held["forward"] = forward
+        try:
+            yield
+        finally:
+            del held["forward"]
+            if before is not None:
+                held["forward"] = before
+
+    def _varied(self, named: dict[str, Any]) -> dict[str, Any]:
+        """The model's arguments, which vLLM passes by name."""
+        varied = dict(named)
+        ids, embeds, positions = (
+            named.get(name) for name in ("input_ids", "inputs_embeds", "positions")
+        )
+        if ids is not None:
+            varied["input_ids"] = self._integers(self.vocabulary, ids)
+        if embeds is not None:
+            varied["inputs_embeds"] = self._embedded(embeds)
+        if positions is not None:
+            varied["positions"] = self._integers(self.length, positions)
+        between = named.get("intermediate_tensors")
+        if between is not None:  # of the pipeline's rank before
+            tensors = {name: self._normal(tensor) for name, tensor in between.tensors.items()}
+            varied["intermediate_tensors"] = type(between)(tensors)
+        return varied
+
+    def _embedded(self, like: torch.Tensor) -> torch.Tensor:
+        """Embeddings of random tokens, where the model makes them beforehand."""
+        embed = getattr(self.model, "embed_input_ids", None)
+        if embed is None:
+            return self._normal(like)
+        ids = torch.randint(self.vocabulary, like.shape[:1], generator=self._generator)
+        embedded: torch.Tensor = embed(ids.to(like.device))
+        return embedded.to(like) if embedded.shape == like.shape else self._normal(like)
+
+    def _integers(self, end: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.randint(end, like.shape, generator=self._generator).to(like)
+
+    def _normal(self, like: torch.Tensor) -> torch.Tensor:
+        """Normal numbers; those of one shape are the same in all layers."""
+        shape = tuple(like.shape)
+        if shape not in self._noise:
+            drawn = torch.randn(shape, generator=self._generator, dtype=torch.float32)
+            self._noise[shape] = drawn.to(like.device, like.dtype)
+        return self._noise[shape].to(like).clone()
+
+    def attended(self, _: torch.nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        """Stands for a layer's attention, which does not run: noise as large as its last input."""
+        given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point() or not given:
+            return None
+        size = given[-1].float().std().nan_to_num(1.0, 1.0, 1.0)
+        return self._normal(result) * size.to(result)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Inside the block, vLLM's models run their own code instead of what was made of it."""
+    make = forward_context.create_forward_context
+
+    def uncompiled(*args: Any, **named: Any) -> Any:
+        context = make(*args, **named)
+        context.skip_compiled = True
+        return context
+
+    forward_context.create_forward_context = uncompiled
+    try:
+        yield
+    finally:
+        forward_context.create_forward_context = make

@@ -1,0 +1,225 @@
+"""Implementations beside the oracle on a model's own tensors: what is seen, and what is left."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import managing, planning, refusing, silu
+from torch import nn
+from torch.nn import functional as F
+
+from vllm_fl.engine import live as module
+from vllm_fl.engine.live import Live
+from vllm_fl.engine.plan import Plan
+from vllm_fl.plugins.types import OpImpl
+
+CPU = torch.device("cpu")
+Kernel = Callable[[torch.Tensor], torch.Tensor]
+
+
+def right(x: torch.Tensor) -> torch.Tensor:
+    d = x.shape[-1] // 2
+    return F.silu(x[..., :d]) * x[..., d:]
+
+
+class Act(nn.Module):
+    """A layer as vLLM's: it binds when it is built."""
+
+    def __init__(self, plan: Plan, op: str = "silu_and_mul") -> None:
+        super().__init__()
+        self.bound = plan.bind(op, self, frozenset())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bound(x)
+
+
+class Model(nn.Module):
+    """Layers one behind the other, each with a wide input made of the one before."""
+
+    def __init__(self, plan: Plan, layers: int = 3, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.layers = nn.ModuleList(nn.ModuleDict({"act": Act(plan)}) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer["act"](torch.cat((x, x.flip(-1)), -1) * self.scale)
+        return x
+
+
+def plan_of(*impls: OpImpl, mode: Any = "eager", **policy: Any) -> Plan:
+    return planning(managing(*impls, **policy), mode)
+
+
+def acme(fn: Kernel, **fields: Any) -> OpImpl:
+    # Written out: a kernel's parameter has the contract's name.
+    return silu("vendor.acme", fn=fn, **fields)
+
+
+def seen(plan: Plan, x: torch.Tensor | None = None, **fields: Any) -> Live:
+    model = Model(plan, **fields)
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        model(torch.randn(100, 16, dtype=torch.bfloat16) if x is None else x)
+    return live
+
+
+def test_a_right_implementation_is_compared_once_for_each_kind_of_layer() -> None:
+    calls = []
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return right(x)
+
+    live = seen(plan_of(acme(silu_and_mul)))
+    assert not live.faults and not live.left_out
+    assert live.compared == 1, "three layers are of one kind"
+    assert calls == [100, 100, 100], "no call is made twice"
+
+
+def test_a_fault_names_the_layer_the_shape_and_the_worst_element() -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x)
+        found[99, 3] += 5.0
+        return found
+
+    (why,) = seen(plan_of(acme(silu_and_mul))).faults.values()
+    assert "in layer layers.0.act, x (100, 32) bfloat16" in why
+    assert "1 of 1024 elements are off" in why, "of 64 rows"
+    assert why.count("at (99, 3)") == 1 and "instead of" in why
+
+
+def test_a_fault_that_only_a_later_layer_brings_is_found() -> None:
+    """The layouts of all layers are alike: they are of two kinds by their names."""
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        return right(x) if x.abs().max() < 100 else right(x) * 1.5
+
+    plan = plan_of(acme(silu_and_mul))
+    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
+    live = Live(plan, {"": model}, CPU)
+    x = torch.randn(8, 32)
+    with live.watching():
+        model["early"](x)
+        model["late"](x * 1000)
+    (why,) = live.faults.values()
+    assert "in layer late" in why
+
+
+def test_large_right_values_are_no_fault() -> None:
+    for scale in (1e-3, 30.0):
+        live = seen(plan_of(acme(lambda x: right(x))), scale=scale)
+        assert not live.faults and live.compared == 1
+
+
+@pytest.mark.parametrize("stray", ["argument", "beside"])
+def test_what_a_call_writes_over_live_memory_is_a_fault(stray: str) -> None:
+    buffer = torch.randn(8, 40)
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x)
+        if stray == "argument":
+            x[0, 0] = 7.0
+        else:
+            x.as_strided((1,), (1,), 36).fill_(7.0)
+        return found
+
+    plan = plan_of(acme(silu_and_mul))
+    model = Act(plan)
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        model(buffer[:, :32])
+    (why,) = live.faults.values()
+    assert ("overwrote 'x'" if stray == "argument" else "beside its arguments") in why
+
+
+def test_what_raises_is_a_fault_and_the_forward_goes_on() -> None:
+    """The other ranks wait for it in the next layer."""
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(3)
+
+    plan = plan_of(acme(silu_and_mul))
+    model = Model(plan)
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        assert model(torch.randn(4, 16)).shape == (4, 16)
+    (why,) = live.faults.values()
+    assert why.startswith("it raised SystemExit")
+
+
+def test_the_later_choice_that_takes_a_refused_call_is_compared() -> None:
+    later = acme(lambda x: right(x) + 1)
+    live = seen(plan_of(refusing("default.flagos", "not today"), later))
+    assert [*live.faults] == [("silu_and_mul", "vendor.acme")]
+
+
+@pytest.mark.parametrize("traceable", [False, True])
+def test_what_a_compiler_will_get_is_compared_uncompiled(traceable: bool) -> None:
+    plan = plan_of(acme(lambda x: right(x) * 2, traceable=traceable), mode="compiled")
+    assert seen(plan).faults, "in its operator, or as it will be traced"
+    good = plan_of(acme(lambda x: right(x), traceable=traceable), mode="compiled")
+    assert seen(good).compared == 1
+
+
+def test_nothing_is_left_on_the_path() -> None:
+    plan = plan_of(acme(lambda x: right(x)))
+    model = Model(plan)
+    guards = {id(act.bound): act.bound for act in (layer["act"] for layer in model.layers)}
+    before = [dict(guard.__globals__) for guard in guards.values()]
+    live = Live(plan, {"": model}, CPU)
+    with pytest.raises(ZeroDivisionError), live.watching():
+        model(torch.randn(4, 16))
+        assert guards[id(model.layers[0]["act"].bound)].__globals__["_fn"] is not before[0]["_fn"]
+        raise ZeroDivisionError
+    assert [dict(guard.__globals__) for guard in guards.values()] == before
+    for part in model.modules():
+        assert not part._forward_hooks and not part._forward_pre_hooks
+    assert not plan.calls and not plan.fallbacks
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_no_tensor_of_the_forward_is_kept(wrong: bool) -> None:
+    """vLLM sizes its KV cache by what is free afterwards."""
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x) + wrong
+        tensors.extend((weakref.ref(x), weakref.ref(found)))
+        return found
+
+    live = seen(plan_of(acme(silu_and_mul)))
+    gc.collect()
+    assert live.compared == 1 and bool(live.faults) is wrong
+    assert tensors and not [ref for ref in tensors if ref() is not None]
+
+
+def test_a_draft_models_layer_is_told_from_the_models() -> None:
+    plan = plan_of(acme(lambda x: right(x) if len(x) != 6 else right(x) + 1.0))
+    model, draft = Model(plan), Model(plan, layers=1)
+    live = Live(plan, {"": model, "(draft model) ": draft}, CPU)
+    with live.watching():
+        model(torch.randn(8, 16))
+        draft(torch.randn(6, 16))
+    (why,) = live.faults.values()
+    assert "in layer (draft model) layers.0.act, x (6, 32)" in why
+
+
+def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST", 10)
+    live = seen(plan_of(acme(lambda x: right(x) * 2)))
+    assert not live.faults and live.compared == 0
+    assert live.left_out == {"silu_and_mul": "its arguments are too large to be copied"}
+
+
+def test_norms_are_held_to_their_tolerance_beside_one_large_feature() -> None:
+    """A scale taken from the largest value would hide the others."""
+    from vllm_fl.contracts import contracts
+
+    powers = {"rms_norm": 0, "rotary_embedding": 1, "gelu_and_mul_sparse": 2, "silu_and_mul": 1}
+    assert {op: module._growth(contracts()[op]) for op in powers} == powers

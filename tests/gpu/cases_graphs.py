@@ -1,0 +1,140 @@
+"""Implementations in captured graphs, as an engine's start looks at them, and some wrong ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+__all__ = ["cases"]
+
+TOKENS = 256
+"""Of a captured batch."""
+
+ALWAYS = ("rms_norm", "rotary_embedding", "silu_and_mul")
+"""Ops of which every backend's implementation must have been captured."""
+
+
+def cases(folder: Path) -> Iterator[tuple[str, str]]:
+    """(implementation, what is wrong or empty); then each wrong kernel, and what it leaves."""
+    import torch
+
+    import vllm_fl_cuda.plugin
+    import vllm_fl_flaggems.plugin
+    import vllm_fl_reference.plugin
+    from vllm_fl.contracts import ModelSizes
+    from vllm_fl.contracts.binding import IrPlace, LayerPlace
+    from vllm_fl.contracts.sizes import typical_sizes
+    from vllm_fl.engine.preflight import find_faults, graphs
+    from vllm_fl.integration.bindings import bindings
+
+    device = torch.device("cuda")
+    torch.zeros(1, device=device)  # the device exists, as it does in a worker
+    yield from wrong_ones()
+    more = typical_sizes(bindings().values()).more
+    served = ModelSizes(4096, 12288, 32, 8, 128, 128, tokens=(1, 16384), more=more)
+    served = replace(served, max_position=40960)
+    plugins = (vllm_fl_cuda.plugin, vllm_fl_flaggems.plugin, vllm_fl_reference.plugin)
+    for impl in (impl for plugin in plugins for impl in plugin.register_ops()):
+        binding = bindings().get(impl.op_name)
+        in_layers = binding and any(isinstance(p, LayerPlace | IrPlace) for p in binding.places)
+        if not in_layers or impl.availability() is not True:
+            continue
+        took: list[float] = []
+        key = impl.op_name, impl.impl_id
+        with patch.object(graphs, "captured", timed(graphs.captured, took)):
+            found = find_faults(
+                [impl], torch.bfloat16, device, served, seed=0, captured={key: TOKENS}
+            )
+        problem = "; ".join(why for why, _ in found.faults.values())
+        if impl.op_name in ALWAYS and not took:
+            problem = problem or "it was not captured"
+        case = f"{impl.op_name} {impl.impl_id}: {len(took)} forms captured and replayed twice"
+        yield f"{case} in {sum(took):.3f} s", problem
+
+
+def timed(captured: Callable[..., Any], took: list[float]) -> Callable[..., Any]:
+    """`captured`, with the seconds of each capture and of its replays added to `took`."""
+
+    def timing(*given: Any) -> Any:
+        begun = time.perf_counter()
+        replay, result = captured(*given)
+        took.append(time.perf_counter() - begun)
+
+        def replaying() -> None:
+            begun = time.perf_counter()
+            replay()
+            took[-1] += time.perf_counter() - begun
+
+        return replaying, result
+
+    return timing
+
+
+def wrong_ones() -> Iterator[tuple[str, str]]:
+    """Kernels that are right but in a graph: each is found, and the device can be used after it."""
+    import torch
+    from torch import Tensor
+    from torch.nn import functional as F
+
+    from vllm_fl import BackendImplKind, OpImpl
+    from vllm_fl.contracts import ModelSizes
+    from vllm_fl.engine.preflight import find_faults
+
+    kept: list[Tensor] = []
+
+    def right(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def keeps(x: Tensor) -> Tensor:
+        """A graph of it holds what an earlier call computed."""
+        if torch.cuda.is_current_stream_capturing():
+            return kept[0].clone()
+        kept[:] = [right(x)]
+        return kept[0].clone()
+
+    def reads(x: Tensor) -> Tensor:
+        """It waits for the device, which a capture does not allow."""
+        top = float(x.abs().nan_to_num(nan=float("inf")).max()) if x.numel() else 0.0
+        return right(x.clamp(-top, top))
+
+    def raises(x: Tensor) -> Tensor:
+        """It fails before it has called anything."""
+        if torch.cuda.is_current_stream_capturing():
+            raise ZeroDivisionError("only in a graph")
+        return right(x)
+
+    expected = {
+        keeps: "it is wrong when a graph is replayed",
+        reads: "it cannot be captured in a graph: ",
+        raises: "it cannot be captured in a graph: ZeroDivisionError",
+    }
+    device, key = torch.device("cuda"), ("silu_and_mul", "vendor.acme")
+    sizes = ModelSizes(4096, 12288, 32, 8, 128, 128, tokens=(1, 512))
+    for fn, said in expected.items():
+        impl = OpImpl(*key, BackendImplKind.VENDOR, fn, "acme")
+        stream = torch.cuda.current_stream()
+        options: dict[str, Any] = {"seed": 0, "captured": {key: TOKENS}}
+        found = find_faults([impl], torch.bfloat16, device, sizes, **options).faults
+        why = found.get(key, ("not found",))[0]
+        yield f"{fn.__name__}: {why[:150]}", "" if why.startswith(said) else why
+        problem = "" if torch.cuda.current_stream() == stream else "another stream is current"
+        try:
+            torch.rand(8, device=device)
+            torch.cuda.empty_cache()
+            again = find_faults(
+                [OpImpl(*key, BackendImplKind.VENDOR, right, "acme")],
+                torch.bfloat16,
+                device,
+                sizes,
+                **options,
+            ).faults
+        except Exception as error:
+            yield f"after {fn.__name__}", f"{type(error).__name__}: {error}"
+            continue
+        problem = problem or "; ".join(why for why, _ in again.values())
+        yield f"after {fn.__name__} the next one is captured", problem
