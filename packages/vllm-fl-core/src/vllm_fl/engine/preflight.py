@@ -43,7 +43,16 @@ if TYPE_CHECKING:
     from ..plugins.registry import Owner
     from ..plugins.types import OpImpl
 
-__all__ = ["Findings", "Form", "Trials", "find_faults", "repeated", "token_counts"]
+__all__ = [
+    "Findings",
+    "Form",
+    "Trials",
+    "dtypes_of",
+    "find_faults",
+    "release",
+    "repeated",
+    "token_counts",
+]
 
 log = get_logger("engine")
 
@@ -147,7 +156,7 @@ def find_faults(
             key = impl.op_name, impl.impl_id
             spec = (specs or contracts())[impl.op_name]
             if impl.op_name not in trials:
-                kinds = _dtypes(spec, dtype)
+                kinds = dtypes_of(spec, dtype)
                 trials[impl.op_name] = [Trials(spec, k, device, sizes, seed) for k in kinds]
             if not trials[impl.op_name]:
                 known = ", ".join(spec.dtypes)
@@ -180,7 +189,7 @@ def find_faults(
     if compiled:
         torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
     trials.clear()
-    _release(device)
+    release(device)
     if compiling.traced_only:
         findings.remarks.append(f"traced, not lowered: {', '.join(sorted(compiling.traced_only))}")
     if compiling.left_out:
@@ -200,7 +209,7 @@ def _whose(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) if len(names) < 3 else f"{len(names)} implementations"
 
 
-def _dtypes(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
+def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
     """In which an op is run for a model of `dtype`: that, or every one of an op of integers alone.
 
     None where the op has other floating dtypes only: the model's calls are none of its contract.
@@ -673,7 +682,7 @@ def _kept(result: Any, laid: Guarded) -> Any:
     return result
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
     """Leave nothing allocated: vLLM sizes its KV cache by what is free afterwards."""
     gc.collect()
     if device.type != "cpu":

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ..contracts.binding import Binding, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
+from ..engine.determinism import find_variant
 from ..engine.digest import code_facts, digest, fingerprint
 from ..engine.facts import EngineFacts
 from ..engine.opaque import is_opaque
 from ..engine.plan import Plan, PlanEntry, leave_place, take_place
 from ..engine.preflight import find_faults
-from ..engine.tables import Standing, standing
+from ..engine.tables import Standing, standing, under
 from ..engine.warmup import warm_counts
 from ..errors import VllmFLError
 from ..logs import get_logger
@@ -113,7 +114,8 @@ class PlannedWorker:
             took = f"{how[facts.settings.preflight]} {time.monotonic() - start:.1f} s"
             refused = attention.refusals(facts) | whole_layers.refusals(facts)
             said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
-            remarks = [*_of_table(facts, self.vllm_fl_table), *limits, *said]
+            remarks = [*_of_table(facts, self.vllm_fl_table), *_of_invariance(self, plan)]
+            remarks += [*limits, *said]
             _warn_of_foreign_layers(plan)
             log.info("%s", plan.line(took, f"digest {self.vllm_fl_digest}", *remarks))
             _say_what_is_taken_whole(plan)
@@ -311,7 +313,12 @@ def _start_plugins(worker: PlannedWorker) -> dict[str, dict[str, Any]]:
     """Run the plugins' `worker_start` hooks; distribution -> its lines and facts."""
     facts, startup = worker.vllm_fl_facts, get_default_manager().startup
     context = WorkerContext(
-        facts.settings, worker.device, facts.dtype, worker.rank, worker.vllm_config
+        facts.settings,
+        worker.device,
+        facts.dtype,
+        worker.rank,
+        worker.vllm_config,
+        facts.wants_invariance,
     )
     found = start_in_worker(startup.plugins if startup else (), context)
     return {
@@ -342,10 +349,14 @@ def _verified_plan(
     worker_facts = {name: report["facts"] for name, report in reports.items()}
     preflight = _Preflight(worker)
     demoted: dict[tuple[str, str], str] = {}
+    rejected: dict[tuple[str, str], str] = {}
+    required = "batch_invariant" if worker.vllm_fl_facts.wants_invariance else ""
     table = standing(worker.vllm_fl_facts, snapshot, worker.device)
     while True:
-        plan = plan_for(worker.vllm_fl_facts, demoted, table=table)
-        consists = fingerprint(plan, snapshot.owners, snapshot.authors, table=table.digest)
+        plan = plan_for(worker.vllm_fl_facts, {**rejected, **demoted}, table=table)
+        consists = fingerprint(
+            plan, snapshot.owners, snapshot.authors, table=table.digest, required=required
+        )
         contents = {**consists, "workers": worker_facts}
         verdict = dataclasses.replace(preflight.verdict(plan, contents), table=table)
         unmet = "; ".join(
@@ -372,9 +383,15 @@ def _verified_plan(
             for key, reason in v.faults.items()
             if key not in demoted
         }
+        barred = {
+            key: (v.rank, reason)
+            for v in reversed(verdicts)
+            for key, reason in v.rejections.items()
+            if key not in rejected
+        }
         told = {(v.table.digest, frozenset(v.table.left_out)) for v in verdicts}
         table = common
-        if not new and told == {(common.digest, frozenset(common.left_out))}:
+        if not new and not barred and told == {(common.digest, frozenset(common.left_out))}:
             break
         for (op, impl_id), (at, reason) in new.items():
             if rank == 0:
@@ -387,6 +404,17 @@ def _verified_plan(
                     at,
                 )
             demoted[op, impl_id] = f"failed at start on rank {at}: {reason}"
+        for (op, impl_id), (at, reason) in barred.items():
+            if rank == 0:
+                log.warning(
+                    "Implementation '%s' is rejected for op '%s': %s (measured at start, on rank "
+                    "%d; off on all)",
+                    impl_id,
+                    op,
+                    reason,
+                    at,
+                )
+            rejected[op, impl_id] = reason
     worker.vllm_fl_table = table
     if rank == 0:
         if table.reason:
@@ -413,6 +441,21 @@ def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
     if pinned is None:
         return []
     return [pinned.label if table.digest else f"without the table {pinned.file}"]
+
+
+def _of_invariance(worker: PlannedWorker, plan: Plan) -> list[str]:
+    """What the start line says where only batch-invariant implementations may serve."""
+    facts = worker.vllm_fl_facts
+    if not facts.wants_invariance:
+        return []
+    told = [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
+    settings, manager = under(facts, worker.vllm_fl_table).settings, get_default_manager()
+    by_size = [
+        op for op in plan.entries if manager.ceilings(op, mode=facts.mode, settings=settings)
+    ]
+    if by_size:
+        told.append(f"one order for all sizes, so that rows have no effect: {', '.join(by_size)}")
+    return told
 
 
 def _table_report(facts: EngineFacts, table: Standing) -> dict[str, Any] | None:
@@ -442,7 +485,8 @@ class _Preflight:
         """This rank's verdict. It never raises: the other ranks wait for it."""
         try:
             reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
-            reasons |= self._faults(plan)
+            found, rejections = self._found(plan)
+            reasons |= found
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included
@@ -454,12 +498,14 @@ class _Preflight:
                 f"implementation '{impl_id}' failed for op '{op}': {reason}"
                 for (op, impl_id), reason in reasons.items()
             )
-        return Verdict(self.rank, reasons, failure, contents)
+        return Verdict(self.rank, reasons, failure, contents, rejections=rejections)
 
-    def _faults(self, plan: Plan) -> dict[tuple[str, str], str]:
-        """(op, impl id) -> why it must not serve: every candidate that may take over a call."""
+    def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], str]]:
+        """(op, impl id) -> why it must not serve, of every candidate that may take over a call:
+        its faults; and of those without, what keeps them out where only batch-invariant ones may
+        serve."""
         if self.how == "off":
-            return {}
+            return {}, {}
         chosen, compiled, warm, table = [], {}, {}, installed_bindings()
         for op, entry in plan.entries.items():
             for impl in entry.impls:
@@ -491,7 +537,20 @@ class _Preflight:
             warm=warm,
         )
         self.remarks += found.remarks
-        return {key: reason for key, (reason, _) in found.faults.items()}
+        asks = self.facts.wants_invariance
+        variant = find_variant(
+            [i for i in chosen if asks and (i.op_name, i.impl_id) not in found.faults],
+            self.facts.dtype,
+            self.device,
+            self.facts.sizes,
+            backend=self.facts.lowering(self.device),
+            compiled=compiled,
+            layer_for=layer_for,
+            seed=self.seed,
+            specs=plan.contracts,
+        )
+        faults = {key: reason for key, (reason, _) in found.faults.items()}
+        return faults, {key: f"{asks}, and it is {why}" for key, why in variant.items()}
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
         """The token counts at which `impl` must have run before it serves: none for a later choice.
