@@ -29,9 +29,11 @@ Which implementation of which operator was right, on which device, in which dtyp
 in [plugins.md](plugins.md#tell-users-what-is-supported).
 
 A cell says how many samples of the contract were taken; the worst error as a share of the
-contract's tolerance, of which 1 is the limit; and the median time of one call of Qwen3-0.6B's
-sizes, from Python until the device is done. A sample that is not taken is refused with a reason,
-and another implementation takes the call. Times of different runs do not compare.
+contract's tolerance, of which 1 is the limit; whether a row gives the same bits in any batch, in
+the runs that have measured it (an engine can require it: `VLLM_FL_REQUIRE=batch_invariant`); and
+the median time of one call of Qwen3-0.6B's sizes, from Python until the device is done. A sample
+that is not taken is refused with a reason, and another implementation takes the call. Times of
+different runs do not compare.
 
 Each section is one run, on the day and with the versions that it names. An operator or an
 implementation that came later is missing there until the run is made again.
@@ -97,6 +99,11 @@ def _cell(result: Mapping[str, Any]) -> str:
     if not samples["ok"]:
         return "refused"
     parts = [f"{samples['ok']} of {total}", f"{result['worst']:.2f}"]
+    same = result.get("determinism") or {}  # runs of before know nothing of it
+    if same.get("runs") is False:
+        parts.append("other bits in each run")
+    elif same.get("batches") is not None:
+        parts.append("any batch" if same["batches"] else "bits differ by batch")
     if result["call"] is not None:
         parts.append(f"{result['call']['microseconds']:.0f} µs")
     return ", ".join(parts)

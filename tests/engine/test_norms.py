@@ -202,7 +202,6 @@ LISTS: list[tuple[dict[str, str], dict[str, Any], list[str], str]] = [
     ({}, {"custom_ops": ["all", "-gemma_rms_norm"]}, ["GemmaRMSNorm"], ""),
     ({}, {"custom_ops": ["none", "+rms_norm"]}, ["GemmaRMSNorm"], ""),
     ({}, {"custom_ops": ["none"]}, [], "custom_ops has none"),
-    ({"VLLM_BATCH_INVARIANT": "1"}, {}, [], "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"),
 ]
 """Variables, `compilation_config`, the norms then kept, and why all are (or nothing)."""
 

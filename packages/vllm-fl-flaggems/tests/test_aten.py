@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import types
 from collections.abc import Iterator
@@ -67,6 +68,20 @@ def test_a_whitelist_of_contracts_alone_touches_nothing(
     monkeypatch.setattr(aten, "problem", lambda: pytest.fail("FlagGems was imported"))
     names = "silu_and_mul,gelu_and_mul,rms_norm,rotary_embedding,attention_backend"
     assert aten.start(context(tmp_path, VLLM_FL_FLAGOS_WHITELIST=names)) is None
+
+
+def test_nothing_is_replaced_where_only_what_is_measured_may_serve(
+    gems: Gems, tmp_path: Path
+) -> None:
+    """vLLM's batch-invariant mode has overridden operators itself: FlagGems would undo that."""
+    asking = dataclasses.replace(context(tmp_path), wants_invariance="VLLM_BATCH_INVARIANT=1")
+    report = aten.start(asking)
+    assert report is not None and report.facts == {"aten": []}
+    assert "VLLM_BATCH_INVARIANT=1, and nothing measures them" in report.lines[0]
+    assert gems.calls == [] and not (tmp_path / "list.txt").exists()
+    aten.start(context(tmp_path))
+    with pytest.raises(RuntimeError, match="a process of its own"):
+        aten.start(asking)
 
 
 def test_a_blacklist_is_left_out(gems: Gems, tmp_path: Path) -> None:

@@ -45,6 +45,17 @@ def register_ops():
         made("careless", silu_and_mul, supports=lambda x: x.no_such_attribute),
     ]
 """
+OTHER_BITS = """
+def by_batch(x):
+    return silu_and_mul(x) * (1 + 2e-7 * (x.shape[0] > 100))
+
+@hookimpl
+def register_ops():
+    return [
+        OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
+        for name, fn in (("acme", silu_and_mul), ("bybatch", by_batch))
+    ]
+"""
 INTERRUPTED = """
 def stop(x):
     raise KeyboardInterrupt
@@ -110,6 +121,21 @@ def test_a_sound_one_in_every_dtype(fl: Command, plugin: Plugin) -> None:
         assert result["call"]["microseconds"] > 0
         assert result["call"]["sample"].startswith("256 x")
     assert answer["environment"]["emulated"] is None
+
+
+def test_a_right_one_whose_bits_differ_by_batch_is_named_and_is_no_fault(
+    fl: Command, plugin: Plugin
+) -> None:
+    plugin(OTHER_BITS)
+    done = fl("verify", *QUICK, "--no-times", "--json")
+    assert done.status == 0
+    found = by_impl(done.json())
+    assert found["vendor.acme"]["determinism"] == {"runs": True, "batches": True, "reason": ""}
+    other = found["vendor.bybatch"]["determinism"]
+    assert (other["runs"], other["batches"]) == (True, False)
+    printed = fl("verify", *QUICK, "--no-times").out
+    assert f"silu_and_mul vendor.bybatch: other bits: {other['reason']} (float32)" in printed
+    assert "runs, batches" in printed
 
 
 def test_what_stood_in_for_hardware_is_said_and_not_timed(fl: Command, plugin: Plugin) -> None:

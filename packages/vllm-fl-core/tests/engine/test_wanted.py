@@ -26,7 +26,7 @@ from vllm_fl.contracts import (
 )
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded, in_place
-from vllm_fl.engine.preflight import Form, _dtypes
+from vllm_fl.engine.preflight import Form, dtypes_of
 from vllm_fl.engine.wanted import promised, wanted_of, worst, worst_place
 
 CPU = torch.device("cpu")
@@ -390,10 +390,10 @@ def test_results_without_a_row_per_token_must_be_declared() -> None:
 
 def test_the_dtypes_of_a_start() -> None:
     silu = contracts()["silu_and_mul"]
-    assert _dtypes(silu, torch.bfloat16) == [torch.bfloat16]
-    assert _dtypes(silu, torch.float64) == []
+    assert dtypes_of(silu, torch.bfloat16) == [torch.bfloat16]
+    assert dtypes_of(silu, torch.float64) == []
     ids = replace(silu, dtypes=("int32", "int64"), outputs=(Exact(),))
-    assert _dtypes(ids, torch.bfloat16) == [torch.int32, torch.int64]
+    assert dtypes_of(ids, torch.bfloat16) == [torch.int32, torch.int64]
 
 
 @pytest.mark.parametrize(

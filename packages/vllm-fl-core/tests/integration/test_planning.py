@@ -28,7 +28,14 @@ from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.errors import SettingsError
 from vllm_fl.integration import planning
 from vllm_fl.integration.compat import hide_our_variables
-from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
+from vllm_fl.integration.planning import (
+    Carried,
+    apply,
+    facts_of,
+    note_user_priority,
+    plan_for,
+    refuse_batch_invariance,
+)
 from vllm_fl.integration.seams import ir as ir_seam
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -234,6 +241,32 @@ def test_what_the_user_told_vllm_is_the_reason(fields: Any, op: str, why: str) -
     config = engine_config(**fields)
     note_user_priority(config)
     assert plan_for(facts_of(config)).entries[op].note.startswith(why)
+
+
+def test_vllms_batch_invariant_mode_keeps_its_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms that it has for it; every other op of ours must have been measured."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    facts = facts_of(engine_config())
+    entries = plan_for(facts).entries
+    for op in ("rms_norm", "qk_norm_rope"):
+        assert entries[op].note.startswith("VLLM_BATCH_INVARIANT asks for vLLM's own")
+    assert entries["silu_and_mul"].label == "vendor.acme", "until the start has measured it"
+    monkeypatch.setenv("VLLM_FL_PREFLIGHT", "off")
+    facts = facts_of(engine_config())
+    entry = plan_for(facts).entries["silu_and_mul"]
+    assert entry.label == "stock"
+    assert "VLLM_BATCH_INVARIANT=1, and VLLM_FL_PREFLIGHT=off measures nothing" in entry.reason
+
+
+def test_on_the_cpu_vllm_has_no_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_batch_invariance("cpu")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    refuse_batch_invariance("cuda")
+    with pytest.raises(SettingsError) as caught:
+        refuse_batch_invariance("cpu")
+    assert caught.value.key == "VLLM_BATCH_INVARIANT"
+    assert str(caught.value).count("\n") == 0
+    assert "VLLM_FL_REQUIRE=batch_invariant" in str(caught.value), "what to do instead"
 
 
 def test_only_what_we_turned_on_is_turned_off_again() -> None:

@@ -186,6 +186,36 @@ def test_whatever_a_plugin_raises_is_this_ranks_verdict(
     assert verdict.facts == {"mode": "eager"}
 
 
+def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measured is what has no fault, as it will serve, and only where somebody asks for it."""
+    from vllm_fl.integration import worker
+
+    measured: list[list[str]] = []
+
+    def faults(*_: Any, **__: Any) -> Any:
+        return Findings({("silu_and_mul", "vendor.wrong"): ("it is wrong", None)})
+
+    def variant(impls: Any, *_: Any, **__: Any) -> Any:
+        measured.append([impl.impl_id for impl in impls])
+        return {("silu_and_mul", i): "not batch-invariant: 1 row" for i in measured[-1][:1]}
+
+    monkeypatch.setattr(worker, "find_faults", faults)
+    monkeypatch.setattr(worker, "find_variant", variant)
+    plan = planning(managing(silu("vendor.wrong"), silu("vendor.acme"), silu("vendor.emca")))
+    env = {"VLLM_FL_REQUIRE": "batch_invariant", "VLLM_FL_PREFLIGHT": "verify"}
+    verdict = worker._Preflight(worker_of(env=env)).verdict(plan, {})
+    assert set(verdict.faults) == {("silu_and_mul", "vendor.wrong")}
+    assert measured == [["vendor.acme", "vendor.emca"]]
+    assert verdict.rejections == {
+        ("silu_and_mul", "vendor.acme"): "VLLM_FL_REQUIRE=batch_invariant, and it is not "
+        "batch-invariant: 1 row"
+    }
+    worker._Preflight(worker_of()).verdict(plan, {})
+    assert measured[1:] == [[]]
+
+
 def test_an_interrupt_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_fl.integration import worker
 

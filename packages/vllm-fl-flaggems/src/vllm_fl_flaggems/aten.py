@@ -38,12 +38,23 @@ def start(context: WorkerContext) -> WorkerReport | None:
 
     Raises:
         SettingsError: a list has a name that FlagGems does not know.
+        RuntimeError: only batch-invariant kernels may serve, and this process has replaced
+            operators for an engine before.
     """
     settings = context.settings
     listed = value(settings, WHITELIST)
     wanted = None if listed is None else tuple(n for n in listed if n not in NOT_ATEN)
     if not value(settings, USE) or wanted == () or context.device.type == "cpu":
         return None
+    if context.wants_invariance:
+        if _replaced and _replaced[0]:
+            raise RuntimeError(
+                f"{context.wants_invariance}: an engine before in this process has replaced "
+                "PyTorch's operators by FlagGems's, for good, and nothing measures those. Start "
+                "this engine in a process of its own"
+            )
+        why = f"{context.wants_invariance}, and nothing measures them"
+        return WorkerReport((f"FlagGems: no PyTorch operator replaced: {why}",), {"aten": []})
     reason = problem()
     if reason:
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {reason}",), {"aten": []})

@@ -45,6 +45,7 @@ FILTERS = (
     "strict",
     "allow_vendors",
     "deny_vendors",
+    "require",
 )
 """The settings beside the order that bear on every op, and beside those that plugins reject by."""
 
@@ -251,6 +252,9 @@ def _show(
         say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
     for setting in bearing:
         say(f"{setting['key']}={setting['value']} ({setting['origin']})")
+        if setting["key"] == "require" and setting["value"] == "batch_invariant":
+            say("An engine measures each candidate when it starts, and rejects those whose rows")
+            say("have other bits in another batch. Its log says so. A script measures nothing.")
     for view in views:
         where = WHERE[view["mode"]].capitalize()
         if view["rows"]:

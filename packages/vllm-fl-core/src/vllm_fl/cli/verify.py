@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ..contracts import ModelSizes, OpSpec
 from ..contracts.sizes import typical_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
+from ..integration.bindings import all_bindings
 from ..plugins.forms import asked_for
 from ..plugins.types import AttentionImpl, Impl, LayerImpl, OpImpl
 from ..settings.policy import closest
@@ -46,6 +47,12 @@ WARM_UP, TIMED_CALLS, TIMED_SECONDS = 4, 30, 1.0
 """Calls that compile, allocate and choose; then those whose median is taken, and after how many
 seconds no further one is begun."""
 
+BATCH = 300
+"""The largest batch in which the bits of rows are compared: beyond the pool of verification."""
+
+EXPERTS = 16
+"""How many experts a mixture has there. More of them would be more memory, and no other kernel."""
+
 TIMEOUT = 120.0
 """Seconds that one sample may take: room for a kernel that is compiled, or built, at its first."""
 
@@ -56,7 +63,7 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
 
 STATES = ("ok", "refused", "wrong", "raised")
-HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "µs", "s")
+HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits", "µs", "s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -254,6 +261,9 @@ class _Work:
         snapshot = manager.registry.snapshot()
         self.specs = snapshot.contracts
         self.sizes = replace(typical_sizes(snapshot.bindings.values()), tokens=(TOKENS,))
+        every = typical_sizes(all_bindings(snapshot).values())
+        more = {**every.more, "experts": EXPERTS}
+        self.all_sizes = replace(every, more=more, tokens=(1, BATCH))
         self.units = [
             (impl, dtype)
             for impl in impls
@@ -272,6 +282,7 @@ class _Work:
             comparisons = list(self._compare_all(impl, dtype, watch))
             seconds = time.perf_counter() - start
             sound = all(c.status in ("ok", "refused") for c in comparisons)
+            same = self._same_bits(impl, dtype, watch) if sound else None
             call = None
             if self.timed and sound:
                 try:
@@ -284,6 +295,7 @@ class _Work:
                     **_identity(self.manager, impl),
                     "dtype": dtype,
                     **_summary(comparisons),
+                    "determinism": same,
                     "seconds": round(seconds, 3),
                     "call": call,
                 }
@@ -298,6 +310,24 @@ class _Work:
             if names := dtypes.get((impl.op_name, impl.impl_id)):
                 reason = f"{why} ({', '.join(names)})"
                 yield {**_identity(self.manager, impl), "reason": reason}
+
+    def _same_bits(self, impl: OpImpl, dtype: str, watch: Watch) -> dict[str, Any]:
+        """Whether it gives the same bits in another run, and in another batch, as JSON data."""
+        import torch
+
+        from ..engine.determinism import Determinism, determinism_of
+        from ..engine.preflight import Trials
+
+        spec = self.specs[impl.op_name]
+        trials = Trials(spec, getattr(torch, dtype), self.device, self.all_sizes, seed=0)
+        try:
+            with watch.call("repeating"):
+                found = determinism_of(impl, trials)
+        except TookTooLong:
+            found = Determinism(None, None, f"given up after {watch.limit:g} s")
+        except (Exception, SystemExit) as error:
+            found = Determinism(None, None, f"it raised {quote(error)}")
+        return asdict(found)
 
     def _compare_all(self, impl: OpImpl, dtype_name: str, watch: Watch) -> Iterator[Comparison]:
         """Every sample; what breaks around one is that sample's result, and the rest goes on."""
@@ -408,11 +438,21 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             r["dtype"],
             ", ".join(f"{n} {state}" for state, n in r["samples"].items() if n) or "none",
             "-" if r["worst"] is None else f"{r['worst']:.3g}",
+            _same(r["determinism"]),
             "-" if r["call"] is None else f"{r['call']['microseconds']:.0f}",
             f"{r['seconds']:.1f}",
         )
         for r in results
     ]
+
+
+def _same(found: dict[str, Any] | None) -> str:
+    """In which other calls the same bits were found."""
+    if found is None or (found["runs"] is None and found["batches"] is None):
+        return "-"
+    if not found["runs"]:
+        return "no"
+    return "runs, batches" if found["batches"] else "runs"
 
 
 def _details(results: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -428,6 +468,11 @@ def _details(results: Sequence[dict[str, Any]]) -> Iterator[str]:
         for (op, impl_id, status, reason), samples in reasons.items():
             dtypes = ", ".join(dict.fromkeys(d for found in samples.values() for d in found))
             yield f"{op} {impl_id}: {status}: {reason} ({dtypes}: {'; '.join(samples)})"
+    for r in results:
+        found = r["determinism"]
+        if found and found["batches"] is not True:
+            what = "other bits" if found["batches"] is False else "bits not compared by batch"
+            yield f"{r['op']} {r['impl_id']}: {what}: {found['reason']} ({r['dtype']})"
 
 
 def _not_run(found: dict[str, Any]) -> Iterator[str]:
@@ -438,8 +483,10 @@ def _not_run(found: dict[str, Any]) -> Iterator[str]:
 
 
 LEGEND = (
-    "worst: the worst error as a share of the contract's tolerance (1 is the limit); µs: one call "
-    f"of Qwen3-0.6B with {TOKENS} tokens, the median; s: all of it, with the oracle's."
+    "worst: the worst error as a share of the contract's tolerance (1 is the limit); same bits: in "
+    "which calls a row gives the same bits again, of the same batch (runs), and of any other "
+    f"(batches); µs: one call of Qwen3-0.6B with {TOKENS} tokens, the median; s: all of it, with "
+    "the oracle's."
 )
 
 

@@ -38,6 +38,7 @@ def fingerprint(
     authors: Mapping[str, Owner] = MappingProxyType({}),
     *,
     table: str = "",
+    required: str = "",
 ) -> dict[str, Any]:
     """What the plan consists of, as JSON-able data: two equal ones run the same code.
 
@@ -46,6 +47,7 @@ def fingerprint(
         owners: (op, impl id) -> who brought it.
         authors: op -> who brought its contract and its binding, where that is a plugin.
         table: the digest of the table by which it was made; empty without one.
+        required: what its implementations were required to be; empty for nothing.
 
     Returns:
         `mode`, `strict`, `ops`, for each op the candidates, each with its distribution and the hash
@@ -75,6 +77,7 @@ def fingerprint(
             CORE: f"{version(CORE)} {code_of(CORE, 'vllm_fl')}",
         },
         **({"table": table} if table else {}),
+        **({"required": required} if required else {}),
     }
 
 

@@ -55,6 +55,14 @@ class EngineFacts:
     absent: frozenset[str] = frozenset()
     captured: tuple[int, ...] = ()
 
+    @property
+    def wants_invariance(self) -> str:
+        """The setting by which only batch-invariant implementations may serve, or nothing."""
+        required = self.settings["require"]
+        if required.value == "batch_invariant":
+            return required.named
+        return "VLLM_BATCH_INVARIANT=1" if self.batch_invariant else ""
+
     def custom_op_note(self, registered: str) -> str:
         """The entry of `custom_ops` by which the user keeps this layer as it is, or nothing.
 

@@ -428,6 +428,8 @@ def make_plan(
             == "compiled",  # an operator in a graph cannot be handed a layer
         )
         ceilings = manager.ceilings(op, mode=facts.mode, settings=facts.settings)
+        if facts.wants_invariance:  # two implementations are two sets of bits
+            ceilings = ()
         # What stands beyond the largest batch never runs, and must not count as another size.
         last = next((n for n in ceilings if n >= largest), None)
         rows = [(n, trace(tokens=n)) for n in ceilings if last is None or n < last]

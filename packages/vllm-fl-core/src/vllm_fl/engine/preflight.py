@@ -45,7 +45,16 @@ if TYPE_CHECKING:
     from ..plugins.registry import Owner
     from ..plugins.types import OpImpl
 
-__all__ = ["Findings", "Form", "Trials", "find_faults", "release", "repeated", "token_counts"]
+__all__ = [
+    "Findings",
+    "Form",
+    "Trials",
+    "dtypes_of",
+    "find_faults",
+    "release",
+    "repeated",
+    "token_counts",
+]
 
 log = get_logger("engine")
 
@@ -152,7 +161,7 @@ def find_faults(
             key = impl.op_name, impl.impl_id
             spec = (specs or contracts())[impl.op_name]
             if impl.op_name not in trials:
-                kinds = _dtypes(spec, dtype)
+                kinds = dtypes_of(spec, dtype)
                 trials[impl.op_name] = [Trials(spec, k, device, sizes, seed) for k in kinds]
             if not trials[impl.op_name]:
                 known = ", ".join(spec.dtypes)
@@ -206,7 +215,7 @@ def _whose(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) if len(names) < 3 else f"{len(names)} implementations"
 
 
-def _dtypes(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
+def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
     """In which an op is run for a model of `dtype`: that, or every one of an op of integers alone.
 
     None where the op has other floating dtypes only: the model's calls are none of its contract.

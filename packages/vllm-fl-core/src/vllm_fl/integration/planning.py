@@ -10,6 +10,7 @@ from ..contracts.binding import Binding, FunctionPlace, OperatorPlace
 from ..contracts.sizes import model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
+from ..engine.determinism import unmeasured
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, make_plan
 from ..engine.tables import Standing, standing, under
@@ -35,6 +36,7 @@ __all__ = [
     "load_plugins",
     "note_user_priority",
     "plan_for",
+    "refuse_batch_invariance",
     "seal",
 ]
 
@@ -125,6 +127,26 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         ),
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
     )
+
+
+def refuse_batch_invariance(platform: str) -> None:
+    """End the start where vLLM was told to be batch-invariant and has no kernels for it.
+
+    Args:
+        platform: vLLM's own platform, as settings name it.
+
+    Raises:
+        SettingsError: VLLM_BATCH_INVARIANT on the CPU.
+    """
+    from vllm import envs
+
+    if platform == "cpu" and getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        raise SettingsError(
+            "VLLM_BATCH_INVARIANT=1: vLLM has no batch-invariant kernels for the CPU. Unset it; "
+            "VLLM_FL_REQUIRE=batch_invariant holds for the ops of vllm-fl on any device",
+            key="VLLM_BATCH_INVARIANT",
+            origin="environment VLLM_BATCH_INVARIANT",
+        )
 
 
 def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
@@ -233,7 +255,8 @@ def plan_for(
 
     Args:
         facts: what the engine's configuration says.
-        demoted: (op, impl id) -> why it is demoted for this engine.
+        demoted: (op, impl id) -> why it is demoted for this engine, or rejected by what the start
+            has measured.
         table: what becomes of the table that the settings name; by default as far as it is known
             before there is a device.
     """
@@ -244,7 +267,12 @@ def plan_for(
     plan = make_plan(
         get_default_manager(),
         facts,
-        demoted={**attention.refusals(facts), **whole_layers.refusals(facts), **(demoted or {})},
+        demoted={
+            **attention.refusals(facts),
+            **whole_layers.refusals(facts),
+            **unmeasured(facts, get_default_manager().registry.snapshot()),
+            **(demoted or {}),
+        },
         notes=notes | fusions.notes(facts) | _user_notes(facts) | _whole_layer_notes(facts),
         kept_layers=kept,
     )
@@ -408,6 +436,7 @@ def _user_notes(facts: EngineFacts) -> dict[str, str]:
         notes["rms_norm"] = f"vLLM's own norm fusions are on ({', '.join(facts.norm_fusions)})"
     if facts.batch_invariant:
         notes["rms_norm"] = "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"
+        notes["qk_norm_rope"] = "VLLM_BATCH_INVARIANT asks for vLLM's own norms, which it replaces"
     if facts.attention_backend is not None:
         notes[ATTENTION] = f"attention_config.backend is {facts.attention_backend}"
     return notes

@@ -22,6 +22,7 @@ class Verdict:
     Args:
         rank: its number.
         faults: (op, impl id) -> why it must not serve.
+        rejections: (op, impl id) -> why what is right may not serve all the same.
         failure: the error that ends the start on this rank, or empty.
         facts: what its plan consists of.
         table: what became of the table that its settings name.
@@ -35,6 +36,7 @@ class Verdict:
     facts: dict[str, Any] = field(default_factory=dict)
     table: Standing = field(default_factory=Standing)
     counts: frozenset[int] = frozenset()
+    rejections: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 def agree(mine: Verdict) -> list[Verdict]:

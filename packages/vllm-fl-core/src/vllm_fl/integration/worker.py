@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..contracts.binding import Binding, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
+from ..engine.determinism import find_variant
 from ..engine.digest import code_facts, digest, fingerprint
 from ..engine.facts import EngineFacts
 from ..engine.live import Live
@@ -22,7 +23,7 @@ from ..engine.metrics import MetricsFile
 from ..engine.opaque import is_opaque
 from ..engine.plan import Plan, PlanEntry, leave_place, take_place
 from ..engine.preflight import find_faults, release
-from ..engine.tables import Standing, standing
+from ..engine.tables import Standing, standing, under
 from ..engine.warmup import warm_counts
 from ..errors import VllmFLError
 from ..logs import get_logger
@@ -356,7 +357,8 @@ def _say_plan(worker: PlannedWorker, took: list[str], limits: list[str]) -> None
     facts, plan = worker.vllm_fl_facts, worker.vllm_fl_plan
     refused = attention.refusals(facts) | whole_layers.refusals(facts)
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
-    remarks = [*_of_table(facts, worker.vllm_fl_table), *limits, *said]
+    remarks = [*_of_table(facts, worker.vllm_fl_table), *_of_invariance(worker, plan)]
+    remarks += [*limits, *said]
     _warn_of_foreign_layers(plan)
     log.info("%s", plan.line(*took, f"digest {worker.vllm_fl_digest}", *remarks))
     _say_what_is_taken_whole(plan)
@@ -453,7 +455,12 @@ def _start_plugins(worker: PlannedWorker) -> dict[str, dict[str, Any]]:
     """Run the plugins' `worker_start` hooks; distribution -> its lines and facts."""
     facts, startup = worker.vllm_fl_facts, get_default_manager().startup
     context = WorkerContext(
-        facts.settings, worker.device, facts.dtype, worker.rank, worker.vllm_config
+        facts.settings,
+        worker.device,
+        facts.dtype,
+        worker.rank,
+        worker.vllm_config,
+        facts.wants_invariance,
     )
     found = start_in_worker(startup.plugins if startup else (), context)
     return {
@@ -479,12 +486,15 @@ def _verified_plan(
     Raises:
         VllmFLError: strict mode and a fault, on whichever rank.
     """
-    rank, demoted = worker.rank, preflight.demoted
+    rank, demoted, rejected = worker.rank, preflight.demoted, preflight.rejected
     snapshot = get_default_manager().registry.snapshot()
+    required = "batch_invariant" if worker.vllm_fl_facts.wants_invariance else ""
     table = standing(worker.vllm_fl_facts, snapshot, worker.device)
     while True:
-        plan = plan_for(worker.vllm_fl_facts, demoted, table=table)
-        consists = fingerprint(plan, snapshot.owners, snapshot.authors, table=table.digest)
+        plan = plan_for(worker.vllm_fl_facts, {**rejected, **demoted}, table=table)
+        consists = fingerprint(
+            plan, snapshot.owners, snapshot.authors, table=table.digest, required=required
+        )
         contents = {**consists, "workers": preflight.worker_facts}
         verdict = dataclasses.replace(preflight.verdict(plan, contents), table=table)
         unmet = "; ".join(
@@ -502,11 +512,28 @@ def _verified_plan(
         common = common_table(verdicts)
         is_strict = any(v.facts.get("strict") for v in verdicts)
         new = _newly(verdicts, demoted, _fault_of(common) if is_strict else "")
+        barred = {
+            key: (v.rank, reason)
+            for v in reversed(verdicts)
+            for key, reason in v.rejections.items()
+            if key not in rejected
+        }
         told = {(v.table.digest, frozenset(v.table.left_out)) for v in verdicts}
         table = common
-        if not new and told == {(common.digest, frozenset(common.left_out))}:
+        if not new and not barred and told == {(common.digest, frozenset(common.left_out))}:
             break
         _demote(worker, preflight, new)
+        for (op, impl_id), (at, reason) in barred.items():
+            if rank == 0:
+                log.warning(
+                    "Implementation '%s' is rejected for op '%s': %s (measured at start, on rank "
+                    "%d; off on all)",
+                    impl_id,
+                    op,
+                    reason,
+                    at,
+                )
+            rejected[op, impl_id] = reason
     worker.vllm_fl_table = table
     if rank == 0:
         if table.reason:
@@ -582,6 +609,21 @@ def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
     return [pinned.label if table.digest else f"without the table {pinned.file}"]
 
 
+def _of_invariance(worker: PlannedWorker, plan: Plan) -> list[str]:
+    """What the start line says where only batch-invariant implementations may serve."""
+    facts = worker.vllm_fl_facts
+    if not facts.wants_invariance:
+        return []
+    told = [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
+    settings, manager = under(facts, worker.vllm_fl_table).settings, get_default_manager()
+    by_size = [
+        op for op in plan.entries if manager.ceilings(op, mode=facts.mode, settings=settings)
+    ]
+    if by_size:
+        told.append(f"one order for all sizes, so that rows have no effect: {', '.join(by_size)}")
+    return told
+
+
 def _table_report(facts: EngineFacts, table: Standing) -> dict[str, Any] | None:
     pinned = facts.settings.pinned
     if pinned is None:
@@ -598,7 +640,8 @@ def _table_report(facts: EngineFacts, table: Standing) -> dict[str, Any] | None:
 class _Preflight:
     """Runs and compares what a plan may call, each implementation once.
 
-    It holds what a start has found: `demoted`, (op, impl id) -> why; `live_counts`, the token
+    It holds what a start has found: `demoted` and, where only batch-invariant implementations may
+    serve, `rejected`, each (op, impl id) -> why; `live_counts`, the token
     counts at which all ranks run the loaded model; and `worker_facts`, what plugins have reported.
     """
 
@@ -607,6 +650,7 @@ class _Preflight:
     ) -> None:
         self.worker_facts = dict(worker_facts)
         self.demoted: dict[tuple[str, str], str] = {}
+        self.rejected: dict[tuple[str, str], str] = {}
         self.live_counts: frozenset[int] = frozenset()
         self.facts, self.rank, self.device = worker.vllm_fl_facts, worker.rank, worker.device
         self.how = self.facts.settings.preflight
@@ -618,14 +662,22 @@ class _Preflight:
         """This rank's verdict. It never raises: the other ranks wait for it."""
         try:
             reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
-            reasons |= self._faults(plan)
+            found, rejections = self._found(plan)
+            reasons |= found
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             log.exception("vllm-fl could not verify the plan")
             return Verdict(self.rank, failure=quote(error), facts=contents)
         failure = _strict_failure(plan, reasons)
-        return Verdict(self.rank, reasons, failure, contents, counts=self._live_counts(plan))
+        return Verdict(
+            self.rank,
+            reasons,
+            failure,
+            contents,
+            counts=self._live_counts(plan),
+            rejections=rejections,
+        )
 
     def _live_counts(self, plan: Plan) -> frozenset[int]:
         """How many tokens this rank wants the loaded model run with: none where it has nothing to
@@ -637,10 +689,12 @@ class _Preflight:
         counts = {probe.TOKENS, *(n for entry in entries for n, _ in entry.by_row)}
         return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
-    def _faults(self, plan: Plan) -> dict[tuple[str, str], str]:
-        """(op, impl id) -> why it must not serve: every candidate that may take over a call."""
+    def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], str]]:
+        """(op, impl id) -> why it must not serve, of every candidate that may take over a call:
+        its faults; and of those without, what keeps them out where only batch-invariant ones may
+        serve."""
         if self.how == "off":
-            return {}
+            return {}, {}
         chosen, compiled, warm, captured = [], {}, {}, {}
         table = installed_bindings()
         for op, entry in plan.entries.items():
@@ -678,7 +732,20 @@ class _Preflight:
             captured=captured,
         )
         self.remarks += found.remarks
-        return {key: reason for key, (reason, _) in found.faults.items()}
+        asks = self.facts.wants_invariance
+        variant = find_variant(
+            [i for i in chosen if asks and (i.op_name, i.impl_id) not in found.faults],
+            self.facts.dtype,
+            self.device,
+            self.facts.sizes,
+            backend=self.facts.lowering(self.device),
+            compiled=compiled,
+            layer_for=layer_for,
+            seed=self.seed,
+            specs=plan.contracts,
+        )
+        faults = {key: reason for key, (reason, _) in found.faults.items()}
+        return faults, {key: f"{asks}, and it is {why}" for key, why in variant.items()}
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
         """The token counts at which `impl` must have run before it serves: none for a later choice.

@@ -433,6 +433,9 @@ class WorkerContext:
         dtype: the model's `torch.dtype`.
         rank: this worker's rank, 0 for the first.
         vllm_config: vLLM's configuration, for what the other fields do not say.
+        wants_invariance: the setting by which nothing may serve that was not measured to be
+            batch-invariant, vLLM's own included, which has replaced operators of PyTorch's for
+            it; empty where nobody asks for that.
     """
 
     settings: Any
@@ -440,6 +443,7 @@ class WorkerContext:
     dtype: Any
     rank: int
     vllm_config: Any
+    wants_invariance: str = ""
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,10 @@ class Settings(Mapping[str, Setting]):
         "deny_vendors", "VLLM_FL_DENY_VENDORS", (), in_file=True, names="vendor"
     )
     """Vendors that may not be used."""
+    require = SettingSpec(
+        "require", "VLLM_FL_REQUIRE", "none", in_file=True, choices=("none", "batch_invariant")
+    )
+    """What an engine's implementations must have been measured to be."""
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
     """A file of `vllm-fl tune`, by which engines choose for each number of tokens, or None."""
     table_unaccepted = SettingSpec(

@@ -12,6 +12,8 @@ import dataclasses
 import torch
 
 from ..contracts import Sample
+from ..engine.determinism import Determinism, determinism_of
+from ..engine.preflight import Trials
 from ..engine.verification import Comparison, compare
 from ..errors import AllFailedError, CallError, PluginError
 from ..plugins.forms import states_support
@@ -28,6 +30,7 @@ __all__ = [
     "determinism",
     "preflight",
     "refusals",
+    "same_bits",
     "serving",
     "values",
 ]
@@ -89,6 +92,16 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
         if subject.accepts(each):
             first, second = (subject.bits(fresh(each)) for _ in range(2))
             assert first == second, f"{each.name}: the same inputs gave other bits"
+
+
+def same_bits(subject: Subject, dtype: str) -> Determinism:
+    """Whether the calls of a served model give the same bits in another run and another batch."""
+    tokens = subject.sizes.tokens
+    trials = Trials(subject.spec, _torch(dtype), subject.device, subject.all_sizes, seed=0)
+    try:
+        return determinism_of(subject.impl, trials, counts=tokens)
+    except (Exception, SystemExit) as error:  # other checks are there to fail it
+        return Determinism(None, None, f"it raised {quote(error)}")
 
 
 def refusals(subject: Subject, dtype: str, sample: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +15,7 @@ from ..contracts import ModelSizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import detect_platform
 from .cases import CHECKS, Case, cases_of
+from .checks import same_bits
 from .exceptions import read_xfails
 from .processes import apart, installed
 from .subject import SIZES, Refused, Subject
@@ -81,9 +83,16 @@ class OpConformance:
         """`call_op` leaves inputs intact, whatever the implementation consumes."""
         self._run(case)
 
-    def test_determinism(self, case: Case) -> None:
-        """The same inputs give the same bits."""
+    def test_determinism(self, case: Case, record_property: Callable[[str, object], None]) -> None:
+        """The same inputs give the same bits. Whether a row does in any batch is recorded.
+
+        The property `batch_invariant` (in a report of `--junit-xml`) is True, False with the
+        first difference, or None with the reason for which it was not measured.
+        """
         self._run(case)
+        found = same_bits(_suite(type(self)).subjects[case.op], case.dtype)
+        told = f"{found.batches}: {found.reason}" if found.reason else found.batches
+        record_property("batch_invariant", told)
 
     def test_refusals(self, case: Case) -> None:
         """`supports` gives True or a reason, by dtype, layout and device, not by value or batch."""
