@@ -20,7 +20,7 @@ from ..text import quote
 from ._search import culprits
 from ._show import say
 
-__all__ = ["BASELINE", "EXACT", "LIMIT", "PLAN", "Bisection", "Culprit", "Finding"]
+__all__ = ["BASELINE", "EXACT", "LIMIT", "PLAN", "Bisection", "Culprit", "Finding", "Start"]
 
 EXACT, BASELINE, PLAN = "float32", "baseline", "plan"
 """The kinds of engines."""
@@ -28,7 +28,11 @@ EXACT, BASELINE, PLAN = "float32", "baseline", "plan"
 PHASES = ("prefill", "decode")
 
 LIMIT = 1.5
-"""How many times the baseline's error a right plan's may be."""
+"""How many times the baseline's error a right plan's may be.
+
+Two right plans of a tiny Qwen3 in bfloat16 on a CPU, which replace its norms, rope and activation,
+had 0.87 to 1.10 times stock's error, on four sets of prompts.
+"""
 
 FLOOR = 1e-4
 """The least error that the baseline's is taken for: sums of float32 in another order differ by
@@ -164,7 +168,7 @@ class Bisection:
             forced = None if exact is None else exact["score"]["tokens"]
             asked = {"prompts": prompts, "new_tokens": NEW_TOKENS, "forced": forced}
             ops = {op: _label(told) for op, told in engine.report.get("ops", {}).items()}
-            line = {"kind": kind, "left": dict(left), "ops": ops}
+            line: dict[str, Any] = {"kind": kind, "left": dict(left), "ops": ops}
             line["score"] = engine.ask("score", **asked)
             if exact is None:
                 line["prompts"] = prompts
