@@ -106,6 +106,7 @@ def test_a_right_plan_is_noise(bisect: Any, tmp_path: Path) -> None:
     done = bisect()
     assert done.status == 0, done.err
     assert "Noise: the plan's error is 1.00 times the baseline's" in done.out
+    assert "differ in rms_norm (vendor.acme), silu_and_mul (vendor.acme).\n" in done.out
     assert "3 engines" in done.out and "starting an engine in float32" in done.err
     assert [(exact, is_plan) for exact, is_plan, *_ in started(tmp_path)] == [
         (True, False),
@@ -115,17 +116,26 @@ def test_a_right_plan_is_noise(bisect: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "vllm-fl-bisect.part").exists()
 
 
+def test_a_plan_that_is_the_baseline_s_is_told_so(bisect: Any, plugin: Plugin) -> None:
+    """Somebody who forgot the settings is not to take it for a proof that they are right."""
+    plugin(PLAIN)
+    done = bisect("--against", "reference", VLLM_FL_PREFER="reference")
+    assert done.status == 0, done.err
+    assert "Plan and baseline differ in no op.\nNoise: " in done.out
+
+
 def test_op_and_layer_are_named(bisect: Any, tmp_path: Path) -> None:
     done = bisect(wrong=NORM)
     assert done.status == 1, done.err
     assert "rms_norm (vendor.acme): 5.00 times, by itself" in done.out
     assert "in layer model.1 (which 2 places share)" in done.out
-    assert "silu_and_mul" not in done.out
+    assert "silu_and_mul (vendor.acme):" not in done.out
     answer = bisect("--json", wrong=NORM).json()
     (culprit,) = answer["culprits"]
     assert culprit["ops"] == {"rms_norm": "vendor.acme"} and culprit["layers"] == [["model.1"]]
     assert answer["engines"] == len(started(tmp_path)) == 5
     assert answer["errors"]["baseline"]["decode"] == pytest.approx(0.01)
+    assert answer["ops"] == {"rms_norm": "vendor.acme", "silu_and_mul": "vendor.acme"}
     assert not answer["elsewhere"] and answer["times"] == pytest.approx(5)
 
 

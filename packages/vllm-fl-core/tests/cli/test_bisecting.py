@@ -159,14 +159,17 @@ def test_where_nothing_differs_no_op_is_to_blame() -> None:
     machine = Machine(lambda ours: 5.0, baseline=same)
     found = machine.run()
     assert found.elsewhere and not found.culprits and len(machine.started) == 3
+    assert found.ops == {}
 
 
 def test_ops_in_which_the_two_agree_are_left_alone() -> None:
     same = {op: {"impl": "vendor.acme"} for op in OPS if op != "rms_norm"}
     machine = Machine(times(2.0, ("rms_norm", layer(0))), baseline=same)
-    (culprit,) = machine.run().culprits
+    found = machine.run()
+    (culprit,) = found.culprits
     assert {*culprit.ops} == {"rms_norm"} and culprit.layers == ((layer(0),),)
     assert [left for kind, left in machine.started if kind == PLAN] == [set(), {"rms_norm"}]
+    assert found.ops == {"rms_norm": "vendor.acme"}
 
 
 def test_calls_that_no_layer_makes_are_told_as_such() -> None:

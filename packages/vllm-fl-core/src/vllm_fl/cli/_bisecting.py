@@ -89,6 +89,7 @@ class Finding:
     Args:
         errors: kind of engine -> phase -> its error, in nats.
         times: the plan's error as a multiple of the baseline's, in the worse phase.
+        ops: op -> the plan's implementation, of the ops in which plan and baseline differ.
         culprits: none where the difference is noise.
         elsewhere: whether the plan is wrong with every op left that the two differ in.
         engines: how many were started, by this run and by those that it goes on from.
@@ -96,6 +97,7 @@ class Finding:
 
     errors: Mapping[str, Mapping[str, float]]
     times: float
+    ops: Mapping[str, str]
     culprits: tuple[Culprit, ...]
     elsewhere: bool
     engines: int
@@ -142,20 +144,26 @@ class Bisection:
         ours = self._answer(PLAN)
         differing = self._differing(ours["ops"])
         found = culprits(differing, lambda ops: self._is_wrong(self._with(differing, ops)))
-        named = [self._culprit(differing, ops, ours["ops"]) for ops in found if ops]
-        errors = {BASELINE: own, PLAN: self._error(ours)}
-        return Finding(errors, self._times(ours), tuple(named), () in found, self.engines)
+        named = [self._culprit(differing, ops) for ops in found if ops]
+        return Finding(
+            {BASELINE: own, PLAN: self._error(ours)},
+            self._times(ours),
+            differing,
+            tuple(named),
+            () in found,
+            self.engines,
+        )
 
-    def _with(self, differing: Sequence[str], ops: Sequence[str]) -> dict[str, Any]:
+    def _with(self, differing: Iterable[str], ops: Sequence[str]) -> dict[str, Any]:
         """The answer of an engine with the plan's `ops`, and the baseline's in place of others."""
         theirs = self._answer(BASELINE)["ops"]
         left = {op: _token(op, theirs.get(op, STOCK)) for op in differing if op not in ops}
         return self._answer(PLAN, left)
 
-    def _differing(self, ops: Mapping[str, str]) -> list[str]:
+    def _differing(self, ops: Mapping[str, str]) -> dict[str, str]:
         """Those of `ops` (op -> what it runs with) that the baseline runs with something else."""
         theirs = self._answer(BASELINE)["ops"]
-        return [op for op, label in ops.items() if label != theirs.get(op, STOCK)]
+        return {op: label for op, label in ops.items() if label != theirs.get(op, STOCK)}
 
     def _answer(self, kind: str, left: Mapping[str, str] = NOTHING) -> dict[str, Any]:
         """What an engine answers, or has answered before."""
@@ -181,7 +189,8 @@ class Bisection:
                             "alone: it cannot be left to the baseline"
                         )
                 if len(differing) == 1 and self._is_wrong(line):
-                    line |= self._layers(engine, differing[0], asked)
+                    (only,) = differing
+                    line |= self._layers(engine, only, asked)
         self._answers[key] = line
         self._keep(line)
         return line
@@ -204,13 +213,11 @@ class Bisection:
         except VllmFLError as error:  # the op is named all the same
             return {"layers": None, "remark": f"its layers could not be told apart: {quote(error)}"}
 
-    def _culprit(
-        self, differing: Sequence[str], ops: Sequence[str], labels: Mapping[str, str]
-    ) -> Culprit:
+    def _culprit(self, differing: Mapping[str, str], ops: Sequence[str]) -> Culprit:
         line = self._with(differing, ops)
         layers = line.get("layers")
         return Culprit(
-            {op: labels[op] for op in ops},
+            {op: differing[op] for op in ops},
             self._times(line),
             None if layers is None else tuple(map(tuple, layers)),
             line.get("shared", {}),

@@ -282,6 +282,7 @@ def _tell(finding: Finding, arguments: argparse.Namespace, seconds: float) -> No
             },
             times=_finite(finding.times),
             limit=LIMIT,
+            ops=dict(finding.ops),
             new_tokens=NEW_TOKENS,
             culprits=[
                 {
@@ -306,12 +307,14 @@ def _tell(finding: Finding, arguments: argparse.Namespace, seconds: float) -> No
             for kind, of_kind in finding.errors.items()
         ],
     )
+    differing = ", ".join(f"{op} ({impl})" for op, impl in finding.ops.items())
+    say(f"\nPlan and baseline differ in {differing or 'no op'}.")
     told = f"the plan's error is {finding.times:.2f} times the baseline's, and {LIMIT} are allowed"
     took = f"{finding.engines} engines, {seconds:.0f} s."
     if not finding.culprits and not finding.elsewhere:
-        say(f"\nNoise: {told}. {took}")
+        say(f"Noise: {told}. {took}")
         return
-    say(f"\nThe difference is no noise: {told}.")
+    say(f"The difference is no noise: {told}.")
     for culprit in finding.culprits:
         ops = " and ".join(f"{op} ({impl})" for op, impl in culprit.ops.items())
         alone = "only together" if len(culprit.ops) > 1 else "by itself"
