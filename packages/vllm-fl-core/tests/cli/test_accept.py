@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from commands import Command
 
-from vllm_fl.cli import _accept
+from vllm_fl.cli import _engines
 from vllm_fl.cli._accept import DEFAULT, PHASES, TABLED, Served, judged
 from vllm_fl.settings.table import Table, Verdict, read_table
 
@@ -34,9 +34,10 @@ options = json.loads(sys.argv[-1])["options"]
 assert options["enforce_eager"] and options["dtype"] == "bfloat16", options
 told = {"acts": {acts}, "reason": "The table has no effect: device is H200", "left_out": {left_out}}
 report = {"digest": "d" + {plan}, "table": told if tabled else None}
-print(json.dumps({"report": report, "graph_tokens": {graphs}}), flush=True)
+ready = {"report": report, "vocabulary": 50, "graph_tokens": {graphs}}
+print(json.dumps(ready), flush=True)
 for line in sys.stdin:
-    visit = json.loads(line)
+    visit = json.loads(line)["visit"]
     assert visit["seed"]
     seconds = {tabled} if tabled else 0.01
     tokens = [visit["batch"], visit["seed"], {tokens}]
@@ -79,7 +80,7 @@ def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     script = tmp_path / "engine.py"
-    monkeypatch.setattr(_accept, "COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(_engines, "COMMAND", (sys.executable, str(script)))
 
     def run(*arguments: str, **behaviour: str) -> Any:
         plain = {

@@ -1,4 +1,4 @@
-"""The engine that `vllm-fl tune --accept` tells what to generate, over its pipes."""
+"""The engine that `tune --accept` and `bisect` tell what to generate, over its pipes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ class SamplingParams(SimpleNamespace):
 
 class Engine:
     model_config = SimpleNamespace(get_vocab_size=lambda: 50)
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 8, 4])
+    )
 
     def step(self):
         return []
@@ -37,7 +40,9 @@ class LLM:
         self.asleep, self.waiting, self.options = False, [], options
         self.llm_engine = Engine()
 
-    def collective_rpc(self, name):
+    def collective_rpc(self, name, args=()):
+        if name == "vllm_fl_layers_of":
+            return [{f"{args[0]} of rank {rank}": 1} for rank in range(2)]
         return [{"digest": "dd", "asked": name, **self.options}]
 
     def sleep(self, level):
@@ -55,12 +60,23 @@ class LLM:
         return self.generate(self.waiting, self.sampling, use_tqdm)
 
     def generate(self, prompts, sampling, use_tqdm):
-        for _ in range(sampling.max_tokens):
+        for _ in range(sampling[0].max_tokens):
             self.llm_engine.step()
-        return [
-            SimpleNamespace(outputs=[SimpleNamespace(token_ids=[len(p["prompt_token_ids"])])])
-            for p in prompts
-        ]
+        return [answered(p["prompt_token_ids"], s) for p, s in zip(prompts, sampling, strict=True)]
+
+
+def answered(prompt, sampling):
+    tokens = [len(prompt)] * sampling.max_tokens
+    if not hasattr(sampling, "logprobs"):
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens[:1])])
+    assert sampling.logprobs == sampling.prompt_logprobs == 0
+    if hasattr(sampling, "extra_args") and max(sampling.extra_args["vllm_fl_forced"]) < 50:
+        tokens = sampling.extra_args["vllm_fl_forced"]
+    likely = [{t: SimpleNamespace(logprob=-t), 49: None} for t in (*prompt, *tokens)]
+    return SimpleNamespace(
+        prompt_logprobs=[None, *likely[1:len(prompt)]],
+        outputs=[SimpleNamespace(token_ids=tokens, logprobs=likely[len(prompt):])],
+    )
 """
 
 
@@ -74,24 +90,62 @@ def test_prompts_follow_from_the_seed() -> None:
     assert all(3 <= token < 50 for batch in prompts for ids in batch for token in ids)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_it_answers_with_tokens_and_steps_and_nothing_else(tmp_path: Path, batch: int) -> None:
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    """`engine(*asked)`: the process over a stand-in for vLLM that was asked these."""
     (tmp_path / "vllm.py").write_text(VLLM)
-    visits = [Visit("a", batch, 5, 7), Visit("b", batch, 2, 1, repeats=4)]
-    request = {"model": "a model", "options": {"dtype": "bfloat16"}}
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "vllm_fl.integration.workload", json.dumps(request)],
-        input="".join(json.dumps(vars(visit)) + "\n" for visit in visits),
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    answers: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-    ready, first, second = answers
-    assert ready["report"]["asked"] == "vllm_fl_report"
+
+    def run(*asked: dict[str, Any], check: bool = True, **fields: Any) -> Any:
+        request = {"model": "a model", "options": {"dtype": "bfloat16"}, **fields}
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "vllm_fl.integration.workload", json.dumps(request)],
+            input="".join(json.dumps(one) + "\n" for one in asked),
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=check,
+        )
+
+    return run
+
+
+def answers(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_it_answers_with_tokens_and_steps_and_nothing_else(engine: Any, batch: int) -> None:
+    visits = [Visit("a", batch, 5, 7), Visit("b", batch, 2, 1, repeats=4)]
+    done = engine(*({"visit": vars(visit)} for visit in visits))
+    ready, first, second = answers(done)
+    assert ready["report"]["asked"] == "vllm_fl_report" and ready["vocabulary"] == 50
+    assert ready["graph_tokens"] == 8
     assert ready["report"]["dtype"] == "bfloat16"
     assert first["tokens"] == [[5]] * batch and len(first["steps"]) == 7
     assert second["tokens"] == [[2]] * (4 * batch) and len(second["steps"]) == 4
     assert "so does what it starts" in done.stderr
+
+
+def test_it_says_how_likely_tokens_are(engine: Any) -> None:
+    prompts, forced = [[3, 4, 5], [6]], [[8, 9], [7, 7]]
+    asked = {"prompts": prompts, "new_tokens": 2}
+    free, told = {"score": asked}, {"score": {**asked, "forced": forced}}
+    ready, first, second = answers(engine(free, told, steps_aside=True))
+    assert ready["report"] is None
+    assert first["tokens"] == [[3, 3], [1, 1]]
+    assert first["prefill"] == second["prefill"] == [[-4, -5], []]
+    assert second["tokens"] == forced and second["decode"] == [[-8, -9], [-7, -7]]
+
+
+def test_tokens_that_vllm_did_not_take_are_no_answer(engine: Any) -> None:
+    asked = {"score": {"prompts": [[3]], "new_tokens": 1, "forced": [[51]]}}
+    done = engine(asked, check=False)
+    assert done.returncode and "did not sample the tokens" in done.stderr
+    assert len(answers(done)) == 1
+
+
+def test_layers_are_those_of_every_rank(engine: Any) -> None:
+    asked = ({"layers": {"op": "op"}}, {"leave": {"op": "op", "layers": ["op of rank 1"]}})
+    _, found, left = answers(engine(*asked))
+    assert found["layers"] == {"op of rank 0": 1, "op of rank 1": 1} and left == {}

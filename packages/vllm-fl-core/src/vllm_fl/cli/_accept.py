@@ -13,14 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
-import selectors
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +26,7 @@ from ..errors import VllmFLError
 from ..integration.workload import Visit
 from ..settings.schema import CONFIG, Settings
 from ..settings.table import Table, Verdict, read_table
+from ._engines import Engine, running
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
 
@@ -44,18 +39,11 @@ LEAST = 0.98
 """The smallest share of the default's speed at which a table is not slower: engines of one kind
 differ by a percent or two from start to start."""
 
-COMMAND = (sys.executable, "-P", "-m", "vllm_fl.integration.workload")
-
-START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0
-"""Seconds until an engine that says nothing is given up; a large model is read for minutes."""
-
 VISIT = 1.0
 """Seconds that a decoding visit shall take."""
 
 LENGTH = 2048
 """The longest prompt, with one token more for the answer."""
-
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 PHASES = {
     # A prompt of one token: every step has the shape of a decoding step.
@@ -217,10 +205,9 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
                     for name in (*order[turn:], *order[:turn]):
                         # An idle process's memory may have been reclaimed: its first tokens take
                         # longer, and are not timed.
-                        engines[name].visit(
-                            dataclasses.replace(visit, seed=f"again {number}", repeats=1)
-                        )
-                        done = engines[name].visit(seeded)
+                        again = dataclasses.replace(visit, seed=f"again {number}", repeats=1)
+                        _visit(engines[name], again)
+                        done = _visit(engines[name], seeded)
                         seconds.setdefault((name, phase), []).append(_of_steps(done["steps"]))
                         if name == TABLED:
                             answered.append(done["tokens"])
@@ -229,7 +216,7 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
     return Served(seconds, tokens, digests, phases)
 
 
-def _beyond_graphs(engines: Mapping[str, _Engine]) -> dict[str, Visit]:
+def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
     """A prefill that is larger than every captured graph; none where no graphs are captured.
 
     In such a step the host launches each kernel, and one that is faster on the device may be slower
@@ -240,7 +227,7 @@ def _beyond_graphs(engines: Mapping[str, _Engine]) -> dict[str, Visit]:
     return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1, repeats=4)} if largest else {}
 
 
-def _checked(engines: Mapping[str, _Engine]) -> str:
+def _checked(engines: Mapping[str, Engine]) -> str:
     """The digest of the plan with the table; VllmFLError where it is not the table's."""
     told, other = (engines[name].report["table"] for name in (TABLED, DEFAULT))
     if told is None or other is not None:
@@ -258,12 +245,12 @@ def _checked(engines: Mapping[str, _Engine]) -> str:
     return str(engines[TABLED].report["digest"])
 
 
-def _warmed_up(engine: _Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
+def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
     """Show an engine each phase, twice; the seconds of a step by phase."""
     found = {}
     for phase, visit in phases.items():
         for number in range(2):
-            done = engine.visit(dataclasses.replace(visit, seed=f"warm {phase} {number}"))
+            done = _visit(engine, dataclasses.replace(visit, seed=f"warm {phase} {number}"))
         found[phase] = _of_steps(done["steps"])
     return found
 
@@ -287,75 +274,24 @@ def _of_steps(steps: Sequence[float]) -> float:
     return ordered[len(ordered) // 4]
 
 
-class _Engine:
-    """A running engine, idle until it is asked."""
-
-    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
-        self.name, self.process, self.log = name, process, log
-        ready = self._answer(START_TIMEOUT)
-        self.report: dict[str, Any] = ready["report"]
-        self.graph_tokens: int = ready["graph_tokens"]
-
-    def visit(self, visit: Visit) -> dict[str, Any]:
-        """Let it generate: `tokens` per prompt, and the seconds of each of its `steps`."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its log says why
-            print(json.dumps(vars(visit)), file=self.process.stdin, flush=True)
-        return self._answer(ANSWER_TIMEOUT)
-
-    def _answer(self, timeout: float) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            line = self.process.stdout.readline() if selector.select(timeout) else ""
-        if not line:
-            end = self.log.read_text(errors="replace")[-4000:]
-            raise VllmFLError(
-                f"The engine {self.name} failed, or did not answer within {timeout:.0f} s; nothing "
-                f"was written. The end of its log:\n{end}"
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
 @contextlib.contextmanager
-def _running(name: str, table: Table, path: str, model: str) -> Iterator[_Engine]:
-    """Start an engine, and end all its processes at the end."""
-    say(f"starting an engine {name}", error=True)
-    has_weights = any(next(Path(model).glob(kind), None) for kind in WEIGHTS)
+def _running(name: str, table: Table, path: str, model: str) -> Iterator[Engine]:
+    """One of the two engines."""
     options = {
         "dtype": table.dtype,
         "enforce_eager": table.mode == "eager",
         "max_model_len": LENGTH,
         "gpu_memory_utilization": 0.45,  # two engines side by side
-        **({} if has_weights else {"load_format": "dummy"}),
     }
     named = {
         Settings.table.variable: os.path.abspath(path),
         Settings.table_unaccepted.variable: "1",
     }
     without = {key: value for key, value in os.environ.items() if key not in named}
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        **without,
-        **(named if name == TABLED else {}),
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        request = json.dumps({"model": model, "options": options})
-        with log.open("w") as errors:
-            process = subprocess.Popen(
-                [*COMMAND, request],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
-        try:
-            yield _Engine(name, process, log)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    with running(name, model, options, without | (named if name == TABLED else {})) as engine:
+        yield engine
+
+
+def _visit(engine: Engine, visit: Visit) -> dict[str, Any]:
+    """Let it generate: `tokens` per prompt, and the seconds of each of its `steps`."""
+    return engine.ask("visit", **vars(visit))

@@ -5,13 +5,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ._show import UsageError
 
-__all__ = ["PartFile"]
+__all__ = ["INTERRUPTED", "PartFile", "ended_by_signal"]
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it."""
 
 
 class PartFile:
@@ -42,7 +47,7 @@ class PartFile:
             self._file.close()
             raise UsageError(
                 f"{option} {path.with_suffix('')}: another run is writing {path}; wait for it, or "
-                "choose another file"
+                "write elsewhere"
             ) from error
         self.found: list[dict[str, Any]] = []
         self._file.seek(0)
@@ -107,3 +112,17 @@ def _difference(then: Mapping[str, Any], now: Mapping[str, Mapping[str, str]]) -
                 was, is_now = former.get(name, "not there"), facts.get(name, "not there")
                 return f"{title}: {name} was {was}, and is {is_now}"
     return None
+
+
+@contextmanager
+def ended_by_signal() -> Iterator[None]:
+    """In the block, SIGTERM ends the run as Ctrl-C does."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from ..settings.policy import closest
 from ..settings.table import DEFAULT, Figure, Table, TunedOp
 from ..text import clean
 from . import _accept
-from ._part import PartFile
+from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
 from ._tuning import STOCK, Subject, Work
@@ -41,9 +40,6 @@ LARGEST = 8192
 
 TIMEOUT = 300.0
 """Seconds that one call may take, with what is compiled for it."""
-
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it."""
 
 MORE_SIZES = ("max_position",)
 """What `--sizes` takes beside the names of rules."""
@@ -117,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     subject = _subject(arguments, sizes, asked, bindings, device)
     with ExitStack() as stack:
         part = stack.enter_context(PartFile(Path(f"{out}.part"), "--out"))
-        stack.enter_context(_ended_by_signal())
+        stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
         try:
             lines, difference = part.resume(work.heading)
@@ -256,20 +252,6 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _powers(largest: int) -> tuple[int, ...]:
     """The powers of two up to the largest batch, and that."""
     return tuple(sorted({1 << n for n in range(largest.bit_length())} | {largest}))
-
-
-@contextmanager
-def _ended_by_signal() -> Iterator[None]:
-    """In the block, SIGTERM ends the run as Ctrl-C does."""
-
-    def end(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _show(out: Path, table: Table, remarks: list[str]) -> None:

@@ -71,7 +71,7 @@ class dispatch_method:
 
             bound = get_default_manager().bind(self.op, provider, self.grants)
         elif plan.is_stock(self.op) or self._is_kept(plan):
-            return self._own(instance)
+            return self.own(instance)
         else:
             traced = not self.traces_own
             is_called = plan.mode == "eager" or not traced
@@ -83,15 +83,15 @@ class dispatch_method:
         if self.adapt:
             bound = self.adapt(instance, bound)
         if own is not None and own.fn is _leave:
-            bound = partial(_unless_left, self._own(instance), bound)
+            bound = partial(_unless_left, self.own(instance), bound)
         if plan is not None and plan.mode == "compiled" and self.traces_own:
             from torch.compiler import is_compiling
 
             # A partial, not a closure: a copy of the layer then has its own methods in it.
-            return partial(_unless_compiling, is_compiling, self._own(instance), bound)
+            return partial(_unless_compiling, is_compiling, self.own(instance), bound)
         return bound
 
-    def _own(self, instance: Any) -> Bound:
+    def own(self, instance: Any) -> Bound:
         """The base class's method."""
         method: Bound = getattr(super(self.owner, instance), self.name)
         return method

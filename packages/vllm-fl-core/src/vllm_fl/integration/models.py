@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from .planning import lacks
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Described", "describe"]
+__all__ = ["Described", "describe", "encoded"]
 
 
 @dataclass(frozen=True)
@@ -64,3 +64,19 @@ def describe(
         frozenset(op for op, binding in bindings.items() if lacks(config, op, binding)),
         tuple(sorted(captured)) if mode == "compiled" else (),
     )
+
+
+def encoded(model: str, texts: Iterable[str]) -> list[list[int]]:
+    """The token ids of each text, by the model's own tokenizer.
+
+    Args:
+        model: the model's folder.
+        texts: what is to be encoded.
+
+    Raises:
+        Exception: the model has no tokenizer, or it cannot be read; whatever it raises.
+    """
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(model)
+    return [list(tokenizer.encode(text)) for text in texts]

@@ -20,7 +20,7 @@ from ..engine.plan import Plan
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["RUNS_MODEL", "begin", "calling", "end", "plan_now", "with_own_plan"]
+__all__ = ["RUNS_MODEL", "begin", "calling", "end", "plan_now", "with_own_plan", "without"]
 
 RUNS_MODEL = (
     "apply_model",
@@ -79,6 +79,22 @@ def calling(plan: Plan | None) -> Iterator[None]:
         yield
     finally:
         _thread.plan = before
+
+
+@contextmanager
+def without(plan: Plan) -> Iterator[None]:
+    """What this process calls inside the block is not called by the engine of `plan`.
+
+    It gets vLLM's own. For a process in which one thread alone runs the model.
+    """
+    known = {key: entry for key, entry in _serving.items() if entry[0] is plan}
+    for key in known:
+        del _serving[key]
+    try:
+        with calling(None):
+            yield
+    finally:
+        _serving.update(known)
 
 
 def with_own_plan(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,270 @@
+"""What `vllm-fl bisect` asks engines, and what follows from their answers.
+
+Every engine is told the same tokens, those that a float32 engine answers with, and says how likely
+it holds each to be. The root mean square of the differences from what the float32 engine says is an
+engine's error. A right plan has one, too, since it computes in the model's dtype: what it is
+measured by is the error of the baseline, which has the same dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from ..errors import VllmFLError
+from ..text import quote
+from ._search import culprits
+from ._show import say
+
+__all__ = ["BASELINE", "EXACT", "LIMIT", "PLAN", "Bisection", "Culprit", "Finding", "Start"]
+
+EXACT, BASELINE, PLAN = "float32", "baseline", "plan"
+"""The kinds of engines."""
+
+PHASES = ("prefill", "decode")
+
+LIMIT = 1.5
+"""How many times the baseline's error a right plan's may be.
+
+A plan that rounds twice wherever the baseline rounds once has about sqrt(2) = 1.41 times its error,
+and is right. What was measured is in docs/cli.md.
+"""
+
+FLOOR = 1e-4
+"""The least error that the baseline's is taken for: sums of float32 in another order differ by
+less than that, and a baseline in float32 has no error of its own."""
+
+NEW_TOKENS = 32
+"""Tokens that are forced after each prompt."""
+
+STOCK = "stock"
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class Running(Protocol):
+    """An engine that runs; see `cli._engines`."""
+
+    report: dict[str, Any]
+    vocabulary: int
+
+    def ask(self, kind: str, **what: Any) -> dict[str, Any]: ...
+
+
+Start = Callable[[str, Mapping[str, str]], AbstractContextManager[Running]]
+"""(kind, ops of the plan that are left -> the token of what runs instead) -> the engine."""
+
+Draw = Callable[[int], list[list[int]]]
+"""The model's vocabulary -> the prompts, as token ids."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Ops that are wrong: one by itself, or several that are wrong only together.
+
+    Args:
+        ops: op -> the implementation.
+        times: the error with these ops alone, as a multiple of the baseline's.
+        layers: of a single op, sets of its layers that are wrong; None where it was not looked for.
+            An empty set means calls that no layer makes.
+        shared: layer -> how many places of the model share it.
+        remark: why there are no layers, or nothing.
+    """
+
+    ops: Mapping[str, str]
+    times: float
+    layers: tuple[tuple[str, ...], ...] | None = None
+    shared: Mapping[str, int] = field(default_factory=dict)
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a bisection found.
+
+    Args:
+        errors: kind of engine -> phase -> its error, in nats.
+        times: the plan's error as a multiple of the baseline's, in the worse phase.
+        ops: op -> the plan's implementation, of the ops in which plan and baseline differ.
+        culprits: none where the difference is noise.
+        elsewhere: whether the plan is wrong with every op left that the two differ in.
+        engines: how many were started, by this run and by those that it goes on from.
+    """
+
+    errors: Mapping[str, Mapping[str, float]]
+    times: float
+    ops: Mapping[str, str]
+    culprits: tuple[Culprit, ...]
+    elsewhere: bool
+    engines: int
+
+
+class Bisection:
+    """The engines that one question takes, and what each answered.
+
+    Args:
+        start: starts an engine.
+        draw: gives the prompts.
+        keep: is told each answer, as what JSON can hold.
+        known: those that an earlier run kept.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        draw: Draw,
+        keep: Callable[[dict[str, Any]], None],
+        known: Iterable[dict[str, Any]] = (),
+    ) -> None:
+        self._start, self._draw, self._keep = start, draw, keep
+        self._answers = {_key(line["kind"], line["left"]): line for line in known}
+
+    @property
+    def engines(self) -> int:
+        """How many have answered."""
+        return len(self._answers)
+
+    def run(self) -> Finding:
+        """Compare plan and baseline, and look for who makes the difference.
+
+        Raises:
+            VllmFLError: an engine failed, or the baseline cannot be measured by.
+        """
+        baseline = self._answer(BASELINE)
+        own = self._error(baseline)
+        if not all(map(math.isfinite, own.values())):
+            raise VllmFLError(
+                "The baseline's log-probabilities are not finite: nothing can be measured by it. "
+                "Name another one with --against"
+            )
+        ours = self._answer(PLAN)
+        differing = self._differing(ours["ops"])
+        found = culprits(differing, lambda ops: self._is_wrong(self._with(differing, ops)))
+        named = [self._culprit(differing, ops) for ops in found if ops]
+        return Finding(
+            {BASELINE: own, PLAN: self._error(ours)},
+            self._times(ours),
+            differing,
+            tuple(named),
+            () in found,
+            self.engines,
+        )
+
+    def _with(self, differing: Iterable[str], ops: Sequence[str]) -> dict[str, Any]:
+        """The answer of an engine with the plan's `ops`, and the baseline's in place of others."""
+        theirs = self._answer(BASELINE)["ops"]
+        left = {op: _token(op, theirs.get(op, STOCK)) for op in differing if op not in ops}
+        return self._answer(PLAN, left)
+
+    def _differing(self, ops: Mapping[str, str]) -> dict[str, str]:
+        """Those of `ops` (op -> what it runs with) that the baseline runs with something else."""
+        theirs = self._answer(BASELINE)["ops"]
+        return {op: label for op, label in ops.items() if label != theirs.get(op, STOCK)}
+
+    def _answer(self, kind: str, left: Mapping[str, str] = NOTHING) -> dict[str, Any]:
+        """What an engine answers, or has answered before."""
+        key = _key(kind, left)
+        if key in self._answers:
+            return self._answers[key]
+        exact = None if kind == EXACT else self._answer(EXACT)
+        with self._start(kind, left) as engine:
+            prompts = self._draw(engine.vocabulary) if exact is None else exact["prompts"]
+            forced = None if exact is None else exact["score"]["tokens"]
+            asked = {"prompts": prompts, "new_tokens": NEW_TOKENS, "forced": forced}
+            ops = {op: _label(told) for op, told in engine.report.get("ops", {}).items()}
+            line: dict[str, Any] = {"kind": kind, "left": dict(left), "ops": ops}
+            line["score"] = engine.ask("score", **asked)
+            if exact is None:
+                line["prompts"] = prompts
+            if kind == PLAN:
+                differing = self._differing(ops)
+                for op in left:
+                    if op in differing:
+                        raise VllmFLError(
+                            f"Op '{op}' runs with {ops[op]} although its list names {left[op]} "
+                            "alone: it cannot be left to the baseline"
+                        )
+                if len(differing) == 1 and self._is_wrong(line):
+                    (only,) = differing
+                    line |= self._layers(engine, only, asked)
+        self._answers[key] = line
+        self._keep(line)
+        return line
+
+    def _layers(self, engine: Running, op: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Which layers of its one op make an engine wrong, asked of it while it runs."""
+        try:
+            shared: dict[str, int] = engine.ask("layers", op=op)["layers"]
+            if not shared:
+                return {"layers": None, "remark": "no layer of the model runs it"}
+
+            def is_wrong(names: tuple[str, ...]) -> bool:
+                if len(names) == len(shared):
+                    return True
+                say(f"with op {op} in {len(names)} of {len(shared)} layers", error=True)
+                engine.ask("leave", op=op, layers=[name for name in shared if name not in names])
+                return self._is_wrong({"score": engine.ask("score", **asked)})
+
+            return {"layers": culprits(shared, is_wrong), "shared": shared, "remark": ""}
+        except VllmFLError as error:  # the op is named all the same
+            return {"layers": None, "remark": f"its layers could not be told apart: {quote(error)}"}
+
+    def _culprit(self, differing: Mapping[str, str], ops: Sequence[str]) -> Culprit:
+        line = self._with(differing, ops)
+        layers = line.get("layers")
+        return Culprit(
+            {op: differing[op] for op in ops},
+            self._times(line),
+            None if layers is None else tuple(map(tuple, layers)),
+            line.get("shared", {}),
+            line.get("remark", ""),
+        )
+
+    def _error(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """Phase -> the root mean square of the differences from the float32 engine, in nats."""
+        exact = self._answer(EXACT)["score"]
+        return {phase: _rms(exact[phase], line["score"][phase]) for phase in PHASES}
+
+    def _times(self, line: Mapping[str, Any]) -> float:
+        own = self._error(self._answer(BASELINE))
+        error = self._error(line)
+        return max(error[phase] / max(own[phase], FLOOR) for phase in PHASES)
+
+    def _is_wrong(self, line: Mapping[str, Any]) -> bool:
+        return not self._times(line) <= LIMIT
+
+
+def _key(kind: str, left: Mapping[str, str]) -> tuple[str, frozenset[str]]:
+    return kind, frozenset(left)
+
+
+def _label(told: Mapping[str, Any]) -> str:
+    """What an op runs with, of a worker's report; by size, as `vendor.cpu(<=16)|stock`."""
+    rows = [f"{row['impl']}(<={row['up_to']})" for row in told.get("rows", ())]
+    return "|".join([*rows, told["impl"]])
+
+
+def _token(op: str, label: str) -> str:
+    """What asks for an implementation in an op's list."""
+    if "|" in label:
+        raise VllmFLError(
+            f"The baseline orders op '{op}' by size ({label}), which cannot be mixed with the "
+            "plan's: name a policy without rows with --against"
+        )
+    return label if label == STOCK else f"impl:{label}"
+
+
+def _rms(exact: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """Infinite where one of the values is not finite."""
+    squares = [(a - b) ** 2 for a, b in zip(_flat(exact), _flat(other), strict=True)]
+    mean = sum(squares) / len(squares) if squares else 0.0
+    return math.sqrt(mean) if math.isfinite(mean) else math.inf
+
+
+def _flat(rows: Iterable[Sequence[float]]) -> Iterator[float]:
+    for row in rows:
+        yield from row

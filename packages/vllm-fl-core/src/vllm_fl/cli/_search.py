@@ -1,0 +1,64 @@
+"""Which parts of a whole make it wrong: a search that asks as seldom as it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["culprits"]
+
+
+def culprits(
+    parts: Iterable[str], is_wrong: Callable[[tuple[str, ...]], bool]
+) -> list[tuple[str, ...]]:
+    """The smallest sets of parts that are wrong with none of the others beside them.
+
+    What is wrong is taken to stay wrong when parts are added: two errors that cancel each other are
+    not looked for. One culprit among n parts is found with about log2(n) + 3 questions.
+
+    Args:
+        parts: the whole's, each once.
+        is_wrong: whether these parts are wrong together, without the others. It is asked once for
+            each set, and what it raises ends the search.
+
+    Returns:
+        One part each, or several that are wrong only together, in the order in which they were
+        found; they have no part in common. Nothing where the whole is right. One empty set where
+        the whole is wrong without any part.
+    """
+    answers: dict[frozenset[str], bool] = {}
+
+    def wrong(some: Sequence[str]) -> bool:
+        key = frozenset(some)
+        if key not in answers:
+            answers[key] = is_wrong(tuple(some))
+        return answers[key]
+
+    rest, found = list(parts), []
+    while wrong(rest):
+        least = _least(rest, wrong) if rest else ()
+        rest = [part for part in rest if part not in least]
+        if wrong(rest) and wrong([]):
+            return [()]  # what was named only seemed to be needed
+        found.append(least)
+    return found
+
+
+def _least(parts: Sequence[str], wrong: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
+    """The parts without which `parts`, which are wrong together, are not.
+
+    The shortest beginning of the list that is wrong ends with a part that is needed. Where that is
+    not enough by itself, the next needed one is found in the same way among those before it.
+    """
+    needed: list[str] = []
+    rest = list(parts)
+    while not needed or not wrong(needed):
+        right, is_known_wrong = 0, len(rest)  # lengths of beginnings of `rest`
+        while is_known_wrong - right > 1:
+            middle = (right + is_known_wrong) // 2
+            if wrong([*needed, *rest[:middle]]):
+                is_known_wrong = middle
+            else:
+                right = middle
+        needed.append(rest[is_known_wrong - 1])
+        rest = rest[: is_known_wrong - 1]
+    return tuple(needed)
