@@ -18,10 +18,14 @@ from vllm.config.vllm import set_current_vllm_config
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["TOKENS", "forward"]
+__all__ = ["COUNTS", "TOKENS", "forward"]
 
 TOKENS = 256
 """Tokens of the largest forward. What is compared are some rows of each call."""
+
+COUNTS = (TOKENS, 17, 1)
+"""Tokens of the forwards: a prompt's, those of a step in which some sequences decode, and of one.
+Kernels choose by size, and one that is compiled when it is called is so at start."""
 
 SEED = 20261122
 """All ranks of an engine must be given the same tokens."""

@@ -680,13 +680,13 @@ class _Preflight:
         )
 
     def _live_counts(self, plan: Plan) -> frozenset[int]:
-        """How many tokens this rank wants the loaded model run with: none where it has nothing to
-        compare, and with orders by size also as many as a row is for."""
+        """How many tokens this rank wants the loaded model run with, one run each: none where it
+        has nothing to compare, and with orders by size also as many as a row is for."""
         entries = [entry for entry in plan.entries.values() if entry.impls]
         if self.how != "verify" or not entries:
             return frozenset()
         largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
-        counts = {probe.TOKENS, *(n for entry in entries for n, _ in entry.by_row)}
+        counts = {*probe.COUNTS, *(n for entry in entries for n, _ in entry.by_row)}
         return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
     def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], str]]:
