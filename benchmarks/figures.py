@@ -37,7 +37,7 @@ class Figure:
 
     Args:
         what: what was measured.
-        unit: `ns`, `ms`, `MiB`, `tokens/s`, or empty for a ratio.
+        unit: `ns`, `ms`, `KiB`, `MiB`, `tokens/s`, or empty for a ratio.
         median: over the rounds.
         low, high: the smallest and the largest round.
         lower, upper: the quartiles of the rounds.

@@ -1,9 +1,9 @@
 """Every number that this project promises, measured: prints one table of figure, spread and bar.
 
-    python benchmarks/run.py [callpath] [operators] [startup] [engine] [shadow] [--save] …
+    python benchmarks/run.py [callpath] [operators] [startup] [ranks] [engine] [shadow] [--save] …
 
-Parts run in the order callpath, operators, startup, engine, shadow; all of them by default. A bar
-that is missed does not change the exit status: a shared machine may do that. What cannot be
+Parts run in the order callpath, operators, startup, ranks, engine, shadow; all of them by default.
+A bar that is missed does not change the exit status: a shared machine may do that. What cannot be
 measured does.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 import callpath
 import engine
 import operators
+import ranks
 import shadow
 import startup
 from figures import Figure, MeasurementFailed, as_json, host, table
@@ -30,6 +31,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
     "callpath": callpath.measure,
     "operators": operators.measure,
     "startup": startup.measure,
+    "ranks": ranks.measure,
     "engine": engine.measure,
     "shadow": shadow.measure,
 }

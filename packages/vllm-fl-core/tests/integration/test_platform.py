@@ -115,6 +115,16 @@ def test_what_the_plan_leaves_to_vllm_is_the_platforms_attention(
     assert made.get_attn_backend_cls(None, "request", 8) == "stock.Attention for 8"
 
 
+@needs_vllm
+def test_an_engine_that_is_stock_has_the_platforms_attention(
+    device: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's workers get the engine's variables after they have chosen their platform."""
+    monkeypatch.setenv("VLLM_FL_PREFER_ENABLED", "false")
+    monkeypatch.setattr(platform, "active_plan", lambda: pytest.fail("asked for a plan"))
+    assert device().get_attn_backend_cls(None, "request", 8) == "stock.Attention for 8"
+
+
 @pytest.mark.parametrize(
     ("in_tree", "forced", "expected"),
     [

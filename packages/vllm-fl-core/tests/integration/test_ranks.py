@@ -1,10 +1,15 @@
-"""What is said of ranks whose plans differ."""
+"""What is said of ranks whose plans differ, and what one of them lacks."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from vllm_fl.integration.ranks import Verdict, differences
+import pytest
+
+from vllm_fl.integration.ranks import Verdict, agree, differences, lacking
 
 
 def found(rank: int, **changed: Any) -> Verdict:
@@ -47,3 +52,45 @@ def test_a_row_that_one_rank_has_alone_is_named() -> None:
     for one, two, words in ((found(0), other, "rank 0 has none"), (other, found(0), "none")):
         (line,) = differences([one, two])
         assert line.startswith("rms_norm(<=16): ") and words in line
+
+
+def test_what_one_rank_lacks_is_found_on_every_rank() -> None:
+    has = frozenset({("rms_norm", "vendor.acme"), ("rms_norm", "reference.torch")})
+    first = replace(found(0), installed=has)
+    bare = Verdict(
+        1, facts={"ops": {"rms_norm": []}}, installed=has - {("rms_norm", "vendor.acme")}
+    )
+    for verdicts in ([first, bare], [replace(bare, rank=0), replace(first, rank=1)]):
+        lacks = {v.rank for v in verdicts if ("rms_norm", "vendor.acme") not in v.installed}
+        assert lacking(verdicts) == {("rms_norm", "vendor.acme"): (*lacks, "fl-acme 1.0")}
+
+
+def test_a_row_of_an_order_by_size_is_its_ops() -> None:
+    ops = {"rms_norm(<=16)": found(0).facts["ops"]["rms_norm"], "rms_norm": []}
+    one = Verdict(0, facts={"ops": ops}, installed=frozenset({("rms_norm", "vendor.acme")}))
+    assert lacking([one, Verdict(1)]) == {("rms_norm", "vendor.acme"): (1, "fl-acme 1.0")}
+    assert lacking([one, replace(one, rank=1)]) == {}
+
+
+def test_what_is_installed_and_left_out_on_one_rank_is_not_lacking() -> None:
+    """The machine of one rank may reject what another one runs: that is a difference."""
+    has = frozenset({("rms_norm", "vendor.acme")})
+    other = Verdict(1, facts={"ops": {"rms_norm": []}}, installed=has)
+    assert lacking([replace(found(0), installed=has), other]) == {}
+
+
+def test_a_verdict_has_the_number_of_its_rank_in_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of data-parallel engines are rank 0 of their own one each."""
+    import torch.distributed as dist
+
+    group = SimpleNamespace(world_size=2, rank=1, cpu_group=None)
+    state = SimpleNamespace(get_world_group=lambda: group)
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
+        monkeypatch.setitem(sys.modules, name, state)
+
+    def gather(verdicts: list[Any], mine: Verdict, group: object) -> None:
+        verdicts[:] = [found(0), mine]
+
+    monkeypatch.setattr(dist, "monitored_barrier", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    assert [verdict.rank for verdict in agree(found(0))] == [0, 1]

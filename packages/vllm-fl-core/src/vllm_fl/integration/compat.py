@@ -70,7 +70,7 @@ _NAMES = {
     ),
     "config.parallel": (
         "ParallelConfig: data_parallel_size enable_expert_parallel pipeline_parallel_size "
-        "tensor_parallel_size worker_cls",
+        "ray_runtime_env tensor_parallel_size use_ray worker_cls",
     ),
     "config.scheduler": ("SchedulerConfig: max_num_batched_tokens",),
     "config.vllm": (
@@ -79,7 +79,10 @@ _NAMES = {
         "parallel_config scheduler_config",
         "get_current_vllm_config set_current_vllm_config",
     ),
-    "distributed.parallel_state": ("GroupCoordinator: cpu_group world_size", "get_world_group"),
+    "distributed.parallel_state": (
+        "GroupCoordinator: cpu_group rank world_size",
+        "get_world_group",
+    ),
     "forward_context": (
         "ForwardContext: no_compile_layers skip_compiled",
         "create_forward_context get_forward_context is_forward_context_available",

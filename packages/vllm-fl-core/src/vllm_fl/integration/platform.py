@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.plan import active_plan
 from ..errors import PluginError
 from ..plugins.types import DeviceProfile
+from ..settings.loading import load_startup
 from ..text import quote
 from .compat import leave_out_cuda_fusions
 from .device import IN_TREE, detect_device, other_platforms, profile_named
@@ -82,6 +83,7 @@ class PlatformOverlay:
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
+        from .nodes import carry_startup
         from .planning import apply, facts_of, is_sealed, plan_for, refuse_batch_invariance
         from .worker import wrap_worker
 
@@ -93,6 +95,7 @@ class PlatformOverlay:
             refuse_batch_invariance(cls.vllm_fl_platform)
         apply(plan_for(facts_of(vllm_config)), vllm_config)
         wrap_worker(vllm_config)
+        carry_startup(vllm_config.parallel_config)
 
     @classmethod
     def get_attn_backend_cls(
@@ -104,8 +107,11 @@ class PlatformOverlay:
         from .planning import facts_of, plan_for
         from .seams.attention import choose
 
-        plan = active_plan() or plan_for(facts_of(get_current_vllm_config()))
-        path = choose(plan, selected_backend, attn_selector_config, num_heads)
+        path = None
+        # A worker of Ray's may have got this platform before it was told that its engine is stock.
+        if load_startup().enabled:
+            plan = active_plan() or plan_for(facts_of(get_current_vllm_config()))
+            path = choose(plan, selected_backend, attn_selector_config, num_heads)
         if path is None:
             path = super().get_attn_backend_cls(  # type: ignore[misc]
                 selected_backend, attn_selector_config, num_heads

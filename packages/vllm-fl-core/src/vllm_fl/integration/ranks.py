@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 from ..engine.tables import Standing
 
-__all__ = ["Verdict", "agree", "common_table", "differences"]
+__all__ = ["Verdict", "agree", "common_table", "differences", "lacking"]
 
 TIMEOUT = timedelta(minutes=10)
 """How long the first rank to finish waits for the others: a cold kernel cache may cost one of them
@@ -20,7 +20,7 @@ class Verdict:
     """What one rank found.
 
     Args:
-        rank: its number.
+        rank: its number among all ranks, those of other data-parallel engines too.
         faults: (op, impl id) -> why it must not serve.
         rejections: (op, impl id) -> why what is right may not serve all the same.
         failure: the error that ends the start on this rank, or empty.
@@ -28,6 +28,7 @@ class Verdict:
         table: what became of the table that its settings name.
         counts: the token counts at which it wants the loaded model run on live tensors. All ranks
             run all of these, since a forward of one waits for the others.
+        installed: (op, impl id) of every implementation that its plugins brought.
     """
 
     rank: int
@@ -37,10 +38,14 @@ class Verdict:
     table: Standing = field(default_factory=Standing)
     counts: frozenset[int] = frozenset()
     rejections: dict[tuple[str, str], str] = field(default_factory=dict)
+    installed: frozenset[tuple[str, str]] = frozenset()
 
 
 def agree(mine: Verdict) -> list[Verdict]:
     """Every rank's verdict, in the order of the ranks.
+
+    A worker knows its number within its own engine. vLLM joins the data-parallel engines of a
+    mixture of experts into one world, where each verdict has the number that it has there.
 
     Raises:
         RuntimeError: a rank died, or did not answer in time; the message says which.
@@ -51,6 +56,7 @@ def agree(mine: Verdict) -> list[Verdict]:
     group = get_world_group()
     if group.world_size == 1:
         return [mine]
+    mine = replace(mine, rank=group.rank)
     try:
         dist.monitored_barrier(group.cpu_group, timeout=TIMEOUT, wait_all_ranks=True)
         verdicts: list[Any] = [None] * group.world_size
@@ -73,6 +79,23 @@ def common_table(verdicts: list[Verdict]) -> Standing:
         return first
     left_out = {op: why for v in reversed(verdicts) for op, why in v.table.left_out.items()}
     return Standing(first.digest, left_out=left_out)
+
+
+def lacking(verdicts: list[Verdict]) -> dict[tuple[str, str], tuple[int, str]]:
+    """What one rank would serve with and another one does not have.
+
+    Returns:
+        (op, impl id) -> (the first rank that lacks it, what to install there).
+    """
+    found: dict[tuple[str, str], tuple[int, str]] = {}
+    for rows, impls in (item for v in verdicts for item in v.facts.get("ops", {}).items()):
+        op = rows.partition("(")[0]  # of one that is ordered by size, a row
+        for impl in impls:
+            key = op, impl["impl"]
+            rank = next((v.rank for v in verdicts if key not in v.installed), None)
+            if rank is not None and key not in found:
+                found[key] = rank, f"{impl['distribution']} {impl['version']}"
+    return found
 
 
 def differences(verdicts: list[Verdict]) -> list[str]:

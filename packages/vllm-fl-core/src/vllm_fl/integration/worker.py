@@ -33,7 +33,7 @@ from ..text import quote
 from . import probe, serving
 from .bindings import installed_bindings
 from .planning import apply, facts_of, load_plugins, plan_for, seal
-from .ranks import Verdict, agree, common_table, differences
+from .ranks import Verdict, agree, common_table, differences, lacking
 from .seams import attention, functions, fusions, operators, whole_layers
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
@@ -496,7 +496,11 @@ def _verified_plan(
             plan, snapshot.owners, snapshot.authors, table=table.digest, required=required
         )
         contents = {**consists, "workers": preflight.worker_facts}
-        verdict = dataclasses.replace(preflight.verdict(plan, contents), table=table)
+        verdict = dataclasses.replace(
+            preflight.verdict(plan, contents),
+            table=table,
+            installed=frozenset(snapshot.owners),
+        )
         unmet = "; ".join(
             filter(
                 None,
@@ -511,7 +515,9 @@ def _verified_plan(
         verdicts = [verdict] if alone else agree(verdict)
         common = common_table(verdicts)
         is_strict = any(v.facts.get("strict") for v in verdicts)
-        new = _newly(verdicts, demoted, _fault_of(common) if is_strict else "")
+        lacks = {key: at for key, at in lacking(verdicts).items() if key not in demoted}
+        unusable = [*filter(None, [_fault_of(common)]), *map(_lack_of, lacks.items())]
+        new = _newly(verdicts, demoted, "; ".join(unusable) if is_strict else "")
         barred = {
             key: (v.rank, reason)
             for v in reversed(verdicts)
@@ -520,9 +526,21 @@ def _verified_plan(
         }
         told = {(v.table.digest, frozenset(v.table.left_out)) for v in verdicts}
         table = common
-        if not new and not barred and told == {(common.digest, frozenset(common.left_out))}:
+        same_table = told == {(common.digest, frozenset(common.left_out))}
+        if not new and not lacks and not barred and same_table:
             break
         _demote(worker, preflight, new)
+        for (op, impl_id), (at, what) in lacks.items():
+            if rank == 0:
+                log.warning(
+                    "Implementation '%s' of op '%s' is off on all ranks: rank %d lacks it. "
+                    "Install %s on its node",
+                    impl_id,
+                    op,
+                    at,
+                    what,
+                )
+            demoted[op, impl_id] = f"rank {at} lacks it: {what} is not installed there"
         for (op, impl_id), (at, reason) in barred.items():
             if rank == 0:
                 log.warning(
@@ -599,6 +617,12 @@ def _fault_of(table: Standing) -> str:
     left_out = (f"the table's rows of op '{op}': {why}" for op, why in table.left_out.items())
     found = "; ".join(filter(None, (table.reason, *left_out)))
     return f"strict mode, and {found}" if found else ""
+
+
+def _lack_of(lack: tuple[tuple[str, str], tuple[int, str]]) -> str:
+    """Why strict mode ends the start: what is installed on one rank is not on another."""
+    (op, impl_id), (at, what) = lack
+    return f"strict mode, and rank {at} lacks implementation '{impl_id}' of op '{op}' ({what})"
 
 
 def _of_table(facts: EngineFacts, table: Standing) -> list[str]:

@@ -1,0 +1,41 @@
+"""What workers on other nodes are given before they have their engine's configuration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_fl.integration.nodes import carry_startup
+from vllm_fl.settings.loading import STARTUP
+
+
+def parallel(runtime_env: Any = None, *, ray: bool = True) -> Any:
+    return SimpleNamespace(use_ray=ray, ray_runtime_env=runtime_env)
+
+
+def test_every_variable_that_is_read_before_the_configuration_is_carried() -> None:
+    env = {name: "1" for spec in STARTUP.values() for name in spec.variables}
+    config = parallel()
+    carry_startup(config, {**env, "VLLM_FL_PREFER": "vendor", "HOME": "/"})
+    assert config.ray_runtime_env == {"env_vars": env}
+    assert "VLLM_FL_PLUGIN_MODULES" in env and "VLLM_FL_PLATFORM" in env
+
+
+def test_what_the_user_told_ray_stays() -> None:
+    theirs = {"working_dir": "/w", "env_vars": {"VLLM_FL_LOG_LEVEL": "ERROR", "A": "b"}}
+    config = parallel(theirs)
+    carry_startup(config, {"VLLM_FL_LOG_LEVEL": "DEBUG", "VLLM_FL_PLUGINS": "acme"})
+    assert config.ray_runtime_env == {
+        "working_dir": "/w",
+        "env_vars": {"VLLM_FL_LOG_LEVEL": "ERROR", "A": "b", "VLLM_FL_PLUGINS": "acme"},
+    }
+    assert theirs["env_vars"] == {"VLLM_FL_LOG_LEVEL": "ERROR", "A": "b"}, "not written into"
+
+
+@pytest.mark.parametrize(("ray", "env"), [(False, {"VLLM_FL_PLUGINS": "acme"}), (True, {})])
+def test_nothing_is_said_where_there_is_nothing_to_say(ray: bool, env: dict[str, str]) -> None:
+    config = parallel(ray=ray)
+    carry_startup(config, env)
+    assert config.ray_runtime_env is None
