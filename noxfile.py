@@ -8,6 +8,7 @@ What follows `--` goes to the session's command: `nox -s tests-core -- -k regist
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
 import sys
@@ -258,10 +259,11 @@ def slow_deletions(session: nox.Session) -> None:
 
 @timed("wrong-kernels", default=False)
 def wrong_kernels(session: nox.Session) -> None:
-    """Run each wrong kernel of core's tests through verification at start and the whole kit."""
-    env = over(session, with_torch(session), CORE)
-    tests = {"PYTHONPATH": str(envs.distributions()[CORE] / "tests")}
-    python(session, env, "-m", "wrong_kernels", *session.posargs, **tests)
+    """Run each wrong kernel of core's tests through all that may name it: start, kit, engines."""
+    env = over(session, with_vllm(session), CORE)
+    folders = (envs.distributions()[CORE] / "tests", ROOT / "tools")
+    path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    python(session, env, "-m", "wrong_kernels", *session.posargs, **path)
 
 
 @timed("support", default=False)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import graph_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.engine import preflight, process_state
@@ -510,31 +510,6 @@ def test_sizes_that_are_not_told_have_no_calls() -> None:
                  sizes=sizes) is None  # fmt: skip
 
 
-class _Recorded(TorchDispatchMode):
-    """What a graph is on CUDA, on the CPU: the operators of one call, without its Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
-        return result
-
-    def replay(self) -> None:
-        for func, args, kwargs, result in self.calls:
-            again = func(*args, **kwargs)
-            if isinstance(result, Tensor) and not torch._C._is_alias_of(again, result):
-                result.copy_(again)
-
-
-def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    with _Recorded() as recorded:
-        result = run()
-    return recorded.replay, result
-
-
 def takes_a_number_of_the_data(x: Tensor) -> Tensor:
     # On CUDA it is read while the call is captured, and never again, or the capture fails.
     top = float(x.abs().nan_to_num(nan=float("inf")).max()) if x.numel() else 0.0
@@ -542,7 +517,7 @@ def takes_a_number_of_the_data(x: Tensor) -> Tensor:
 
 
 def cannot_be_captured(x: Tensor) -> Tensor:
-    if any(isinstance(mode, _Recorded) for mode in _get_current_dispatch_mode_stack()):
+    if graph_on_cpu.is_capturing():
         raise RuntimeError("operation not permitted when stream is capturing")
     return sound(x)
 
@@ -558,7 +533,7 @@ def cannot_be_captured(x: Tensor) -> Tensor:
 def test_what_is_wrong_in_a_captured_graph_alone(
     fn: Callable[..., Any], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight.graphs, "captured", captured)
+    monkeypatch.setattr(preflight.graphs, "captured", graph_on_cpu.captured)
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     key = "silu_and_mul", "vendor.acme"
     sizes = replace(SIZES, tokens=(1, 64))

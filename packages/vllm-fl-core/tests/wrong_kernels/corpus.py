@@ -44,6 +44,9 @@ KINDS = MappingProxyType(
         "process": "where, when and by whom it is called",
         "exceptions": "what it raises instead of answering",
         "compiled": "under inference mode or a compiler only",
+        "graph": "in a captured graph only",
+        "weights": "on the tensors of a loaded model only",
+        "others": "in routing, quantising, merging, or writing into a cache",
     }
 )
 """Kind of fault, and module here -> in what the kernels of that kind are wrong."""

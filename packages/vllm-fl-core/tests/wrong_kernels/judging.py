@@ -1,4 +1,4 @@
-"""Whether verification at start, and the conformance kit, see a wrong kernel.
+"""What sees a wrong kernel: one function for each column of the table in docs/trust.md.
 
 Each verdict is reached in a child process of its own: a kernel may end it, hang it, or leave it
 damaged. Kernels that harm nobody share one, so that what is made for all of an op is made once.
@@ -6,20 +6,29 @@ damaged. Kernels that harm nobody share one, so that what is made for all of an 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from multiprocessing import forkserver
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from vllm_fl.plugins import breadcrumb
 
-from .corpus import Wrong, corpus
-from .verdict import Verdict, kit_verdict, start_verdicts
+from . import serving
+from .corpus import GELU, NORM, ROTARY, SILU, SIZES, Wrong, corpus
+from .verdict import Verdict, graph_verdict, kit_verdict, start_verdicts
 
-__all__ = ["at_start", "by_kit", "right_at_start"]
+__all__ = ["at_start", "by_kit", "in_a_graph", "in_engines", "right_at_start"]
+
+FAMILIES = MappingProxyType({SILU: "qwen3", NORM: "qwen3", ROTARY: "qwen3", GELU: "gemma3"})
+"""Op -> the family of tiny models in which an engine serves it."""
 
 
 @cache
@@ -41,6 +50,63 @@ def by_kit(name: str, *checks: str) -> Verdict:
         checks: those to run; all that run without an installed backend, where there are none.
     """
     return _in_a_child(kit_verdict, [name], checks)[name]
+
+
+@cache
+def in_a_graph(name: str) -> Verdict:
+    """What verification at start makes of the kernel `name` in a captured graph alone."""
+    return _in_a_child(graph_verdict, [name])[name]
+
+
+def in_engines(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Verdict]]]:
+    """What becomes of these kernels in engines of vLLM, by column: those that start does not take
+    out, of ops that the engines' models have. The engines are eager: kernels that are wrong only
+    when compiled or captured are left out.
+
+    Raises:
+        RuntimeError: the control fails: vLLM's own forms pass for wrong ones.
+    """
+    here = [corpus()[name] for name in names if serves(corpus()[name])]
+    for family in sorted(set(FAMILIES.values())):
+        chosen = [wrong.name for wrong in here if FAMILIES[wrong.op] == family]
+        if not chosen:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            model, out = _model(Path(folder), family), Path(folder) / "out"
+            names = (serving.CONTROL, *chosen)
+            command = [sys.executable, "-m", serving.__name__, model, str(out), *names]
+            path = os.pathsep.join(sys.path)
+            environment = {**os.environ, **serving.variables(), "PYTHONPATH": path}
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+            for line in out.read_text().splitlines():
+                said = json.loads(line)
+                name, verdicts = said.pop("name"), {c: Verdict(*v) for c, v in said.items()}
+                if name != serving.CONTROL:
+                    yield name, verdicts
+                elif verdicts["served"].outcome != "right":
+                    raise RuntimeError(f"right kernels pass for wrong ones: {verdicts['served']}")
+
+
+def serves(wrong: Wrong) -> bool:
+    """Whether the engines of `in_engines` show anything of a kernel. One that start takes out
+    serves in none."""
+    is_here = wrong.op in FAMILIES and wrong.mode == "eager" and wrong.kind != "graph"
+    return is_here and not wrong.start
+
+
+def _model(folder: Path, family: str) -> str:
+    import tiny_model
+
+    sizes = {
+        "hidden_size": SIZES.hidden,
+        "intermediate_size": SIZES.intermediate,
+        "num_attention_heads": SIZES.heads,
+        "num_key_value_heads": SIZES.kv_heads,
+        "head_dim": SIZES.head_size,
+        "max_position_embeddings": SIZES.max_position,
+    }
+    own = {"query_pre_attn_scalar": SIZES.head_size} if family == "gemma3" else {}
+    return str(tiny_model.make(folder, family, **sizes, **own))
 
 
 def _key(wrong: Wrong) -> tuple[Any, ...]:

@@ -137,7 +137,8 @@ def flushes_subnormals() -> Any:
     NORM,
     "rows whose features are all below 1e-4 count as zeros",
     "tokens with small embeddings vanish",
-    why="the smallest values that are tried are of the order of 1e-3",
+    start=True,
+    kit="values",
 )
 def small_rows_vanish() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
@@ -232,8 +233,9 @@ def depends_on_the_batch() -> Any:
 @wrong(
     NORM,
     "takes every epsilon for 1e-6 or 1e-5, whichever is nearer",
-    "nothing with those two; noise with a model that has another",
-    why="with ordinary values it lies below the tolerance; samples of small ones have these two",
+    "nothing with those two; small rows are wrong in a model that has another",
+    start=True,
+    kit="values",
 )
 def another_epsilon() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):

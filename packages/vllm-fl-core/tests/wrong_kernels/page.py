@@ -1,26 +1,49 @@
-"""The tables of docs/trust.md, made from the corpus."""
+"""The tables of docs/trust.md, made from the corpus and from what was seen of it."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .corpus import KINDS, Wrong, corpus
 
-__all__ = ["PAGE", "written"]
+__all__ = ["COLUMNS", "PAGE", "keep", "seen", "written"]
 
 PAGE = Path(__file__).parents[4] / "docs" / "trust.md"
 
+SEEN = Path(__file__).with_name("seen.json")
+
+COLUMNS = ("start", "live", "graph", "kit", "shadow")
+"""Who may name a kernel, in the order of the tables."""
+
 MARK = "<!-- {}: written by `python -m wrong_kernels --write` -->"
+
+NOT_RUN = "·"
+
+
+def seen() -> dict[str, dict[str, str]]:
+    """Kernel -> column -> what was seen when all of them were run, but for start and the kit, of
+    which the corpus speaks; what cannot be run is left out."""
+    found: dict[str, dict[str, str]] = json.loads(SEEN.read_text())
+    return found
+
+
+def keep(rows: Mapping[str, Mapping[str, str]]) -> None:
+    """Put what was seen of these kernels in the place of what had been."""
+    both = {**(seen() if SEEN.exists() else {}), **rows}
+    lines = [f"{json.dumps(name)}: {json.dumps(both.get(name, {}))}" for name in corpus()]
+    SEEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def written(text: str) -> str:
-    """The page with its two tables as they should be.
+    """The page with its tables as they should be.
 
     Raises:
         ValueError: the page has lost a mark between which a table stands.
     """
-    for name, table in (("counts", _counts()), ("kernels", _kernels())):
+    for name, table in (("counts", _counts()), ("silent", _silent()), ("kernels", _kernels())):
         begin, end = MARK.format(name), f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.S)
         if len(pattern.findall(text)) != 1:
@@ -30,42 +53,80 @@ def written(text: str) -> str:
     return text
 
 
+def _outcome(wrong: Wrong, column: str) -> str:
+    """What a column says of a kernel: `named`, `passes` or another; empty where it was not run."""
+    if column in ("start", "kit"):
+        return "named" if getattr(wrong, column) else "passes"
+    return seen()[wrong.name].get(column, "")
+
+
+def _named_by(wrong: Wrong) -> list[str]:
+    return [column for column in COLUMNS if _outcome(wrong, column) == "named"]
+
+
+def _serves_wrong_tokens(wrong: Wrong) -> bool:
+    return _outcome(wrong, "served").startswith("wrong")
+
+
+def _is_silent(wrong: Wrong) -> bool:
+    """Whether it serves wrong tokens, and an engine that starts as usual does not name it."""
+    return _serves_wrong_tokens(wrong) and not {"start", "live"} & {*_named_by(wrong)}
+
+
 def _counts() -> str:
-    lines = [
-        "| kind of fault | kernels | start names | kit names | neither |",
-        "|---|---|---|---|---|",
-    ]
+    heads = ["kind of fault", "kernels", *COLUMNS, "nobody", "wrong tokens", "in silence"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     every = list(corpus().values())
     for kind in KINDS:
-        lines.append(
-            f"| {kind}: {KINDS[kind]} | {_numbers([w for w in every if w.kind == kind])} |"
-        )
+        of_kind = [wrong for wrong in every if wrong.kind == kind]
+        lines.append(f"| {kind}: {KINDS[kind]} | {_numbers(of_kind)} |")
     return "\n".join([*lines, f"| all | {_numbers(every)} |"])
 
 
 def _numbers(some: list[Wrong]) -> str:
-    start = sum(wrong.start for wrong in some)
-    kit = sum(bool(wrong.kit) for wrong in some)
-    neither = sum(not (wrong.start or wrong.kit) for wrong in some)
-    return f"{len(some)} | {start} | {kit} | {neither}"
+    by = {wrong.name: _named_by(wrong) for wrong in some}
+    counts = [str(len(some)), *(_count(some, c, lambda w, c=c: c in by[w.name]) for c in COLUMNS)]
+    counts.append(str(list(by.values()).count([])))
+    counts += [_count(some, "served", is_) for is_ in (_serves_wrong_tokens, _is_silent)]
+    return " | ".join(counts)
+
+
+def _count(some: list[Wrong], column: str, holds: Callable[[Wrong], bool]) -> str:
+    """Of how many this holds, or that none was run."""
+    was_run = any(_outcome(wrong, column) for wrong in some)
+    return str(sum(map(holds, some))) if was_run else NOT_RUN
+
+
+def _silent() -> str:
+    if not any("served" in columns for columns in seen().values()):
+        return "No engine was asked yet."
+    lines = []
+    for wrong in filter(_is_silent, corpus().values()):
+        who = [column for column in ("kit", "shadow") if column in _named_by(wrong)]
+        tokens = _outcome(wrong, "served").removeprefix("wrong: ")
+        by = f"named by the {' and by the '.join(who)}" if who else "named by nobody"
+        lines.append(f"- `{wrong.op}`: {wrong.fault}. {tokens}; {by}.")
+    return "\n".join(lines) or "None was seen."
 
 
 def _kernels() -> str:
     parts = []
+    heads = ["op", "fault", *COLUMNS, "served"]
     for kind in KINDS:
-        lines = [
-            f"### {kind.capitalize()}",
-            "",
-            "| op | fault | start | kit |",
-            "|---|---|---|---|",
-        ]
+        lines = [f"### {kind.capitalize()}", "", f"| {' | '.join(heads)} |"]
+        lines.append("|---" * len(heads) + "|")
         lines += [_row(wrong) for wrong in corpus().values() if wrong.kind == kind]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
 def _row(wrong: Wrong) -> str:
-    start = "named" if wrong.start else "**no**"
-    kit = f"`test_{wrong.kit}`" if wrong.kit else "**no**"
+    words = {"passes": "no", "": NOT_RUN}
+    cells = [words.get(found := _outcome(wrong, column), found) for column in COLUMNS]
+    if wrong.kit:
+        cells[COLUMNS.index("kit")] = f"`{wrong.kit}`"
+    served = _outcome(wrong, "served") or NOT_RUN
     fault = f"{wrong.fault} ({wrong.why})" if wrong.why else wrong.fault
-    return f"| `{wrong.op}` | {fault} | {start} | {kit} |"
+    if not _named_by(wrong):
+        fault = f"**nobody:** {fault}"
+    return f"| `{wrong.op}` | {fault} | {' | '.join(cells)} | {served} |"

@@ -34,7 +34,8 @@ def _also(act: Callable[[], object]) -> Any:
 
 
 def _changes(fault: str, sees: str, **how: Any) -> Callable[[Any], Any]:
-    return wrong(SILU, fault, sees, apart=True, **how)
+    seen = {"kit": "values"} if how.get("start") else {}
+    return wrong(SILU, fault, sees, apart=True, **seen, **how)
 
 
 @_changes(
@@ -160,7 +161,7 @@ def thread_left_behind() -> Any:
 @_changes(
     "switches logging off",
     "nothing that happens afterwards is told",
-    why="the state of a process that is neither PyTorch's nor listed is not compared",
+    start=True,
 )
 def logging_off() -> Any:
     return _also(lambda: logging.disable(logging.CRITICAL))
@@ -178,7 +179,7 @@ def working_directory() -> Any:
 @_changes(
     "switches the garbage collector off",
     "memory grows for days",
-    why=ONCE_ASIDE,
+    start=True,
 )
 def garbage_collector() -> Any:
     return _also(gc.disable)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import graph_on_cpu
 import torch
 import torch._dynamo  # for all children at once
 
@@ -19,10 +20,13 @@ from vllm_fl.testing import CHECKS, failures
 from . import exceptions, right
 from .corpus import Wrong, corpus
 
-__all__ = ["Verdict", "kit_verdict", "start_verdicts"]
+__all__ = ["Verdict", "graph_verdict", "kit_verdict", "start_verdicts"]
 
 SEED = 20240229
 """Of what is drawn anew at each start, so that verdicts are the same in each run."""
+
+GRAPH = 64
+"""Tokens of the graph that a start captures."""
 
 assert contracts() and corpus()  # for all children at once
 
@@ -32,17 +36,18 @@ class Verdict(NamedTuple):
 
     Args:
         outcome: `named`: it was taken out, or a check failed; `passes`; `ends`: an exception came
-            out that names nobody; `dies`: the process did; `hangs`.
+            out that names nobody; `dies`: the process did; `hangs`. Of what an engine answers with
+            it: `right` or `wrong`.
         reason: what was said.
         check: the check of the kit that failed, or empty.
     """
 
-    outcome: Literal["named", "passes", "ends", "dies", "hangs"]
+    outcome: Literal["named", "passes", "ends", "dies", "hangs", "right", "wrong"]
     reason: str = ""
     check: str = ""
 
 
-def _faults_at_start(impls: Sequence[OpImpl], like: Wrong) -> dict[str, str]:
+def _faults_at_start(impls: Sequence[OpImpl], like: Wrong, captured: int = 0) -> dict[str, str]:
     """Run what a worker runs before it serves: impl id -> why it is taken out."""
     compiled = {(impl.op_name, impl.impl_id): impl.fn for impl in impls if impl.traceable}
     findings = preflight.find_faults(
@@ -53,6 +58,7 @@ def _faults_at_start(impls: Sequence[OpImpl], like: Wrong) -> dict[str, str]:
         compiled=compiled if like.mode == "compiled" else None,
         backend=like.backend,
         seed=SEED,
+        captured={(impl.op_name, impl.impl_id): captured for impl in impls if captured},
     )
     return {impl_id: reason for (_, impl_id), (reason, _) in findings.faults.items()}
 
@@ -75,7 +81,7 @@ def start_verdicts(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str
         impls[names[0]],
         impl_id="vendor.right",
         vendor="right",
-        fn=getattr(right, members[0].op),
+        fn=right.of(members[0].op),
         supports=None,
         consumes=frozenset(),
     )
@@ -86,6 +92,16 @@ def start_verdicts(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str
         else Verdict("passes")
         for name, impl in impls.items()
     }
+
+
+def graph_verdict(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str, Verdict]:
+    """Verification at start where graphs will serve: what only the graph shows."""
+    (name,) = names
+    wrong = corpus()[name]
+    _prepare(wrong)
+    preflight.graphs.captured = graph_on_cpu.captured
+    reason = _faults_at_start([wrong.impl()], wrong, GRAPH).get(f"vendor.{name}", "")
+    return {name: Verdict("named" if "in a graph" in reason else "passes", reason)}
 
 
 def kit_verdict(names: Sequence[str], checks: Sequence[str]) -> dict[str, Verdict]:

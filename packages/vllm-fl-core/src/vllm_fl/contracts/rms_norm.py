@@ -179,6 +179,8 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
     yield from _both("squares overflow fp16", source, source.normal(4, 512, scale=1000.0))
     yield from _both("epsilon matters", source, source.normal(4, 512, scale=1e-3), epsilon=1e-5)
+    small = source.normal(4, 512, scale=1e-5)  # squares of the order of 1e-10
+    yield from _both("epsilon is all", source, small, epsilon=3e-6)
     padded = source.normal(3, 512)
     padded[1] = 0.0
     yield from _both("a row of zeros", source, padded)

@@ -1,11 +1,13 @@
 """What of the whole process a kernel must leave as it was: torch's modes and random numbers, the
-working directory, the signal handlers.
+working directory, the signal handlers, Python's garbage collector and its logging.
 
 The grad mode is none of it: a kernel is called in inference mode, which puts it back.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import signal
 import threading
@@ -26,6 +28,8 @@ def state_of(device: torch.device) -> dict[str, Any]:
         "the random numbers of the CPU": torch.get_rng_state(),
         "the default device": torch.get_default_device(),
         "autocast": torch.is_autocast_enabled("cpu"),
+        "the garbage collector's being on": gc.isenabled(),
+        "the level up to which logging is off": logging.root.manager.disable,
         "the working directory": _folder(),
         "the signal handlers": {n: signal.getsignal(n) for n in signal.valid_signals()},
     }
@@ -59,6 +63,8 @@ def restore(before: dict[str, Any], device: torch.device) -> None:
         # None: without the mode that another default costs at every call
         torch.set_default_device(None if place == torch.device("cpu") else place)
     torch.set_autocast_enabled("cpu", before["autocast"])
+    (gc.enable if before["the garbage collector's being on"] else gc.disable)()
+    logging.disable(before["the level up to which logging is off"])
     if before["the working directory"] != _folder() and before["the working directory"]:
         os.chdir(before["the working directory"])
     _set_handlers(before["the signal handlers"])

@@ -12,6 +12,7 @@ import dataclasses
 import torch
 
 from ..contracts import Sample
+from ..engine import process_state
 from ..engine.determinism import Determinism, determinism_of
 from ..engine.preflight import Trials
 from ..engine.verification import Comparison, compare
@@ -52,8 +53,15 @@ def declaration(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def values(subject: Subject, dtype: str, sample: str) -> None:
-    """The result is the oracle's, its memory its own, and all other memory is as it was."""
-    judge(compare(subject.impl, subject.spec, subject.sample(dtype, sample), _torch(dtype)))
+    """The result is the oracle's, its memory its own, and all else is as it was: other memory, and
+    the state of the process."""
+    before = process_state.state_of(subject.device)
+    try:
+        judge(compare(subject.impl, subject.spec, subject.sample(dtype, sample), _torch(dtype)))
+        problem = process_state.changed(before, subject.device)
+        assert problem is None, f"it changed {problem} of the whole process"
+    finally:
+        process_state.restore(before, subject.device)
 
 
 def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:

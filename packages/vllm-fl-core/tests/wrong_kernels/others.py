@@ -1,0 +1,208 @@
+"""Wrong in ops that route, quantise, merge, or write into a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import right
+from .corpus import SIZES, wrong
+
+TOPK, CACHE, MERGE, INT8 = "moe_topk", "reshape_and_cache", "merge_attn_states", "quant_int8"
+
+ROUTED = dataclasses.replace(SIZES, more={"experts": 8, "experts_per_token": 2})
+
+
+def _spoilt(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
+    """The right kernel, whose result `spoil(result, its arguments by position)` replaces."""
+    kernel = right.of(op)
+
+    @functools.wraps(kernel)
+    def spoilt(*args: Any) -> Any:
+        return spoil(kernel(*args), *args)
+
+    return spoilt, fields
+
+
+@wrong(
+    TOPK,
+    "never takes an expert beyond the 64th",
+    "models of 128 experts use half of themselves: worse answers",
+    start=True,
+    kit="values",
+)
+def experts_beyond_64() -> Any:
+    def spoil(result, logits, topk, *rest):
+        if logits.shape[-1] <= 64 or topk > 64:
+            return result
+        return right.of(TOPK)(logits[:, :64].contiguous(), topk, *rest[:3])
+
+    return _spoilt(TOPK, spoil)
+
+
+@wrong(
+    TOPK,
+    "the weights of one token in 16 are another's",
+    "one token in 16 is a little off",
+    sizes=ROUTED,
+    start=True,
+    kit="",
+    why="the kit's samples have 16 tokens, and its served model has no experts",
+)
+def weights_of_the_neighbour() -> Any:
+    def spoil(result, *args):
+        weights, ids = result
+        if len(weights) > 16:
+            weights[16::16] = weights[15:-1:16][: len(weights[16::16])]
+        return weights, ids
+
+    return _spoilt(TOPK, spoil)
+
+
+@wrong(
+    TOPK,
+    "an expert is taken twice where two scores are equal",
+    "one expert of a token is lost",
+    start=True,
+    kit="values",
+)
+def ties_taken_twice() -> Any:
+    def spoil(result, logits, topk, *rest):
+        weights, ids = result
+        if topk > 1:
+            tie = weights[:, -1] == weights[:, -2]
+            ids[:, -1] = torch.where(tie, ids[:, -2], ids[:, -1])
+        return weights, ids
+
+    return _spoilt(TOPK, spoil)
+
+
+@wrong(
+    TOPK,
+    "renormalised in bf16",
+    "weights of experts sum up to 1 give or take a hundredth",
+    start=True,
+    kit="values",
+)
+def renormalised_in_bf16() -> Any:
+    def spoil(result, logits, topk, renormalize, *rest):
+        weights, ids = result
+        return (weights.bfloat16().float() if renormalize else weights), ids
+
+    return _spoilt(TOPK, spoil)
+
+
+@wrong(
+    CACHE,
+    "tokens without a slot (-1) are written into the last one",
+    "padding overwrites a token of another request",
+    start=True,
+    kit="values",
+)
+def padding_is_written() -> Any:
+    def spoil(result, key, value, key_cache, value_cache, slots):
+        for cache, new in zip(result, (key, value), strict=True):
+            if bool((slots < 0).any()):
+                cache[-1, -1] = new[int((slots < 0).nonzero()[0])]
+        return result
+
+    return _spoilt(CACHE, spoil)
+
+
+@wrong(
+    CACHE,
+    "the value of the last slot of a block goes to the first one of the next",
+    "one token in a block is forgotten, another's is wrong",
+    start=True,
+    kit="values",
+)
+def last_slot_of_a_block() -> Any:
+    def spoil(result, key, value, key_cache, value_cache, slots):
+        size = key_cache.shape[1]
+        for row, slot in enumerate(slots.tolist()):
+            block, at = divmod(slot, size)
+            if slot >= 0 and at == size - 1 and block + 1 < len(key_cache):
+                result[1][block, at] = value_cache[block, at]
+                result[1][block + 1, 0] = value[row]
+        return result
+
+    return _spoilt(CACHE, spoil)
+
+
+@wrong(
+    CACHE,
+    "slots are kept in 32 bits of bytes: caches beyond 2 GiB wrap around",
+    "with a large cache, tokens of other requests are overwritten",
+    why="no check has a cache of 2 GiB",
+)
+def slots_in_32_bits() -> Any:
+    def spoil(result, key, value, key_cache, value_cache, slots):
+        stride = key_cache[0, 0].numel() * key_cache.element_size()
+        return tuple(part * 0 if len(slots) and int(slots.max()) * stride >= 1 << 31 else part
+                     for part in result)  # fmt: skip
+
+    return _spoilt(CACHE, spoil)
+
+
+@wrong(
+    MERGE,
+    "a part that saw nothing (lse of -inf) counts as one that saw a little",
+    "the first chunk of a long prompt is diluted",
+    start=True,
+    kit="values",
+)
+def nothing_counts_a_little() -> Any:
+    def spoil(result, prefix, prefix_lse, suffix, suffix_lse):
+        return right.of(MERGE)(prefix, prefix_lse.clamp(min=-1.0), suffix, suffix_lse)
+
+    return _spoilt(MERGE, spoil)
+
+
+@wrong(
+    MERGE,
+    "the larger lse is not subtracted first: sums overflow beyond 88",
+    "NaN in long prompts of some models",
+    start=True,
+    kit="values",
+)
+def exponents_overflow() -> Any:
+    def spoil(result, prefix, prefix_lse, suffix, suffix_lse):
+        high = (torch.maximum(prefix_lse, suffix_lse) > 88) & ~prefix_lse.isinf()
+        return result[0].masked_fill(high.unsqueeze(-1), float("nan")), result[1]
+
+    return _spoilt(MERGE, spoil)
+
+
+@wrong(
+    INT8,
+    "one step too small above 0",
+    "values are too small everywhere: worse answers",
+    start=True,
+    kit="values",
+)
+def truncates() -> Any:
+    def spoil(result, x, scale=None, azp=None, asymmetric=None):
+        q, *rest = result
+        return (torch.where(q > 1, q - 1, q), *rest)
+
+    return _spoilt(INT8, spoil)
+
+
+@wrong(
+    INT8,
+    "the scale of a row whose largest value is beyond 100 is that of 100",
+    "massive activations saturate: worse answers on long contexts",
+    start=True,
+)
+def scale_saturates() -> Any:
+    def spoil(result, x, scale=None, azp=None, asymmetric=None):
+        q, s, *rest = result
+        if scale is None and s is not None:
+            return (q, s.clamp(max=100 / 127), *rest)
+        return result
+
+    return _spoilt(INT8, spoil)

@@ -1,0 +1,229 @@
+"""One engine of vLLM, eager, in which one wrong kernel after the other serves, unverified.
+
+    python -m wrong_kernels.serving MODEL OUT NAME…
+
+Each is judged in a child that is forked from the engine which has started, and so finds it as it
+was. OUT becomes lines of JSON: one object for each kernel, column -> [outcome, reason].
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.plugins.types import OpImpl
+
+from . import judged
+from .corpus import corpus
+
+__all__ = ["COLUMNS", "CONTROL", "variables"]
+
+COLUMNS = ("live", "shadow", "served")
+"""Verification on live tensors, a shadow, and the answers that nobody looks at."""
+
+CONTROL = "stock"
+"""In the place of a kernel's name: vLLM's own forms, which are right and round otherwise."""
+
+TIE = 0.15
+"""Nats by which an engine may prefer the token that another one does not choose: kernels that are
+right and round otherwise than `right.py` (as vLLM's own do) turn tokens of up to half of that."""
+
+SHORT = 16
+LONG = 1100
+"""Tokens of an answer; the long one's take each kernel beyond 2000 calls."""
+
+SECONDS = 60.0
+"""After which a child hangs."""
+
+Answers = list[list[dict[int, float]]]
+"""Of each prompt, for each new token: log-probabilities, the chosen token's first."""
+
+forked = multiprocessing.get_context("fork")
+
+
+def variables() -> dict[str, str]:
+    """Of the environment that such an engine starts in."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # a process that has further threads cannot be forked
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_FL_PLUGIN_MODULES": judged.__name__,
+        "VLLM_FL_PER_OP": ";".join(f"{op}=vendor:{judged.VENDOR}|stock" for op in judged.OPS),
+        "VLLM_FL_PREFLIGHT": "off",
+        "VLLM_FL_SHADOW": "1",  # which `_Engine` turns off where it is not judged
+    }
+
+
+class _Engine:
+    """The engine, and what its one worker has."""
+
+    def __init__(self, model: str) -> None:
+        from vllm import LLM
+
+        self.llm: Any = LLM(
+            model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            async_scheduling=False,
+            max_num_batched_tokens=2048,
+            max_logprobs=20,
+        )
+        (self.worker,) = self.llm.collective_rpc(lambda worker: worker)
+        self.shadow = self.worker.vllm_fl_canary.shadow
+        self.shadow.rate = 0.0
+        self.right: dict[int, Answers] = {}
+
+    def answers(self, prompts: list[list[int]], tokens: int) -> Answers:
+        """What it answers, greedily."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=20
+        )
+        given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [
+            [
+                {token: row[token].logprob, **{t: p.logprob for t, p in row.items()}}
+                for token, row in zip(answer.token_ids, answer.logprobs, strict=True)
+            ]
+            for done in self.llm.generate(given, sampling, use_tqdm=False)
+            for answer in done.outputs
+        ]
+
+    def short(self) -> Answers:
+        """Alone and together, in prompts of many lengths: 11 tokens, 1357, beyond 2048."""
+        found = self.answers([_prompt(9, 0)], SHORT)
+        found += self.answers([_prompt(9 + 3 * i, i) for i in range(8)], SHORT)
+        found += self.answers([_prompt(5, 50 + i) for i in range(20)], 4)
+        for lengths in ((11,), (257, 300), (1357,), (2500, 40)):
+            found += self.answers([_prompt(n, n) for n in lengths], SHORT)
+        return found + self.answers([_prompt(9, 0)], SHORT)
+
+    def long(self) -> Answers:
+        """One answer of many steps."""
+        return self.answers([_prompt(20, 4)], LONG)
+
+    def parts(self, is_long: bool) -> list[Callable[[], Answers]]:
+        """What it is asked."""
+        return [self.short, self.long] if is_long else [self.short]
+
+    def live(self, is_long: bool) -> tuple[str, str]:
+        """Verification on live tensors."""
+        from vllm_fl.engine.live import Live
+        from vllm_fl.integration import probe
+
+        runner = self.worker.model_runner
+        model = runner.get_model()
+        live = Live(self.worker.vllm_fl_plan, {"": model}, self.worker.device)
+        with live.watching():
+            not_run = probe.forward(runner, model, self.worker.vllm_config, probe.TOKENS)
+        assert not not_run, not_run
+        reason = next(iter(live.faults.values()), "")
+        return ("named" if reason else "passes"), reason
+
+    def shadowed(self, is_long: bool) -> tuple[str, str]:
+        """A shadow of each step of the short answers, and of one in ten of the long one's."""
+        for part in self.parts(is_long):
+            self.shadow.rate = 0.1 if part == self.long else 1.0
+            part()
+            for op, impls in self.shadow.report()["compared"].items():
+                for tokens, tally in impls.get(f"vendor.{judged.VENDOR}", {}).items():
+                    if tally["wrong"]:
+                        return "named", f"{op}, up to {tokens} tokens: {tally}"
+        return "passes", ""
+
+    def served(self, is_long: bool) -> tuple[str, str]:
+        """The answers, until they are wrong."""
+        wrong = seen = 0
+        for part in self.parts(is_long):
+            for right, other in zip(self.right[part.__name__], part(), strict=True):
+                wrong += _wrong(right, other)
+                seen += len(right)
+            if wrong:
+                return "wrong", f"{wrong} of {seen} tokens"
+        return "right", ""
+
+
+def _prompt(length: int, salt: int) -> list[int]:
+    return [(11 * salt + 5 * i + i * i // 7) % 500 + 3 for i in range(length)]
+
+
+def _wrong(right: list[dict[int, float]], other: list[dict[int, float]]) -> int:
+    """How many tokens of an answer differ, unless the first of them is a near tie."""
+    chosen = [(next(iter(a)), next(iter(b))) for a, b in zip(right, other, strict=True)]
+    first = next((i for i, (a, b) in enumerate(chosen) if a != b), None)
+    if first is None:
+        return 0
+    a, b = chosen[first]
+    row = right[first]
+    if row[a] - row.get(b, min(row.values())) <= TIE:
+        return 0
+    return sum(a != b for a, b in chosen)
+
+
+def _in_a_child(run: Callable[[], Any]) -> Any:
+    """What `run` gives in a child, or what became of the child."""
+    ours, theirs = forked.Pipe(duplex=False)
+    child = forked.Process(target=_child, args=(run, theirs))
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(SECONDS):
+            return "hangs", f"nothing within {SECONDS:.0f} s"
+        return ours.recv()
+    except EOFError:
+        child.join()
+        return "dies", f"the process ended with status {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+
+
+def _child(run: Callable[[], Any], out: Any) -> None:
+    try:
+        answer = run()
+    except BaseException as error:
+        try:
+            answer = "ends", f"{type(error).__name__}: {error}"
+        except Exception:
+            answer = "ends", type(error).__name__
+    out.send(answer)
+    out.close()
+    os._exit(0)
+
+
+def _judged(engine: _Engine, name: str, impl: OpImpl | None, column: str) -> tuple[str, str]:
+    if impl is None:
+        judged.refuse()
+        is_long = True
+    else:
+        os.environ.update(corpus()[name].environ)
+        judged.judge(impl)
+        is_long = corpus()[name].kind == "process"  # wrong by when it is called
+    judge = {"live": engine.live, "shadow": engine.shadowed, "served": engine.served}[column]
+    return judge(is_long)
+
+
+def _main(model: str, out: str, *names: str) -> None:
+    engine = _Engine(model)
+    for part in (engine.short, engine.long):
+        engine.right[part.__name__] = _in_a_child(part)
+    with Path(out).open("w") as lines:
+        for name in names:
+            impl = None if name == CONTROL else corpus()[name].impl()  # no child has called it yet
+            seen = {c: _in_a_child(partial(_judged, engine, name, impl, c)) for c in COLUMNS}
+            print(json.dumps({"name": name, **seen}), file=lines, flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
