@@ -20,6 +20,7 @@ if find_spec("vllm") is None:
 import torch
 from builders import managing, planning
 from configs import engine_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.platforms import current_platform
@@ -33,6 +34,8 @@ from vllm_fl.plugins.types import BackendImplKind, CommunicatorImpl, Communicato
 from vllm_fl.settings.loading import load_settings
 
 KEY = ("communicator", "vendor.acme")
+
+assert get_current_vllm_config_or_none() is None  # imported once, and not by each process
 
 
 class Sound(DeviceCommunicatorBase):
