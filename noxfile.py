@@ -28,6 +28,7 @@ nox.options.default_venv_backend = "none"
 
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
 ASCEND, CUDA, FLAGGEMS = "vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"
+FLAGCX = "vllm-fl-flagcx"
 
 
 def timed(name: str, *, default: bool = True) -> Callable[..., Callable[..., None]]:
@@ -187,6 +188,13 @@ def tests_ascend(session: nox.Session) -> None:
     env = over(session, with_vllm(session), CORE, REFERENCE, ASCEND)
     wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
     tests_in_parallel(session, env, "packages/vllm-fl-ascend/tests", **ENGINE, **wheel)
+
+
+@timed("tests-flagcx")
+def tests_flagcx(session: nox.Session) -> None:
+    """Test the communicator on FlagCX, on a library with its interface that cc builds."""
+    env = over(session, with_vllm(session), CORE, FLAGCX)
+    tests_in_parallel(session, env, "packages/vllm-fl-flagcx/tests", **ENGINE)
 
 
 @timed("isolation")

@@ -10,6 +10,9 @@ import pytest
 import tiny_model
 from engine_run import STOCK, EngineFailed, Job, largest_difference, run
 from engines import IN_ONE_PROCESS
+from flagcx_library import built
+
+import envs
 
 PLUGINS = str(Path(__file__).parent / "plugins")
 DEVICE = {
@@ -21,6 +24,12 @@ DEVICE = {
 }
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 """A communicator exists only between ranks."""
+
+FLAGCX = {
+    "PYTHONPATH": f"{PLUGINS}:{envs.distributions()['vllm-fl-flagcx'] / 'src'}",
+    "VLLM_FL_PLUGIN_MODULES": "oot_cpu,vllm_fl_flagcx.plugin",
+}
+"""With FlagCX between them, by its module: its distribution is not part of these engines' tests."""
 
 
 def job_for(folder: Path) -> Job:
@@ -55,6 +64,38 @@ def test_a_device_plugin_runs_a_whole_engine(tmp_path: Path) -> None:
     assert ours["tokens"] == stock["tokens"]
     worst, magnitude = largest_difference(stock, ours)
     assert worst <= 1e-4 * magnitude  # two orders above float32's rounding after two layers
+
+
+@pytest.mark.slow
+def test_two_ranks_exchange_tensors_through_flagcx(tmp_path: Path) -> None:
+    """The device's own communicator is stock there: the tokens are its tokens."""
+    job = job_for(tmp_path)
+    flagcx = {**DEVICE, **TWO_RANKS, **FLAGCX, "FLAGCX_PATH": str(built(tmp_path / "flagcx"))}
+    ours = run(job, timeout=300, **flagcx)
+    assert "communicator=default.flagcx" in ours["log"]
+    assert "Groups of ranks: tp:0=default.flagcx (verified in" in ours["log"]
+    assert "oot_cpu: communicator FlagcxCommunicator" in ours["log"]
+    assert "oot_cpu: all_reduce" not in ours["log"]
+    assert "FlagCX 1300 of " in ours["log"]
+    assert [rank["groups"]["tp:0"] for rank in ours["report"]] == ["default.flagcx"] * 2
+    stock = run(job, timeout=300, **flagcx, VLLM_FL_PER_OP="communicator=stock")
+    assert "communicator=stock" in stock["log"] and "oot_cpu: all_reduce" in stock["log"]
+    assert ours["tokens"] == stock["tokens"]
+    worst, magnitude = largest_difference(stock, ours)
+    assert worst <= 1e-4 * magnitude
+
+
+@pytest.mark.slow
+def test_a_wrong_flagcx_is_off_on_both_ranks(tmp_path: Path) -> None:
+    wrong = {**FLAGCX, "FLAGCX_PATH": str(built(tmp_path / "flagcx", "-DWRONG"))}
+    ours = run(job_for(tmp_path), timeout=300, **{**DEVICE, **TWO_RANKS, **wrong})
+    named = "Implementation 'default.flagcx' failed for op 'communicator': all_reduce of float32"
+    (line,) = [line for line in ours["log"].splitlines() if named in line]
+    assert "on rank 1; off on all" in line
+    for rank in ours["report"]:
+        assert rank["ops"]["communicator"]["impl"] == "stock"
+        assert "on rank 1" in rank["demotions"]["communicator"]["default.flagcx"]
+    assert "oot_cpu: all_reduce" in ours["log"]
 
 
 @pytest.mark.slow

@@ -53,7 +53,9 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpManager]:
     monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
     monkeypatch.setattr(planning, "foreign_layers", dict)
     monkeypatch.setattr(
-        vllm.platforms, "_current_platform", SimpleNamespace(vllm_fl_platform="cpu")
+        vllm.platforms,
+        "_current_platform",
+        SimpleNamespace(vllm_fl_platform="cpu", device_type="cpu"),
     )
     return manager
 

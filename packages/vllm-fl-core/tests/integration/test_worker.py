@@ -162,7 +162,9 @@ def worker_of(**fields: Any) -> Any:
     """What a preflight asks of its worker."""
     settings = load_settings({"VLLM_FL_PREFLIGHT": "run", **fields.pop("env", {})})
     facts = EngineFacts(settings, "eager", **{"dtype": torch.bfloat16, **fields})
-    return SimpleNamespace(vllm_fl_facts=facts, rank=1, device=torch.device("cpu"))
+    return SimpleNamespace(
+        vllm_fl_facts=facts, vllm_fl_groups=None, rank=1, device=torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom")], ids=repr)

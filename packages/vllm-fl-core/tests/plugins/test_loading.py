@@ -868,7 +868,7 @@ def test_the_hook_for_whole_layers(write: Write) -> None:
         ("return 'acme.Row'", "layers returned str"),
         ("return 7", "layers returned int"),
         ("return LayerImpl('A', 'b.C', BackendImplKind.VENDOR, 'acme')", "returned LayerImpl"),
-        ("return ['acme.Row']", "expected OpImpl, AttentionImpl or LayerImpl"),
+        ("return ['acme.Row']", "expected OpImpl, AttentionImpl, CommunicatorImpl or LayerImpl"),
         ("raise SystemExit(4)", "SystemExit: 4"),
         ("yield LayerImpl('A', 'b.C', BackendImplKind.VENDOR); yield 1", "needs vendor"),
         (

@@ -22,6 +22,7 @@ from ..dispatch.manager import OpManager
 from ..dispatch.resolver import UNORDERED, Trace
 from ..integration.bindings import all_bindings
 from ..plugins.attention import ATTENTION
+from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from ..settings.policy import Mode, OpOrder
 from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _show_contract(op, spec, as_json=arguments.json)
     binding = all_bindings(snapshot).get(op, Binding())
     modes = [arguments.mode] if arguments.mode else [*WHERE]
-    is_class = op == ATTENTION or op in snapshot.layers
+    is_class = op in NAMED_CLASSES or op in snapshot.layers
     if is_class and not arguments.mode:
         modes.remove("script")  # it names a class for vLLM: no script calls it
     elif spec is None and not is_class and arguments.mode != "script":
@@ -241,6 +242,10 @@ def _show(
     if op == ATTENTION:
         say(f"{op}: the class that vLLM's attention layers use; an engine also asks each candidate")
         say("whether it supports the served model, and says so in its start line.")
+    elif op == COMMUNICATOR:
+        say(f"{op}: the class through which the ranks of an engine exchange tensors; an engine of")
+        say("several ranks also asks each candidate whether it supports them, and says so in its")
+        say("start line.")
     elif is_layer:
         say(f"{op}: a whole layer of vLLM's, by its class; an engine also asks each candidate")
         say("whether it supports the engine, and says so in its start line. It is not verified.")

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..dispatch import get_default_manager
-from ..plugins.attention import ATTENTION
+from ..plugins.communicator import NAMED_CLASSES
 from ._candidates import as_rows
 from ._show import print_json, print_table, say
 
@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when an op that a backend brings has no implementation that may run, or none does."""
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()
-    of_vllm = {ATTENTION, *snapshot.layers}  # where vLLM's own is the last
+    of_vllm = {*NAMED_CLASSES, *snapshot.layers}  # where vLLM's own is the last
     ops: list[dict[str, Any]] = []
     for name in snapshot.ops:
         trace = manager.trace(name, engine=name in of_vllm)

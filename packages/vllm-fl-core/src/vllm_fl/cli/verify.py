@@ -27,7 +27,7 @@ from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..integration.bindings import all_bindings
 from ..plugins.forms import asked_for
-from ..plugins.types import AttentionImpl, Impl, LayerImpl, OpImpl
+from ..plugins.types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
 from ..settings.policy import closest
 from ..text import quote, scrub
 from ._environment import device_facts, distributions
@@ -177,6 +177,8 @@ def _choose(
         verdict = impl.availability()
         if isinstance(impl, AttentionImpl):
             reason = "an attention backend is a class, not one computation"
+        elif isinstance(impl, CommunicatorImpl):
+            reason = "a communicator is a class, which takes several ranks to run"
         elif isinstance(impl, LayerImpl):
             reason = "a whole layer is a class, not one computation"
         elif impl.op_name not in snapshot.contracts:

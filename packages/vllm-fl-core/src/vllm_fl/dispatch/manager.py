@@ -24,6 +24,7 @@ from ..errors import (
 from ..logs import get_logger
 from ..older import lookup, outdated
 from ..plugins.calling import rejections
+from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.registry import OpRegistry
 from ..plugins.types import BackendImplKind, Impl, OpImpl
 from ..settings.loading import Settings
@@ -220,7 +221,7 @@ class OpManager:
         policy = self._in_force(settings, policy)
         snapshot = self._registry.snapshot()
         impls = snapshot.impls_by_op.get(op, ())
-        if not impls and op not in snapshot.contracts and op != "attention_backend":
+        if not impls and op not in snapshot.contracts and op not in NAMED_CLASSES:
             raise self._unknown(op)
         rejected = rejections(self._registry.plugins, settings or self.settings, op, impls)
         rejected |= self._record.demoted(op) if demoted is None else demoted

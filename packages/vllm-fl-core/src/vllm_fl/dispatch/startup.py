@@ -12,6 +12,7 @@ from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb
 from ..plugins import loading as plugin_loader
 from ..plugins.calling import devices, policy_files
+from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
@@ -220,7 +221,7 @@ def read_settings(
     )
     return check_names(
         settings,
-        ops={*snapshot.ops, "attention_backend"},
+        ops={*snapshot.ops, *NAMED_CLASSES},
         vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
         impls=snapshot.impls_by_op,
     )

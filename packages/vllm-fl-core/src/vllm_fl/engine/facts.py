@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..contracts import ModelSizes
-    from ..plugins.types import AttentionRequest, LayerRequest
+    from ..plugins.types import AttentionRequest, CommunicatorRequest, LayerRequest
     from ..settings.loading import Settings
     from ..settings.policy import Mode
 
@@ -27,6 +27,7 @@ class EngineFacts:
         dtype: the model's; None without a model.
         sizes: the model's sizes on one rank; None without a model.
         attention: what the model's layers will ask of attention; None where that is not told.
+        communicator: the ranks that a communicator would connect; None for a single rank.
         layers: what whole layers are asked with, `layer` apart; None without a model.
         custom_ops: vLLM's list of custom ops, what we added to it included.
         ir_priority: the IR providers that the user told vLLM to prefer, by op.
@@ -44,6 +45,7 @@ class EngineFacts:
     dtype: torch.dtype | None = None
     sizes: ModelSizes | None = None
     attention: AttentionRequest | None = None
+    communicator: CommunicatorRequest | None = None
     layers: LayerRequest | None = None
     custom_ops: tuple[str, ...] = ()
     ir_priority: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -19,7 +19,8 @@ from ..dispatch.record import Record
 from ..dispatch.resolver import Stock, Trace
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
-from ..plugins.types import AttentionImpl, Impl, LayerImpl, OpImpl
+from ..plugins.communicator import COMMUNICATOR
+from ..plugins.types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
 from ..settings.policy import Mode
 
 if TYPE_CHECKING:
@@ -100,6 +101,11 @@ class PlanEntry:
     def attention(self) -> tuple[AttentionImpl, ...]:
         """Those of the candidates that are attention backends."""
         return tuple(i for i in self.candidates if isinstance(i, AttentionImpl))
+
+    @property
+    def communicators(self) -> tuple[CommunicatorImpl, ...]:
+        """Those of the candidates that are communicators."""
+        return tuple(i for i in self.candidates if isinstance(i, CommunicatorImpl))
 
     @property
     def layer(self) -> LayerImpl | None:
@@ -395,9 +401,10 @@ def make_plan(
     notes: Mapping[str, str] | None = None,
     kept_layers: Iterable[str] = (),
 ) -> Plan:
-    """Resolve every contract's op, the attention backend and whole layers, for an engine.
+    """Resolve every contract's op, the attention backend, the communicator and whole layers.
 
-    An op that the model cannot have is left out, unless the user's settings name it.
+    An op that the model cannot have is left out, unless the user's settings name it. A single rank
+    has no communicator.
 
     Args:
         manager: what is installed.
@@ -413,7 +420,8 @@ def make_plan(
     policy = facts.settings.policy
     absent = {op for op in facts.absent if not policy.names(op)}
     largest = facts.sizes.tokens[-1] if facts.sizes else math.inf
-    for op in (*specs, ATTENTION, *snapshot.layers):
+    classes = (ATTENTION, COMMUNICATOR) if facts.communicator else (ATTENTION,)
+    for op in (*specs, *classes, *snapshot.layers):
         if op in absent:
             continue
         of_op = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}

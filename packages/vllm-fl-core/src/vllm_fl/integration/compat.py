@@ -47,7 +47,7 @@ FORMER_LAYERS = frozenset({"fused_moe", "FusedMoE"})
 _NAMES = {
     "platforms": ("builtin_platform_plugins current_platform",),
     "platforms.interface": (
-        "Platform: check_and_update_config fp8_dtype get_attn_backend_cls "
+        "Platform: check_and_update_config device_type fp8_dtype get_attn_backend_cls "
         "get_default_ir_op_priority get_device_communicator_cls import_ir_kernels is_cuda is_rocm "
         "is_xpu",
     ),
@@ -79,9 +79,12 @@ _NAMES = {
         "parallel_config scheduler_config",
         "get_current_vllm_config set_current_vllm_config",
     ),
+    "distributed.device_communicators.base_device_communicator": (
+        "DeviceCommunicatorBase: destroy",
+    ),
     "distributed.parallel_state": (
-        "GroupCoordinator: cpu_group rank world_size",
-        "get_world_group",
+        "GroupCoordinator: cpu_group device_communicator rank world_size",
+        "_groups get_world_group",
     ),
     "forward_context": (
         "ForwardContext: no_compile_layers skip_compiled",
@@ -111,8 +114,8 @@ _NAMES = {
     "utils.collection_utils": ("LazyDict: _dict",),
     "v1.attention.backends.registry": ("AttentionBackendEnum",),
     "v1.worker.worker_base": (
-        "WorkerBase: compile_or_warm_up_model device get_model load_model rank shutdown "
-        "vllm_config",
+        "WorkerBase: compile_or_warm_up_model device get_model init_device load_model rank "
+        "shutdown vllm_config",
     ),
 }
 """Module below `vllm` -> `Class: attribute attribute`, and names of the module itself."""

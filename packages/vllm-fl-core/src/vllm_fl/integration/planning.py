@@ -17,10 +17,11 @@ from ..engine.tables import Standing, standing, under
 from ..errors import InvalidSettingError, PluginError, SettingsError
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
+from ..plugins.communicator import NAMED_CLASSES
 from ..settings.loading import Settings, check_names
 from .bindings import installed_bindings
 from .compat import hide_our_variables
-from .seams import attention, fusions, whole_layers
+from .seams import attention, communicator, fusions, whole_layers
 from .seams.ir import ir_ops
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table
 
@@ -110,6 +111,9 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         dtype=model.dtype if model else None,
         sizes=model_sizes(vllm_config, installed_bindings().values()) if model else None,
         attention=attention.model_request(vllm_config) if model else None,
+        communicator=(
+            communicator.request_of(vllm_config, settings, compiled=compiled) if model else None
+        ),
         layers=whole_layers.request_of(vllm_config, compiled=compiled) if model else None,
         custom_ops=tuple(compilation.custom_ops),
         ir_priority={op: tuple(providers) for op, providers in priority.items()},
@@ -242,7 +246,7 @@ def _read_settings(platform: str) -> Settings:
     layers = known_layers()
     if not layers.issuperset((*(settings.oot_whitelist or ()), *settings.oot_blacklist)):
         layers |= whole_layers.names()  # reads vLLM's source
-    return check_names(settings, ops={*registry.snapshot().ops, ATTENTION}, layers=layers)
+    return check_names(settings, ops={*registry.snapshot().ops, *NAMED_CLASSES}, layers=layers)
 
 
 def plan_for(
@@ -269,6 +273,7 @@ def plan_for(
         facts,
         demoted={
             **attention.refusals(facts),
+            **communicator.refusals(facts),
             **whole_layers.refusals(facts),
             **unmeasured(facts, get_default_manager().registry.snapshot()),
             **(demoted or {}),

@@ -120,6 +120,13 @@ class PlatformOverlay:
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
+        """What makes the plan's, in a worker that is making its groups; else `stock`."""
+        from .seams.communicator import FACTORY, groups_now
+
+        return FACTORY if groups_now() is not None else cls.vllm_fl_stock_communicator()
+
+    @classmethod
+    def vllm_fl_stock_communicator(cls) -> str:
         """The communicator that a device plugin brings; else that of the platform class."""
         path = cls.vllm_fl_device and cls.vllm_fl_device.communicator_class
         return path or str(super().get_device_communicator_cls())  # type: ignore[misc]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from ..engine.tables import Standing
 
-__all__ = ["Verdict", "agree", "common_table", "differences", "lacking"]
+__all__ = ["Verdict", "agree", "common_table", "differences", "gathered", "lacking"]
+
+T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 """How long the first rank to finish waits for the others: a cold kernel cache may cost one of them
@@ -50,23 +52,42 @@ def agree(mine: Verdict) -> list[Verdict]:
     Raises:
         RuntimeError: a rank died, or did not answer in time; the message says which.
     """
-    import torch.distributed as dist
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
     if group.world_size == 1:
         return [mine]
     mine = replace(mine, rank=group.rank)
+    return gathered(mine, group.cpu_group, group.world_size, mine.rank, "verify their kernels")
+
+
+def gathered(mine: T, cpu_group: Any, size: int, rank: int, what: str) -> list[T]:
+    """What every rank of a group gives, in the order of the ranks.
+
+    Args:
+        mine: what this rank gives; it is pickled.
+        cpu_group: torch.distributed's group, of its backend gloo.
+        size: how many ranks it has.
+        rank: this rank's number among all.
+        what: what the ranks are at, for the error.
+
+    Raises:
+        RuntimeError: a rank died, or did not answer in time; the message says which.
+    """
+    import torch.distributed as dist
+
+    if size == 1:
+        return [mine]
+    told: list[Any] = [None] * size
     try:
-        dist.monitored_barrier(group.cpu_group, timeout=TIMEOUT, wait_all_ranks=True)
-        verdicts: list[Any] = [None] * group.world_size
-        dist.all_gather_object(verdicts, mine, group=group.cpu_group)
+        dist.monitored_barrier(cpu_group, timeout=TIMEOUT, wait_all_ranks=True)
+        dist.all_gather_object(told, mine, group=cpu_group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"vllm-fl: rank {mine.rank} waited for the other ranks to verify their kernels, and "
-            f"one of them is gone: {error}. Its own log, above, says why."
+            f"vllm-fl: rank {rank} waited for the other ranks to {what}, and one of them is gone: "
+            f"{error}. Its own log, above, says why."
         ) from error
-    return verdicts
+    return told
 
 
 def common_table(verdicts: list[Verdict]) -> Standing:

@@ -34,7 +34,7 @@ from . import probe, serving
 from .bindings import installed_bindings
 from .planning import apply, facts_of, load_plugins, plan_for, seal
 from .ranks import Verdict, agree, common_table, differences, lacking
-from .seams import attention, functions, fusions, operators, whole_layers
+from .seams import attention, communicator, functions, fusions, operators, whole_layers
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     bind_anew,
@@ -69,6 +69,7 @@ class PlannedWorker:
     vllm_fl_digest: str
     vllm_fl_table: Standing
     vllm_fl_layers: dict[str, int]
+    vllm_fl_groups: communicator.Groups | None = None
     vllm_fl_unseal: Callable[[], object]
     vllm_fl_unseal_config: Callable[[], None]
     vllm_fl_operators: operators.Overrides
@@ -88,6 +89,19 @@ class PlannedWorker:
         """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
         load_plugins(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def init_device(self) -> Any:
+        """Open the device, and let the ranks agree on what they exchange tensors through."""
+        facts = facts_of(self.vllm_config)
+        groups = communicator.Groups(facts) if facts.communicator is not None else None
+        if groups is not None and not groups.entry.communicators:
+            groups = None
+        with communicator.made_by(groups):
+            opened = super().init_device()  # type: ignore[misc]
+            if groups is not None:
+                groups.settle()
+        self.vllm_fl_groups = groups
+        return opened
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Seal the plan, build the model on it, verify it on live tensors, and say it once."""
@@ -153,10 +167,11 @@ class PlannedWorker:
             `seams.operators.report` says; `functions` {op: {function: the same}}. `fusions` {op:
             {graphs, found}}: how many graphs vLLM's pass for the op went through, and in how many
             places it found the op. `defined` {operator: schema}: what this vLLM, an empty build,
-            lacks, and is there while the engine is. `table` {file, digest, acts, reason, left_out}:
-            the table that the settings name, whether it acts, why it does not, and the ops whose
-            rows do not count; None where they name none. `shadow`: what was compared while it
-            served, as `Shadow.report` says; None where no step is sampled.
+            lacks, and is there while the engine is. `groups` {a group of ranks: the id of its
+            communicator}; empty where the plan leaves them to vLLM. `table` {file, digest, acts,
+            reason, left_out}: the table that the settings name, whether it acts, why it does not,
+            and the ops whose rows do not count; None where they name none. `shadow`: what was
+            compared while it served, as `Shadow.report` says; None where no step is sampled.
         """
         plan = self.vllm_fl_plan
         return {
@@ -173,6 +188,7 @@ class PlannedWorker:
             "functions": functions.report(plan, self.vllm_fl_functions),
             "fusions": {op: dataclasses.asdict(s) for op, s in fusions.sites(plan).items()},
             "defined": self.vllm_fl_operators.schemas,
+            "groups": dict(self.vllm_fl_groups.served) if self.vllm_fl_groups else {},
             "table": _table_report(self.vllm_fl_facts, self.vllm_fl_table),
             "shadow": self.vllm_fl_canary.shadow.report() if self.vllm_fl_canary else None,
         }
@@ -356,6 +372,7 @@ def _say_plan(worker: PlannedWorker, took: list[str], limits: list[str]) -> None
         return
     facts, plan = worker.vllm_fl_facts, worker.vllm_fl_plan
     refused = attention.refusals(facts) | whole_layers.refusals(facts)
+    refused |= communicator.refusals(facts)
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
     remarks = [*_of_table(facts, worker.vllm_fl_table), *_of_invariance(worker, plan)]
     remarks += [*limits, *said]
@@ -673,7 +690,11 @@ class _Preflight:
         self, worker: PlannedWorker, worker_facts: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
         self.worker_facts = dict(worker_facts)
-        self.demoted: dict[tuple[str, str], str] = {}
+        groups = worker.vllm_fl_groups
+        self.demoted: dict[tuple[str, str], str] = {
+            key: f"failed at start on rank {fault.rank}: {fault.why}"
+            for key, fault in (groups.faults.items() if groups is not None else ())
+        }
         self.rejected: dict[tuple[str, str], str] = {}
         self.live_counts: frozenset[int] = frozenset()
         self.facts, self.rank, self.device = worker.vllm_fl_facts, worker.rank, worker.device

@@ -6,7 +6,14 @@ import inspect
 from typing import Any
 
 from ..text import quote
-from .types import AttentionImpl, AttentionRequest, OpImpl, parameters_of
+from .types import (
+    AttentionImpl,
+    AttentionRequest,
+    CommunicatorImpl,
+    CommunicatorRequest,
+    OpImpl,
+    parameters_of,
+)
 
 __all__ = ["ATTENTION", "class_path_for", "from_older_form", "refusal"]
 
@@ -14,12 +21,15 @@ ATTENTION = "attention_backend"
 """The op under which attention backends are registered, resolved and planned."""
 
 
-def refusal(impl: AttentionImpl, request: AttentionRequest) -> str | None:
+Named = AttentionImpl | CommunicatorImpl
+
+
+def refusal(impl: Named, request: AttentionRequest | CommunicatorRequest) -> str | None:
     """Why `impl` does not take `request`; None when it does."""
     if impl.supports is None:
         return None
     try:
-        verdict = impl.supports(request)
+        verdict = impl.supports(request)  # type: ignore[arg-type]
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin's mistake costs the plugin, not the engine
@@ -29,10 +39,10 @@ def refusal(impl: AttentionImpl, request: AttentionRequest) -> str | None:
     return str(verdict) if verdict else "its supports said no and gave no reason"
 
 
-def class_path_for(impl: AttentionImpl, request: AttentionRequest) -> str:
+def class_path_for(impl: Named, request: AttentionRequest | CommunicatorRequest) -> str:
     """The path of the class that `impl` names for `request`."""
     path = impl.class_path
-    return path if isinstance(path, str) else path(request)
+    return path if isinstance(path, str) else path(request)  # type: ignore[arg-type]
 
 
 def from_older_form(impl: OpImpl) -> AttentionImpl:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .finding import Finding
     from .types import (
         AttentionImpl,
+        CommunicatorImpl,
         DeviceProfile,
         LayerImpl,
         OpImpl,
@@ -29,6 +30,7 @@ __all__ = [
     "HOOK_API",
     "PROJECT",
     "attention_backend",
+    "communicator",
     "contracts",
     "device",
     "doctor",
@@ -81,6 +83,24 @@ def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
         def attention_backend():
             return [AttentionImpl("vendor.acme", "acme.attention.AcmeBackend",
                                   BackendImplKind.VENDOR, "acme")]
+    """
+
+
+@hookspec
+def communicator() -> Iterable[CommunicatorImpl]:  # type: ignore[empty-body]
+    """Return the communicators that this backend brings, by class path.
+
+    Called once per process, with `register_ops`. The policy orders all plugins' candidates; vLLM's
+    own communicator, or that of a plugin's device, is the last (`stock`). What is chosen is made in
+    each worker for each of vLLM's groups of ranks, and must give the known results of every
+    collective on all of them before anything else uses it; else the next candidate serves, on all.
+
+    Example::
+
+        @hookimpl
+        def communicator():
+            return [CommunicatorImpl("vendor.acme", "acme.communicator.AcmeCommunicator",
+                                     BackendImplKind.VENDOR, "acme")]
     """
 
 
@@ -177,7 +197,9 @@ def settings() -> Iterable[SettingSpec[Any]]:  # type: ignore[empty-body]
 
 @hookspec
 def rejections(
-    settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl | LayerImpl]
+    settings: Any,
+    op: str,
+    impls: Sequence[OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl],
 ) -> Mapping[str, str] | None:
     """Return what this backend's own settings reject of `op`: impl id -> the reason, or None.
 

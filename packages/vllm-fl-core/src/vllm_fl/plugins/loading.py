@@ -22,13 +22,21 @@ from ..contracts.binding import Binding, Contract
 from ..errors import PluginError
 from ..text import clean
 from . import hookspecs
-from .attention import ATTENTION
 from .calling import ENDED, contained, whose
+from .communicator import NAMED_CLASSES
 from .hookspecs import HOOK_API, PROJECT
 from .installed import CORE, canonical, entry_points, identity
 from .plugin import Plugin, Status
 from .registry import OpRegistry, Owner, RegistrySnapshot, reservation
-from .types import PLUGIN_KEY, AttentionImpl, Impl, LayerImpl, OpImpl, SettingSpec
+from .types import (
+    PLUGIN_KEY,
+    AttentionImpl,
+    CommunicatorImpl,
+    Impl,
+    LayerImpl,
+    OpImpl,
+    SettingSpec,
+)
 
 __all__ = ["GROUP", "Found", "discover", "load", "unmatched"]
 
@@ -39,6 +47,7 @@ LOAD_FAILED = "The other plugins work; reinstall it, or leave it out with VLLM_F
 RETURNED = {
     "register_ops": OpImpl,
     "attention_backend": AttentionImpl,
+    "communicator": CommunicatorImpl,
     "layers": LayerImpl,
     "settings": SettingSpec,
     "contracts": Contract,
@@ -197,7 +206,7 @@ def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
                 manager.add_hookspecs(hookspecs)
                 manager.register(plugin, name=str(owner))
                 manager.check_pending()
-                for hook in ("register_ops", "attention_backend", "layers"):
+                for hook in ("register_ops", "attention_backend", "communicator", "layers"):
                     impls += _results(manager, hook)
                 specs = _results(manager, "settings")
                 _check_settings(specs)
@@ -247,7 +256,7 @@ def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list
         for contract, binding in plugin.contracts:
             name = contract.name
             others = [each for each in claims[name] if each != plugin.owner]
-            if name in known.contracts or name == ATTENTION:
+            if name in known.contracts or name in NAMED_CLASSES:
                 refused[-1].append(
                     f"the contract of op {name!r}: {known.authors.get(name, CORE)} has this op; "
                     "give yours another name"

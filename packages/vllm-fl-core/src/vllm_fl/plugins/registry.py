@@ -15,6 +15,7 @@ from ..contracts.binding import Binding, Contract
 from ..errors import DuplicateError, PluginError
 from ..text import clean
 from .attention import ATTENTION, from_older_form
+from .communicator import NAMED_CLASSES
 from .forms import fitted, shape
 from .installed import CORE, canonical
 from .types import Impl, LayerImpl, OpImpl, parameters_of
@@ -104,7 +105,8 @@ class RegistrySnapshot:
 
     Args:
         impls_by_op: op -> its implementations, ordered by impl id. Attention backends stand under
-            `attention_backend`, whole layers under the name of vLLM's class.
+            `attention_backend`, communicators under `communicator`, whole layers under the name of
+            vLLM's class.
         owners: (op, impl id) -> who brought it.
         contracts: every op's contract by name: core's own, and those that plugins brought.
         bindings: op -> its places in vLLM, for the ops that plugins brought.
@@ -193,7 +195,7 @@ class OpRegistry:
                 # Not by `map`, which a StopIteration of a plugin's ends.
                 impl = _as_it_is_now(each, self._snapshot.contracts)
                 if not isinstance(impl, Impl):
-                    expected = "expected OpImpl, AttentionImpl or LayerImpl"
+                    expected = "expected OpImpl, AttentionImpl, CommunicatorImpl or LayerImpl"
                     raise _refusal(owner, None, f"returned {impl!r}; {expected}")
                 key = (impl.op_name, impl.impl_id)
                 # Whose the other reserved ids are is decided where distributions are loaded.
@@ -236,7 +238,7 @@ class OpRegistry:
         """
         with self._lock:
             before, name = self._snapshot, contract.name
-            if name in before.contracts or name == ATTENTION:
+            if name in before.contracts or name in NAMED_CLASSES:
                 holder = before.authors.get(name)
                 raise _refusal(
                     owner,
@@ -305,7 +307,7 @@ def _check_namesakes(
 ) -> None:
     """Check that a name stands for an op or for a layer: what runs is called, or is a class."""
     is_layer = isinstance(impl, LayerImpl)
-    if is_layer and (impl.op_name == ATTENTION or impl.op_name in specs):
+    if is_layer and (impl.op_name in NAMED_CLASSES or impl.op_name in specs):
         raise _refusal(
             owner,
             impl,

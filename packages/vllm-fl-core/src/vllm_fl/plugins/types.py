@@ -24,6 +24,8 @@ __all__ = [
     "Availability",
     "BackendImplKind",
     "BackendPriority",
+    "CommunicatorImpl",
+    "CommunicatorRequest",
     "DeviceProfile",
     "Impl",
     "LayerImpl",
@@ -195,6 +197,80 @@ class AttentionImpl:
 
 
 @dataclass(frozen=True)
+class CommunicatorRequest:
+    """The ranks that a communicator would connect, for `CommunicatorImpl.supports`.
+
+    Args:
+        settings: the engine's effective settings (`vllm_fl.settings.loading.Settings`).
+        device_type: as `torch.device` has it (`cuda`).
+        world_size: how many ranks the engine has, replicas that share experts included.
+        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as vLLM was told.
+        expert_parallel: whether the experts are spread over the ranks.
+        elastic: whether ranks may come and go while the engine runs.
+        compiled: whether the model is compiled.
+    """
+
+    settings: Any
+    device_type: str
+    world_size: int
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel: bool = False
+    elastic: bool = False
+    compiled: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class CommunicatorImpl:
+    """What vLLM's groups of ranks exchange tensors through, by the path of its class.
+
+    Nothing is imported until an engine of several ranks has chosen it.
+
+    Args:
+        impl_id: as for `OpImpl`.
+        class_path: `module.Class`, a subclass of vLLM's `DeviceCommunicatorBase`, and of
+            `CudaCommunicator` or `XpuCommunicator` where vLLM's own is one; or
+            CommunicatorRequest -> such a path. It is asked in each worker, before the first group
+            is made: the place to load a library.
+        kind, vendor, priority, available: as for `OpImpl`.
+        supports: CommunicatorRequest -> True, or the reason for refusing it. Asked in every process
+            of an engine: it may look for files, and should load no library.
+    """
+
+    impl_id: str
+    class_path: str | Callable[[CommunicatorRequest], str]
+    kind: BackendImplKind
+    vendor: str | None = None
+    priority: int | None = None
+    available: Callable[[], Availability] | None = field(default=None, kw_only=True)
+    supports: Callable[[CommunicatorRequest], Availability] | None = field(
+        default=None, kw_only=True
+    )
+
+    op_name = "communicator"
+
+    def __post_init__(self) -> None:
+        who = f"CommunicatorImpl({self.impl_id!r})"
+        path = self.class_path
+        if not callable(path) and (not isinstance(path, str) or "." not in path.strip(".")):
+            raise ValueError(f"{who}: class_path must be 'module.Class', got {path!r}")
+        for name in ("available", "supports"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{who}: {name} must be callable, got {value!r}")
+        _check_identity(who, self)
+
+    def availability(self) -> Availability:
+        """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
+        return availability_of(self)
+
+    def is_available(self) -> bool:
+        """Whether it can run on this machine."""
+        return self.availability() is True
+
+
+@dataclass(frozen=True)
 class LayerRequest:
     """The engine that a whole layer would serve in, for `LayerImpl.supports`.
 
@@ -271,7 +347,7 @@ class LayerImpl:
         return self.availability() is True
 
 
-Impl = OpImpl | AttentionImpl | LayerImpl
+Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
 """What the policy decides between."""
 
 

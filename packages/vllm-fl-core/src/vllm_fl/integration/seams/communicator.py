@@ -1,0 +1,344 @@
+"""The communicator: what vLLM's groups of ranks exchange tensors through.
+
+vLLM makes one for each group of ranks while a worker starts. In its place stands `make`, which
+makes the plan's, has all ranks of the group verify it, and agrees on the result before vLLM has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...dispatch import get_default_manager
+from ...engine.facts import EngineFacts
+from ...engine.plan import PlanEntry
+from ...errors import VllmFLError
+from ...logs import get_logger
+from ...plugins.attention import class_path_for, refusal
+from ...plugins.breadcrumb import running
+from ...plugins.communicator import COMMUNICATOR
+from ...plugins.types import CommunicatorImpl, CommunicatorRequest
+from ...settings.loading import Settings
+from ...text import quote
+from ..ranks import gathered
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["FACTORY", "Groups", "groups_now", "made_by", "make", "refusals", "request_of"]
+
+FACTORY = f"{__name__}.make"
+"""What vLLM is told to make a group's communicator with, in the place of a class."""
+
+CAPTURED = ("CudaCommunicator", "XpuCommunicator")
+"""The classes of vLLM's whose subclasses it captures graphs through."""
+
+ELASTIC = "elastic expert parallelism changes the ranks, and its groups are vLLM's own"
+
+log = get_logger("engine")
+
+
+class Fault(NamedTuple):
+    """Why a communicator must not serve.
+
+    Attributes:
+        rank: where, among all ranks.
+        why: the reason.
+        stuck: whether a call of it has not come back: nothing can be exchanged beside it.
+    """
+
+    rank: int
+    why: str
+    stuck: bool = False
+
+
+def request_of(
+    vllm_config: VllmConfig, settings: Settings, *, compiled: bool
+) -> CommunicatorRequest | None:
+    """What communicators are asked with; None for an engine of a single rank."""
+    from vllm.platforms import current_platform
+
+    parallel = vllm_config.parallel_config
+    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    data = parallel.data_parallel_size
+    world = tensor * pipeline * data * getattr(parallel, "prefill_context_parallel_size", 1)
+    if world == 1:
+        return None
+    return CommunicatorRequest(
+        settings,
+        current_platform.device_type,
+        world,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        data_parallel_size=data,
+        expert_parallel=bool(parallel.enable_expert_parallel),
+        elastic=bool(getattr(parallel, "enable_elastic_ep", False)),
+        compiled=compiled,
+    )
+
+
+def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
+    """(op, impl id) -> why an installed communicator does not take this engine's ranks."""
+    request = facts.communicator
+    if request is None:
+        return {}
+    impls = get_default_manager().registry.snapshot().impls_by_op.get(COMMUNICATOR, ())
+    found = {}
+    for impl in impls:
+        if isinstance(impl, CommunicatorImpl) and impl.is_available():
+            with running(f"the supports of {_name(impl)}"):
+                reason = ELASTIC if request.elastic else refusal(impl, request)
+            if reason is not None:
+                found[COMMUNICATOR, impl.impl_id] = f"refuses this engine: {reason}"
+    return found
+
+
+class Groups:
+    """The communicators of one worker's groups of ranks.
+
+    Attributes:
+        faults: (op, impl id) -> (rank, why) of what must not serve.
+        served: a group's name -> the implementation's id, or `stock`.
+    """
+
+    def __init__(self, facts: EngineFacts) -> None:
+        request = facts.communicator
+        assert request is not None  # an engine of several ranks
+        assert facts.dtype is not None  # a worker has a model
+        self.request, self.dtype = request, facts.dtype
+        self.strict = facts.settings.policy.strict
+        self.compares = facts.settings.preflight != "off"
+        trace = get_default_manager().trace(
+            COMMUNICATOR,
+            mode=facts.mode,
+            engine=True,
+            settings=facts.settings,
+            demoted={impl_id: why for (_, impl_id), why in refusals(facts).items()},
+        )
+        self.entry = PlanEntry(COMMUNICATOR, trace)
+        self.faults: dict[tuple[str, str], Fault] = {}
+        self.served: dict[str, str] = {}
+        self.seconds = 0.0
+        self._made: list[tuple[Any, CommunicatorImpl, dict[str, Any]]] = []
+
+    def make(self, arguments: dict[str, Any]) -> Any:
+        """A group's communicator: the first candidate that serves on all of its ranks, or stock.
+
+        Args:
+            arguments: what vLLM gives the class.
+        """
+        start = time.monotonic()
+        name = arguments.get("unique_name", "")
+        for impl in self.entry.communicators:
+            communicator = self._verified(impl, arguments)
+            if communicator is not None:
+                self.served[name] = impl.impl_id
+                self._made.append((communicator, impl, arguments))
+                break
+        else:
+            self.served[name] = "stock"
+            communicator = stock_class()(**arguments)
+        self.seconds += time.monotonic() - start
+        return communicator
+
+    def settle(self) -> None:
+        """Take what is off on one rank off on all: the groups that have it get the next candidate.
+
+        Raises:
+            VllmFLError: strict mode and a fault, on whichever rank.
+            RuntimeError: a rank died, or did not answer in time.
+        """
+        from vllm.distributed.parallel_state import get_world_group
+
+        world = get_world_group()
+        rank = world.rank
+        known: dict[tuple[str, str], Fault] = {}
+        while True:
+            told = gathered(self.faults, world.cpu_group, world.world_size, rank, "make groups")
+            found = {key: fault for each in reversed(told) for key, fault in each.items()}
+            new = {key: fault for key, fault in found.items() if key not in known}
+            if not new:
+                break
+            for (op, impl_id), fault in new.items():
+                if self.strict:
+                    raise _ending(impl_id, fault, "strict mode")
+                if rank == 0:
+                    log.warning(
+                        "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; "
+                        "off on all)",
+                        impl_id,
+                        op,
+                        fault.why,
+                        fault.rank,
+                    )
+            known |= new
+            self.faults |= new
+            self._replace()
+        if rank == 0 and self.served:
+            served = ", ".join(f"{name}={impl_id}" for name, impl_id in self.served.items())
+            how = "verified" if self.compares else "not verified;"
+            log.info("Groups of ranks: %s (%s in %.1f s)", served, how, self.seconds)
+
+    def _replace(self) -> None:
+        """Give the groups whose communicator is off another one, in the order of the groups."""
+        off = [each for each in self._made if (COMMUNICATOR, each[1].impl_id) in self.faults]
+        self._made = [each for each in self._made if each not in off]
+        holders = {id(group.device_communicator): group for group in _coordinators()}
+        for communicator, _, arguments in off:
+            group = holders[id(communicator)]
+            group.device_communicator = self.make(arguments)
+            _destroy(communicator)
+
+    def _verified(self, impl: CommunicatorImpl, arguments: dict[str, Any]) -> Any:
+        """The communicator; None where it is off, on whichever rank of the group."""
+        import torch.distributed as dist
+
+        from ...engine.collectives import fault_of, steps
+
+        group, device = arguments["cpu_group"], arguments["device"]
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        fault = self.faults.get((COMMUNICATOR, impl.impl_id))
+        cls: Any = None
+        if fault is None:
+            cls, why = self._class_of(impl)
+            fault = Fault(dist.get_rank(), why) if why else None
+        if self._is_off(impl, fault, group):
+            return None
+        made: list[Any] = []
+
+        def ask(what: str, step: Callable[[], str | None]) -> bool:
+            why, stuck = fault_of(step, device)
+            told = Fault(dist.get_rank(), f"{what}{why}", stuck) if why else None
+            return self._is_off(impl, told, group)
+
+        name = arguments["unique_name"]
+        off = ask(
+            f"its class cannot be made for group {name}: ", lambda: made.append(cls(**arguments))
+        )
+        checks = steps(made[0], rank, size, device, self.dtype) if not off and self.compares else ()
+        off = off or any(ask("", step) for _, step in checks)
+        if not off:
+            return made[0]
+        for each in made:
+            _destroy(each)
+        return None
+
+    def _is_off(self, impl: CommunicatorImpl, mine: Fault | None, group: Any) -> bool:
+        """Whether it is off on any rank of the group: all of them ask at the same time.
+
+        Raises:
+            VllmFLError: a call of it is stuck, on whichever rank.
+        """
+        import torch.distributed as dist
+
+        size, rank = dist.get_world_size(group), dist.get_rank()
+        told = gathered(mine, group, size, rank, "verify their communicators")
+        fault = next((each for each in told if each is not None), None)
+        if fault is None:
+            return False
+        if fault.stuck:
+            raise _ending(impl.impl_id, fault, "nothing can be exchanged beside a stuck call")
+        self.faults.setdefault((COMMUNICATOR, impl.impl_id), fault)
+        return True
+
+    def _class_of(self, impl: CommunicatorImpl) -> tuple[Any, str]:
+        """(the class, empty), or (None, why it cannot be used in this process)."""
+        path = ""
+        try:
+            with running(f"the class of {_name(impl)}"):
+                path = class_path_for(impl, self.request)
+                module, _, name = path.rpartition(".")
+                cls = getattr(import_module(module), name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever a plugin's module raises costs the plugin alone
+            return None, f"its class {path or 'path'} failed: {quote(error)}"
+        lacks = [base.__name__ for base in _bases() if not _is_subclass(cls, base)]
+        return (None, f"{path} is no subclass of vLLM's {lacks[0]}") if lacks else (cls, "")
+
+
+def _ending(impl_id: str, fault: Fault, why: str) -> VllmFLError:
+    """The error that ends the start."""
+    return VllmFLError(
+        f"vllm-fl ends the start: rank {fault.rank}: {why}, and implementation '{impl_id}' failed "
+        f"for op '{COMMUNICATOR}': {fault.why}. VLLM_FL_PER_OP='{COMMUNICATOR}=stock' leaves it "
+        "out.",
+        op=COMMUNICATOR,
+        impl=impl_id,
+    )
+
+
+def stock_class() -> Callable[..., Any]:
+    """The class that would serve without us."""
+    from vllm.platforms import current_platform
+
+    module, _, name = current_platform.vllm_fl_stock_communicator().rpartition(".")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
+
+
+def _bases() -> list[type]:
+    """What vLLM asks a communicator to be: it captures graphs through two of its own alone."""
+    from vllm.distributed.device_communicators.base_device_communicator import (
+        DeviceCommunicatorBase,
+    )
+
+    stock = stock_class()
+    above = stock.__mro__ if isinstance(stock, type) else ()
+    return [DeviceCommunicatorBase, *(cls for cls in above if cls.__name__ in CAPTURED)]
+
+
+def _is_subclass(cls: object, base: type) -> bool:
+    return isinstance(cls, type) and issubclass(cls, base)
+
+
+def _coordinators() -> Iterator[Any]:
+    """vLLM's groups of ranks, in the order in which they were made."""
+    from vllm.distributed import parallel_state
+
+    for reference in parallel_state._groups.values():
+        group = reference()
+        if group is not None:
+            yield group
+
+
+def _destroy(communicator: Any) -> None:
+    try:
+        communicator.destroy()
+    except Exception as error:  # it is off already, and said so
+        log.debug("a communicator that is off cannot be destroyed: %s", quote(error))
+
+
+def _name(impl: CommunicatorImpl) -> str:
+    owner = get_default_manager().registry.snapshot().owners.get((COMMUNICATOR, impl.impl_id))
+    whose = f" of {owner.name}" if owner else ""
+    return f"{COMMUNICATOR}={impl.impl_id}{whose}"
+
+
+_now: Groups | None = None
+"""The groups that this process is making: a process has one set of vLLM's groups."""
+
+
+@contextmanager
+def made_by(groups: Groups | None) -> Iterator[None]:
+    """While the block runs, these make the communicators of vLLM's groups."""
+    global _now
+    _now = groups
+    try:
+        yield
+    finally:
+        _now = None
+
+
+def groups_now() -> Groups | None:
+    """What makes communicators now; None where vLLM's own are made."""
+    return _now
+
+
+def make(**arguments: Any) -> Any:
+    """The communicator of one of vLLM's groups. It stands where vLLM expects a class."""
+    groups = groups_now()
+    return stock_class()(**arguments) if groups is None else groups.make(arguments)

@@ -1,0 +1,13 @@
+"""Communicators: implementations that name the class through which ranks exchange tensors."""
+
+from __future__ import annotations
+
+from .attention import ATTENTION
+
+__all__ = ["COMMUNICATOR", "NAMED_CLASSES"]
+
+COMMUNICATOR = "communicator"
+"""The op under which communicators are registered, resolved and planned."""
+
+NAMED_CLASSES = (ATTENTION, COMMUNICATOR)
+"""The ops whose implementations name a class, and which have no contract."""

@@ -1,0 +1,269 @@
+"""The communicator's seam: vLLM's own groups on two processes, and candidates that are wrong."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from builders import managing, planning
+from configs import engine_config
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.platforms import current_platform
+
+from vllm_fl.engine import collectives
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import make_plan
+from vllm_fl.errors import VllmFLError
+from vllm_fl.integration.seams import communicator
+from vllm_fl.plugins.types import BackendImplKind, CommunicatorImpl, CommunicatorRequest
+from vllm_fl.settings.loading import load_settings
+
+KEY = ("communicator", "vendor.acme")
+
+assert get_current_vllm_config_or_none() is None  # imported once, and not by each process
+
+
+class Sound(DeviceCommunicatorBase):
+    """vLLM's own over gloo, under another name."""
+
+
+class Doubling(Sound):
+    """Rank 1 reduces wrong."""
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        reduced = super().all_reduce(input_)
+        return reduced * 2 if self.rank == 1 else reduced
+
+
+class Unmade(Sound):
+    """Rank 1 cannot be made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.rank == 1:
+            raise OSError("no such device")
+
+
+class Late(Sound):
+    """Rank 1 never comes."""
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        if self.rank == 1:
+            time.sleep(2)
+        return super().all_reduce(input_)
+
+
+class Dies(Sound):
+    """Rank 1 ends its process in a collective."""
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        if self.rank == 1:
+            os._exit(7)
+        return super().all_reduce(input_)
+
+
+class NoBase:
+    pass
+
+
+def acme(cls: Any, name: str = "acme", **fields: Any) -> CommunicatorImpl:
+    path = (
+        cls if isinstance(cls, str) or not isinstance(cls, type) else f"{__name__}.{cls.__name__}"
+    )
+    return CommunicatorImpl(f"vendor.{name}", path, BackendImplKind.VENDOR, name, **fields)
+
+
+def facts(world: int = 2, **fields: Any) -> EngineFacts:
+    settings = load_settings({})
+    request = CommunicatorRequest(settings, "cpu", world, tensor_parallel_size=world, **fields)
+    return EngineFacts(settings, "eager", dtype=torch.float32, communicator=request)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, *impls: CommunicatorImpl, **policy: Any) -> EngineFacts:
+    """These are installed; the facts of an engine of two ranks."""
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
+    manager = managing(*impls, **policy)
+    monkeypatch.setattr(communicator, "get_default_manager", lambda: manager)
+    found = facts()
+    vars(found.settings)["policy"] = manager.policy
+    return found
+
+
+CASES: dict[str, tuple[tuple[CommunicatorImpl, ...], dict[str, Any]]] = {
+    "sound": ((acme(Sound),), {}),
+    "doubling": ((acme(Doubling),), {}),
+    "unmade": ((acme(Unmade),), {}),
+    "next": ((acme(Doubling), acme(Sound, "other")), {}),
+    "strict": ((acme(Doubling),), {"strict": True}),
+    "late": ((acme(Late),), {}),
+    "dies": ((acme(Dies),), {}),
+}
+"""What is installed, and the policy. The last ones leave ranks that serve no more."""
+
+
+def _rank(rank: int, folder: Path, told: Any) -> None:
+    """One process: vLLM's groups, made as a worker makes them, for each case."""
+    torch.set_num_threads(1)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(communicator, "stock_class", lambda: DeviceCommunicatorBase)
+    platform: Any = type(current_platform)
+    platform.get_device_communicator_cls = classmethod(lambda cls: communicator.FACTORY)
+    parallel_state.init_distributed_environment(
+        2, rank, f"file://{folder}/store", local_rank=rank, backend="gloo"
+    )
+    for case, (impls, policy) in CASES.items():
+        monkeypatch.setattr(collectives, "LIMIT", 1.0 if case in ("late", "dies") else 120.0)
+        groups = communicator.Groups(use(monkeypatch, *impls, **policy))
+        try:
+            with communicator.made_by(groups):
+                group = parallel_state.GroupCoordinator(
+                    [[0, 1]], rank, "gloo", use_device_communicator=True, group_name=case
+                )
+                groups.settle()
+            made = group.device_communicator
+            reduced = float(made.all_reduce(torch.tensor([1.0 + rank])))
+            told.put((case, rank, type(made).__name__, groups.faults, reduced))
+        except Exception as error:
+            told.put((case, rank, type(error).__name__, str(error), 0.0))
+        if case == "late":
+            time.sleep(2)  # until the late one has come
+    told.close()
+    told.join_thread()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, ...]]]:
+    """Case -> what each rank tells of it: what serves, the faults or the error, a sum."""
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    folder = tmp_path_factory.mktemp("ranks")
+    processes = [context.Process(target=_rank, args=(rank, folder, queue)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = [queue.get(timeout=100) for _ in range(2 * len(CASES) - 1)]  # one has died
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 7]
+    return {
+        case: [each[2:] for each in sorted(found, key=lambda each: each[1]) if each[0] == case]
+        for case in CASES
+    }
+
+
+def test_what_is_planned_serves_in_the_groups(told: dict[str, Any]) -> None:
+    assert told["sound"] == [("Sound", {}, 3.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("doubling", "all_reduce of float32 [1, 1]: 1 of 1 elements are wrong"),
+        ("unmade", "its class cannot be made for group unmade:0: OSError: no such device"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_off_on_both(
+    told: dict[str, Any], case: str, why: str
+) -> None:
+    assert told[case] == [("DeviceCommunicatorBase", {KEY: (1, why, False)}, 3.0)] * 2
+
+
+def test_the_next_candidate_serves(told: dict[str, Any]) -> None:
+    assert [serving for serving, _, _ in told["next"]] == ["Sound", "Sound"]
+
+
+def test_strict_mode_ends_the_start_on_every_rank(told: dict[str, Any]) -> None:
+    assert len(told["strict"]) == 2
+    for error, text, _ in told["strict"]:
+        assert error == VllmFLError.__name__
+        assert "rank 1: strict mode, and implementation 'vendor.acme' failed for op 'commu" in text
+
+
+def test_a_rank_that_never_comes_ends_the_start_and_is_no_hang(told: dict[str, Any]) -> None:
+    assert len(told["late"]) == 2
+    for error, text, _ in told["late"]:
+        assert error == VllmFLError.__name__
+        assert "it did not end within 1 s" in text and "VLLM_FL_PER_OP='communicator=stock'" in text
+
+
+def test_a_rank_that_dies_is_said_to_be_gone(told: dict[str, Any]) -> None:
+    ((error, text, _),) = told["dies"]
+    assert error == "RuntimeError"
+    assert "verify their communicators, and one of them is gone" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("no_such_module.Communicator", "failed: ModuleNotFoundError"),
+        (f"{__name__}.NoBase", "is no subclass of vLLM's DeviceCommunicatorBase"),
+        (lambda request: {}["library"], "its class path failed: KeyError"),
+    ],
+)
+def test_a_class_that_cannot_be_used_says_why(
+    path: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicator, "stock_class", lambda: DeviceCommunicatorBase)
+    groups = communicator.Groups(use(monkeypatch, acme(path)))
+    assert why in groups._class_of(groups.entry.communicators[0])[1]
+
+
+def test_where_vllm_captures_graphs_the_class_must_be_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+    monkeypatch.setattr(communicator, "stock_class", lambda: CudaCommunicator)
+    groups = communicator.Groups(use(monkeypatch, acme(Sound)))
+    why = groups._class_of(groups.entry.communicators[0])[1]
+    assert why.endswith("is no subclass of vLLM's CudaCommunicator")
+
+
+def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[CommunicatorRequest] = []
+    found = use(monkeypatch, acme(Sound, supports=lambda r: bool(asked.append(r)) or "no library"))
+    assert communicator.refusals(found) == {KEY: "refuses this engine: no library"}
+    assert communicator.Groups(found).entry.communicators == ()
+    assert asked[0].settings is found.settings
+    elastic = replace(use(monkeypatch, acme(Sound)), communicator=facts(elastic=True).communicator)
+    assert "elastic expert parallelism" in communicator.refusals(elastic)[KEY]
+
+
+def test_an_engine_of_one_rank_has_no_communicator() -> None:
+    settings = load_settings({})
+    assert communicator.request_of(engine_config(), settings, compiled=False) is None
+    found = communicator.request_of(engine_config(tensor_parallel_size=2), settings, compiled=True)
+    assert found is not None and (found.world_size, found.compiled) == (2, True)
+
+
+def test_the_plan_has_it_where_there_are_ranks() -> None:
+    manager = managing(acme(Sound))
+    assert "communicator" not in planning(manager).entries
+    found = facts()
+    vars(found.settings)["policy"] = manager.policy
+    plan = make_plan(manager, found)
+    assert "communicator=vendor.acme" in plan.line()
+    off = make_plan(manager, found, demoted={KEY: "failed at start on rank 1: wrong"})
+    assert "communicator=stock" in off.line()
+    assert "failed at start on rank 1" in off.entries["communicator"].reason
+
+
+def test_without_groups_vllm_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "stock_class", lambda: lambda **given: given)
+    assert communicator.make(unique_name="tp:0") == {"unique_name": "tp:0"}
+    assert communicator.groups_now() is None

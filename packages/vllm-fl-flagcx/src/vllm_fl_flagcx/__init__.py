@@ -1,0 +1,1 @@
+"""FlagCX as what the ranks of a vLLM engine exchange tensors through."""

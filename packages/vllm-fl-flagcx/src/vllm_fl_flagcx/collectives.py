@@ -1,0 +1,314 @@
+"""vLLM's collectives on FlagCX: what both communicators of this distribution have in common.
+
+Shapes are those of vLLM's `DeviceCommunicatorBase`; ranks are places in the group. Calls are put on
+the device's current stream. Reductions sum; what is only moved is moved as bytes, in any dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .library import Library, LibraryError, loaded
+
+__all__ = ["Collectives"]
+
+SUM = 0
+BYTES = 1
+"""flagcxSum, and flagcxUint8."""
+
+DTYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+"""flagcxDataType_t: what FlagCX reduces."""
+
+
+class Collectives:
+    """Mixed in before vLLM's class, whose attributes of the group it uses."""
+
+    cpu_group: Any
+    device: torch.device
+    rank_in_group: int
+    world_size: int
+    ranks: list[int]
+    unique_name: str
+
+    def flagcx_join(self) -> None:
+        """Join the group: every rank of it calls this at the same time.
+
+        Raises:
+            LibraryError: no library was loaded.
+            FlagcxError: it cannot be joined.
+        """
+        library = loaded()
+        if library is None:
+            raise LibraryError("FlagCX's library was not loaded before its communicator was made")
+        self._flagcx: Library = library
+        self._streams: dict[int | None, ctypes.c_void_p] = {}
+        self._where = f" in group {self.unique_name or '?'}, rank {self.rank_in_group}"
+        shared = torch.zeros(256, dtype=torch.uint8)
+        if self.rank_in_group == 0:
+            shared = torch.frombuffer(bytearray(library.unique_id()), dtype=torch.uint8)
+        dist.broadcast(shared, self.ranks[0], group=self.cpu_group)
+        unique_id = bytes(shared.tolist())
+        self._comm: ctypes.c_void_p | None = library.join(
+            unique_id, self.rank_in_group, self.world_size, self._where
+        )
+
+    # Sums.
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in a tensor of its own."""
+        given = input_.contiguous()
+        result = torch.empty_like(given)
+        self._call("flagcxAllReduce", given, result, given.numel(), _kind(given), SUM)
+        return result
+
+    def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """This rank's part, along `dim`, of the sum over the ranks.
+
+        Raises:
+            ValueError: the ranks cannot share that dimension equally.
+        """
+        return self.reduce_scatterv(input_, dim)
+
+    def reduce_scatterv(
+        self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> torch.Tensor:
+        """The same in parts of `sizes`; None is equal parts.
+
+        Raises:
+            ValueError: the parts do not make up the dimension.
+        """
+        given = input_.movedim(dim, 0).contiguous()
+        sizes = self._parts(given.shape[0], sizes)
+        rows = sizes[self.rank_in_group]
+        result = torch.empty((rows, *given.shape[1:]), dtype=given.dtype, device=given.device)
+        kind = _kind(given)
+        if len(set(sizes)) == 1:
+            self._call("flagcxReduceScatter", given, result, result.numel(), kind, SUM)
+        else:
+            with self._together():
+                for root, part in enumerate(given.split(sizes)):
+                    mine = result if root == self.rank_in_group else torch.empty_like(part)
+                    if part.numel():
+                        self._call("flagcxReduce", part, mine, part.numel(), kind, SUM, root)
+        return result.movedim(0, dim).contiguous()
+
+    def reduce_scatterv_into_output(
+        self,
+        input_: torch.Tensor,
+        output: torch.Tensor,
+        dim: int = -1,
+        sizes: list[int] | None = None,
+    ) -> torch.Tensor:
+        """The same, into `output`."""
+        return output.copy_(self.reduce_scatterv(input_, dim, sizes))
+
+    # What is only moved.
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The ranks' tensors, one after the other along `dim`."""
+        given = input_.movedim(dim, 0).contiguous()
+        return self._gathered(given).movedim(0, dim).contiguous()
+
+    def all_gatherv(
+        self,
+        input_: torch.Tensor | list[torch.Tensor],
+        dim: int = 0,
+        sizes: list[int] | None = None,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """The same of ranks that give unlike numbers of rows, `sizes`; of a list, of each tensor.
+
+        Raises:
+            NotImplementedError: another dimension than the first.
+            ValueError: this rank gives another number of rows than `sizes` says.
+        """
+        if dim != 0:
+            raise NotImplementedError(f"all_gatherv along dimension {dim}: vLLM has it for 0 alone")
+        if isinstance(input_, list):
+            return [self._gatheredv(each, sizes) for each in input_]
+        return self._gatheredv(input_, sizes)
+
+    def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
+        """The ranks' tensors along `dim` on rank `dst`; None on the others."""
+        given = input_.contiguous()
+        if self.rank_in_group != dst:
+            self._move("flagcxSend", given, dst)
+            return None
+        parts = [
+            given if rank == dst else torch.empty_like(given) for rank in range(self.world_size)
+        ]
+        with self._together():
+            for rank, part in enumerate(parts):
+                if rank != dst:
+                    self._move("flagcxRecv", part, rank)
+        return torch.cat(parts, dim)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Rank `src`'s tensor, written into `tensor` on the others."""
+        whole = tensor.contiguous()
+        self._call("flagcxBroadcast", whole, whole, whole.nbytes, BYTES, src)
+        return tensor if whole is tensor else tensor.copy_(whole)
+
+    def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
+        """Send to rank `dst`, by default the next one."""
+        to = (self.rank_in_group + 1) % self.world_size if dst is None else dst
+        self._move("flagcxSend", tensor.contiguous(), to)
+
+    def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
+        """Receive from rank `src`, by default the one before."""
+        result = torch.empty(size, dtype=dtype, device=self.device)
+        self._move(
+            "flagcxRecv", result, (self.rank_in_group - 1) % self.world_size if src is None else src
+        )
+        return result
+
+    def batch_isend_irecv(self, p2p_ops: list[Any]) -> None:
+        """Run torch.distributed's `P2POp`s together.
+
+        Raises:
+            ValueError: what is received into is not contiguous, or an op is no isend or irecv.
+        """
+        with self._together():
+            for each in p2p_ops:
+                if each.op is dist.isend:
+                    self._move("flagcxSend", each.tensor.contiguous(), each.group_peer)
+                elif each.op is not dist.irecv or not each.tensor.is_contiguous():
+                    raise ValueError(
+                        f"{each.op} of {tuple(each.tensor.shape)}: isend, or irecv into "
+                        "a contiguous tensor"
+                    )
+                else:
+                    self._move("flagcxRecv", each.tensor, each.group_peer)
+
+    # What FlagCX has not.
+
+    def get_symmetric_memory_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """None: vLLM then allocates as usual. Symmetric memory is NCCL's."""
+        return None
+
+    def checkpoint_prepare(self) -> None:
+        """Raises NotImplementedError: FlagCX's connections cannot be saved."""
+        raise NotImplementedError(f"checkpoint_prepare: FlagCX cannot be saved{self._where}")
+
+    def checkpoint_restore(self) -> None:
+        """Raises NotImplementedError: FlagCX's connections cannot be saved."""
+        raise NotImplementedError(f"checkpoint_restore: FlagCX cannot be restored{self._where}")
+
+    def destroy(self) -> None:
+        """Leave the group. A second call does nothing."""
+        comm = getattr(self, "_comm", None)
+        if comm is not None:
+            self._comm = None
+            for stream in self._streams.values():
+                self._flagcx.free_stream(stream)
+            self._streams.clear()
+            self._flagcx.call("flagcxCommDestroy", comm, where=self._where)
+        super().destroy()  # type: ignore[misc]
+
+    # How it is called.
+
+    def _call(self, name: str, given: torch.Tensor, result: torch.Tensor, *numbers: int) -> None:
+        """A function that reads `given` and writes `result`."""
+        pointers = given.data_ptr(), result.data_ptr()
+        self._flagcx.call(name, *pointers, *numbers, self._comm, self._stream(), where=self._where)
+        self._keep(given, result)
+
+    def _move(self, name: str, tensor: torch.Tensor, peer: int) -> None:
+        """Send a tensor to a rank, or receive it."""
+        numbers = tensor.data_ptr(), tensor.nbytes, BYTES, peer
+        self._flagcx.call(name, *numbers, self._comm, self._stream(), where=self._where)
+        self._keep(tensor)
+
+    def _stream(self) -> ctypes.c_void_p:
+        """The device's current stream."""
+        raw = _current_stream(self.device)
+        found = self._streams.get(raw)
+        if found is None:
+            found = self._streams[raw] = self._flagcx.stream(raw)
+        return found
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """The block's calls run at its end, and what they read and write lives until then."""
+        assert self._comm is not None
+        self._kept: list[torch.Tensor] | None = []
+        try:
+            with self._flagcx.group(self._comm, self._where):
+                yield
+        finally:
+            self._kept = None
+
+    _kept: list[torch.Tensor] | None = None
+
+    def _keep(self, *tensors: torch.Tensor) -> None:
+        if self._kept is not None:
+            self._kept += tensors
+
+    def _gathered(self, given: torch.Tensor) -> torch.Tensor:
+        """The ranks' contiguous tensors, one after the other."""
+        rows = given.shape[0] * self.world_size
+        result = torch.empty((rows, *given.shape[1:]), dtype=given.dtype, device=given.device)
+        self._call("flagcxAllGather", given, result, given.nbytes, BYTES)
+        return result
+
+    def _gatheredv(self, input_: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
+        given = input_.contiguous()
+        if sizes is None or len(set(sizes)) == 1:
+            return self._gathered(given)
+        if len(sizes) != self.world_size or sizes[self.rank_in_group] != given.shape[0]:
+            raise ValueError(f"{given.shape[0]} rows, where sizes are {sizes}{self._where}")
+        shape = (sum(sizes), *given.shape[1:])
+        result = torch.empty(shape, dtype=given.dtype, device=given.device)
+        ends = [*accumulate(sizes)]
+        with self._together():
+            for root, (rows, end) in enumerate(zip(sizes, ends, strict=True)):
+                part = result[end - rows : end]
+                if part.numel():
+                    from_ = given if root == self.rank_in_group else part
+                    self._call("flagcxBroadcast", from_, part, part.nbytes, BYTES, root)
+        return result
+
+    def _parts(self, rows: int, sizes: list[int] | None) -> list[int]:
+        size = self.world_size
+        parts = [rows // size] * size if sizes is None else sizes
+        if len(parts) != size or sum(parts) != rows:
+            told = f"{size} equal parts" if sizes is None else f"parts of {sizes}"
+            raise ValueError(f"{rows} rows do not make {told}{self._where}")
+        return parts
+
+
+def _kind(tensor: torch.Tensor) -> int:
+    """FlagCX's number of the tensor's dtype, which it can add."""
+    kind = DTYPES.get(tensor.dtype)
+    if kind is None:
+        raise NotImplementedError(f"FlagCX adds no {tensor.dtype}")
+    return kind
+
+
+def _current_stream(device: torch.device) -> int | None:
+    """The device's handle of its current stream; None where memory is the host's."""
+    if device.type == "cpu":
+        return None
+    stream = torch.get_device_module(device.type).current_stream()
+    for name in (f"{device.type}_stream", "cuda_stream"):
+        raw = getattr(stream, name, None)
+        if raw is not None:
+            return int(raw)
+    raise NotImplementedError(f"torch's {type(stream).__name__} shows no handle of the stream")

@@ -1,0 +1,227 @@
+"""FlagCX's C library: where it lies, what it must have, and calls of it that raise.
+
+The functions are bound here and not by FlagCX's Python wrapper, which swallows what goes wrong when
+the library is loaded, and starts groups without saying of which communicator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["FlagcxError", "Library", "LibraryError", "find", "load", "loaded"]
+
+FILE = "libflagcx.so"
+BELOW = ("build/lib", "lib")
+"""Where the file lies below FLAGCX_PATH: where it was built, and where it was installed."""
+
+ID_BYTES = 256
+
+POINTER, INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+
+PROTOTYPES: dict[str, tuple[type, ...]] = {
+    "flagcxDeviceHandleInit": (POINTER,),
+    "flagcxDeviceHandleFree": (POINTER,),
+    "flagcxGetVersion": (POINTER,),
+    "flagcxGetUniqueId": (POINTER,),
+    "flagcxCommInitRank": (POINTER, INT, POINTER, INT),
+    "flagcxCommDestroy": (POINTER,),
+    "flagcxAllReduce": (POINTER, POINTER, SIZE, INT, INT, POINTER, POINTER),
+    "flagcxReduce": (POINTER, POINTER, SIZE, INT, INT, INT, POINTER, POINTER),
+    "flagcxAllGather": (POINTER, POINTER, SIZE, INT, POINTER, POINTER),
+    "flagcxReduceScatter": (POINTER, POINTER, SIZE, INT, INT, POINTER, POINTER),
+    "flagcxBroadcast": (POINTER, POINTER, SIZE, INT, INT, POINTER, POINTER),
+    "flagcxSend": (POINTER, SIZE, INT, INT, POINTER, POINTER),
+    "flagcxRecv": (POINTER, SIZE, INT, INT, POINTER, POINTER),
+    "flagcxGroupStart": (POINTER,),
+    "flagcxGroupEnd": (POINTER,),
+}
+"""The functions that are called, as FlagCX 0.13's `flagcx.h` declares them."""
+
+OLDER = "flagcxHandleInit"
+"""What a FlagCX before 0.13 has in the place of `flagcxDeviceHandleInit`."""
+
+STREAM_COPY, STREAM_FREE = 12, 13
+"""Their places among the functions of `flagcxDeviceHandle`."""
+
+
+class LibraryError(Exception):
+    """There is no FlagCX that could be used: one line, which says where and why."""
+
+
+class FlagcxError(RuntimeError):
+    """A call of FlagCX failed.
+
+    Attributes:
+        function: the C function's name.
+        code: its result.
+    """
+
+    def __init__(self, message: str, function: str, code: int) -> None:
+        super().__init__(message)
+        self.function, self.code = function, code
+
+
+def find(folder: str | None) -> Path:
+    """The library's file.
+
+    Args:
+        folder: what FLAGCX_PATH says; None looks into the installed package `flagcx`.
+
+    Raises:
+        LibraryError: it is not there.
+    """
+    if folder is not None:
+        for below in BELOW:
+            path = Path(folder, below, FILE)
+            if path.is_file():
+                return path
+        raise LibraryError(
+            f"FLAGCX_PATH={folder}: there is no {FILE} in {' or '.join(BELOW)} below it"
+        )
+    spec = find_spec("flagcx")
+    for root in spec.submodule_search_locations or () if spec is not None else ():
+        for below in (".", *BELOW):
+            path = Path(root, below, FILE)
+            if path.is_file():
+                return path
+    raise LibraryError("no FlagCX is installed, and FLAGCX_PATH is not set")
+
+
+class Library:
+    """A loaded library.
+
+    Args:
+        path: its file.
+
+    Attributes:
+        version: the number that it gives itself.
+
+    Raises:
+        LibraryError: it cannot be loaded, is an older FlagCX, or lacks a function.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._lib = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise LibraryError(
+                f"{path} cannot be loaded: {' '.join(str(error).split())}"
+            ) from error
+        lacks = [name for name in PROTOTYPES if not hasattr(self._lib, name)]
+        if "flagcxDeviceHandleInit" in lacks and hasattr(self._lib, OLDER):
+            raise LibraryError(f"{path} is a FlagCX before 0.13, whose functions are others")
+        if lacks:
+            raise LibraryError(f"{path} is no whole FlagCX: it has no {', '.join(lacks)}")
+        for name, types in PROTOTYPES.items():
+            function = getattr(self._lib, name)
+            function.argtypes, function.restype = types, INT
+        if hasattr(self._lib, "flagcxGetErrorString"):
+            self._lib.flagcxGetErrorString.argtypes = (INT,)
+            self._lib.flagcxGetErrorString.restype = ctypes.c_char_p
+        version = INT()
+        self.call("flagcxGetVersion", ctypes.byref(version))
+        self.version = version.value
+        self._device = POINTER()
+        self.call("flagcxDeviceHandleInit", ctypes.byref(self._device))
+        self._table = ctypes.cast(self._device, ctypes.POINTER(POINTER))
+
+    @property
+    def digest(self) -> str:
+        """A short hash of the file."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+    def call(self, name: str, *arguments: object, where: str = "") -> None:
+        """Call a function.
+
+        Args:
+            name: the function's.
+            arguments: as its prototype has them.
+            where: who calls it, for the error.
+
+        Raises:
+            FlagcxError: it gave another result than success.
+        """
+        code = getattr(self._lib, name)(*arguments)
+        if code != 0:
+            raise FlagcxError(f"{name} failed{where}: {self._words(code)}", name, code)
+
+    def _words(self, code: int) -> str:
+        if not hasattr(self._lib, "flagcxGetErrorString"):
+            return f"result {code}"
+        told: bytes | None = self._lib.flagcxGetErrorString(code)
+        return f"{(told or b'?').decode(errors='replace')} (result {code})"
+
+    def unique_id(self) -> bytes:
+        """What the ranks of a new group find each other by."""
+        buffer = ctypes.create_string_buffer(ID_BYTES)
+        self.call("flagcxGetUniqueId", buffer)
+        return buffer.raw
+
+    def join(self, unique_id: bytes, rank: int, size: int, where: str) -> ctypes.c_void_p:
+        """This rank's end of a group: all of its ranks call it at the same time."""
+        comm = POINTER()
+        buffer = ctypes.create_string_buffer(unique_id, ID_BYTES)
+        self.call("flagcxCommInitRank", ctypes.byref(comm), size, buffer, rank, where=where)
+        return comm
+
+    @contextmanager
+    def group(self, comm: ctypes.c_void_p, where: str) -> Iterator[None]:
+        """While the block runs, calls are collected; at its end they run together."""
+        self.call("flagcxGroupStart", comm, where=where)
+        try:
+            yield
+        finally:
+            self.call("flagcxGroupEnd", comm, where=where)
+
+    def stream(self, raw: int | None) -> ctypes.c_void_p:
+        """FlagCX's form of a device's stream, to be given back by `free_stream`."""
+        copy = self._of_device(STREAM_COPY, POINTER, POINTER)
+        found = POINTER()
+        code = copy(ctypes.byref(found), POINTER(raw))
+        if code != 0:
+            raise FlagcxError(f"streamCopy failed: {self._words(code)}", "streamCopy", code)
+        return found
+
+    def free_stream(self, stream: ctypes.c_void_p) -> None:
+        """Give a stream's form back; the stream itself stays."""
+        self._of_device(STREAM_FREE, POINTER)(stream)
+
+    def _of_device(self, place: int, *types: type) -> ctypes._CFunctionType:
+        prototype = ctypes.CFUNCTYPE(INT, *types)
+        return prototype(self._table[place])
+
+
+_loaded: dict[Path, Library] = {}
+_loading = threading.Lock()
+
+
+def load(path: Path) -> Library:
+    """The library at this path; a process has one.
+
+    Raises:
+        LibraryError: it cannot be used, or the process has loaded another.
+    """
+    path = Path(os.path.realpath(path))
+    with _loading:
+        others = [other for other in _loaded if other != path]
+        if others:
+            raise LibraryError(
+                f"this process has loaded {others[0]} already, and cannot load {path}"
+            )
+        if path not in _loaded:
+            _loaded[path] = Library(path)
+        return _loaded[path]
+
+
+def loaded() -> Library | None:
+    """The library that this process has loaded, or None."""
+    return next(iter(_loaded.values()), None)
