@@ -43,6 +43,7 @@ SIZES = ModelSizes(
 def test_each_call_has_a_form_that_is_right(op: str, mode: Mode) -> None:
     spec = contracts()[op]
     forms = stock_forms(op, bindings()[op], mode, CPU)
+    assert len({form.impl_id for form in forms}) == len(forms), "operators are named after ids"
     samples = list(spec.served(SIZES, torch.float32, CPU))
     assert samples
     for sample in samples:

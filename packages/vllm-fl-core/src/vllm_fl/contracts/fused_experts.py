@@ -461,15 +461,16 @@ SPEC = OpSpec(
             ),
             "float16": Tolerance(
                 2e-3,
-                2.5e-3,
+                3.5e-3,
                 "4 roundings of 2^-11; atol because products that were rounded before the second "
-                "matrix may cancel in it: 5 standard deviations of 3 roundings",
+                "matrix may cancel in it: 7 standard deviations of 3 roundings, since at 5 one "
+                "batch of 65536 elements in some tens of right ones has one beyond",
             ),
             "bfloat16": Tolerance(
                 1.6e-2,
-                2e-2,
-                "4 roundings of 2^-8; atol as for float16, and that of vLLM's own tests of its "
-                "fused experts",
+                2.8e-2,
+                "4 roundings of 2^-8; atol as for float16. vLLM's own tests of its fused experts "
+                "have 2e-2, for fewer elements",
             ),
         }
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,10 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
     found: dict[Callable[..., object], OpImpl] = {}
     for form in ordered:
         if form is not None:
-            found.setdefault(form.fn, form)
+            # Torch's operators are named after ids: two forms must not share one.
+            number = f".{len(found)}" if found else ""
+            named = dataclasses.replace(form, impl_id=form.impl_id + number)
+            found.setdefault(form.fn, named)
     return tuple(found.values())
 
 
