@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import HEAD, Command, Plugin
 
-from vllm_fl.cli import _part, _report, _tuning
+from vllm_fl.cli import _part, _report, _tuning, tune
 from vllm_fl.engine import tuning
 from vllm_fl.settings.table import Row, Table, read_table
 
@@ -46,11 +47,12 @@ QUICK = (
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, and caches that are cold at once."""
+    """An empty working directory, caches that are cold at once, and threads as torch has them."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
     monkeypatch.setattr(tuning, "cold_bytes", lambda device: 1024)
+    monkeypatch.setattr(tune, "worker_threads", lambda: None)
     return work
 
 
@@ -155,6 +157,79 @@ class TestTable:
         assert (here / name).read_text() == before
         assert fl("tune", *QUICK, "--tokens", "16", "--out", name).status == 0
         assert (here / name).read_text() != before
+
+
+class TestThreads:
+    COUNTS = """
+        import torch
+
+        SEEN = set()
+
+        def counts(x):
+            SEEN.add(torch.get_num_threads())
+            return silu_and_mul(x)
+
+        @hookimpl
+        def register_ops():
+            kind = BackendImplKind.VENDOR
+            return [vendor("acme"), OpImpl("silu_and_mul", "vendor.fast", kind, counts, "fast")]
+    """
+    RUN = (*QUICK[:10], "--impl", "vendor.fast", "--tokens", "8", "--out", "t.json")
+
+    def test_it_measures_with_those_of_an_engine(
+        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name, own = plugin(self.COUNTS), torch.get_num_threads()
+        monkeypatch.setattr(tune, "worker_threads", lambda: own + 1)
+        done = fl("tune", *self.RUN)
+        assert done.status == 0, done.err
+        assert f"computes with {own + 1} threads, as vLLM's worker does" in done.err
+        seen = sys.modules[name].SEEN
+        assert seen == {own + 1}
+        assert the_one(here).identity["threads"] == str(own + 1)
+        assert torch.get_num_threads() == own
+
+    def test_without_vllm_it_measures_with_torchs_own(
+        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def absent() -> None:
+            raise ModuleNotFoundError("No module named 'vllm'")
+
+        plugin(self.COUNTS)
+        monkeypatch.setattr(tune, "worker_threads", absent)
+        done = fl("tune", *self.RUN)
+        assert done.status == 0, done.err
+        assert "as torch's default: vLLM does not tell (ModuleNotFoundError: " in done.err
+        assert the_one(here).identity["threads"] == str(torch.get_num_threads())
+
+    def test_what_an_engine_would_not_start_with_ends_it(
+        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def wrong() -> None:
+            raise ValueError("invalid literal for int() with base 10: 'x'")
+
+        plugin(self.COUNTS)
+        monkeypatch.setattr(tune, "worker_threads", wrong)
+        done = fl("tune", *self.RUN)
+        assert (done.status, done.out) == (2, "")
+        assert "with base 10: 'x'. Set VLLM_CPU_OMP_THREADS_BIND as for the engine" in done.err
+        assert len(done.err.strip().splitlines()) == 1
+        assert os.listdir(here) == []
+
+    def test_another_number_begins_anew(
+        self, fl: Command, clocked: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(self: object, text: str) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_report.ReportFile, "write", full)
+            assert fl("tune", *QUICK, "--tokens", "8", "--out", "t.json").status == 1
+        own = torch.get_num_threads()
+        monkeypatch.setattr(tune, "worker_threads", lambda: own + 1)
+        done = fl("tune", *QUICK, "--tokens", "8", "--out", "t.json")
+        assert done.status == 0, done.err
+        assert f"of another run (identity: threads was {own}, and is {own + 1})" in done.err
 
 
 class TestBadArguments:
@@ -270,10 +345,11 @@ class TestInterrupted:
         log = tmp_path / "log"
         code = (
             "import sys\n"
-            "from vllm_fl.cli import _watch, main\n"
+            "from vllm_fl.cli import _watch, main, tune\n"
             "from vllm_fl.engine import tuning\n"
             "_watch.GRACE = 1.0\n"
             "tuning.cold_bytes = lambda device: 1024\n"
+            "tune.worker_threads = lambda: None\n"
             "sys.exit(main(sys.argv[1:]))"
         )
 

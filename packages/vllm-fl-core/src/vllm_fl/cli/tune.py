@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,10 @@ from ..contracts.binding import Binding
 from ..contracts.sizes import RULES
 from ..dispatch import get_default_manager
 from ..integration.bindings import all_bindings
+from ..integration.threads import worker_threads
 from ..settings.policy import closest
 from ..settings.table import DEFAULT, Figure, Table, TunedOp
-from ..text import clean
+from ..text import clean, quote
 from . import _accept
 from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._report import ReportFile
@@ -112,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = device_of(arguments.device)
     subject = _subject(arguments, sizes, asked, bindings, device)
     with ExitStack() as stack:
+        stack.enter_context(_threads_of_a_worker(device))
         part = stack.enter_context(PartFile(Path(f"{out}.part"), "--out"))
         stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
@@ -236,6 +238,39 @@ def _subject(
         device,
         absent,
     )
+
+
+@contextmanager
+def _threads_of_a_worker(device: torch.device) -> Iterator[None]:
+    """In the block, a CPU computes with as many threads as in an engine; says how many.
+
+    Raises:
+        UsageError: vLLM cannot tell, since an engine would not start with these variables.
+    """
+    import torch
+
+    if device.type != "cpu":
+        yield
+        return
+    own, why = torch.get_num_threads(), "as torch's default: vLLM binds no threads here"
+    try:
+        number = worker_threads()
+    except ImportError as error:
+        number, why = None, f"as torch's default: vLLM does not tell ({quote(error)})"
+    except Exception as error:
+        raise UsageError(
+            f"vLLM cannot tell how many threads its worker has: {quote(error)}. Set "
+            "VLLM_CPU_OMP_THREADS_BIND as for the engine; nothing was measured"
+        ) from error
+    if number is not None:
+        why = "as vLLM's worker does"
+    threads = number or own
+    say(f"vllm-fl: computes with {threads} thread{'s' * (threads > 1)}, {why}", error=True)
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
