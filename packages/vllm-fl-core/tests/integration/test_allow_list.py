@@ -6,9 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
 
 SOURCE = """
 import os

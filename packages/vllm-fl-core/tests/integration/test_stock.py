@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("vllm", reason="the forms are vLLM's own")
+
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.engine.verification import compare

