@@ -19,8 +19,15 @@ from vllm_fl.integration import compat
 from vllm_fl.integration.compat import OVERRIDDEN
 
 ROOT = Path(compat.__file__).parent
-WITHOUT_AN_ENGINE = {"models.py", "stock.py", "workload.py"}
-"""What `vllm-fl tune` alone imports: a vLLM that lacks what they use still serves."""
+WITHOUT_AN_ENGINE = {
+    "forcing.py",
+    "leaving.py",
+    "models.py",
+    "stock.py",
+    "threads.py",
+    "workload.py",
+}
+"""What `vllm-fl tune` and `bisect` alone import: a vLLM that lacks what they use still serves."""
 
 MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path.name not in WITHOUT_AN_ENGINE]
 MODULES += [Path(sizes.__file__)]

@@ -55,9 +55,10 @@ _NAMES = {
     "config.attention": ("AttentionConfig: backend",),
     "config.cache": ("CacheConfig: block_size cache_dtype",),
     "config.compilation": (
-        "CompilationConfig: backend cudagraph_capture_sizes custom_ops mode pass_config "
-        "static_forward_context",
-        "CompilationMode: NONE",
+        "CompilationConfig: backend cudagraph_capture_sizes cudagraph_mode custom_ops mode "
+        "pass_config static_forward_context",
+        "CompilationMode: NONE STOCK_TORCH_COMPILE",
+        "CUDAGraphMode: NONE",
         "PassConfig: fuse_act_quant fuse_norm_quant",
     ),
     "config.kernel": (
