@@ -152,6 +152,18 @@ def test_what_was_merged_and_from_where(fl: Command, two: list[Path]) -> None:
     assert "They disagree" not in settled
 
 
+def test_ops_that_are_ordered_alike_are_one_finding(fl: Command, two: list[Path]) -> None:
+    for path in two:
+        order = path.read_text().splitlines()[-1].split(": ")[1]
+        path.write_text(path.read_text() + f"  rms_norm: {order}\n  relu2: [reference]\n")
+    findings = fl("doctor", "--json", VLLM_FL_PLATFORM="acme").json()["findings"]
+    about = [each for each in findings if "op_backends" in each["what"]]
+    assert len(about) == 1
+    assert "silu_and_mul" in about[0]["what"] and "rms_norm" in about[0]["what"]
+    assert "relu2" not in about[0]["what"]
+    assert about[0]["todo"] == "Decide it: VLLM_FL_PER_OP='silu_and_mul=…;rms_norm=…'"
+
+
 @pytest.mark.parametrize("verb", ["plugins", "verify"])
 def test_two_policies_end_nothing(fl: Command, two: list[Path], verb: str) -> None:
     assert "sets it differently" not in fl(verb, VLLM_FL_PLATFORM="acme").err

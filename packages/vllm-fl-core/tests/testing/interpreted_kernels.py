@@ -68,6 +68,13 @@ def arithmetic(x, y, out, SIZE: tl.constexpr):
 
 
 @triton.jit
+def scaled(x, out, scale, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, tl.load(x + at) * scale)
+    tl.store(out + SIZE + at, tl.load(x + at) * scale.to(x.dtype.element_ty))
+
+
+@triton.jit
 def products(x, y, out, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     tl.store(out + at, tl.dot(tl.load(x + at), tl.load(y + at)))
@@ -150,6 +157,12 @@ def case_bfloat16() -> str:
     scale = torch.tensor(0.3).bfloat16()
     want = torch.stack((x + y, x - y, x * y, x * scale + 1.0, chosen, fused, x.abs()))
     return same(out, want)
+
+
+def case_float_argument() -> str:
+    x, out = torch.randn(N).half(), torch.empty(2, N)
+    scaled[(1,)](x, out, 0.3, SIZE=N)
+    return same(out, torch.stack((x.float() * 0.3, (x * torch.tensor(0.3).half()).float())), 1e-7)
 
 
 def case_dot() -> str:

@@ -11,9 +11,9 @@ import torch
 from mutants import sound
 from oracle_mutants import oracle_impl
 
-from vllm_fl.contracts import contracts
+from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.testing import CHECKS, Failure, failures
+from vllm_fl.testing import CHECKS, Failure, failures, processes
 from vllm_fl.testing.subject import Refused, Subject
 
 SERVING = ("serving", "preflight")
@@ -126,3 +126,17 @@ def test_rows_of_an_expert_in_another_order_each_time_are_the_same_result() -> N
     assert found(oracle_impl(spec, other_rows_first), "values", "determinism", "fork") == []
     told = found(oracle_impl(spec, one_lost), "values", "determinism")
     assert {one.case.check for one in told} == {"values", "determinism"}
+
+
+def test_a_fresh_process_holds_no_op_to_account_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no luck")
+
+    right = sound("gelu_and_mul")
+    wrong = dataclasses.replace(sound("silu_and_mul"), fn=fails)
+    monkeypatch.setattr(processes, "installed", lambda backend: (wrong, right))
+    there = processes._answer_installed(right.impl_id, "cpu", ModelSizes(), frozenset())
+    assert "no luck" in there["silu_and_mul"]
+    assert isinstance(there["gelu_and_mul"], dict) and there["gelu_and_mul"]

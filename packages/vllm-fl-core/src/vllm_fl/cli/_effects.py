@@ -8,7 +8,7 @@ from ..plugins.finding import Finding
 from ..plugins.loading import unmatched
 from ..plugins.plugin import Plugin
 from ..settings.policy import OpOrder
-from ..settings.schema import CONFIG, Settings, overridden
+from ..settings.schema import CONFIG, Setting, Settings, overridden
 from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
 
 __all__ = ["find_disagreements", "find_idle", "find_unknown", "warned"]
@@ -122,19 +122,30 @@ def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def find_disagreements(settings: Settings) -> Iterator[Finding]:
-    """Where the platform files of several distributions contradict each other."""
+    """Where the platform files of several distributions contradict each other.
+
+    Orders of which the same files say the same make one finding, which names every op.
+    """
+    alike: dict[object, list[Setting]] = {}
     for setting in settings.values():
         if setting.disagreements and setting.key not in settings.unowned:
-            files = "; ".join(f"{_shown(value)} ({origin})" for value, origin in setting.merged)
-            op = setting.key.removeprefix(ORDER_PREFIX)
             listed = isinstance(setting.value, OpOrder)
-            yield Finding(
-                CHECK,
-                f"The installed backends disagree about {setting.key}.",
-                f"{'. '.join(setting.disagreements)}. They set: {files}. In force: "
-                f"{_shown(setting.value)}.",
-                f"Decide it: {setting.variable}={f'{op}=…' if listed else '…'}",
-            )
+            said = tuple(_shown(value) for value, _ in setting.merged)
+            same = (setting.disagreements, said, _shown(setting.value)) if listed else setting.key
+            alike.setdefault(same, []).append(setting)
+    for first, *others in alike.values():
+        files = "; ".join(f"{_shown(value)} ({origin})" for value, origin in first.merged)
+        ops = [each.key.removeprefix(ORDER_PREFIX) for each in (first, *others)]
+        listed = isinstance(first.value, OpOrder)
+        where = f", and in the same way about {', '.join(ops[1:])}" if others else ""
+        decided = ";".join(f"{op}=…" for op in ops) if listed else "…"
+        yield Finding(
+            CHECK,
+            f"The installed backends disagree about {first.key}{where}.",
+            f"{'. '.join(first.disagreements)}. They set: {files}. In force: "
+            f"{_shown(first.value)}.",
+            f"Decide it: {first.variable}={repr(decided) if others else decided}",
+        )
 
 
 def _shown(value: object) -> str:

@@ -32,7 +32,7 @@ def page(measured: Sequence[Measured]) -> str:
     if tables:
         _plots.require()
     look = _plots.looks([impl for _, _, table in tables for impl in _impls(table)])
-    ends = [_el("h1", "Measured choice"), _contents(tables, runs)]
+    ends = [_el("h1", "Measured choice" if tables else "Verification"), _contents(tables, runs)]
     body = [
         *ends,
         *(_table_section(key, name, table, look) for key, name, table in tables),

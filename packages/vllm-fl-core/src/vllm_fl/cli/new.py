@@ -62,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops",
         metavar="OP,OP",
-        help="the ops that it brings (default: every op that has a plain form to start from)",
+        help="the ops that it brings, of those that have a plain form to start from (default: all "
+        f"of these: {', '.join(_ops())})",
     )
     parser.add_argument(
         "--dir",
@@ -101,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(name=name, platform=platform or name, ops=list(ops), folder=str(folder))
     else:
-        say(f"Wrote {folder}. Next:\n  cd {folder}\n  pip install -e '.[testing]' && pytest")
+        say(f"Wrote {folder}. Next:\n  cd {folder}")
+        say("  pip install -e '.[testing]' && python -m pytest")
     return 0
 
 

@@ -481,7 +481,11 @@ def _not_run(found: dict[str, Any]) -> Iterator[str]:
     for entry in found["not_run"]:
         yield f"{entry['op']} {entry['impl_id']}: {entry['reason']}"
     if not found["results"]:
-        yield "Nothing was run. Install a backend for this machine; `vllm-fl ops` lists them."
+        yield (
+            "Nothing was run, for these reasons."
+            if found["not_run"]
+            else "Nothing was run. Install a backend for this machine; `vllm-fl ops` lists them."
+        )
 
 
 LEGEND = (

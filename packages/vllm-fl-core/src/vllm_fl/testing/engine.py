@@ -115,7 +115,7 @@ def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
             "one in the test class"
         )
     else:
-        what = f"the engine failed, exit status {status}"
+        what = f"the engine failed, exit status {status}; `vllm-fl doctor` looks for its cause here"
     return _Served(None, f"{what} (with {', '.join(ops)}). The end of its log:\n{_end_of(log)}")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from ..text import quote
 from .subject import Refused, Subject
 
 __all__ = ["apart", "fork", "installed", "installed_with", "spawn"]
+
+T = TypeVar("T")
 
 Answers = dict[str, str]
 """`op, dtype, sample` -> the digest of the result, for each sample that is not refused."""
@@ -87,7 +89,8 @@ def spawn(subject: Subject, dtype: str, sample: str) -> None:
     """A fresh process that finds the installed backend gives the same bits."""
     found = installed_with(subject.impl)
     place = (subject.impl.impl_id, str(subject.device), subject.sizes, subject.left_out)
-    _compare("spawn", subject, _spawned(place, subject.deadline * len(found)))
+    there = _spawned(place, subject.deadline * len(found))
+    _compare("spawn", subject, there if isinstance(there, str) else there[subject.impl.op_name])
 
 
 def apart(
@@ -117,8 +120,11 @@ def _outcome(
 
 
 @cache
-def _spawned(place: tuple[Any, ...], deadline: float) -> Answers | str:
-    """The answers of one fresh process for every op: its start takes seconds."""
+def _spawned(place: tuple[Any, ...], deadline: float) -> dict[str, Answers | str] | str:
+    """By op, the answers of one fresh process for all of them, or how the op failed there.
+
+    One process, since its start takes seconds. Where it ended early, that is the answer for all.
+    """
     return _run("spawn", _answer_installed, place, deadline)
 
 
@@ -132,10 +138,10 @@ def _compare(method: str, subject: Subject, there: Answers | str) -> None:
 
 def _run(
     method: Literal["fork", "spawn"],
-    target: Callable[..., Answers],
+    target: Callable[..., dict[str, T]],
     args: tuple[Any, ...],
     deadline: float,
-) -> Answers | str:
+) -> dict[str, T] | str:
     """What `target` returns in a child process, or how that process ended."""
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
@@ -145,7 +151,7 @@ def _run(
     try:
         if not ours.poll(deadline):
             return f"gave no answer within {deadline:.0f} s"
-        answer: Answers | str = ours.recv()
+        answer: dict[str, T] | str = ours.recv()
         return answer
     except EOFError:
         child.join()
@@ -156,7 +162,7 @@ def _run(
         ours.close()
 
 
-def _child(out: Connection, target: Callable[..., Answers], args: tuple[Any, ...]) -> None:
+def _child(out: Connection, target: Callable[..., object], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # as in vLLM's workers; a fork cannot use its parent's threads anyway
     try:
         out.send(target(*args))
@@ -164,12 +170,18 @@ def _child(out: Connection, target: Callable[..., Answers], args: tuple[Any, ...
         out.send(f"raised {quote(error)}")
 
 
-def _answer_installed(backend: str, device: str, sizes: ModelSizes, left_out: Any) -> Answers:
-    answers: Answers = {}
+def _answer_installed(
+    backend: str, device: str, sizes: ModelSizes, left_out: Any
+) -> dict[str, Answers | str]:
+    answers: dict[str, Answers | str] = {}
     for impl in installed(backend):
         if impl.availability() is not True:  # a build may have kernels of some ops alone
+            answers[impl.op_name] = "finds it not available"
             continue
-        answers |= _answers(Subject(impl, torch.device(device), sizes, left_out))
+        try:
+            answers[impl.op_name] = _answers(Subject(impl, torch.device(device), sizes, left_out))
+        except Exception as error:  # it is this op's alone: the others are asked all the same
+            answers[impl.op_name] = f"raised {quote(error)}"
     return answers
 
 

@@ -32,6 +32,7 @@ the interpreter                        after `interpreted()`
 =====================================  ============================================================
 `and`, `or` of blocks: Python's        element by element, as compiled
 fp32 to bf16: cut off                  rounded to the nearest even
+a float argument: a Python number      a scalar of fp32, which has `.to` and widens fp16 and bf16
 `tl.dot` of bf16: of the bits          of the values, summed in fp32
 arithmetic of bf16: of the bits        of the values, in fp32 and rounded once
 `libdevice`: an error, or None         numpy's functions; one that is missing is an error by name
@@ -199,6 +200,7 @@ def _close_gaps() -> None:
     _interpreted_functions_look_compiled()
     _extern_functions()
     _logical_operators()
+    _float_arguments()
     _small_floats()
 
 
@@ -398,6 +400,25 @@ def _logical_operators() -> None:
     visitors = {"visit_BoolOp": visit_bool_op, "visit_Assign": visit_assign}
     transformer = type("Transformer", (original,), visitors)
     interpreter.FunctionRewriter.ast_transformer = transformer()
+
+
+def _float_arguments() -> None:
+    """A float that a kernel is launched with becomes a scalar of fp32, as the compiler has it.
+
+    Triton's own interpreter leaves it a Python number, which has no `.to`, and beside a block of
+    fp16 or bf16 counts as one of that dtype.
+    """
+    interpreter, np = _interpreter(), import_module("numpy")
+    tl = import_module("triton.language")
+    convert = interpreter._implicit_cvt
+
+    def converted(argument: Any) -> Any:
+        if not isinstance(argument, float):
+            return convert(argument)
+        handle = interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+
+    interpreter._implicit_cvt = converted
 
 
 def _small_floats() -> None:
