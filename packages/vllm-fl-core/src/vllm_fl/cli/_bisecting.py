@@ -60,14 +60,14 @@ Rounding alone reached that at no token of any model without experts.
 
 FAR_TIMES, FAR_SHARE = 3, 0.02
 """A right plan's tokens that are far off may be this many times the baseline's, and this share of
-all tokens besides. Which tokens get other experts is chance: of two right plans one had up to 2.25
-times as many as the other. The share is for baselines that have few, or none."""
+all tokens besides. Which tokens get other experts is chance: one right plan had up to 2.3
+times as many as the baseline. The share is for baselines that have few, or none."""
 
 FLOOR = 1e-4
 """The least median that the baseline's is taken for: sums of float32 in another order differ by
 less than that, and a baseline in float32 has no error of its own."""
 
-PROMPTS, NEW_TOKENS = 8, 32
+PROMPTS, NEW_TOKENS = 16, 32
 """How many prompts the limits hold for, and how many tokens are forced after each."""
 
 STOCK = "stock"
