@@ -105,9 +105,12 @@ def started(folder: Path) -> list[Any]:
 def test_a_right_plan_is_noise(bisect: Any, tmp_path: Path) -> None:
     done = bisect()
     assert done.status == 0, done.err
-    assert "Noise: the plan's error is 1.00 times the baseline's" in done.out
+    assert (
+        "Noise: the plan's median error is 1.00 times the baseline's (1.5 are allowed)" in done.out
+    )
+    assert "and 0 tokens are far off (10 may be). 3 engines" in done.out
     assert "differ in rms_norm (vendor.acme), silu_and_mul (vendor.acme).\n" in done.out
-    assert "3 engines" in done.out and "starting an engine in float32" in done.err
+    assert "starting an engine in float32" in done.err
     assert [(exact, is_plan) for exact, is_plan, *_ in started(tmp_path)] == [
         (True, False),
         (False, False),
@@ -127,7 +130,7 @@ def test_a_plan_that_is_the_baseline_s_is_told_so(bisect: Any, plugin: Plugin) -
 def test_op_and_layer_are_named(bisect: Any, tmp_path: Path) -> None:
     done = bisect(wrong=NORM)
     assert done.status == 1, done.err
-    assert "rms_norm (vendor.acme): 5.00 times, by itself" in done.out
+    assert "rms_norm (vendor.acme): 5.00 times, 0 tokens are far off (10 may be), by" in done.out
     assert "in layer model.1 (which 2 places share)" in done.out
     assert "silu_and_mul (vendor.acme):" not in done.out
     answer = bisect("--json", wrong=NORM).json()
@@ -137,6 +140,11 @@ def test_op_and_layer_are_named(bisect: Any, tmp_path: Path) -> None:
     assert answer["errors"]["baseline"]["decode"] == pytest.approx(0.01)
     assert answer["ops"] == {"rms_norm": "vendor.acme", "silu_and_mul": "vendor.acme"}
     assert not answer["elsewhere"] and answer["times"] == pytest.approx(5)
+    assert (
+        (answer["far"], answer["far_allowed"])
+        == (culprit["far"], culprit["far_allowed"])
+        == (0, 10)
+    )
 
 
 def test_what_is_not_finite_is_null(bisect: Any) -> None:
@@ -218,6 +226,7 @@ def test_prompts_may_be_text(bisect: Any, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "prompts").write_text("[INST] Say it.\n[3, 4]\nAnd now?\n")
     done = bisect("--prompts", "prompts", length=5)
     assert done.status == 0, done.err
+    assert "--prompts prompts: by fewer than 16 prompts a right plan may be named" in done.err
 
 
 def test_it_goes_on_where_it_stopped(bisect: Any, tmp_path: Path) -> None:

@@ -24,7 +24,18 @@ from ..plugins.types import BackendImplKind
 from ..settings.schema import CONFIG, Settings
 from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP
 from ..text import clean
-from ._bisecting import BASELINE, EXACT, LIMIT, NEW_TOKENS, PLAN, Bisection, Finding, Start
+from ._bisecting import (
+    BASELINE,
+    EXACT,
+    LIMIT,
+    NEW_TOKENS,
+    PLAN,
+    PROMPTS,
+    Bisection,
+    Excess,
+    Finding,
+    Start,
+)
 from ._engines import Engine, has_weights, running
 from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._show import UsageError, print_json, print_table, say
@@ -34,8 +45,8 @@ PART = "vllm-fl-bisect.part"
 
 STOCK, REFERENCE = "stock", "reference"
 
-PROMPTS, PROMPT_TOKENS = 8, 96
-"""Of the random prompts."""
+PROMPT_TOKENS = 96
+"""Of each random prompt."""
 
 IDS = re.compile(r"\[[\[\]\d\s,.-]*")
 """A line of token ids, though perhaps a wrong one; `[INST] Say …` is text."""
@@ -87,6 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--against reference: no plugin that is loaded brings plain forms of ops")
     text = None if arguments.prompts is None else _read(arguments.prompts, "--prompts")
     prompts = None if text is None else _prompts(model, text)
+    if prompts is not None and len(prompts) < PROMPTS:
+        told = f"by fewer than {PROMPTS} prompts a right plan may be named"
+        say(f"vllm-fl: --prompts {arguments.prompts}: {told}", error=True)
     length = PROMPT_TOKENS if prompts is None else max(map(len, prompts))
 
     def draw(vocabulary: int) -> list[list[int]]:
@@ -280,14 +294,14 @@ def _tell(finding: Finding, arguments: argparse.Namespace, seconds: float) -> No
                 kind: {phase: _finite(value) for phase, value in of_kind.items()}
                 for kind, of_kind in finding.errors.items()
             },
-            times=_finite(finding.times),
+            **_measured(finding.excess),
             limit=LIMIT,
             ops=dict(finding.ops),
             new_tokens=NEW_TOKENS,
             culprits=[
                 {
                     "ops": dict(culprit.ops),
-                    "times": _finite(culprit.times),
+                    **_measured(culprit.excess),
                     "layers": culprit.layers,
                     "shared": dict(culprit.shared),
                     "remark": culprit.remark,
@@ -303,13 +317,17 @@ def _tell(finding: Finding, arguments: argparse.Namespace, seconds: float) -> No
     print_table(
         headings,
         [
-            (f"error of the {kind}", *(f"{value:.2e}" for value in of_kind.values()))
+            (f"median error of the {kind}", *(f"{value:.2e}" for value in of_kind.values()))
             for kind, of_kind in finding.errors.items()
         ],
     )
     differing = ", ".join(f"{op} ({impl})" for op, impl in finding.ops.items())
     say(f"\nPlan and baseline differ in {differing or 'no op'}.")
-    told = f"the plan's error is {finding.times:.2f} times the baseline's, and {LIMIT} are allowed"
+    excess = finding.excess
+    told = (
+        f"the plan's median error is {excess.times:.2f} times the baseline's ({LIMIT} are allowed)"
+    )
+    told += f", and {_far(excess)}"
     took = f"{finding.engines} engines, {seconds:.0f} s."
     if not finding.culprits and not finding.elsewhere:
         say(f"Noise: {told}. {took}")
@@ -318,7 +336,7 @@ def _tell(finding: Finding, arguments: argparse.Namespace, seconds: float) -> No
     for culprit in finding.culprits:
         ops = " and ".join(f"{op} ({impl})" for op, impl in culprit.ops.items())
         alone = "only together" if len(culprit.ops) > 1 else "by itself"
-        say(f"{ops}: {culprit.times:.2f} times, {alone}")
+        say(f"{ops}: {culprit.excess.times:.2f} times, {_far(culprit.excess)}, {alone}")
         for layers in culprit.layers or ():
             say(f"  {_of_layers(layers, culprit.shared)}")
         if culprit.remark:
@@ -326,6 +344,19 @@ def _tell(finding: Finding, arguments: argparse.Namespace, seconds: float) -> No
     if finding.elsewhere:
         say("The plan is that far off even with every op left that the two differ in: it is no op.")
     say(took)
+
+
+def _measured(excess: Excess) -> dict[str, float | None]:
+    return {
+        "times": _finite(excess.times),
+        "far": excess.far,
+        "far_allowed": excess.allowed,
+    }
+
+
+def _far(excess: Excess) -> str:
+    tokens = "1 token is" if excess.far == 1 else f"{excess.far} tokens are"
+    return f"{tokens} far off ({excess.allowed} may be)"
 
 
 def _of_layers(layers: tuple[str, ...], shared: Mapping[str, int]) -> str:
