@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.dispatch.guard import Chain, call_guard
+from vllm_fl.dispatch.record import Record
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -67,14 +69,9 @@ def test_what_is_written_beside_it_is_seen_in_the_served_models_calls_too() -> N
     assert "beside its arguments" in why
 
 
-class NoRecord:
-    def watch(self, op: str, guard: Any) -> None:
-        """Nothing is demoted here."""
-
-
 def test_a_callers_cache_is_copied_for_who_writes_into_it_and_its_copy_is_contiguous() -> None:
     impl = OpImpl(SPEC.name, "vendor.acme", BackendImplKind.VENDOR, in_place, "acme", consumes=BOTH)
-    record: Any = NoRecord()
+    record = Record(logging.getLogger(__name__))
     plain = call_guard(Chain(SPEC.name, (impl,), SPEC, False, record))
     granted = call_guard(Chain(SPEC.name, (impl,), SPEC, False, record, BOTH))
     sample = next(s for s in SPEC.samples(torch.float32, CPU) if s.name.startswith("heads before"))
