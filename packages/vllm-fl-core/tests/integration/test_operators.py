@@ -267,34 +267,6 @@ def test_nothing_is_overridden_by_what_calls_the_operator_itself() -> None:
         assert torch.equal(call(), STOCK)
 
 
-@pytest.mark.parametrize("order", [("vendor:a", "vendor:b"), ("vendor:b", "vendor:a")])
-def test_of_two_rows_the_one_that_calls_the_operator_itself_gets_the_replaced_kernel(
-    order: tuple[str, str],
-) -> None:
-    few, many = order
-    own = silu("vendor.a", fn=_native(torch.ops.fl_test_operators.gated))
-    policy = {"silu_and_mul": {"<=2": few, "rest": many}}
-    plan = planning(managing(own, silu("vendor.b"), per_op_order=policy))
-    with serving(plan) as chosen:
-        assert chosen.names == {"silu_and_mul": ["fl_test_operators::gated"]}
-        for x, chose in ((X[:2], few), (X, many)):
-            expected = x[:, 4:] if chose == "vendor:a" else half(x)
-            assert torch.equal(call(x=x), expected)
-
-
-def test_an_operator_is_left_that_the_first_choice_of_every_row_calls_itself() -> None:
-    gated = _native(torch.ops.fl_test_operators.gated)
-    policy = {"silu_and_mul": {"<=2": "vendor:a", "rest": "vendor:b"}}
-    impls = silu("vendor.a", fn=gated), silu("vendor.b", fn=lambda x: gated(x))
-    plan = planning(managing(*impls, per_op_order=policy))
-    with serving(plan, binding(place(), place("asking"))) as chosen:
-        assert chosen.names == {"silu_and_mul": ["fl_test_operators::asking"]}
-        why = "vendor.b and vendor.a call it themselves"
-        assert told(plan, chosen) == {"left": why}
-        assert torch.equal(call(), STOCK)
-        assert torch.equal(call(x=X[:2]), STOCK[:2])
-
-
 def test_what_a_pass_puts_into_graphs_is_overridden_by_what_calls_the_operator_itself() -> None:
     """Its first candidate may refuse what the pass has found, and the next one is asked."""
     fusion = FusionPlace("vllm.no.such.Pass", "no_such_flag", parts=())

@@ -120,16 +120,14 @@ def choose(
             continue
         found, why = _fitting(places, _dispatch_key(device))
         left[op] = why
+        own: set[str] = set()
         # What a pass of vLLM's compiler finds may be a call that vLLM's kernel cannot take: there
         # the chain has to be asked.
         by_pass = any(isinstance(place, FusionPlace) for place in binding.places)
-        own = set() if by_pass else {place.name for place in found}
-        firsts = _firsts(plan, op)
-        for first in firsts:
-            own &= _calls_of(first, plan.contracts[op], own, device, dtype)
-        who = " and ".join(first.impl_id for first in firsts)
-        why_own = f"{who} calls it itself" if len(firsts) == 1 else f"{who} call it themselves"
-        left[op] |= dict.fromkeys(sorted(own), why_own)
+        for first in () if by_pass else _firsts(plan, op):
+            calls = _calls_of(first, plan.contracts[op], {p.name for p in found}, device, dtype)
+            left[op] |= dict.fromkeys(sorted(calls - own), f"{first.impl_id} calls it itself")
+            own |= calls
         taken[op] = tuple(place for place in found if place.name not in own)
         for place in taken[op]:
             other = owners.setdefault(place.name, op)
@@ -272,10 +270,8 @@ def _calls_of(
 ) -> set[str]:
     """Which of the `wanted` operators an implementation calls itself.
 
-    What all first choices call is not to be overridden: the kernel that is there already is what
-    would run, and only the way to it would be longer, for vLLM's layers, too. Where another row's
-    first choice does not call it, the override stands, and the one that does is given the kernel
-    that was replaced.
+    There nothing is to be overridden: the kernel that is there already is what would run, and only
+    the way to it would be longer, for vLLM's layers, too.
     """
     recorder = _Recorder(wanted)
     asked = asked_for(impl, spec)
