@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.dispatch.resolver import Candidate, Trace
 from vllm_fl.engine import preflight, process_state
+from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.verification import compare
 from vllm_fl.plugins import breadcrumb
@@ -209,6 +211,28 @@ def fault(op: str, fn: Callable[..., Any], **options: Any) -> str | None:
 @pytest.mark.parametrize(("op", "fn"), [("rms_norm", norm), ("rotary_embedding", rope)])
 def test_right_ones_pass(op: str, fn: Callable[..., Any]) -> None:
     assert fault(op, fn) is None
+
+
+def test_one_that_turns_heads_of_one_projection_in_place_can_be_compiled() -> None:
+    """Its inputs share memory at start; in a model the graph makes them, and nothing is aliased."""
+
+    def in_place(
+        query: Tensor,
+        key: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        position_ids: Tensor,
+        rotary_interleaved: bool = False,
+    ) -> Any:
+        turned = rope(query, key, cos, sin, position_ids, rotary_interleaved)
+        return query.copy_(turned[0]), None if key is None else key.copy_(turned[1])
+
+    op, consumes = "rotary_embedding", frozenset({"query", "key"})
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, in_place, "acme", consumes=consumes)
+    trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))
+    plan = Plan("compiled", {op: PlanEntry(op, trace)}, contracts=contracts())
+    compiled = plan.as_compiled(op, impl)
+    assert fault(op, in_place, compiled=compiled, consumes=consumes) is None
 
 
 def test_what_is_wrong_in_inference_mode_only() -> None:

@@ -15,6 +15,7 @@ import gc
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -694,6 +695,7 @@ class _Run:
             order = self.trials.order(count, 0)[:count]
             args = form.call(rows_of(form.pool(False), repeated(order, count))).args
             form.static.restore(self.spec.consumed(self.impl.consumes, args))
+            args = _apart(self.spec, args)
             try:
                 with torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0]):
                     got = self._timed(where, partial(call, *args), compiles=True)
@@ -724,6 +726,26 @@ class _Run:
             raise _Stop(f"takes {self.watch.seconds:.0f} s for one call ({where})")
         self.was_slow = slow
         return result
+
+
+def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments, each activation in memory of its own, of the same strides.
+
+    Heads of one projection are views that a model's graph makes itself. As inputs of a graph that
+    writes into them they are another case: torch makes one input of their memory then, whose size
+    it does not keep dynamic.
+    """
+
+    def place(arg: Any) -> int:
+        return int(arg.untyped_storage().data_ptr()) if isinstance(arg, torch.Tensor) else 0
+
+    seen = Counter(map(place, args))
+    return tuple(
+        arg.new_empty_strided(arg.shape, arg.stride()).copy_(arg)
+        if name in spec.by_token and place(arg) and seen[place(arg)] > 1
+        else arg
+        for name, arg in zip(spec.parameters, args, strict=True)
+    )
 
 
 def _kept(result: Any, laid: Guarded) -> Any:
