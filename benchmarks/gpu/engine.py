@@ -117,7 +117,8 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
 
 `stock-again` shows what two engines of one code differ by. `flagos` is FlagGems for every layer but
 attention; `direct` is that without vllm-fl, see direct.py: in eager mode only. `flagos-shadow-1` is
-`flagos` with 1 % of its steps sampled; `steady` shows those that are not.
+`flagos` with 1 % of its steps sampled; `steady` shows those that are not, and of
+`flagos-shadow-100` what a sampled one takes.
 """
 
 BARS = {
@@ -335,6 +336,8 @@ def main() -> None:
         parser.error("the variant direct is for --modes eager")
     if "table" in options.variants and not os.environ.get("TABLE"):
         parser.error("the variant table takes its file from the variable TABLE")
+    if "stock" not in options.variants or len(options.variants) < 2:
+        parser.error("--variants takes stock, with which the others are compared, and one more")
     if shutil.which("nvidia-smi") is None:
         print("skipped: no NVIDIA GPU here (there is no nvidia-smi)")
         return
