@@ -3,7 +3,8 @@
     python tools/support_matrix.py           # write the page
     python tools/support_matrix.py --check   # exit with 1 where page and runs disagree
 
-A new file in docs/support is a new section; nothing else has to be said here.
+A new file in docs/support is a new section; nothing else has to be said here. `nox -s support`
+makes those that need no device.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ in [plugins.md](plugins.md#tell-users-what-is-supported).
 
 A cell says how many samples of the contract were taken; the worst error as a share of the
 contract's tolerance, of which 1 is the limit; whether a row gives the same bits in any batch, in
-the runs that have measured it (an engine can require it: `VLLM_FL_REQUIRE=batch_invariant`); and
-the median time of one call of Qwen3-0.6B's sizes, from Python until the device is done. A sample
-that is not taken is refused with a reason, and another implementation takes the call. Times of
-different runs do not compare.
+the runs that have measured it (an engine can require it: `VLLM_FL_REQUIRE=batch_invariant`); and,
+where it was measured, the median time of one call of Qwen3-0.6B's sizes, from Python until the
+device is done. A sample that is not taken is refused with a reason, and another implementation
+takes the call. Times of different runs do not compare.
 
 Each section is one run, on the day and with the versions that it names. An operator or an
 implementation that came later is missing there until the run is made again.
@@ -49,14 +50,29 @@ def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
     Raises:
         ValueError: a file is of another schema, holds no result, or not all of a run.
     """
-    lines = [INTRODUCTION.rstrip("\n")]
+    lines = [INTRODUCTION]
+    lines += [_row("run", "made on", "dtypes", "same bits in any batch"), _row(*["---"] * 4)]
+    sections = []
     for name, run in sorted(runs.items()):
         if run.get("schema") != 1 or not run.get("results"):
             raise ValueError(f"{name} is no output of `vllm-fl verify --json` with a result")
         if not run.get("complete", True):
             raise ValueError(f"{name} is of a run that was cut short")
-        lines += ["", *_section(name, run)]
-    return "\n".join(lines) + "\n"
+        lines.append(_summary(name, run))
+        sections += ["", *_section(name, run)]
+    return "\n".join([*lines, *sections]) + "\n"
+
+
+def _summary(name: str, run: Mapping[str, Any]) -> str:
+    """Of how many rows of the run's table the bits are the same in any batch, in every dtype."""
+    same: dict[tuple[str, str], list[bool]] = {}
+    for result in run["results"]:
+        found = result.get("determinism") or {}  # runs of before know nothing of it
+        if found.get("batches") is not None:
+            same.setdefault((result["op"], result["impl_id"]), []).append(found["batches"])
+    said = f"{sum(map(all, same.values()))} of {len(same)}" if same else "not measured"
+    dtypes = ", ".join(dict.fromkeys(r["dtype"] for r in run["results"]))
+    return _row(f"[{name}](support/{name})", run["date"][:10], dtypes, said)
 
 
 def _section(name: str, run: Mapping[str, Any]) -> Iterator[str]:
@@ -66,7 +82,10 @@ def _section(name: str, run: Mapping[str, Any]) -> Iterator[str]:
     if environment["emulated"]:
         yield f"## Emulated: {_text(environment['emulated'])}"
         yield ""
-        yield f"**No such hardware was used.** What stood in for it ran on {_text(where)}."
+        yield (
+            f"**No such hardware was used.** What stood in for it ran on {_text(where)}, and of it "
+            "alone is said where the bits are the same."
+        )
     else:
         yield f"## {_text(where)}"
     versions = ", ".join(f"{k} {v}" for k, v in environment["distributions"].items())
