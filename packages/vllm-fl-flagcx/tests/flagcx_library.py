@@ -1,14 +1,20 @@
-"""The library that stands in for FlagCX: shared_memory.c, compiled as a FLAGCX_PATH has it."""
+"""The libraries that stand in for FlagCX, compiled as a FLAGCX_PATH has them.
+
+shared_memory.c is for ranks whose tensors lie in the host's memory, nccl.c for ranks on GPUs.
+"""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).with_name("shared_memory.c")
+__all__ = ["built", "built_over_nccl"]
+
+HERE = Path(__file__).parent
 
 
 def built(folder: Path, *flags: str) -> Path:
@@ -16,8 +22,30 @@ def built(folder: Path, *flags: str) -> Path:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler (cc) here, to build the library that stands in for FlagCX")
+    return _compiled(folder, compiler, *flags, str(HERE / "shared_memory.c"), "-lrt")
+
+
+def built_over_nccl(folder: Path) -> Path:
+    """The same over the NCCL that torch brings, its package nvidia-nccl.
+
+    Raises:
+        FileNotFoundError: there is no C compiler, or no NCCL of a package.
+    """
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler (cc)")
+    spec = find_spec("nvidia.nccl")
+    for root in spec.submodule_search_locations or () if spec is not None else ():
+        library = Path(root, "lib", "libnccl.so.2")
+        if library.is_file():
+            path = f"-Wl,-rpath,{library.parent}"
+            return _compiled(folder, compiler, str(HERE / "nccl.c"), str(library), path)
+    raise FileNotFoundError("no package nvidia.nccl with lib/libnccl.so.2")
+
+
+def _compiled(folder: Path, compiler: str, *arguments: str) -> Path:
     out = folder / "build" / "lib" / "libflagcx.so"
     out.parent.mkdir(parents=True)
-    command = [compiler, "-O1", "-shared", "-fPIC", *flags, str(SOURCE), "-o", str(out), "-lrt"]
+    command = [compiler, "-O1", "-shared", "-fPIC", *arguments, "-o", str(out)]
     subprocess.run(command, check=True)
     return folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+import against_torch
 import torch
 import torch.distributed as dist
 from flagcx_library import built
@@ -27,13 +27,6 @@ from vllm_fl_flagcx import library
 from vllm_fl_flagcx.communicator import FlagcxCommunicator
 
 CPU = torch.device("cpu")
-SUMMED = (
-    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8),
-)
-MOVED = (*SUMMED, torch.bool, torch.int16, torch.float8_e4m3fn)
-
-Report = Callable[[object], None]
 
 
 def _rank(
@@ -86,106 +79,13 @@ def joined() -> Any:
     )
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random values; a sum of two of them rounds once, so that its bits are known."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype.is_floating_point:
-        return (4 * torch.randn(shape, generator=generator)).to(dtype)
-    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
-
-
-def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    forms = [(each.shape, each.dtype) for each in (got, wanted)]
-    return forms[0] == forms[1] and torch.equal(as_bytes(got), as_bytes(wanted))
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() == 0:
-        return torch.empty(0, dtype=torch.uint8)  # what is empty may have any stride
-    return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def of_gloo(mine: torch.Tensor) -> torch.Tensor:
-    """The sum, by gloo."""
-    total = mine.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def gathered(mine: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:
-    """Both ranks' tensors, by gloo, as bytes."""
-    found = []
-    for src, count in enumerate(rows):
-        part = mine if dist.get_rank() == src else mine.new_empty((count, *mine.shape[1:]))
-        moved = as_bytes(part)
-        dist.broadcast(moved, src)
-        found.append(moved.view(mine.dtype).view(part.shape))
-    return found
-
-
 def compare(rank: int, count: int) -> str:
-    """`count` sizes; every collective on each, in one dtype that sums and one that moves."""
-    it, rng = joined(), random.Random(20261122)
-    for case in range(count):
-        summed, moved = SUMMED[case % len(SUMMED)], MOVED[case % len(MOVED)]
-        most = 40_000 if case % 50 == 0 else 300  # more than the library's slot now and then
-        rows, columns = 2 * rng.randint(1, 12), rng.randint(1, max(1, most // 12))
-        uneven = [rng.randint(0, 5), rng.randint(1, 5)]
-        dim, root = rng.choice([0, 1, -1]), rng.randint(0, 1)
-        mine = drawn((rows, 2 * columns), summed, 2 * case + rank)
-        if case % 3 == 0:
-            mine = mine.t().contiguous().t()  # not contiguous
-        wrong = []
-
-        def check(name: str, got: Any, wanted: torch.Tensor, wrong: list[str] = wrong) -> None:
-            if not isinstance(got, torch.Tensor) or not same(got, wanted):
-                wrong.append(name)
-
-        total = of_gloo(mine.contiguous())
-        before = mine.clone()
-        check("all_reduce", it.all_reduce(mine), total)
-        check("all_reduce changed its input", mine, before)
-        check("reduce_scatter", it.reduce_scatter(mine, dim), total.chunk(2, dim)[rank])
-        whole = drawn((sum(uneven), columns), summed, 7 * case + rank)
-        part = of_gloo(whole).split(uneven)[rank]
-        check("reduce_scatterv", it.reduce_scatterv(whole, 0, uneven), part)
-        into = torch.empty_like(part)
-        it.reduce_scatterv_into_output(whole, into, 0, uneven)
-        check("reduce_scatterv_into_output", into, part)
-
-        mine = drawn((rows, columns), moved, 3 * case + rank)
-        both = gathered(mine, [rows, rows])
-        check("all_gather", it.all_gather(mine, dim), torch.cat(both, dim))
-        got = it.gather(mine, root, dim)
-        if rank == root:
-            check("gather", got, torch.cat(both, dim))
-        elif got is not None:
-            wrong.append("gather where nothing is gathered")
-        turned = mine.clone().t()
-        check("broadcast", it.broadcast(turned, root), both[root].t())
-        check("broadcast in place", turned, both[root].t())
-        other = drawn((uneven[rank], columns), moved, 5 * case + rank)
-        parts = gathered(other, uneven)
-        check("all_gatherv", it.all_gatherv(other, 0, uneven), torch.cat(parts))
-        for got in it.all_gatherv([other, other], 0, uneven):
-            check("all_gatherv of a list", got, torch.cat(parts))
-        if rank == root:
-            it.send(mine)
-        else:
-            check("recv", it.recv(mine.shape, mine.dtype), both[root])
-        received = torch.empty_like(mine)
-        it.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, mine, 1 - rank),
-                dist.P2POp(dist.irecv, received, 1 - rank),
-            ]
-        )
-        check("batch_isend_irecv", received, both[1 - rank])
-        if wrong:
-            return f"case {case}, {summed} and {moved}, {rows}x{columns}, {uneven}: {wrong}"
+    """1 in 50 is more than the library's slot."""
+    it = joined()
+    told = against_torch.compare(it, rank, count, CPU, large=40_000, every=50)
     it.destroy()
     it.destroy()  # a second time does nothing
-    return ""
+    return told
 
 
 def test_every_collective_gives_what_gloo_gives(tmp_path: Path, flagcx: Path) -> None:

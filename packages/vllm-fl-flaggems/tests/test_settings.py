@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fl import BackendImplKind, OpImpl, SettingsError
+from vllm_fl import BackendImplKind, CommunicatorImpl, OpImpl, SettingsError
 from vllm_fl.plugins.loading import Found, load
 from vllm_fl.plugins.registry import OpRegistry, Owner
 from vllm_fl.settings.loading import load_settings
@@ -38,6 +38,13 @@ def read(**env: str) -> Settings:
 def test_what_is_rejected(env: dict[str, str], reason: str | None) -> None:
     expected = None if reason is None else {"default.flagos": reason}
     assert settings.rejected(read(**env), OP, IMPLS) == expected
+
+
+@pytest.mark.parametrize("variable", ["VLLM_FL_FLAGOS_WHITELIST", "VLLM_FL_FLAGOS_BLACKLIST"])
+def test_a_list_of_flaggems_ops_leaves_communicators_of_its_kind_alone(variable: str) -> None:
+    flagcx = CommunicatorImpl("default.flagcx", "acme.Communicator", BackendImplKind.DEFAULT)
+    assert not settings.rejected(read(**{variable: OP}), "communicator", [flagcx])
+    assert not settings.rejected(read(USE_FLAGGEMS="0"), "communicator", [flagcx])
 
 
 def test_the_plugin_declares_them() -> None:

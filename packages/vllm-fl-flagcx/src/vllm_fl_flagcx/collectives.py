@@ -219,8 +219,11 @@ class Collectives:
             for stream in self._streams.values():
                 self._flagcx.free_stream(stream)
             self._streams.clear()
-            self._flagcx.call("flagcxCommDestroy", comm, where=self._where)
+            self._leave(comm)
         super().destroy()  # type: ignore[misc]
+
+    def _leave(self, comm: ctypes.c_void_p) -> None:
+        self._flagcx.call("flagcxCommDestroy", comm, where=self._where)
 
     # How it is called.
 

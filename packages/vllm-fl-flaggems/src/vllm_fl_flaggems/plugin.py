@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_fl import (
     AttentionImpl,
+    CommunicatorImpl,
     Finding,
     OpImpl,
     SettingSpec,
@@ -86,7 +87,7 @@ def settings() -> tuple[SettingSpec[Any], ...]:
 
 @hookimpl
 def rejections(
-    settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl]
+    settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl | CommunicatorImpl]
 ) -> dict[str, str] | None:
     """The ops that the settings keep FlagGems out of."""
     return rejected(settings, op, impls)

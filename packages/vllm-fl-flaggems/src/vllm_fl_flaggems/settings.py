@@ -10,6 +10,7 @@ from typing import Any
 from vllm_fl import (
     AttentionImpl,
     BackendImplKind,
+    CommunicatorImpl,
     Finding,
     OpImpl,
     SettingsError,
@@ -69,7 +70,7 @@ def value(settings: Any, spec: SettingSpec[Any]) -> Any:
 
 
 def rejected(
-    settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl]
+    settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl | CommunicatorImpl]
 ) -> dict[str, str] | None:
     """impl id -> the setting that keeps FlagGems out of `op`."""
     listed = value(settings, WHITELIST)
@@ -81,7 +82,12 @@ def rejected(
         reason = BLACKLIST.key
     else:
         return None
-    return {impl.impl_id: reason for impl in impls if impl.kind is BackendImplKind.DEFAULT}
+    # Communicators share the kind (FlagCX), but are none of FlagGems's.
+    return {
+        impl.impl_id: reason
+        for impl in impls
+        if impl.kind is BackendImplKind.DEFAULT and not isinstance(impl, CommunicatorImpl)
+    }
 
 
 def check_names(settings: Any, known: Collection[str]) -> None:

@@ -1,0 +1,72 @@
+"""The class for CUDA, on tensors in the host's memory: vLLM's own part of it needs no GPU."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import against_torch
+import torch.distributed as dist
+from test_collectives import CPU, flagcx, on_two  # skips without vLLM
+from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+from vllm_fl_flagcx import cuda
+from vllm_fl_flagcx.cuda import FlagcxCudaCommunicator
+
+__all__ = ["flagcx"]
+
+
+def joined() -> Any:
+    """For a group beside `tp`, for which vLLM's class would need a GPU."""
+    return FlagcxCudaCommunicator(
+        cpu_group=dist.group.WORLD, device=CPU, device_group=dist.group.WORLD, unique_name="pp:0"
+    )
+
+
+def compare(rank: int) -> str:
+    it = joined()
+    told = against_torch.compare(it, rank, 60, CPU, large=40_000, every=50)
+    it.destroy()
+    it.destroy()  # a second time does nothing
+    return told
+
+
+def test_every_collective_gives_what_gloo_gives(tmp_path: Path, flagcx: Path) -> None:
+    assert on_two(tmp_path, flagcx, compare) == {0: "", 1: ""}
+
+
+def leave(rank: int) -> list[bool]:
+    """A library that does not return from leaving, as NCCL while a captured graph lives."""
+    it, graph = joined(), threading.Event()
+    cuda.LEAVING = 0.1
+    call, left = it._flagcx.call, threading.Event()
+
+    def waits(name: str, *arguments: object, **where: str) -> None:
+        graph.wait(60)
+        call(name, *arguments, **where)
+        left.set()
+
+    it._flagcx.call = waits
+    it.destroy()
+    while_it_lives = left.is_set()
+    graph.set()
+    return [while_it_lives, left.wait(60)]
+
+
+def test_leaving_does_not_wait_for_graphs_that_the_caller_still_holds(
+    tmp_path: Path, flagcx: Path
+) -> None:
+    assert on_two(tmp_path, flagcx, leave) == {0: [False, True], 1: [False, True]}
+
+
+def test_every_method_of_vllms_class_is_ours_or_needs_no_collective() -> None:
+    """Of this vLLM: what a newer one adds must be implemented, or be left on purpose."""
+    experts = {"dispatch_router_logits", "dispatch", "combine"}
+    experts |= {"allocate_combine_input", "combine_into_output"}
+    # vLLM's kernels for peers of one machine, which give None where they are not made.
+    kernels = {"custom_all_gather", "custom_reduce_scatter", "suspend", "resume"}
+    theirs = {name for name, it in vars(CudaCommunicator).items() if callable(it)}
+    theirs = {name for name in theirs if not name.startswith("_")}
+    ours = {name for cls in FlagcxCudaCommunicator.__mro__[:2] for name in vars(cls)}
+    assert theirs - ours <= experts | kernels

@@ -1,0 +1,233 @@
+"""One of two ranks that try FlagCX's communicator on their GPUs, a line of JSON for each case.
+
+python flagcx_rank.py RANK PART FOLDER FLAGCX_PATH
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[2] / "packages" / "vllm-fl-flagcx" / "tests"
+sys.path.insert(0, str(TESTS))
+
+import against_torch  # noqa: E402 (of that folder)
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from vllm.distributed.parallel_state import GroupCoordinator  # noqa: E402
+
+from vllm_fl.engine.collectives import fault_of, steps  # noqa: E402
+from vllm_fl_flagcx import library  # noqa: E402
+from vllm_fl_flagcx.cuda import FlagcxCudaCommunicator  # noqa: E402
+
+SIZES = 60
+ROWS = 8
+UNEVEN = [3, 5]
+FORMS = (
+    *((torch.bfloat16, 1), (torch.bfloat16, 4096), (torch.bfloat16, 1_000_000)),
+    *((torch.float32, 33), (torch.float32, 100_000), (torch.float16, 4096)),
+    *((torch.int64, 33), (torch.int32, 33), (torch.int8, 33)),
+)
+"""(dtype, columns) of what is captured."""
+
+Cases = Iterator[tuple[str, Callable[[], str]]]
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def grouped(name: str, rank: int) -> GroupCoordinator:
+    """vLLM's group of both ranks, with FlagCX's communicator."""
+    group = GroupCoordinator([[0, 1]], rank, "nccl", False, group_name=name)
+    group.device_communicator = FlagcxCudaCommunicator(
+        cpu_group=group.cpu_group,
+        device=group.device,
+        device_group=group.device_group,
+        unique_name=group.unique_name,
+    )
+    return group
+
+
+def collectives(rank: int) -> Cases:
+    """Every collective against torch.distributed's NCCL, then as an engine's start verifies it."""
+    group = grouped("tp", rank)
+    it, device = group.device_communicator, group.device
+    yield (
+        f"every collective, {SIZES} sizes",
+        lambda: against_torch.compare(it, rank, SIZES, device, large=1_000_000, every=10),
+    )
+    for name, step in steps(it, rank, 2, device, torch.bfloat16):
+        yield f"verified as at start, {name}", lambda step=step: fault_of(step, device)[0]
+    yield "leaving it", lambda: it.destroy() or ""  # type: ignore[func-returns-value]
+
+
+def graphs(rank: int) -> Cases:
+    """Each collective captured as vLLM captures, and replayed with other values."""
+    group = grouped("tp", rank)
+    for dtype, columns in FORMS:
+        kind = str(dtype).removeprefix("torch.")
+        yield (
+            f"captured, {kind} [{ROWS}, {columns}]",
+            lambda dtype=dtype, columns=columns: captured(group, rank, dtype, columns),
+        )
+    yield "leaving it while a captured graph lives", lambda: leaves(group)
+
+
+def calls_of(it: Any, rank: int) -> dict[str, tuple[Call, Call]]:
+    """Name -> (a collective, the same by torch.distributed), of a tensor of ROWS rows."""
+    other = 1 - rank
+
+    def send_and_recv(x: torch.Tensor) -> torch.Tensor:
+        if rank == 0:
+            it.send(x, 1)
+        received = it.recv(x.shape, x.dtype, other)
+        if rank == 1:
+            it.send(x, 0)
+        return received
+
+    def both_ways(x: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(x)
+        sends = dist.P2POp(dist.isend, x, other)
+        it.batch_isend_irecv([sends, dist.P2POp(dist.irecv, received, other)])
+        return received
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        found = it.gather(x, 0, -1)
+        return x if found is None else found
+
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        return against_torch.gathered(x, [x.shape[0]] * 2)
+
+    def uneven(x: torch.Tensor) -> list[torch.Tensor]:
+        return against_torch.gathered(x[: UNEVEN[rank]], UNEVEN)
+
+    total = against_torch.total_of
+    return {
+        "all_reduce": (it.all_reduce, total),
+        "two all_reduce": (
+            lambda x: it.all_reduce(it.all_reduce(x) // 2),
+            lambda x: total(total(x) // 2),
+        ),
+        "all_gather(0)": (lambda x: it.all_gather(x, 0), lambda x: torch.cat(both(x), 0)),
+        "all_gather(-1)": (lambda x: it.all_gather(x, -1), lambda x: torch.cat(both(x), -1)),
+        "reduce_scatter(0)": (
+            lambda x: it.reduce_scatter(x, 0),
+            lambda x: total(x).chunk(2, 0)[rank],
+        ),
+        "reduce_scatterv": (
+            lambda x: it.reduce_scatterv(x, 0, UNEVEN),
+            lambda x: total(x).split(UNEVEN)[rank],
+        ),
+        "all_gatherv": (
+            lambda x: it.all_gatherv(x[: UNEVEN[rank]], 0, UNEVEN),
+            lambda x: torch.cat(uneven(x)),
+        ),
+        "all_gatherv of a list": (
+            lambda x: torch.cat(it.all_gatherv([x[: UNEVEN[rank]]] * 2, 0, UNEVEN)),
+            lambda x: torch.cat(uneven(x) * 2),
+        ),
+        "broadcast": (lambda x: it.broadcast(x.clone(), 1), lambda x: both(x)[1]),
+        "gather": (gather, lambda x: (torch.cat(both(x), -1), x)[rank]),
+        "send and recv": (send_and_recv, lambda x: both(x)[other]),
+        "batch_isend_irecv": (both_ways, lambda x: both(x)[other]),
+    }
+
+
+def captured(group: GroupCoordinator, rank: int, dtype: torch.dtype, columns: int) -> str:
+    """What is wrong with a collective, run directly and in a graph, on four sets of values."""
+    calls = calls_of(group.device_communicator, rank)
+
+    def values(seed: int) -> torch.Tensor:
+        return against_torch.drawn((ROWS, columns), dtype, 2 * seed + rank, group.device)
+
+    given = values(0)
+    faults = [
+        f"{name}: not what NCCL gives"
+        for name, (call, wanted) in calls.items()
+        if not against_torch.same(call(given), wanted(given))
+    ]
+    torch.cuda.synchronize()
+    held: dict[str, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+    with group.graph_capture() as context:
+        for name, (call, _) in calls.items():
+            graph = torch.cuda.CUDAGraph()
+            # torch's own groups have a thread that asks for events meanwhile.
+            with torch.cuda.graph(graph, stream=context.stream, capture_error_mode="thread_local"):
+                result = call(given)
+            held[name] = graph, result
+    torch.cuda.synchronize()
+    for seed in (1, 2, 3):
+        given.copy_(values(seed))
+        for name, (call, wanted) in calls.items():
+            graph, result = held[name]
+            graph.replay()
+            replayed = result.clone()
+            if not against_torch.same(replayed, wanted(given)):
+                faults.append(f"{name}: replay {seed} is not what NCCL gives")
+            if not against_torch.same(replayed, call(given)):
+                faults.append(f"{name}: replay {seed} is not what a direct call gives")
+    torch.cuda.synchronize()
+    return "; ".join(faults)
+
+
+def leaves(group: GroupCoordinator) -> str:
+    """Leaving returns beside a graph, and ends when the graph is gone."""
+    import threading
+
+    it = group.device_communicator
+    given = torch.ones(4, device=group.device)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        group.graph_capture() as context,
+        torch.cuda.graph(graph, stream=context.stream, capture_error_mode="thread_local"),
+    ):
+        it.all_reduce(given)
+    graph.replay()
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    it.destroy()
+    beside = [each for each in threading.enumerate() if each.name.startswith("FlagCX leaves")]
+    print(f"left in {time.monotonic() - start:.1f} s, still in {beside}", flush=True)
+    graph.reset()
+    for each in beside:
+        each.join(20)
+    return (
+        "it is still being left, 20 s after the graph"
+        if any(each.is_alive() for each in beside)
+        else ""
+    )
+
+
+def main() -> None:
+    """Run the cases of one part, each on both ranks at the same time."""
+    rank, part, folder, flagcx = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl",
+        f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    library.load(library.find(flagcx))
+    with (folder / f"{rank}.jsonl").open("w") as out:
+        start = time.monotonic()
+        for name, case in {"collectives": collectives, "graphs": graphs}[part](rank):
+            try:
+                problem = case()
+            except Exception:  # one case must not hide the others
+                problem = traceback.format_exc()
+            told = {"case": name, "problem": problem, "seconds": time.monotonic() - start}
+            print(json.dumps(told), file=out, flush=True)
+            start = time.monotonic()
+    torch.cuda.synchronize()
+    os._exit(0)  # torch's own groups may wait for what a failing case has left
+
+
+if __name__ == "__main__":
+    main()
