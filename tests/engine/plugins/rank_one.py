@@ -1,8 +1,13 @@
-"""A backend that fails on rank 1 only: `RANK_ONE` says how (`wrong`, or `dies`)."""
+"""A backend that fails on rank 1 only: `RANK_ONE` says how.
+
+`wrong` and `dies` show while it is verified; `is-killed` when it serves, since only then is there
+metadata for attention.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,8 +20,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     result = F.silu(x[..., :half]) * x[..., half:]
     if dist.is_initialized() and dist.get_rank() == 1:
-        if os.environ["RANK_ONE"] == "dies":
+        how = os.environ["RANK_ONE"]
+        if how == "dies":
             os._exit(3)
+        if how == "is-killed":
+            # Not above: with a plugin's device this is loaded while vLLM chooses its platform.
+            from vllm.forward_context import get_forward_context, is_forward_context_available
+
+            if is_forward_context_available() and get_forward_context().attn_metadata:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
         return result + 1
     return result
 

@@ -24,7 +24,8 @@ def worker_start(context: WorkerContext) -> WorkerReport:
 
     from .watch import watch_layers
 
-    watch_layers()
+    if context.vllm_config.model_config.enforce_eager:  # a compiler cannot trace what it prints
+        watch_layers()
     communicator = get_tp_group().device_communicator
     return WorkerReport(
         (

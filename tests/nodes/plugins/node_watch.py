@@ -1,0 +1,33 @@
+"""Writes what each worker sees: its settings, and which of our variables its process has.
+
+It has a setting of its own, which names the folder; a worker knows it from nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm_fl import SettingSpec, WorkerContext, WorkerReport, hookimpl
+
+FOLDER = SettingSpec[str | None]("vendor_watch_folder", "VLLM_FL_VENDOR_WATCH_FOLDER", None)
+
+
+@hookimpl
+def settings() -> Iterable[SettingSpec[Any]]:
+    return (FOLDER,)
+
+
+@hookimpl
+def worker_start(context: WorkerContext) -> WorkerReport:
+    folder = context.settings[FOLDER.key].value
+    told = {
+        "node": os.environ["NODE"],
+        "settings": context.settings.to_json(),
+        "variables": sorted(name for name in os.environ if name.startswith(("VLLM_FL_", "FLAGCX"))),
+    }
+    (Path(folder) / f"rank{context.rank}.json").write_text(json.dumps(told))
+    return WorkerReport()

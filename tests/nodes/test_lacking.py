@@ -1,0 +1,57 @@
+"""A node of a Ray cluster that lacks something: it is off on all ranks, or a message names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from cluster import Node
+from engine_run import BIND
+from nodes import CORE, REFERENCE, fails, job, node, serve
+
+import envs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+OP = "silu_and_mul"
+
+
+def test_what_one_node_lacks_is_off_on_all_and_another_version_is_named(
+    model: str, whole: envs.Env, without: Callable[..., envs.Env]
+) -> None:
+    other = without(CORE, REFERENCE)
+    (metadata,) = other.site_packages.glob("vllm_fl_reference-*.dist-info/METADATA")
+    metadata.write_text(metadata.read_text().replace("Version: 0.1.0", "Version: 9.9"))
+    nodes = node(whole, 0), node(other, 1)
+    ordered = {"VLLM_FL_PER_OP": f"{OP}=vendor|reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
+    result = serve(job(model), *nodes, **ordered)
+    first, second = result["report"]
+    # The reasons differ: what is not installed on rank 1 is no candidate there.
+    impls = [{op: told["impl"] for op, told in rank["ops"].items()} for rank in (first, second)]
+    assert impls[0] == impls[1]
+    for rank in (first, second):
+        assert rank["calls"][OP].keys() == {"reference.torch"}
+        assert "rank 1 lacks it: vllm-fl-cpu" in rank["demotions"][OP]["vendor.cpu"]
+    # A set: the log monitor of each node on this machine reads the logs of both.
+    lines = set(result["log"].splitlines())
+    (line,) = [line for line in lines if f"'vendor.cpu' of op '{OP}' is off on all ranks" in line]
+    assert "rank 1 lacks it. Install vllm-fl-cpu 0.1.0 on its node" in line
+
+    assert first["digest"] != second["digest"]
+    (line,) = [line for line in lines if f"The ranks differ. {OP}: " in line]
+    assert "rank 0 has reference.torch (vllm-fl-reference 0.1.0" in line
+    assert "rank 1 has reference.torch (vllm-fl-reference 9.9" in line
+
+
+def test_a_node_without_the_devices_plugin_ends_the_start(model: str, whole: envs.Env) -> None:
+    bare = Node(whole, {BIND: "1"})
+    log = fails(job(model), node(whole, 0), bare)
+    assert "Plugin 'oot_cpu' of oot_cpu failed: ModuleNotFoundError" in log
+    assert "current platform cpu does not support ray" in log
+
+
+def test_a_node_without_vllm_fl_ends_the_start(
+    model: str, whole: envs.Env, without: Callable[..., envs.Env]
+) -> None:
+    log = fails(job(model), node(whole, 0), node(without(), 1))
+    assert "No module named 'vllm_fl'" in log

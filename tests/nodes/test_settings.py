@@ -1,0 +1,115 @@
+"""What travels to the workers of a Ray cluster: every setting, the policy file and the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measured_here import measured
+from nodes import DEVICE, LAYERS, NEW_TOKENS, PLUGINS, job, node, serve
+
+import envs
+from vllm_fl.settings.loading import STARTUP
+from vllm_fl.settings.schema import ITEMS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+OP = "silu_and_mul"
+RMS_NORM = {
+    "order": {mode: ["vendor", "reference"] for mode in ("eager", "compiled")},
+    "pinned": True,
+    "left_out": [],
+}
+
+
+def every_setting(folder: Path, model: str, env: envs.Env) -> dict[str, tuple[str, str, Any]]:
+    """Each setting that core or `node_watch` has: its variable, a text for it, what that means."""
+    device = {**DEVICE, "VLLM_FL_PLUGIN_MODULES": "oot_cpu,node_watch"}
+    table = measured(model, OP, dtype="float32", env=env.variables(**PLUGINS, **device))
+    (folder / "table.json").write_text(table.text)
+    path = str(folder)
+    modules, plugins = ["oot_cpu", "node_watch"], ["vllm-fl-reference", "vllm-fl-cpu"]
+    return {
+        "enabled": ("VLLM_FL_PREFER_ENABLED", "1", True),
+        "platform": ("VLLM_FL_PLATFORM", "oot_cpu", "oot_cpu"),
+        "prefer": ("VLLM_FL_PREFER", "reference", "reference"),
+        "strict": ("VLLM_FL_STRICT", "1", True),
+        "allow_vendors": ("VLLM_FL_ALLOW_VENDORS", "cpu", ["cpu"]),
+        "deny_vendors": ("VLLM_FL_DENY_VENDORS", "nobody", ["nobody"]),
+        "require": ("VLLM_FL_REQUIRE", "none", "none"),
+        "table": ("VLLM_FL_TABLE", f"{path}/table.json", f"{path}/table.json"),
+        "table_unaccepted": ("VLLM_FL_TABLE_UNACCEPTED", "1", True),
+        "oot_enabled": ("VLLM_FL_OOT_ENABLED", "1", True),
+        "oot_blacklist": ("VLLM_FL_OOT_BLACKLIST", "GeluAndMul", ["GeluAndMul"]),
+        "preflight": ("VLLM_FL_PREFLIGHT", "run", "run"),
+        "log_level": ("VLLM_FL_LOG_LEVEL", "WARNING", "WARNING"),
+        "debug": ("VLLM_FL_DISPATCH_DEBUG", "1", True),
+        "metrics": ("VLLM_FL_METRICS", f"{path}/metrics.prom", f"{path}/metrics.prom"),
+        "shadow": ("VLLM_FL_SHADOW", "0.5", "0.5"),
+        "shadow_file": ("VLLM_FL_SHADOW_FILE", f"{path}/shadow.jsonl", f"{path}/shadow.jsonl"),
+        "plugins": ("VLLM_FL_PLUGINS", ",".join(plugins), plugins),
+        "plugin_modules": ("VLLM_FL_PLUGIN_MODULES", ",".join(modules), modules),
+        "strict_plugins": ("VLLM_FL_STRICT_PLUGINS", "1", True),
+        "flagcx_path": ("FLAGCX_PATH", path, path),
+        "vendor_watch_folder": ("VLLM_FL_VENDOR_WATCH_FOLDER", path, path),
+        "op_backends.rms_norm": ("VLLM_FL_PER_OP", "rms_norm=vendor|reference", RMS_NORM),
+    }
+
+
+@pytest.mark.parametrize("by", ["variables", "a policy file"])
+def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
+    by: str, tmp_path: Path, model: str, whole: envs.Env, stock: dict[str, Any]
+) -> None:
+    each = every_setting(tmp_path, model, whole)
+    variables = {variable: text for variable, text, _ in each.values()}
+    meant = {key: value for key, (_, _, value) in each.items()}
+    origins = {key: f"environment {variable}" for key, (variable, _, _) in each.items()}
+    meant |= {"config": None, "oot_whitelist": None, "platform_files": []}
+    if by == "a policy file":
+        file = tmp_path / "fl.yaml"
+        lines = {key: value for key, value in meant.items() if key in ITEMS and ITEMS[key].in_file}
+        del lines["oot_whitelist"]  # beside a blacklist it is an error
+        told = {
+            **lines,
+            "table": "table.json",
+            "op_backends": {"rms_norm": ["vendor", "reference"]},
+        }
+        file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in told.items()))
+        for number, key in enumerate(lines, 1):
+            del variables[each[key][0]]
+            origins[key] = f"{file}:{number}"
+        del variables["VLLM_FL_PER_OP"]
+        origins["op_backends.rms_norm"] = f"{file}:{len(told)}"
+        variables["VLLM_FL_CONFIG"] = meant["config"] = str(file)
+        origins["config"] = "environment VLLM_FL_CONFIG"
+    # vLLM sets the engine's variables in Ray's workers, but for those that this file names.
+    (tmp_path / "ray_non_carry_over_env_vars.json").write_text(json.dumps(list(variables)))
+    nodes = (node(whole, number) for number in (0, 1))
+    ours = serve(job(model), *nodes, VLLM_CONFIG_ROOT=str(tmp_path), **variables)
+    assert ours["tokens"] == stock["tokens"]
+
+    startup = {name for spec in STARTUP.values() for name in spec.variables}
+    seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert {worker["node"] for worker in seen} == {"0", "1"}
+    for worker in seen:
+        assert set(worker["variables"]) == startup & variables.keys()
+        settings = {entry["key"]: entry for entry in worker["settings"]["settings"]}
+        assert settings.keys() >= ITEMS.keys()
+        assert {key: entry["value"] for key, entry in settings.items()} == meant
+        assert {key: settings[key]["origin"] for key in origins} == origins
+        assert worker["settings"]["pinned"]["file"] == meant["table"]
+
+    first, second = ours["report"]
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["digest"] == second["digest"]
+    assert first["ops"] == second["ops"]
+    for rank in (first, second):
+        assert rank["table"]["acts"] and not rank["table"]["left_out"], rank["table"]
+        calls = rank["calls"]
+        # A batch of one prompt, and then one of four prompts of 20 tokens together.
+        assert calls[OP]["vendor.cpu"] == LAYERS * (1 + 2 * (NEW_TOKENS - 1))
+        assert calls[OP].keys() == {"vendor.cpu", "reference.torch"}
+        assert calls["rms_norm"].keys() == {"vendor.cpu"}
+    assert "The ranks differ" not in ours["log"]
