@@ -48,7 +48,7 @@ def batches() -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """`start(family, eager=True, stock=False, direct=False)`: an engine's run.
+    """`start(family, eager=True, stock=False, direct=False, **variables)`: an engine's run.
 
     With `direct` its activation is vLLM's operator, called by name, in place of vLLM's layer.
     """
@@ -65,7 +65,11 @@ def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
         return folder
 
     def begin(
-        family: str, eager: bool = True, stock: bool = False, direct: bool = False
+        family: str,
+        eager: bool = True,
+        stock: bool = False,
+        direct: bool = False,
+        **more: str,
     ) -> dict[str, Any]:
         job = Job(
             str(model(family, direct)),
@@ -83,7 +87,7 @@ def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
         variables = {**OURS, "OMP_NUM_THREADS": "1"} if eager else {**OURS, **IN_ONE_PROCESS}
         if direct:
             variables |= {"PYTHONPATH": str(PLUGINS / "direct")}
-        return run(job, timeout=300, **variables)
+        return run(job, timeout=300, **variables, **more)
 
     return begin
 
@@ -115,6 +119,25 @@ def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: R
     assert ours["steps"] == stock["steps"]
     worst, magnitude = largest_difference(stock, ours)
     assert worst <= 1e-4 * magnitude  # two orders above float32's rounding after two layers
+
+
+def test_a_pass_of_ours_joins_norms_of_heads_and_rope_in_one_kernel(start: Runner) -> None:
+    path = os.pathsep.join([str(PLUGINS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    plugin = {"VLLM_FL_PLUGIN_MODULES": "one_kernel", "PYTHONPATH": path}
+    one = "qk_norm_rope=vendor:one"
+    ours = start("qwen3", eager=False, VLLM_FL_PER_OP=one, **plugin)
+    stock = start("qwen3", stock=True)
+
+    (report,) = ours["report"]
+    assert report["ops"]["qk_norm_rope"]["impl"] == "vendor.one"
+    assert report["demotions"] == report["fallbacks"] == {}
+    assert report["fusions"]["qk_norm_rope"]["found"] == 2  # layers
+    assert "Op 'qk_norm_rope': 2 places, by 'vendor.one'" in ours["log"]
+    assert report["calls"]["qk_norm_rope"]["vendor.one"] >= 2 * ours["steps"]
+
+    assert ours["tokens"] == stock["tokens"]
+    worst, magnitude = largest_difference(stock, ours)
+    assert worst <= 1e-4 * magnitude
 
 
 CPU_BUILDS_ALONE = {"_C::cpu_fused_moe", "_C::prepack_moe_weight", "_C::concat_and_cache_mla_cpu"}

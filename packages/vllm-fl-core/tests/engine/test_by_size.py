@@ -349,6 +349,10 @@ def test_verification_sees_what_each_row_begins_with_as_the_operator_that_serves
     for fn in found.values():
         scope = fn.__globals__["_fn"].__globals__
         assert any(name.startswith("_op") for name in scope)  # an operator, traceable or not
+    # Of what graphs that are compiled by range inline, the code itself.
+    for impl in plan.entries[OP].firsts:
+        fn = plan.as_compiled(OP, impl, inlined=True)
+        assert (fn.__globals__["_fn"] is impl.fn) is traceable
     assert not caplog.records
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_fl.engine.timing import ROOM, Measured, in_turn, quartiles, rows_of
+from vllm_fl.engine.timing import ROOM, Measured, best_edges, in_turn, quartiles, rows_of
 from vllm_fl.settings.table import Row
 
 
@@ -146,6 +146,55 @@ class TestRowsOfWhatIsCompiledIn:
     def test_operators_may_differ_by_size(self) -> None:
         found = self.sizes(10.5, 8.0, 5.0)
         assert rows_of(found, {"vendor.traced"}) == rows_of(found)
+
+
+class TestRowsByRange:
+    """Graphs that are compiled by range may differ by range, and not inside one."""
+
+    def sizes(self, **us: tuple[float, ...]) -> list[Measured]:
+        found = []
+        for number, tokens in enumerate((1, 8, 64, 512)):
+            times = {name: [of[number]] * 4 for name, of in us.items()}
+            one = measured(tokens, stock=[10.0] * 4, **times)
+            one.again = dict(one.finals)
+            found.append(one)
+        return found
+
+    def test_each_range_has_one_row_of_who_loses_nowhere_in_it(self) -> None:
+        found = self.sizes(vendor_fast=(8.0, 10.1, 20.0, 5.0))
+        assert rows_of(found, {"stock"}) == (Row(512, "default"),)
+        assert rows_of(found, {"stock"}, (8, 64)) == (
+            Row(8, "vendor.fast"),
+            Row(64, "default"),
+            Row(512, "vendor.fast"),
+        )
+        assert rows_of(found, {"stock"}, (1, 512)) == (
+            Row(1, "vendor.fast"),
+            Row(512, "default"),
+        )
+
+    def test_operators_differ_by_size_inside_a_range_where_nothing_is_inlined(self) -> None:
+        found = self.sizes(vendor_a=(8.0, 12.0, 12.0, 8.0), vendor_b=(12.0, 8.0, 12.0, 12.0))
+        assert rows_of(found, {"stock"}, (8,)) == (
+            Row(1, "vendor.a"),
+            Row(8, "vendor.b"),
+            Row(512, "default"),
+        )
+
+    def test_the_edges_are_those_that_gain_the_most_over_all_ops(self) -> None:
+        little = self.sizes(vendor_a=(9.0, 11.0, 11.0, 11.0))
+        much = self.sizes(vendor_b=(11.0, 11.0, 5.0, 11.0))
+        ops = [(little, {"stock"}), (much, {"stock"})]
+        assert best_edges(ops, 3) == (8, 64)
+        assert best_edges(ops[:1], 3) == (1,)
+        assert best_edges(ops, 2) == (1,), "one edge opens no range of 64 alone"
+        assert best_edges(ops, 1) == ()
+
+    def test_no_edge_is_taken_that_gains_nothing(self) -> None:
+        everywhere = self.sizes(vendor_a=(5.0, 5.0, 5.0, 5.0))
+        opaque = self.sizes(vendor_a=(5.0, 11.0, 11.0, 11.0))
+        assert best_edges([(everywhere, {"stock"}), (opaque, {"other"})], 3) == ()
+        assert best_edges([], 3) == ()
 
 
 class TestFigures:

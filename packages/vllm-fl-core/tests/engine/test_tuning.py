@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,23 @@ def everything(op: OpTuning, *counts: int) -> list[Measured]:
     return [op.measure_again(one) if one.promoted != "default" else one for one in measured]
 
 
+class Capturing(tuning._Bench):
+    """Measures as if its calls were captured in graphs."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.captures = True
+
+    def _captured(self, run: Callable[[], None], calls: int, renew: Callable[[], None]) -> Any:
+        def once() -> float:
+            renew()
+            start = self.clock()
+            run()
+            return (self.clock() - start) / calls * 1e6
+
+        return once
+
+
 class TestChoosing:
     def test_the_fastest_wins_and_its_figures_are_exact(self, machine: Machine) -> None:
         op = machine.tuning(machine.kernel("vendor.default", 30), machine.kernel("vendor.fast", 10))
@@ -168,6 +187,37 @@ class TestChoosing:
         assert "residual" in fast.slower and fast.slower.endswith("0.86")
         assert default.slower == ""
         assert found.promoted == found.winner == "default"
+
+    @pytest.mark.parametrize(
+        ("us", "captured", "wins"),
+        [
+            pytest.param(10, 0, True, id="it saves more than its launch costs"),
+            pytest.param(25, 0, False, id="it saves less"),
+            pytest.param(25, 8, True, id="a graph launches it"),
+            pytest.param(25, None, True, id="not known"),
+        ],
+    )
+    def test_beyond_the_graphs_the_launch_through_python_counts(
+        self,
+        machine: Machine,
+        monkeypatch: pytest.MonkeyPatch,
+        us: float,
+        captured: Any,
+        wins: bool,
+    ) -> None:
+        # The clock runs in kernels alone: an operator of PyTorch's takes no time to launch.
+        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        op = machine.tuning(
+            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
+            machine.kernel("vendor.fast", us),
+            captured=captured,
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == ("vendor.fast" if wins else "default")
+        told = {figure.impl: figure.slower for figure in found.figures()}
+        assert told["vendor.default"] == ""
+        more = "" if wins else f"no graph of 8 tokens: {us} µs more to launch, and 5 µs less"
+        assert told["vendor.fast"].startswith(more) and bool(told["vendor.fast"]) is not wins
 
     def test_short_calls_fill_a_round(self, machine: Machine) -> None:
         op = machine.tuning(
@@ -482,6 +532,7 @@ class TestNeverAtBoot:
                         importers.add(str(path.relative_to(self.ROOT)))
         assert importers == {"cli/_tuning.py", "engine/tuning.py"}
 
+    @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
     def test_an_engines_modules_do_not_load_it(self) -> None:
         code = (
             "import sys, vllm_fl.engine.preflight, vllm_fl.integration.entry\n"

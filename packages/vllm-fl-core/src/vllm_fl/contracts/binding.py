@@ -165,6 +165,9 @@ class FusionPlace:
         parts: the ops that it looks for in vLLM's own form.
         layers: the layers (by the names in `custom_ops`) that must be on for that.
         native: what vLLM computes where the pass is off, by the contract's parameters.
+        own: the class of a pass of ours that does the same on a plugin's device, where vLLM lacks
+            the pass; empty for none. It is made with the op's operator and a count of places, and
+            finds `parts` as ops of vLLM's IR or as operators of ours.
     """
 
     path: str
@@ -172,6 +175,7 @@ class FusionPlace:
     parts: tuple[str, ...]
     layers: tuple[str, ...] = ()
     native: Bound | None = None
+    own: str = ""
 
 
 Place = LayerPlace | OperatorPlace | FunctionPlace | IrPlace | AttentionPlace | FusionPlace

@@ -73,8 +73,8 @@ def multimodal_rotary_embedding(
         by_width = pairs >= time + height
     axes = by_height * 1 + by_width * 2
     rows = position_ids.long()[:, axes]
-    c = cos.double()[rows, pairs].unsqueeze(1)
-    s = sin.double()[rows, pairs].unsqueeze(1)
+    c = cos[rows, pairs].double().unsqueeze(1)
+    s = sin[rows, pairs].double().unsqueeze(1)
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         turned = x.double().clone()

@@ -63,7 +63,7 @@ def qk_norm_rope(
 
     head_size = q_weight.shape[0]
     half = cos_sin_cache.shape[1] // 2
-    rows = cos_sin_cache.double()[position_ids.long()].unsqueeze(1)
+    rows = cos_sin_cache[position_ids.long()].double().unsqueeze(1)
     c, s = rows[..., :half], rows[..., half:]
     if rotary_interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)

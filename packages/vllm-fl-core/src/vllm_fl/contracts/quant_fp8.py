@@ -65,7 +65,7 @@ def quant_fp8(
         else:
             largest = (size.amax() if x.numel() else wide.new_zeros(())).reshape(1)
         if scale_ub is not None:
-            largest = largest.clamp(max=float(scale_ub))
+            largest = largest.clamp(max=scale_ub.double().reshape(()))
         steps = (largest / MOST).clamp(min=LEAST_SCALE)
     one = steps.reshape(()) if steps.numel() == 1 else steps
     return (wide / one).clamp(-MOST, MOST) * one, steps

@@ -61,8 +61,8 @@ def rotary_embedding(
     `ApplyRotaryEmb`.
     """
     rows = position_ids.long()
-    c = cos.double()[rows].unsqueeze(1)
-    s = sin.double()[rows].unsqueeze(1)
+    c = cos[rows].double().unsqueeze(1)
+    s = sin[rows].double().unsqueeze(1)
     half = cos.shape[-1]
 
     def turn(x: torch.Tensor) -> torch.Tensor:

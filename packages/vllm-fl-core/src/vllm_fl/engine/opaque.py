@@ -11,7 +11,8 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,16 @@ from ..contracts.binding import put
 from ..dispatch.guard import Chain, Counting, call_guard
 from ..plugins.types import OpImpl
 
-__all__ = ["is_opaque", "opaque_op", "unique_name"]
+__all__ = [
+    "Ordered",
+    "inlined",
+    "is_opaque",
+    "mutated",
+    "opaque_op",
+    "ordered",
+    "tokens_of",
+    "unique_name",
+]
 
 LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
 
@@ -29,6 +39,70 @@ _bodies: dict[str, Callable[..., Any]] = {}
 """Operator -> what it runs. An operator cannot be defined twice in a process, but its body can
 change: a plan that takes the place of one that is gone finds its operators and gives them its own.
 """
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """What an operator that is ordered by size runs: for who puts code of a row in its place.
+
+    Args:
+        chain: the candidates, by rows.
+        variant: the operator's schema.
+    """
+
+    chain: Chain
+    variant: Variant
+
+    def tokens(self, args: Sequence[Any]) -> Any:
+        """How many tokens a call of the operator with these arguments has, as its rows count."""
+        return tokens_of(self.chain, _complete(self.chain, self.variant, args))
+
+    def inlined(self, impl: OpImpl, counting: Counting) -> Callable[..., Any]:
+        """A function of the operator's parameters that runs `impl` alone, for a compiler to trace.
+
+        What it returns is contiguous, as the operator's results are, and no memory of an argument.
+        """
+        run = _returning(self.variant, inlined(self.chain, impl, counting))
+        return lambda *args: run(*_complete(self.chain, self.variant, args))
+
+
+_ordered: dict[str, Ordered] = {}
+"""Operator -> what it runs: of those that are ordered by size and write over no argument."""
+
+
+def ordered() -> dict[Callable[..., Any], Ordered]:
+    """The operators of this process that are ordered by size and write over no argument."""
+    return {getattr(torch.ops.vllm_fl, name).default: told for name, told in _ordered.items()}
+
+
+def inlined(chain: Chain, impl: OpImpl, counting: Counting) -> Callable[..., Any]:
+    """`impl` by the contract's parameters, as code that a compiler traces, which has no second try.
+
+    Args:
+        chain: a chain of the op.
+        impl: one of its candidates that a compiler may look into.
+        counting: counts calls if the plan does.
+    """
+    bare = dataclasses.replace(chain, impls=(impl,), bare=True, rows=())
+    return counting(call_guard(bare.granting(frozenset())), chain.op, impl.impl_id)
+
+
+def tokens_of(chain: Chain, args: Sequence[Any]) -> Any:
+    """The token count of a call: the rows of the first argument that has one for each token.
+
+    Args:
+        chain: a chain of the op.
+        args: all of the contract's arguments.
+    """
+    spec = chain.spec
+    assert spec is not None  # only ops with a contract have rows
+    given = zip(spec.parameters, args, strict=True)
+    return next(arg for name, arg in given if name in spec.by_token and arg is not None).shape[0]
+
+
+def _complete(chain: Chain, variant: Variant, args: Sequence[Any]) -> list[Any]:
+    assert chain.spec is not None
+    return _completing(chain.spec)(dict(zip(variant.parameters, args, strict=False)))
 
 
 def unique_name(readable: str, *identity: object) -> str:
@@ -52,6 +126,12 @@ def is_opaque(impl: OpImpl) -> bool:
     return not impl.traceable or impl.supports is not None
 
 
+def mutated(chain: Chain, variant: Variant) -> tuple[str, ...]:
+    """The arguments over which the operator of this variant writes its results."""
+    written = variant.overwrites
+    return written if written and chain.grants & chain.impls[0].consumes >= set(written) else ()
+
+
 def opaque_op(chain: Chain, counting: Counting, place: int = 1) -> OpImpl:
     """The first implementation of `chain` as one whose function is a torch.library operator.
 
@@ -73,9 +153,7 @@ def opaque_op(chain: Chain, counting: Counting, place: int = 1) -> OpImpl:
     rows = [[n, [impl.impl_id for impl in row.impls]] for n, row in chain.rows]
     branches = []
     for variant in sorted(spec.variants, key=lambda variant: len(variant.parameters)):
-        written = variant.overwrites
-        if not written or not chain.grants & first.consumes >= set(written):
-            written = ()
+        written = mutated(chain, variant)
         # Inputs of an operator stay intact unless its schema says otherwise.
         guard = call_guard(chain.granting(frozenset(written)), counting=counting)
         name = unique_name(
@@ -85,6 +163,8 @@ def opaque_op(chain: Chain, counting: Counting, place: int = 1) -> OpImpl:
             {"strict": chain.strict, "place": place, **({"rows": rows} if rows else {})},
         )
         operator = (_mutating if written else _functional)(spec, variant, name, guard)
+        if rows and not written:
+            _ordered[name] = Ordered(chain, variant)
         branches.append((variant, written, operator))
     consumes = frozenset(name for _, written, _ in branches for name in written)
     return dataclasses.replace(
@@ -98,15 +178,23 @@ def _functional(
     """An operator that leaves its arguments as they are and returns tensors of its own."""
     single = variant.returns == 1
 
-    def body(*args: Any) -> Any:
-        result = guard(*args)
-        return _fresh(result[0] if single and isinstance(result, tuple) else result, args)
-
     def fake(*args: Any) -> Any:
         result = spec.fake(*args)
         return result[0] if single and isinstance(result, tuple) else result
 
+    body = _returning(variant, guard)
     return _operator(spec, variant, variant.schema, name, body, fake)
+
+
+def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
+    """`guard` with results as the variant's operator returns them."""
+    single = variant.returns == 1
+
+    def body(*args: Any) -> Any:
+        result = guard(*args)
+        return _fresh(result[0] if single and isinstance(result, tuple) else result, args)
+
+    return body
 
 
 def _mutating(
@@ -133,16 +221,12 @@ def _operator(
     fake: Callable[..., Any],
 ) -> Callable[..., Any]:
     """One torch.library operator; `body` and `fake` are given the contract's arguments."""
-    absent = {
-        p.name: None if p.default is p.empty else p.default
-        for p in spec.signature.parameters.values()
-    }
     fresh = name not in _bodies
 
+    complete = _completing(spec)
+
     def contract_args(args: tuple[Any, ...]) -> list[Any]:
-        # torch leaves out trailing arguments that equal the schema's defaults.
-        given = dict(zip(variant.parameters, args, strict=False))
-        return [given.get(p, absent[p]) for p in spec.parameters]
+        return complete(dict(zip(variant.parameters, args, strict=False)))
 
     _bodies[name] = body
     if fresh:
@@ -158,6 +242,18 @@ def _operator(
         torch.library.register_fake(f"vllm_fl::{name}", shapes, lib=LIBRARY)
     overload: Callable[..., Any] = getattr(torch.ops.vllm_fl, name).default
     return overload
+
+
+def _completing(spec: OpSpec) -> Callable[[Mapping[str, Any]], list[Any]]:
+    """A function: arguments by name -> all of the contract's, in its order.
+
+    A variant leaves some out, and torch the trailing ones that equal the schema's defaults.
+    """
+    absent = {
+        p.name: None if p.default is p.empty else p.default
+        for p in spec.signature.parameters.values()
+    }
+    return lambda given: [given.get(p, absent[p]) for p in spec.parameters]
 
 
 def _router(

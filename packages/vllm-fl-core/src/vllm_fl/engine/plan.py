@@ -181,6 +181,7 @@ class Plan:
         counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
         record: what was counted while the plan served, and what was demoted at start.
         kept_layers: classes of vLLM's that the user leaves alone, though their op is planned.
+        whole: ops that a compiler takes whole, whatever their implementation: passes find them so.
         contracts: every op's contract.
         place: its place among the plans that serve compiled engines of this process, from 1 on
             (`take_place`). Operators of torch are one per process and name; those of two plans
@@ -193,6 +194,7 @@ class Plan:
     counts_calls: bool = False
     record: Record = field(default_factory=lambda: Record(log))
     kept_layers: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
     contracts: Mapping[str, OpSpec] = field(default_factory=contracts)
     place: int = 1
     _bound: dict[Any, tuple[Callable[..., Any], bool]] = field(
@@ -340,7 +342,9 @@ class Plan:
         # A layer that provides nothing is not handed over: an argument less at every call.
         return MethodType(function, layer) if asks_layer else function
 
-    def _guard(self, chain: Chain, asks_layer: bool, compiled: bool) -> Callable[..., Any]:
+    def _guard(
+        self, chain: Chain, asks_layer: bool, compiled: bool, *, inlined: bool = False
+    ) -> Callable[..., Any]:
         op, first = chain.op, chain.impls[0]
         guard = method_guard if asks_layer else call_guard
         if not compiled:
@@ -348,15 +352,17 @@ class Plan:
         from .opaque import is_opaque, opaque_op  # torch, which a plan needs for this alone
 
         # A graph is traced once for all sizes: what differs by them must be looked up inside.
-        if self.entries[op].by_row or is_opaque(first):
-            first = opaque_op(chain, self.counting, self.place)
+        by_row = self.entries[op].by_row and not inlined
+        if by_row or is_opaque(first) or op in self.whole:
+            granted = frozenset() if op in self.whole else chain.grants
+            first = opaque_op(chain.granting(granted), self.counting, self.place)
         else:
             counting = self.counting(first.fn, op, first.impl_id)
             first = dataclasses.replace(first, fn=counting)
         # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
         return guard(dataclasses.replace(chain, impls=(first,), bare=True, rows=()))
 
-    def as_compiled(self, op: str, first: OpImpl) -> Callable[..., Any]:
+    def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
         """The op as a compiled layer's code calls it, by the contract's parameters.
 
         For verification: it counts nothing, and its operators are those of no engine (place 0).
@@ -364,13 +370,15 @@ class Plan:
         Args:
             op: the op's name.
             first: the first choice of the row that is verified; one of the entry's `firsts`.
+            inlined: whether the code of a traceable one is inlined, though the op is ordered by
+                size, as in graphs that are compiled by range.
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
         rows = (_callable(_before_stock(trace)) for trace in self.entries[op].traces)
         impls = next(impls for impls in rows if impls[:1] == (first,))
         spec = self.contracts[op]
         chain = Chain(op, impls, spec, self.strict, plan.record, spec.consumable)
-        return plan._guard(chain, asks_layer=False, compiled=True)
+        return plan._guard(chain, asks_layer=False, compiled=True, inlined=inlined)
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
         """`bound`, counted where the user asked for it: its calls, or its tracings when compiled.

@@ -7,14 +7,25 @@ counts.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 
 from ..settings.table import DEFAULT, Figure, Row
 from ..text import quote
 
-__all__ = ["ROOM", "Measured", "Timer", "in_turn", "quartiles", "ratios", "rows_of"]
+__all__ = [
+    "ROOM",
+    "Measured",
+    "Timer",
+    "best_edges",
+    "in_turn",
+    "quartiles",
+    "ratios",
+    "rows_of",
+]
 
 Timer = Callable[[], float]
 """Measures once. Gives the µs of a call."""
@@ -76,7 +87,8 @@ class Measured:
         screened: name -> the times of the first rounds, µs.
         finals: name -> those of the finals; the default and the fastest of the first rounds.
         again: name -> those of a second finals, at another time and in another order.
-        slower: who is slower than the default in a form of the op -> in which, and the ratio.
+        slower: who is slower than the default in a form of the op -> in which, and the ratio; or to
+            launch, where no graph serves -> by what.
         copied: how long a copy of as many bytes took in the finals; empty where they are not known.
     """
 
@@ -162,31 +174,107 @@ def ratios(defaults: Sequence[float], others: Sequence[float]) -> list[float]:
     ]
 
 
-def rows_of(measured: Sequence[Measured], inlined: Container[str] = frozenset()) -> tuple[Row, ...]:
+def rows_of(
+    measured: Sequence[Measured],
+    inlined: Container[str] = frozenset(),
+    edges: Sequence[int] = (),
+) -> tuple[Row, ...]:
     """Who serves up to which number of tokens; neighbours with one winner are one row.
 
     Args:
         measured: what was found, at each number of tokens.
-        inlined: whose code the compiler takes into the graph around it. vLLM traces a model once,
-            so that such a one serves every size or none: where the winners differ and one of them
-            is inlined, there is one row, of who is nowhere slower than the default, or `default`.
+        inlined: whose code the compiler takes into the graph around it. In graphs that are compiled
+            for a range of sizes such a one serves every size or none: where the winners differ and
+            one of them is inlined, a range has one row, of who is nowhere slower than the default,
+            or `default`.
+        edges: the last number of tokens of each range but the last; none where vLLM traces and
+            compiles a model once.
     """
+    return _rows([_outcome(one) for one in measured], inlined, edges)
+
+
+def best_edges(
+    ops: Iterable[tuple[Sequence[Measured], Container[str]]], most: int
+) -> tuple[int, ...]:
+    """Where to split the numbers of tokens into ranges that are compiled apart, by what it gains.
+
+    What a way to split gains is the product of the ratios by which the rows of all ops are then
+    faster than the default, at every number of tokens.
+
+    Args:
+        ops: (what was found, whose code is inlined) of each op.
+        most: how many ranges there may be.
+
+    Returns:
+        The last number of tokens of each range but the last, as `rows_of` takes them.
+    """
+    found = [([_outcome(one) for one in measured], inlined) for measured, inlined in ops]
+    limited = [(ones, inlined) for ones, inlined in found if _is_limited(ones, inlined)]
+    largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
+    changes = {row.up_to for ones, _ in limited for row in _rows(ones, frozenset(), ())}
+
+    def gained(edges: tuple[int, ...]) -> float:
+        total = 0.0
+        for ones, inlined in limited:
+            rows = _rows(ones, inlined, edges)
+            for one in ones:
+                impl = next(row.impl for row in rows if one.tokens <= row.up_to)
+                total += math.log(one.ratios.get(impl) or 1.0)
+        return round(total, 6)
+
+    candidates = sorted(n for n in changes if n < largest)
+    ways = [way for count in range(most) for way in combinations(candidates, count)]
+    return min(ways, key=lambda way: (-gained(way), len(way), way), default=())
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What rows are made from, of one number of tokens: computed once."""
+
+    tokens: int
+    default: str
+    winner: str
+    ratios: Mapping[str, float | None]
+
+
+def _outcome(one: Measured) -> _Outcome:
+    names = {*one.screened, *one.finals}
+    return _Outcome(one.tokens, one.default, one.winner, {n: one.ratio(n) for n in names})
+
+
+def _is_limited(ones: Sequence[_Outcome], inlined: Container[str]) -> bool:
+    """Whether winners differ, and one of them is inlined."""
+    serving = {one.default if one.winner == DEFAULT else one.winner for one in ones}
+    return len(serving) > 1 and any(name in inlined for name in serving)
+
+
+def _rows(
+    ones: Sequence[_Outcome], inlined: Container[str], edges: Sequence[int]
+) -> tuple[Row, ...]:
+    ones = sorted(ones, key=lambda one: one.tokens)
+    if not _is_limited(ones, inlined):
+        found = [Row(one.tokens, one.winner) for one in ones]
+    elif not edges:
+        return (Row(ones[-1].tokens, _everywhere(ones)),)
+    else:
+        ends = [*edges, ones[-1].tokens]
+        parts = [
+            [one for one in ones if low < one.tokens <= high] for low, high in pairwise([0, *ends])
+        ]
+        found = [row for part in parts if part for row in _rows(part, inlined, ())]
     rows: list[Row] = []
-    for one in sorted(measured, key=lambda one: one.tokens):
-        if rows and rows[-1].impl == one.winner:
+    for row in found:
+        if rows and rows[-1].impl == row.impl:
             rows.pop()
-        rows.append(Row(one.tokens, one.winner))
-    serving = {one.default if one.winner == DEFAULT else one.winner for one in measured}
-    if len(serving) > 1 and any(name in inlined for name in serving):
-        return (Row(rows[-1].up_to, _everywhere(measured)),)
+        rows.append(row)
     return tuple(rows)
 
 
-def _everywhere(measured: Sequence[Measured]) -> str:
+def _everywhere(ones: Sequence[_Outcome]) -> str:
     """The fastest of those who win somewhere and lose nowhere; else `default`."""
     speeds = {}
-    for name in {one.winner for one in measured} - {DEFAULT}:
-        ratios_of = [one.ratio(name) for one in measured]
+    for name in {one.winner for one in ones} - {DEFAULT}:
+        ratios_of = [one.ratios.get(name) for one in ones]
         if all(ratio is not None and ratio >= 1 / ROOM for ratio in ratios_of):
             speeds[name] = statistics.geometric_mean(r for r in ratios_of if r is not None)
     return max(sorted(speeds), key=lambda name: speeds[name], default=DEFAULT)

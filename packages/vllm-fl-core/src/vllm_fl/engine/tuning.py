@@ -30,6 +30,7 @@ from ..plugins.types import OpImpl
 from ..settings.policy import Mode
 from ..text import clean, quote
 from .guarded import Guarded, rows_of
+from .opaque import is_opaque
 from .plan import Plan, PlanEntry
 from .preflight import Form, Trials, repeated
 from .timing import ROOM, Measured, Timer, in_turn, quartiles, ratios
@@ -52,6 +53,9 @@ MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
 """Calls in one round, each with arguments of its own, and what these may occupy."""
 
 WARM_UP = 3
+
+LAUNCHES = 50
+"""How many launches are timed, at least."""
 
 LOWERED_BY = "inductor"
 
@@ -105,6 +109,8 @@ class OpTuning:
         clock: seconds; a test has one of its own.
         over: who limits how long a call may take.
         layer_for: who makes the layer for an implementation that needs one.
+        captured: the tokens of the largest batch of which the engine captures a graph, 0 where it
+            captures none; None where that is not known.
     """
 
     spec: OpSpec
@@ -118,6 +124,7 @@ class OpTuning:
     clock: Callable[[], float] = time.perf_counter
     over: Over = field(default=lambda name: nullcontext())
     layer_for: LayerFactory | None = None
+    captured: int | None = None
     _functions: dict[tuple[str, int, int], Callable[..., Any] | Exception] = field(
         default_factory=dict, init=False
     )
@@ -159,6 +166,8 @@ class OpTuning:
             dropped.pop("", None)
             found.rejected |= dropped
             found.slower = self._slower(bench.parts)
+            if bench.captures and self.captured is not None and tokens > self.captured:
+                found.slower = {**self._slower_to_launch(bench, found), **found.slower}
         return found
 
     def measure_again(self, found: Measured) -> Measured:
@@ -208,6 +217,31 @@ class OpTuning:
                     found[name] = f"{form.name}: {ratio:.2f}"
                     break
         return found
+
+    def _slower_to_launch(self, bench: _Bench, found: Measured) -> dict[str, str]:
+        """Who saves the device less than its launches cost the host, where no graph serves.
+
+        What limits such a step may be the host. It launches a kernel that the compiler made as fast
+        as an operator of PyTorch's, and what the compiler takes whole through Python.
+        """
+        inlined = {c.name for c in self.contenders if c.bare or not any(map(is_opaque, c.impls))}
+        plain = bench.launch_of_pytorch() * len(self.forms)
+        hosts: dict[str, float] = {}
+        for name in found.finals:
+            with self._rejecting(name, found.tokens, found, "was launched"):
+                hosts[name] = plain if name in inlined else bench.launches[name]()
+        slower = {}
+        for name, host in hosts.items():
+            if name == self.default or self.default not in hosts:
+                continue
+            saved = quartiles(found.finals[self.default])[1] - quartiles(found.finals[name])[1]
+            cost = host - hosts[self.default]
+            if saved < cost:
+                slower[name] = (
+                    f"no graph of {found.tokens} tokens: {cost:.0f} µs more to launch, and "
+                    f"{saved:.0f} µs less on the device"
+                )
+        return slower
 
     # Whether it is right.
 
@@ -421,6 +455,11 @@ class OpTuning:
                         for one, of_form in zip(served, sets, strict=True)
                     ]
                     bench.timers[name] = partial(self._sum, bench, name, parts)
+                    calls_of = [
+                        (one.call, [laid.args for laid in of_form])
+                        for one, of_form in zip(served, sets, strict=True)
+                    ]
+                    bench.launches[name] = partial(bench.launch, calls_of)
         moved = [_moved(self.spec, laid.args) for laid in first]
         if moved and all(moved):
             bench.copy = bench.copying(sum(moved), calls)
@@ -528,6 +567,7 @@ class _Bench:
         self.timers: dict[str, Timer] = {}
         self.parts: dict[str, list[list[float]]] = {}
         self.copy: Timer | None = None
+        self.launches: dict[str, Timer] = {}
         self._wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
         self._flushed = torch.zeros(cold_bytes(device), dtype=torch.uint8, device=device)
 
@@ -600,6 +640,31 @@ class _Bench:
             return float(start.elapsed_time(end)) / calls * 1e3
 
         return once
+
+    def launch(
+        self, forms: Sequence[tuple[Callable[..., Any], Sequence[tuple[Any, ...]]]]
+    ) -> float:
+        """How long the host takes to launch one call of each form, µs: the sum of the medians.
+
+        Nobody waits for the device meanwhile. What the calls overwrite is not renewed.
+        """
+        total = 0.0
+        for call, sets in forms:
+            times: list[float] = []
+            self._wait()
+            while len(times) < LAUNCHES:
+                for args in sets:
+                    start = self.clock()
+                    call(*args)
+                    times.append(self.clock() - start)
+            self._wait()
+            total += statistics.median(times) * 1e6
+        return total
+
+    def launch_of_pytorch(self) -> float:
+        """The same of an operator of PyTorch's that has little to do."""
+        one = torch.zeros(1, device=self.device)
+        return self.launch([(one.add_, [(1,)])])
 
     def copying(self, moved: int, calls: int) -> Timer:
         """A copy that reads half of so many bytes and writes the other half."""

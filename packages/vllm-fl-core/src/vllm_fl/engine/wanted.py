@@ -17,7 +17,6 @@ __all__ = [
     "Wanted",
     "parts",
     "promised",
-    "together",
     "wanted_here",
     "wanted_of",
     "worst",
@@ -44,16 +43,16 @@ class Wanted:
         """
         raise NotImplementedError
 
-    def measured(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+    def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """How far off the results are, in numbers that stay on the device; it waits for nothing.
 
         Args:
             results: what an implementation returned, where these tensors lie, as many rows.
 
         Returns:
-            fp64: the worst share of the tolerance; the relative error, as the norm of the
-            differences over that of the exact result, where both are finite; 1 if the share is
-            above 1, else 0; how many elements are NaN without right; how many are infinite.
+            One tensor for each of what is compared, fp64: the worst share of the tolerance; the
+            sums of the squares of the differences and of the exact numbers, those that are finite;
+            how many elements are NaN without right; how many are infinite.
 
         Raises:
             NotImplementedError: results of this kind cannot be compared so (`MEASURED`).
@@ -130,20 +129,20 @@ class _Near(Wanted):
         shares = shares.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(same, 0.0)
         return float(shares.max()), int((shares > 1.0).sum())
 
-    def measured(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+    def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         (mine,), exact = results, self.exact
-        same = (mine == exact.to(mine.dtype)) | (mine.isnan() & exact.isnan())
+        is_nan = mine.isnan()
+        same = (mine == exact.to(mine.dtype)) | (is_nan & exact.isnan())
         off = (mine.to(exact.dtype) - exact).abs_()
         shares = (off / self.allowed).nan_to_num_(nan=math.inf, posinf=math.inf)
         worst = shares.masked_fill_(same, 0.0).amax()
-        finite = mine.isfinite() & exact.isfinite()
-        off_squared, squared = (
-            torch.where(finite, number, 0.0).square().sum() for number in (off, exact)
+        squared = (
+            numbers.nan_to_num(0.0, 0.0, 0.0).square().sum(dtype=torch.float64)
+            for numbers in (off, exact)
         )
-        tiny = torch.finfo(torch.float64).tiny
-        relative = (off_squared / squared.clamp(min=tiny)).sqrt()
-        wrong = ((worst > 1.0), (mine.isnan() & ~same).sum(), (mine.isinf() & ~same).sum())
-        return torch.stack([number.double() for number in (worst, relative, *wrong)])
+        # Greater, of truth values: the first and not the second.
+        wrong = ((which > same).sum(dtype=torch.float64) for which in (is_nan, mine.isinf()))
+        return [torch.stack([worst.double(), *squared, *wrong])]
 
     def _is_fine(self) -> bool:
         return self.dtype in (torch.float32, torch.float64)
@@ -179,13 +178,13 @@ class _Same(Wanted):
         total = results[0].numel()
         return math.inf, f"{names[0]}: {count} of {total} elements differ, {first}"
 
-    def measured(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+    def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         mine, exact = _comparable(results[0]), self.exact
         differs = (mine != exact) & ~((mine != mine) & (exact != exact))
-        some = differs.any().double()
         worst = torch.where(differs.any(), math.inf, 0.0).double()
-        nan, inf = (mine.isnan() & differs).sum(), (mine.isinf() & differs).sum()
-        return torch.stack([worst, torch.zeros_like(some), some, nan.double(), inf.double()])
+        nothing = torch.zeros_like(worst)
+        wrong = ((which & differs).sum().double() for which in (mine.isnan(), mine.isinf()))
+        return [torch.stack([worst, nothing, nothing, *wrong])]
 
     def on(self, device: torch.device) -> Self:
         return self._each(lambda tensor: tensor.to(device))
@@ -219,12 +218,11 @@ class _Pair(Wanted):
         problem = _problem(product, *number_off, results[0].numel())
         return number_off[0] if problem else max(scale_off[0], number_off[0]), problem
 
-    def measured(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+    def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         value, scale = results
         wide = self.number.exact.dtype
         number = value.to(wide) * _spread(scale.to(wide), value.shape)
-        scales, numbers = self.scale.measured([scale]), self.number.measured([number])
-        return together(scales, numbers, of_one_call=True)
+        return [*self.scale.measured([scale]), *self.number.measured([number])]
 
 
 @dataclass(frozen=True)
@@ -394,13 +392,6 @@ def promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
 
 MEASURED = (Within, Exact, QuantisedPair)
 """The kinds of outputs that `Wanted.measured` can compare."""
-
-
-def together(one: torch.Tensor, other: torch.Tensor, *, of_one_call: bool = False) -> torch.Tensor:
-    """What `Wanted.measured` gave for two calls, or for two outputs `of_one_call`, as one: the
-    larger shares and errors, and the sums of what is counted."""
-    at = 3 if of_one_call else 2  # a call is wrong once, however many of its outputs are
-    return torch.cat([torch.maximum(one[:at], other[:at]), one[at:] + other[at:]])
 
 
 def wanted_here(

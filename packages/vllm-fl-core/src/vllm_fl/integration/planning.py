@@ -19,6 +19,7 @@ from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import NAMED_CLASSES
 from ..settings.loading import Settings, check_names
+from . import ranges
 from .bindings import installed_bindings
 from .compat import hide_our_variables
 from .seams import attention, communicator, fusions, whole_layers
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Carried",
     "apply",
+    "digest_of",
     "facts_of",
     "is_sealed",
     "lacks",
@@ -99,7 +101,9 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         settings = _settings_of(vllm_config)
     except InvalidSettingError as error:
         # vLLM's configuration is pydantic's, which dresses a ValueError up as an error of its own.
-        raise SettingsError(str(error), key=error.key, origin=error.origin, op=error.op) from error
+        raise SettingsError(
+            error.message, key=error.key, origin=error.origin, op=error.op
+        ) from error
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     backend = vllm_config.attention_config.backend
     entry = _entry(vllm_config)
@@ -124,12 +128,15 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
             name for name in NORM_FUSIONS if getattr(compilation.pass_config, name, False)
         ),
         passes_off=tuple(entry.get("passes_off", ()) if entry is not None else ()),
+        runs_passes=compilation.mode == CompilationMode.VLLM_COMPILE
+        and compilation.backend in ("", "inductor"),
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()
             if model and lacks(vllm_config, op, binding)
         ),
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
+        by_range=ranges.is_compiled_by_range(vllm_config),
     )
 
 
@@ -281,14 +288,16 @@ def plan_for(
         notes=notes | fusions.notes(facts) | _user_notes(facts) | _whole_layer_notes(facts),
         kept_layers=kept,
     )
-    left = {op: replace(plan.entries[op], note=why) for op, why in fusions.parts_left(plan).items()}
-    return replace(plan, entries={**plan.entries, **left}) if left else plan
+    left = {op: replace(plan.entries[op], note=why) for op, why in fusions.left(plan).items()}
+    plan = replace(plan, entries={**plan.entries, **left})
+    return replace(plan, whole=fusions.whole(plan))
 
 
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     """Turn on the custom ops whose implementation is ours, and off those that we turned on before.
 
-    The same for the passes that find an op of ours. The others stay as vLLM and the user have them.
+    The same for the passes that find an op of ours, and for where vLLM's ranges are split. The
+    others stay as vLLM and the user have them.
     """
     custom_ops = vllm_config.compilation_config.custom_ops
     entry = _entry(vllm_config)
@@ -307,6 +316,7 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     ]
     custom_ops += added
     fusions.switch(plan, vllm_config, {} if entry is None else entry)
+    ranges.split(plan, vllm_config, {} if entry is None else entry)
     if entry is not None:
         entry["enabled"] = added
 
@@ -337,6 +347,12 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 def is_sealed(vllm_config: VllmConfig) -> bool:
     """Whether a worker of this engine has sealed its plan: nothing of it may change any more."""
     return "plan" in (_entry(vllm_config) or {})
+
+
+def digest_of(vllm_config: VllmConfig) -> str:
+    """The digest of the sealed plan; empty before it is sealed."""
+    entry = _entry(vllm_config)
+    return "" if entry is None else str(entry.get("plan", ""))
 
 
 def _entry(vllm_config: VllmConfig) -> Carried | None:

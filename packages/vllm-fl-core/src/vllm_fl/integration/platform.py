@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..engine.plan import active_plan
-from ..errors import PluginError
+from ..errors import DeviceError, OwnerError
 from ..plugins.types import DeviceProfile
 from ..settings.loading import load_startup
 from ..text import quote
-from .compat import leave_out_cuda_fusions
+from .compat import has_pass_context, leave_out_cuda_fusions
 from .device import IN_TREE, detect_device, other_platforms, profile_named
 
 if TYPE_CHECKING:
@@ -119,6 +119,21 @@ class PlatformOverlay:
         return str(path)
 
     @classmethod
+    def get_pass_manager_cls(cls) -> str:
+        """The platform's own pass manager, with passes of ours in it."""
+        stock = cls.vllm_fl_stock_pass_manager()
+        if not has_pass_context():
+            return stock
+        from .passes import manager_path
+
+        return manager_path(stock)
+
+    @classmethod
+    def vllm_fl_stock_pass_manager(cls) -> str:
+        """The manager of the platform class."""
+        return str(super().get_pass_manager_cls())  # type: ignore[misc]
+
+    @classmethod
     def get_device_communicator_cls(cls) -> str:
         """What makes the plan's, in a worker that is making its groups; else `stock`."""
         from .seams.communicator import FACTORY, groups_now
@@ -156,7 +171,7 @@ def overlay_path(forced: str | None = None) -> str | None:
             path = f"{__name__}.{DEVICE}{profile.name}"
     others = other_platforms() if path is not None else ()
     if others:
-        raise PluginError(f"vllm-fl: {others[0]}", plugin="fl", distribution=others[0].split()[0])
+        raise OwnerError(f"vllm-fl: {others[0]}", plugin="fl", distribution=others[0].split()[0])
     return path
 
 
@@ -197,7 +212,7 @@ def _device_class(profile: DeviceProfile) -> tuple[type, dict[str, Any]]:
     try:
         base: type = getattr(import_module(module), cls)
     except Exception as error:
-        raise PluginError(
+        raise DeviceError(
             f"Device {profile.name!r}: its platform class {profile.platform_class} cannot be "
             f"imported: {quote(error)}",
             plugin=profile.name,

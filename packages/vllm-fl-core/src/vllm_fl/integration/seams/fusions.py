@@ -4,6 +4,8 @@ Some operators no code of vLLM's calls: a pass finds their parts in a compiled g
 operator there. While the plan has such an op, the pass is turned on and its parts are left to
 vLLM, so that it finds them; which implementation then runs is the operator's override
 (`operators.py`). A pass that finds nothing says nothing: how often it found the op is counted.
+
+On a plugin's device, which has none of these passes, one of ours takes their place (`graphs.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from weakref import WeakKeyDictionary
 
 from ...contracts.binding import FusionPlace
 from ...engine.facts import EngineFacts
+from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
-from ..bindings import installed_bindings, places
+from ..bindings import installed_bindings, places, stock_form
 from ..serving import plan_now
 from .ir import ir_ops
 
@@ -27,18 +30,24 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = [
+    "VLLMS_MANAGER",
     "Sites",
     "layers",
+    "left",
     "notes",
-    "parts_left",
+    "ours",
     "say",
     "sites",
     "switch",
     "turned_off",
     "watch",
+    "whole",
 ]
 
 log = get_logger("engine")
+
+VLLMS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
+"""What runs vLLM's passes over a graph: one of ours finds what it leaves."""
 
 
 @dataclass
@@ -57,6 +66,9 @@ class Sites:
 
 _counted: WeakKeyDictionary[Plan, dict[str, Sites]] = WeakKeyDictionary()
 """Plan -> op -> what its pass has done for the plan's engine."""
+
+_ours: WeakKeyDictionary[Plan, list[Any]] = WeakKeyDictionary()
+"""Plan -> its passes of ours."""
 
 _watched: set[type] = set()
 
@@ -84,10 +96,10 @@ def notes(facts: EngineFacts) -> dict[str, str]:
 def _note(place: FusionPlace, facts: EngineFacts) -> str:
     if facts.mode == "eager":
         return "eager mode does not reach it: a pass of vLLM's compiler puts it into graphs"
-    if not _is_there(place):
-        return "vLLM has no pass for it on this platform"
     if place.flag in facts.passes_off:
         return f"pass_config.{place.flag} is false"
+    if not _is_there(place):
+        return "" if _is_ours(place, facts) else "vLLM has no pass for it on this platform"
     off = [f"-{layer}" for layer in place.layers if f"-{layer}" in facts.custom_ops]
     return f"custom_ops has {off[0]}, without which vLLM's pass does not find it" if off else ""
 
@@ -101,23 +113,62 @@ def _is_there(place: FusionPlace) -> bool:
     return alike is not None and alike() and place.flag in PassConfig.__dataclass_fields__
 
 
-def parts_left(plan: Plan) -> dict[str, str]:
-    """Planned op -> why it is left to vLLM all the same: a planned op's pass looks for vLLM's own.
+def _is_ours(place: FusionPlace, facts: EngineFacts) -> bool:
+    """Whether the pass of ours can run here: on a plugin's device with vLLM's own pass manager."""
+    from vllm.platforms import current_platform
 
-    An op of vLLM's IR is not among them: a graph has it as such until the passes are through.
+    device = getattr(current_platform, "vllm_fl_device", None)
+    return bool(
+        place.own
+        and device is not None
+        and facts.runs_passes
+        and "rms_norm" in ir_ops()
+        and current_platform.vllm_fl_stock_pass_manager() == VLLMS_MANAGER
+    )
+
+
+def left(plan: Plan) -> dict[str, str]:
+    """Planned op -> why it is left to vLLM all the same.
+
+    What a planned op's pass of vLLM's looks for is vLLM's own. An op of vLLM's IR is not among
+    them: a graph has it as such until the passes are through. A pass of ours looks for a planned
+    part that is an operator of ours, and puts only a kernel there: PyTorch code that a compiler
+    reads, it joins with what is around it better than any operator.
     """
     in_ir = ir_ops()
-    return {
-        part: f"vLLM's pass for {op} looks for vLLM's own"
-        for op, place in _planned(plan)
-        for part in place.parts
-        if part not in in_ir and not plan.is_stock(part)
-    }
+    found: dict[str, str] = {}
+    for op, place in _planned(plan):
+        parts = [part for part in place.parts if part not in in_ir]
+        if _is_there(place):
+            why = f"vLLM's pass for {op} looks for vLLM's own"
+            found |= {part: why for part in parts if not plan.is_stock(part)}
+        elif stock := [part for part in parts if plan.is_stock(part)]:
+            found[op] = f"{stock[0]} is vLLM's own code, which no pass finds here"
+        elif not any(map(is_opaque, plan.entries[op].firsts)):
+            found[op] = "the compiler joins its parts, as its implementation is PyTorch code"
+    return found
+
+
+def whole(plan: Plan) -> frozenset[str]:
+    """The ops that a compiler must take whole, so that a pass of ours finds them."""
+    in_ir = ir_ops()
+    parts = (part for _, place in _planned(plan) if not _is_there(place) for part in place.parts)
+    return frozenset(part for part in parts if part not in in_ir)
 
 
 def layers(plan: Plan) -> Iterator[str]:
     """The layers, by the names in `custom_ops`, that planned ops' passes look for."""
-    return (layer for _, place in _planned(plan) for layer in place.layers)
+    return (
+        layer
+        for _, place in _planned(plan)
+        if not _finds_ours(plan, place)
+        for layer in place.layers
+    )
+
+
+def _finds_ours(plan: Plan, place: FusionPlace) -> bool:
+    """Whether the place's pass is ours, which finds an operator of ours."""
+    return not plan.whole.isdisjoint(place.parts)
 
 
 def switch(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]) -> None:
@@ -129,7 +180,7 @@ def switch(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any])
         entry: where it is remembered which are ours.
     """
     passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
-    wanted = {place.flag for _, place in _planned(plan)}
+    wanted = {place.flag for _, place in _planned(plan) if not _finds_ours(plan, place)}
     for flag in ours - wanted:
         setattr(passes, flag, False)
     added = {flag for flag in wanted if not getattr(passes, flag, False)}
@@ -139,11 +190,19 @@ def switch(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any])
 
 
 def watch(plan: Plan) -> None:
-    """Count from now on what the passes of the plan's ops find, for its engine."""
+    """Count from now on what the passes of the plan's ops find, for its engine.
+
+    Those of ours are made here, with the operators that they put into graphs: graphs that vLLM has
+    in its cache call them, too.
+    """
+    _ours[plan] = []
     for op, place in _planned(plan):
-        module, _, name = place.path.rpartition(".")
+        if _finds_ours(plan, place):
+            known = _counted.setdefault(plan, {})[op] = Sites()
+            _ours[plan].append(_named(place.own)(_operator(plan, op, place), known))
+            continue
         try:
-            cls: Any = getattr(import_module(module), name)
+            cls = _named(place.path)
         except Exception as error:
             # A release may have it elsewhere: the flag may work all the same.
             log.warning("Op '%s': what vLLM's pass finds is not counted: %s", op, quote(error))
@@ -152,6 +211,26 @@ def watch(plan: Plan) -> None:
         if cls not in _watched:
             cls.__call__ = _counting(cls.__call__, op)
             _watched.add(cls)
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def _operator(plan: Plan, op: str, place: FusionPlace) -> Any:
+    """The op as one operator of torch, which leaves its arguments as they are."""
+    from torch.fx import symbolic_trace
+
+    last = stock_form(op, place.native, plan.contracts[op].consumable)
+    chain = plan.chain(op, last=last)
+    calls = symbolic_trace(opaque_op(chain, plan.counting, plan.place).fn).graph.nodes
+    return next(call.target for call in calls if call.op == "call_function")
+
+
+def ours(plan: Plan) -> list[Any]:
+    """The passes of ours for the plan's engine."""
+    return _ours.get(plan, [])
 
 
 def _counting(run: Callable[..., Any], op: str) -> Callable[..., Any]:
@@ -176,16 +255,18 @@ def sites(plan: Plan) -> Mapping[str, Sites]:
 
 def say(plan: Plan) -> None:
     """Log what the passes found, once the model is compiled: none is worth a warning."""
+    by_ours = {op for op, place in _planned(plan) if _finds_ours(plan, place)}
     for op, known in sites(plan).items():
-        label = plan.entries[op].label
+        label, whose = plan.entries[op].label, "the" if op in by_ours else "vLLM's"
         if known.found:
             log.info("Op '%s': %s, by '%s'", op, _counted_as(known.found, "place"), label)
         elif known.graphs:
             log.warning(
-                "Op '%s': vLLM's pass found no place for it in %s, so that '%s' does not "
-                "run. Its parts may be of other sizes, or of a form that the pass does not know "
+                "Op '%s': %s pass found no place for it in %s, so that '%s' does not run. Its "
+                "parts may be of other sizes, or of a form that the pass does not know "
                 "(`vllm-fl explain %s`)",
                 op,
+                whose,
                 _counted_as(known.graphs, "graph"),
                 label,
                 op,

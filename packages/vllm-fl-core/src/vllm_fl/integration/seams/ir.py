@@ -9,7 +9,7 @@ engine that is calling. Releases without `vllm.ir` compile the layers' own forwa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,15 @@ from ..serving import plan_now
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["PROVIDER", "bind_provider", "ir_ops", "prioritise", "register_provider"]
+__all__ = [
+    "PROVIDER",
+    "bind_provider",
+    "chain_of",
+    "ir_ops",
+    "natives",
+    "prioritise",
+    "register_provider",
+]
 
 PROVIDER = "vllm_fl"
 """Our name among the providers of an IR op."""
@@ -128,15 +136,12 @@ def bind_provider(plan: Plan, digest: str) -> None:
     """
     register_provider()
     direct: dict[str, Callable[..., Any]] = {}
-    table = installed_bindings()
-    natives = {op: place.native for op, place in reversed(places(table, LayerPlace))}
     for op, of_op in ir_ops().items():
         from vllm import ir
 
-        last = stock_form(op, natives.get(op))
-        grants = frozenset(name for place in of_op for name in place.grants)
+        last = stock_form(op, natives().get(op))
         is_ours = plan.mode == "compiled" and not plan.is_stock(op)
-        chain = plan.chain(op, grants, last=last) if is_ours else None
+        chain = chain_of(plan, op, of_op) if is_ours else None
         run = None if chain is None else _compiled(plan, chain)
         for place in of_op:
             ir_op = getattr(ir.ops, place.name)
@@ -149,6 +154,24 @@ def bind_provider(plan: Plan, digest: str) -> None:
             direct |= {place.name: _direct(plan, op, place, place.route(call)) for place in of_op}
     if direct:
         _eager[plan] = {**_bound, **direct}
+
+
+def natives() -> dict[str, Callable[..., Any] | None]:
+    """Op -> vLLM's own form of it, as its layers compute it."""
+    layers = reversed(places(installed_bindings(), LayerPlace))
+    return {op: place.native for op, place in layers}
+
+
+def chain_of(plan: Plan, op: str, of_op: Iterable[IrPlace]) -> Chain:
+    """The candidates of an op of vLLM's IR in compiled code.
+
+    Args:
+        plan: the plan.
+        op: the op; it must not be stock.
+        of_op: its places in the IR.
+    """
+    grants = frozenset(name for place in of_op for name in place.grants)
+    return plan.chain(op, grants, last=stock_form(op, natives().get(op)))
 
 
 def _direct(plan: Plan, op: str, place: IrPlace, ours: Callable[..., Any]) -> Callable[..., Any]:

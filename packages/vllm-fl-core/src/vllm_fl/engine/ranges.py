@@ -1,0 +1,108 @@
+"""Ranges of token counts: where a compiler that compiles each apart may inline one implementation.
+
+An op that is ordered by size is one operator in a traced graph, since a graph is traced once. Where
+vLLM compiles that graph again for each range of sizes, a range that lies in rows of one traceable
+first choice needs no operator: that implementation's own code can stand in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from ..dispatch.guard import Chain
+from ..plugins.types import OpImpl
+from .opaque import is_opaque
+
+__all__ = ["MOST", "Range", "choice", "edges", "lowers"]
+
+MOST = 3
+"""How many ranges a model is compiled for on account of orders by size: each is compiled anew."""
+
+
+@dataclass(frozen=True, order=True)
+class Range:
+    """Token counts from `first` up to and including `last`."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+    def without(self, sizes: Collection[int]) -> Range:
+        """The same without the sizes at its ends that are compiled apart; as it is if none is left.
+
+        Args:
+            sizes: the token counts that have code of their own.
+        """
+        first, last = self.first, self.last
+        while first < last and first in sizes:
+            first += 1
+        while last > first and last in sizes:
+            last -= 1
+        return Range(first, last)
+
+
+def choice(chain: Chain, sizes: Range) -> OpImpl | None:
+    """The implementation that serves all calls of these sizes, where its code may be inlined.
+
+    Args:
+        chain: the op's candidates, by rows.
+        sizes: the token counts of the calls.
+
+    Returns:
+        None where the rows differ, or the implementation must be taken whole or writes over its
+        arguments.
+    """
+    firsts = {}
+    below = 0
+    for ceiling, row in chain.rows:
+        if below < sizes.last and sizes.first <= ceiling:
+            firsts[row.impls[0].impl_id] = row.impls[0]
+        below = ceiling
+    if below < sizes.last:
+        firsts[chain.impls[0].impl_id] = chain.impls[0]
+    impls = list(firsts.values())
+    if len(impls) != 1 or is_opaque(impls[0]) or impls[0].consumes or impls[0].needs_layer:
+        return None
+    return impls[0]
+
+
+def lowers(chain: Chain, largest: int) -> bool:
+    """Whether the code of some row could be inlined, if the row were a range of its own."""
+    ceilings = [0, *(ceiling for ceiling, _ in chain.rows), largest]
+    return any(choice(chain, Range(low + 1, high)) for low, high in pairwise(ceilings))
+
+
+def edges(chains: Iterable[Chain], largest: int) -> tuple[int, ...]:
+    """Where to split the token counts, so that the most can be inlined: at most `MOST` ranges.
+
+    Of all ways to split at ceilings of rows that way is taken by which the most rows are inlined,
+    those of each op between all neighbouring ceilings counted; of equal ones the one with the
+    fewest ranges, then with the smallest edges.
+
+    Args:
+        chains: one for each op that is ordered by size.
+        largest: the largest batch, in tokens.
+
+    Returns:
+        The last token count of each range but the last; empty where nothing can be inlined.
+    """
+    able = [chain for chain in chains if lowers(chain, largest)]
+    ceilings = sorted({n for chain in able for n, _ in chain.rows if n < largest})
+    rows = [Range(low + 1, high) for low, high in pairwise([0, *ceilings, largest])]
+
+    def inlined(split: tuple[int, ...]) -> int:
+        ranges = [Range(low + 1, high) for low, high in pairwise([0, *split, largest])]
+        return sum(
+            choice(chain, whole) is not None
+            for chain in able
+            for whole in ranges
+            for row in rows
+            if whole.first <= row.first and row.last <= whole.last
+        )
+
+    ways = [way for count in range(MOST) for way in combinations(ceilings, count)]
+    return min(ways, key=lambda way: (-inlined(way), len(way), way), default=())

@@ -1,0 +1,199 @@
+"""The pass of ours in vLLM's compiler: what is ordered by size becomes code of one implementation.
+
+vLLM traces a model once and compiles its graphs for each range of token counts (`ranges.py` says
+where we split them). In the graph of a range for which one traceable choice holds, that code takes
+the place of the operator that would look its row up; elsewhere the operator stays.
+
+Imported where vLLM makes its pass manager, which is in a worker that compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import (
+    CallFunctionVarArgs,
+    Match,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+
+from ..dispatch.guard import Chain
+from ..engine.opaque import inlined, ordered, tokens_of
+from ..engine.plan import Plan
+from ..engine.ranges import Range, choice
+from ..logs import get_logger
+from ..plugins.types import OpImpl
+from ..text import quote
+from . import ranges
+from .planning import digest_of
+from .seams.ir import chain_of, ir_ops
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["RangeLowering"]
+
+log = get_logger("engine")
+
+
+@dataclass(frozen=True)
+class Site:
+    """An operator that a graph may have, and what may take its place.
+
+    Args:
+        chain: the candidates, by rows.
+        tokens: the operator's arguments -> how many tokens the call has.
+        inlined: an implementation -> a function of the operator's parameters that runs it alone.
+    """
+
+    chain: Chain
+    tokens: Callable[[Sequence[Any]], Any]
+    inlined: Callable[[OpImpl], Callable[..., Any]]
+
+
+class RangeLowering(InductorPass):  # type: ignore[misc]
+    """The pass, for one engine.
+
+    Args:
+        plan: the engine's.
+        vllm_config: the engine's.
+    """
+
+    def __init__(self, plan: Plan, vllm_config: VllmConfig) -> None:
+        self.plan, self.config = plan, vllm_config
+        self.sites = {**_in_graphs(plan), **_in_ir(plan)}
+        self._patterns = PatternMatcherPass(pass_name="vllm_fl_range_lowering")
+        self._now: tuple[Range, Any] | None = None
+        register_graph_pattern(
+            CallFunctionVarArgs(list(self.sites)),
+            extra_check=self._is_lowered,
+            pass_dict=self._patterns,
+        )(self._lower)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Put code in the place of the operators of one graph, as far as its range allows."""
+        compiled = get_pass_context().compile_range
+        sizes = Range(compiled.start, compiled.end)
+        sizes = sizes.without(self.config.compilation_config.compile_sizes or ())
+        symbols = {s for node in graph.find_nodes(op="placeholder") for s in _symbols(node)}
+        # A range is one of vLLM's number of tokens; of several unknowns nobody tells which that is.
+        self._now = sizes, next(iter(symbols)) if len(symbols) == 1 else None
+        self._patterns.apply(graph)
+        self._now = None
+
+    def uuid(self) -> str:
+        """What the compiler's caches know the pass by: its source, and the plan's digest."""
+        return f"{InductorPass.hash_source(self)}|{digest_of(self.config)}"
+
+    def _choice(self, node: fx.Node) -> OpImpl | None:
+        """Whose code takes the place of an operator; None where it stays."""
+        assert self._now is not None
+        sizes, symbol = self._now
+        site = self.sites[node.target]
+        tokens = site.tokens([_value(arg) for arg in node.args])
+        called = _called(tokens, sizes, symbol)
+        return None if called is None else choice(site.chain, called)
+
+    def _is_lowered(self, match: Match) -> bool:
+        (node,) = match.nodes
+        return not node.kwargs and self._choice(node) is not None
+
+    def _lower(self, match: Match, *args: Any, **kwargs: Any) -> None:
+        (node,) = match.nodes
+        impl = self._choice(node)
+        assert impl is not None and self._now is not None
+        site = self.sites[node.target]
+        try:
+            match.replace_by_example(site.inlined(impl), node.args)
+        except Exception as error:  # it may raise anything; the operator serves as well
+            log.warning(
+                "Op '%s': '%s' cannot be traced for %d to %d tokens, where the operator that looks "
+                "it up serves: %s",
+                site.chain.op,
+                impl.impl_id,
+                self._now[0].first,
+                self._now[0].last,
+                quote(error),
+            )
+        else:
+            ranges.inlined(self.plan, site.chain.op, self._now[0], impl.impl_id)
+
+
+def _in_graphs(plan: Plan) -> Mapping[Any, Site]:
+    """The operators that stand in traced graphs for layers' ops."""
+
+    def site(operator: Any) -> Site:
+        return Site(
+            operator.chain, operator.tokens, lambda impl: operator.inlined(impl, plan.counting)
+        )
+
+    return {
+        target: site(operator)
+        for target, operator in ordered().items()
+        if operator.chain.record is plan.record
+    }
+
+
+def _in_ir(plan: Plan) -> Mapping[Any, Site]:
+    """The ops of vLLM's IR, which it would lower to our provider afterwards."""
+    found: dict[Any, Site] = {}
+    for op, of_op in ir_ops().items():
+        if plan.is_stock(op) or not plan.entries[op].by_row:
+            continue
+        chain = chain_of(plan, op, of_op)
+        for place in of_op:
+            from vllm import ir
+
+            ir_op = getattr(ir.ops, place.name)
+            found[ir_op.torch_op] = _ir_site(plan, chain, place.route, ir_op)
+    return found
+
+
+def _ir_site(plan: Plan, chain: Chain, route: Callable[..., Any], ir_op: Any) -> Site:
+    def complete(args: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(ir_op.apply_arg_defaults(args))
+
+    tokens = route(lambda *args: tokens_of(chain, args))
+
+    def with_defaults(impl: OpImpl) -> Callable[..., Any]:
+        run = route(inlined(chain, impl, plan.counting))
+        return lambda *args: run(*complete(args))
+
+    return Site(chain, lambda args: tokens(*complete(args)), with_defaults)
+
+
+def _value(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+def _symbols(placeholder: fx.Node) -> set[Any]:
+    value = placeholder.meta.get("val")
+    return set(free_symbols(value)) if isinstance(value, torch.SymInt | torch.Tensor) else set()
+
+
+def _called(tokens: Any, sizes: Range, symbol: Any) -> Range | None:
+    """The token counts of an operator's calls in a graph; None where they cannot be told.
+
+    Args:
+        tokens: the count as the graph has it: a number, or an expression of its unknowns.
+        sizes: the token counts for which the graph is compiled.
+        symbol: its one unknown, which is vLLM's number of tokens; None where it has more, or none.
+    """
+    if isinstance(tokens, int):
+        return Range(tokens, tokens)
+    count = tokens.node.expr
+    if count.is_Integer:
+        return Range(int(count), int(count))
+    if set(count.free_symbols) != {symbol} or not count.is_polynomial(symbol):
+        return None
+    if count.as_poly(symbol).degree() != 1:
+        return None
+    ends = sorted(int(count.subs(symbol, n)) for n in (sizes.first, sizes.last))
+    return Range(*ends)

@@ -1,0 +1,75 @@
+"""vLLM's pass manager with our passes behind its own.
+
+vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
+own, and adds those that the plan of the compiling engine needs: first those that find a planned op
+where vLLM has no pass for it (`seams/graphs.py`), then the one that inlines what is ordered by size
+(`lowering.py`). Both come before vLLM lowers the ops of its IR.
+
+Imported where vLLM makes its pass manager, which is in a worker that compiles.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ..logs import get_logger
+from . import ranges
+from .lowering import RangeLowering
+from .seams import fusions
+from .serving import plan_now
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["manager_path"]
+
+PREFIX = "With__"
+
+log = get_logger("engine")
+
+
+def manager_path(stock: str) -> str:
+    """The path of a pass manager with our passes in it.
+
+    Args:
+        stock: the path of the platform's own.
+    """
+    return f"{__name__}.{PREFIX}{stock.replace('.', '__')}"
+
+
+class _WithOurPasses:
+    """What we add to a pass manager. Mixed in before the platform's own."""
+
+    def configure(self, config: VllmConfig) -> None:
+        """As vLLM does; then ours, after the passes that look for ops of its IR."""
+        super().configure(config)  # type: ignore[misc]
+        plan = plan_now()
+        if plan is None:
+            return
+        passes = fusions.ours(plan)
+        if ranges.is_compiled_by_range(config):
+            lowering = RangeLowering(plan, config)
+            passes = [*passes, *([lowering] if lowering.sites else ())]
+        if hasattr(self, "add"):
+            for each in passes:
+                self.add(each)
+        elif passes:  # a device's own
+            log.warning(
+                "%s takes no further pass (it has no add): what is ordered by size is inlined in "
+                "no range, and stays operators",
+                type(self).__mro__[2].__name__,
+            )
+
+
+def __getattr__(name: str) -> type:
+    """Only a path travels to vLLM: the class is made from it on demand."""
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, cls = name.removeprefix(PREFIX).replace("__", ".").rpartition(".")
+    base = getattr(import_module(module), cls)
+    manager = type(
+        f"{cls}FL", (_WithOurPasses, base), {"__module__": __name__, "__qualname__": name}
+    )
+    globals()[name] = manager
+    return manager

@@ -1,0 +1,171 @@
+"""Where vLLM splits the token counts that it compiles a model for, so that rows can be inlined.
+
+In its mode VLLM_COMPILE vLLM traces a model once, and compiles the graphs for each range of token
+counts apart. We split the ranges where orders by size do (`engine/ranges.py` says at which of their
+edges), and our pass (`lowering.py`) inlines what holds for a whole range. A single token is a size
+of its own to vLLM (`compile_sizes`), as its ranges cannot end there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from ..contracts.binding import LayerPlace
+from ..dispatch.guard import Chain
+from ..engine.opaque import mutated
+from ..engine.plan import Plan
+from ..engine.ranges import Range, choice, edges
+from .bindings import installed_bindings, places, stock_form
+from .seams.ir import chain_of, ir_ops, natives
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = [
+    "compiled",
+    "inlined",
+    "is_compiled_by_range",
+    "planned",
+    "report",
+    "seen",
+    "split",
+    "told",
+]
+
+_seen: WeakKeyDictionary[Plan, Counter[tuple[str, Range, str]]] = WeakKeyDictionary()
+"""Plan -> (op, range, impl id) -> how often its code took an operator's place in a graph."""
+
+
+def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM compiles this engine's model for each range of token counts apart."""
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    return (
+        compilation.mode == CompilationMode.VLLM_COMPILE
+        and compilation.backend in ("", "inductor")
+        and hasattr(compilation, "compile_ranges_endpoints")
+    )
+
+
+def _chains(plan: Plan) -> dict[str, Chain]:
+    """Op -> its candidates, of those that are ordered by size and stand in compiled graphs as an
+    operator that writes over no argument."""
+    found = {}
+    in_ir, own = ir_ops(), natives()
+    grants: dict[str, frozenset[str]] = {}
+    for op, place in places(installed_bindings(), LayerPlace):
+        grants[op] = grants.get(op, frozenset()) | frozenset(place.grants)
+    for op, entry in plan.entries.items():
+        if not entry.by_row or plan.mode != "compiled":
+            continue
+        if op in in_ir:
+            found[op] = chain_of(plan, op, in_ir[op])
+        elif op in grants:
+            chain = plan.chain(op, grants[op], last=stock_form(op, own.get(op)))
+            assert chain.spec is not None
+            if not all(mutated(chain, variant) for variant in chain.spec.variants):
+                found[op] = chain
+    return found
+
+
+def split(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]) -> None:
+    """Split vLLM's ranges where the plan's rows can be inlined, and no longer where they could.
+
+    Args:
+        plan: the plan.
+        vllm_config: the engine's configuration, changed here.
+        entry: where it is remembered which edges are ours.
+    """
+    compilation = vllm_config.compilation_config
+    ours = set(entry.pop("edges", ()))
+    if ours:
+        compilation.compile_ranges_endpoints = [
+            n for n in compilation.compile_ranges_endpoints or () if n not in ours
+        ]
+        compilation.compile_sizes = [
+            n for n in compilation.compile_sizes or () if n not in ours or n != 1
+        ]
+    if not is_compiled_by_range(vllm_config):
+        return
+    chains = _chains(plan)
+    if not chains:
+        return
+    largest = vllm_config.scheduler_config.max_num_batched_tokens
+    known = {*(compilation.compile_ranges_endpoints or ()), *(compilation.compile_sizes or ())}
+    added = [n for n in edges(chains.values(), largest) if n not in known]
+    if not added:
+        return
+    entry["edges"] = added
+    endpoints = compilation.compile_ranges_endpoints or ()
+    compilation.compile_ranges_endpoints = sorted({*endpoints, *(n for n in added if n > 1)})
+    if 1 in added:
+        compilation.compile_sizes = [1, *(compilation.compile_sizes or ())]
+
+
+def compiled(vllm_config: VllmConfig) -> list[Range]:
+    """The ranges that vLLM compiles the model for, in ascending order, as they serve."""
+    compilation = vllm_config.compilation_config
+    sizes = sorted(n for n in compilation.compile_sizes or () if isinstance(n, int))
+    largest = vllm_config.scheduler_config.max_num_batched_tokens
+    ends = sorted({*(compilation.compile_ranges_endpoints or ()), largest})
+    ranges = [Range(low + 1, high) for low, high in zip([0, *ends], ends, strict=False)]
+    singles = [Range(n, n) for n in sizes]
+    others = (range_.without(sizes) for range_ in ranges)
+    return sorted({*singles, *others})
+
+
+def planned(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[tuple[Range, str | None]]]:
+    """Op -> (range, the id of whose code is inlined there; None where the operator stays).
+
+    Of the ops that are ordered by size and of which something is inlined.
+    """
+    if not is_compiled_by_range(vllm_config):
+        return {}
+    found = {}
+    ranges = compiled(vllm_config)
+    for op, chain in _chains(plan).items():
+        chosen = [(sizes, choice(chain, sizes)) for sizes in ranges]
+        if any(impl is not None for _, impl in chosen):
+            found[op] = [(sizes, impl.impl_id if impl else None) for sizes, impl in chosen]
+    return found
+
+
+def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
+    """What the start line says of one op of `planned`."""
+    inside = [sizes for sizes, impl_id in chosen if impl_id is not None]
+    where = ", ".join(str(sizes) for sizes in inside)
+    return f"inlined in {len(inside)} of {len(chosen)} ranges ({where} tokens)"
+
+
+def report(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[dict[str, Any]]]:
+    """Op -> what is planned for each range, and what became of it, as `vllm_fl_report` says."""
+    counts = seen(plan)
+    return {
+        op: [
+            {
+                "first": sizes.first,
+                "last": sizes.last,
+                "impl": impl_id,
+                "places": counts[op, sizes, impl_id or ""],
+            }
+            for sizes, impl_id in chosen
+        ]
+        for op, chosen in planned(plan, vllm_config).items()
+    }
+
+
+def inlined(plan: Plan, op: str, sizes: Range, impl_id: str) -> None:
+    """Note that an implementation's code has taken an operator's place in a graph."""
+    _seen.setdefault(plan, Counter())[op, sizes, impl_id] += 1
+
+
+def seen(plan: Plan) -> Counter[tuple[str, Range, str]]:
+    """(op, range, impl id) -> in how many places its code was put into graphs of the plan's engine.
+
+    Empty where vLLM had all compiled code in its cache.
+    """
+    return Counter(_seen.get(plan, ()))

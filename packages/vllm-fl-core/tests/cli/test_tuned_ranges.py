@@ -1,0 +1,93 @@
+"""What rows `vllm-fl tune` gives to what a compiler takes into its graphs, by device and op."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import silu
+
+from vllm_fl.cli import _tuning
+from vllm_fl.contracts import contracts
+from vllm_fl.engine.timing import Measured
+from vllm_fl.engine.tuning import Contender
+from vllm_fl.integration.bindings import bindings
+
+OP = "silu_and_mul"
+TOKENS = (1, 8, 64, 512)
+
+
+def contender(name: str, **fields: Any) -> Contender:
+    return Contender(name, (silu(name, **fields),))
+
+
+def work(device: str, mode: str, *tuned: str, **fields: Any) -> Any:
+    """A finished `Work` on ops of which a traceable `vendor.fast` is faster at 8 tokens alone."""
+    done: Any = object.__new__(_tuning.Work)
+    done.subject = SimpleNamespace(
+        mode=mode, device=torch.device(device), tokens=TOKENS, told={}, name="model"
+    )
+    contenders = [contender("vendor.fast", traceable=True, **fields), contender("vendor.slow")]
+    done._bindings = bindings()
+    done._tunings = {
+        op: SimpleNamespace(contenders=contenders, spec=contracts()[op], default="vendor.slow")
+        for op in tuned
+    }
+    done._found, done._hung, done._seconds = {}, {}, 0.0
+    lines = []
+    for op in tuned:
+        for tokens in TOKENS:
+            times = {"vendor.slow": [10.0] * 4, "vendor.fast": [5.0 if tokens == 8 else 20.0] * 4}
+            found = Measured(tokens, "vendor.slow", finals=times, again=times)
+            lines.append({"op": op, "measured": asdict(found), "seconds": 1.0})
+    done.take_over(lines)
+    return done
+
+
+@pytest.fixture(autouse=True)
+def heading(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"identity": {}, "arguments": {"dtype": "bfloat16"}}
+    monkeypatch.setattr(_tuning.Work, "heading", told)
+
+
+def rows(done: Any, op: str) -> list[tuple[int, str]]:
+    return [(row.up_to, row.impl) for row in done.table().ops[op].rows]
+
+
+BY_RANGE = [(1, "default"), (8, "vendor.fast"), (512, "default")]
+FOR_ALL = [(512, "default")]
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "expected"),
+    [("cuda", "compiled", BY_RANGE), ("cpu", "compiled", FOR_ALL), ("cuda", "eager", BY_RANGE)],
+)
+def test_traced_winners_have_rows_where_vllm_compiles_by_range(
+    device: str, mode: str, expected: Any
+) -> None:
+    assert rows(work(device, mode, OP), OP) == expected
+
+
+@pytest.mark.parametrize(
+    ("op", "consumes", "expected"),
+    [
+        ("rotary_embedding", (), BY_RANGE),
+        ("rotary_embedding", ("query", "key"), FOR_ALL),  # in place: not inlined by range
+        ("rms_norm", ("x", "residual"), BY_RANGE),  # but in vLLM's IR it is
+        ("qk_norm_rope", (), FOR_ALL),  # what a pass of vLLM's finds in the graph
+    ],
+)
+def test_an_operator_that_is_not_inlined_by_range_has_one_row(
+    op: str, consumes: tuple[str, ...], expected: Any
+) -> None:
+    done = work("cuda", "compiled", op)
+    done._tunings[op].contenders.append(contender("vendor.other", consumes=frozenset(consumes)))
+    assert rows(done, op) == expected
+
+
+def test_all_ops_have_the_same_ranges() -> None:
+    done = work("cuda", "compiled", OP, "gelu_and_mul")
+    assert rows(done, OP) == rows(done, "gelu_and_mul") == BY_RANGE

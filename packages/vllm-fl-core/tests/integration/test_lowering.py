@@ -1,0 +1,461 @@
+"""Orders by size in graphs that are compiled by range: where vLLM splits, what is inlined there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
+import vllm.platforms
+from builders import half, kind_of, managing, planning, silu
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from vllm import ir
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.config import CompilationMode
+from vllm.config.utils import Range as VllmRange
+
+from vllm_fl.engine.plan import Plan, leave_place, take_place
+from vllm_fl.engine.ranges import Range
+from vllm_fl.integration import lowering, passes, platform, ranges
+from vllm_fl.integration.planning import Carried
+from vllm_fl.integration.platform import PlatformOverlay
+from vllm_fl.plugins.types import OpImpl
+
+OP = "silu_and_mul"
+NOTHING: frozenset[str] = frozenset()
+LARGEST = 64
+
+ROWS = {"<=4": "vendor", "<=16": "reference", "rest": "flagos"}
+
+
+def three(**second: Any) -> tuple[OpImpl, ...]:
+    """For `ROWS`; the second cannot be traced unless a test says so."""
+    return (
+        silu("vendor.acme", 1, traceable=True),
+        silu("reference.torch", 2, **second),
+        silu("default.flagos", 3, traceable=True),
+    )
+
+
+def norm(impl_id: str, mark: float, **fields: Any) -> OpImpl:
+    """A `rms_norm` that returns x, plus its mark, and the residual where there is one."""
+
+    def rms_norm(
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Any:
+        return x + mark if residual is None else (x + mark, residual * 1)
+
+    kind, vendor = kind_of(impl_id)
+    return OpImpl("rms_norm", impl_id, kind, rms_norm, vendor, traceable=True, **fields)
+
+
+def config(
+    endpoints: list[int] | None = None, sizes: list[int] | None = None, **fields: Any
+) -> Any:
+    fields = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", **fields}
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            compile_ranges_endpoints=endpoints, compile_sizes=sizes, **fields
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=LARGEST),
+        additional_config={"vllm_fl": Carried(plan="0123")},
+    )
+
+
+Planned = Callable[..., Plan]
+
+
+@pytest.fixture
+def planned() -> Iterator[Planned]:
+    """`planned(order, impl, …)`: the plan of a compiled engine; its place is free afterwards."""
+    taken: list[Plan] = []
+
+    def make(order: Any, *impls: OpImpl) -> Plan:
+        manager = managing(*impls, per_op_order={impls[0].op_name: order})
+        taken.append(take_place(planning(manager, "compiled")))
+        return taken[-1]
+
+    yield make
+    for plan in taken:
+        leave_place(plan)
+
+
+def lowered(
+    plan: Plan,
+    sizes: tuple[int, int],
+    function: Callable[..., Any],
+    *args: torch.Tensor,
+    apart: list[int] | None = None,
+) -> tuple[Any, list[str]]:
+    """(what the graph of a range returns after the pass, what of ours or vLLM's IR is left in it).
+
+    Args:
+        plan: the engine's.
+        sizes: the range; of a single size the graph is traced with that.
+        function: what is traced.
+        args: what it is called with.
+        apart: `compile_sizes`.
+    """
+    rows = DimDynamic.STATIC if sizes[0] == sizes[1] else DimDynamic.DYNAMIC
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
+        fakes = [
+            mode.from_tensor(
+                arg,
+                static_shapes=False,
+                symbolic_context=StatelessSymbolicContext(
+                    dynamic_sizes=[rows if arg.ndim > 1 else DimDynamic.STATIC]
+                    + [DimDynamic.STATIC] * (arg.ndim - 1)
+                ),
+            )
+            for arg in args
+        ]
+        traced = make_fx(function)(*fakes)
+        run = lowering.RangeLowering(plan, config([LARGEST], apart))
+        with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
+            run(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    left = [str(n.target) for n in traced.graph.nodes if str(n.target).startswith("vllm_")]
+    return traced(*args), left
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "mark", "stays"),
+    [
+        ((1, 4), 3, 1, False),
+        ((1, 1), 1, 1, False),
+        ((4, 5), 4, 1, True),
+        ((1, 5), 3, 1, True),
+        ((5, 16), 8, 2, True),
+        ((5, 5), 5, 2, True),
+        ((16, 64), 20, 3, True),
+        ((17, 64), 20, 3, False),
+    ],
+)
+def test_a_range_of_one_traceable_choice_has_its_code_and_no_operator(
+    planned: Planned, sizes: tuple[int, int], tokens: int, mark: int, stays: bool
+) -> None:
+    plan = planned(ROWS, *three())
+    bound = plan.bind(OP, object(), NOTHING)
+    x = torch.randn(tokens, 8)
+    result, left = lowered(plan, sizes, lambda x: bound(x * 2) + 1, x)
+    torch.testing.assert_close(result, half(x * 2) + mark + 1)
+    assert len(left) == stays
+    impl_id = {1: "vendor.acme", 3: "default.flagos"}.get(mark, "")
+    assert ranges.seen(plan)[OP, Range(*sizes), impl_id] == (not stays)
+
+
+def test_a_size_that_is_compiled_apart_is_not_of_the_range_around_it(planned: Planned) -> None:
+    order = {"<=1": "vendor", "rest": "flagos"}
+    plan = planned(order, *three())
+    bound = plan.bind(OP, object(), NOTHING)
+    x = torch.randn(3, 8)
+    assert lowered(plan, (1, 64), bound, x)[1]
+    result, left = lowered(plan, (1, 64), bound, x, apart=[1])
+    assert not left and torch.equal(result, half(x) + 3)
+
+
+@pytest.mark.parametrize(("sizes", "stays"), [((1, 4), True), ((1, 2), False)])
+def test_rows_go_by_what_the_call_has_and_not_by_vllms_number_of_tokens(
+    planned: Planned, sizes: tuple[int, int], stays: bool
+) -> None:
+    """Two rows of the call for each token: up to 8 of them where vLLM has at most 4 tokens."""
+    plan = planned(ROWS, *three())
+    bound = plan.bind(OP, object(), NOTHING)
+    x = torch.randn(2, 16)
+    result, left = lowered(plan, sizes, lambda x: bound(x.reshape(-1, 8)), x)
+    assert bool(left) is stays
+    torch.testing.assert_close(result, half(x.reshape(-1, 8)) + 1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda bound, x, y: bound(x) + y[0, 0], id="two unknowns"),
+        pytest.param(lambda bound, x, y: bound(x[: x.shape[0] // 2 + 1]), id="not linear"),
+    ],
+)
+def test_where_the_token_count_cannot_be_told_the_operator_stays(
+    planned: Planned, function: Callable[..., Any]
+) -> None:
+    plan = planned(ROWS, *three())
+    bound = plan.bind(OP, object(), NOTHING)
+    x, y = torch.randn(3, 8), torch.randn(5, 8)
+    assert lowered(plan, (1, 4), lambda x, y: function(bound, x, y), x, y)[1]
+
+
+def test_what_cannot_be_traced_stays_an_operator_and_is_named(
+    planned: Planned, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return half(x) + float(x.sum().item() > 1e30)
+
+    plan = planned(
+        {"<=4": "vendor", "rest": "flagos"},
+        silu("vendor.acme", fn=reads, traceable=True),
+        three()[2],
+    )
+    bound = plan.bind(OP, object(), NOTHING)
+    x = torch.randn(3, 8)
+    with caplog.at_level(logging.WARNING, "vllm_fl.engine"):
+        result, left = lowered(plan, (1, 4), bound, x)
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said.startswith(f"Op '{OP}': 'vendor.acme' cannot be traced for 1 to 4 tokens")
+    assert left and torch.equal(result, half(x))
+
+
+@pytest.mark.parametrize("fields", [{"traceable": False}, {"supports": lambda x: True}])
+def test_what_a_compiler_must_take_whole_stays_whole(planned: Planned, fields: Any) -> None:
+    first = silu("vendor.acme", 1, **{"traceable": True, **fields})
+    plan = planned({"<=4": "vendor", "rest": "flagos"}, first, three()[2])
+    bound = plan.bind(OP, object(), NOTHING)
+    assert lowered(plan, (1, 4), bound, torch.randn(3, 8))[1]
+
+
+def test_a_result_that_is_a_view_of_an_argument_becomes_a_tensor_of_its_own(
+    planned: Planned,
+) -> None:
+    """The graph around it was traced with results that are contiguous and share no memory."""
+
+    def view(x: torch.Tensor) -> torch.Tensor:
+        return x[..., : x.shape[-1] // 2]
+
+    first = silu("vendor.acme", fn=view, traceable=True)
+    plan = planned({"<=4": "vendor", "rest": "flagos"}, first, three()[2])
+    bound = plan.bind(OP, object(), NOTHING)
+    x = torch.randn(3, 8)
+    result, left = lowered(plan, (1, 4), bound, x)
+    assert not left and torch.equal(result, view(x))
+    assert result.is_contiguous() and result.data_ptr() != x.data_ptr()
+
+
+def test_vllms_own_form_is_inlined_where_a_row_is_stock(planned: Planned) -> None:
+    plan = planned({"<=4": "stock", "rest": "flagos"}, three()[2])
+    own = OpImpl(OP, "stock.vllm", three()[1].kind, lambda x: half(x) + 9, traceable=True)
+    bound = plan.bind(OP, object(), NOTHING, last=own)
+    x = torch.randn(3, 8)
+    result, left = lowered(plan, (1, 4), bound, x)
+    assert not left and torch.equal(result, half(x) + 9)
+
+
+@pytest.mark.parametrize(("sizes", "tokens", "mark"), [((1, 4), 3, 1), ((5, 64), 8, 3)])
+def test_ops_of_vllms_ir_are_lowered_by_range(
+    planned: Planned, sizes: tuple[int, int], tokens: int, mark: int
+) -> None:
+    plan = planned(
+        {"<=4": "vendor", "rest": "flagos"}, norm("vendor.acme", 1), norm("default.flagos", 3)
+    )
+
+    def model(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+        y, residual = ir.ops.fused_add_rms_norm(x, residual, weight, 1e-6)
+        return ir.ops.rms_norm(y, weight, 1e-6), residual
+
+    x, residual, weight = torch.randn(tokens, 8), torch.randn(tokens, 8), torch.ones(8)
+    (result, passed), left = lowered(plan, sizes, model, x, residual, weight)
+    assert not left
+    torch.testing.assert_close(result, x + 2 * mark)
+    torch.testing.assert_close(passed, residual)
+    assert lowered(plan, (1, 64), model, x, residual, weight)[1], "no choice holds for all"
+
+
+def test_calls_are_counted_as_they_are_traced(planned: Planned) -> None:
+    manager = managing(*three(), per_op_order={OP: ROWS})
+    plan = planning(manager, "compiled")
+    vars(plan)["counts_calls"] = True
+    bound = plan.bind(OP, object(), NOTHING)
+    lowered(plan, (1, 4), lambda x: bound(bound(x).repeat(1, 2)), torch.randn(3, 8))
+    assert plan.calls == {(OP, "vendor.acme"): 2}
+
+
+def test_another_plans_operators_are_left_alone(planned: Planned) -> None:
+    bound = planned(ROWS, *three()).bind(OP, object(), NOTHING)
+    other = planned(ROWS, *three())
+    other.bind(OP, object(), NOTHING)
+    assert lowered(other, (1, 4), bound, torch.randn(3, 8))[1]
+
+
+# Where vLLM's ranges are split.
+
+
+def split(plan: Plan, entry: dict[str, Any] | None = None, **fields: Any) -> Any:
+    changed = config(**fields)
+    ranges.split(plan, changed, {} if entry is None else entry)
+    return changed.compilation_config
+
+
+@pytest.mark.parametrize(
+    ("order", "endpoints", "sizes"),
+    [
+        (ROWS, [4, 16, 64], []),
+        ({"<=4": "vendor", "rest": "flagos"}, [4, 64], []),
+        ({"<=1": "vendor", "rest": "flagos"}, [64], [1]),
+        ({"<=1": "vendor", "<=8": "reference", "rest": "flagos"}, [8, 64], [1]),
+        ({"<=4": "reference", "<=8": ["reference", "vendor"], "rest": "reference"}, [64], []),
+        ("vendor", [64], []),
+    ],
+)
+def test_vllms_ranges_are_split_at_the_edges_of_rows(
+    planned: Planned, order: Any, endpoints: list[int], sizes: list[int]
+) -> None:
+    found = split(planned(order, *three()), endpoints=[64], sizes=[])
+    assert (found.compile_ranges_endpoints, found.compile_sizes) == (endpoints, sizes)
+
+
+def test_of_more_rows_those_are_split_off_by_which_the_most_is_inlined(planned: Planned) -> None:
+    order = {
+        "<=2": "reference",
+        "<=4": "vendor",
+        "<=8": "reference",
+        "<=16": "flagos",
+        "rest": "vendor",
+    }
+    plan = planned(order, *three())
+    found = split(plan, endpoints=[64], sizes=[])
+    assert len(found.compile_ranges_endpoints) == 3  # at most three ranges
+    chosen = ranges.planned(plan, config([8, 16, 64], []))[OP]
+    assert [(str(sizes), impl) for sizes, impl in chosen] == [
+        ("1-8", None),
+        ("9-16", "default.flagos"),
+        ("17-64", "vendor.acme"),
+    ]
+    assert ranges.told(chosen) == "inlined in 2 of 3 ranges (9-16, 17-64 tokens)"
+
+
+def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them(
+    planned: Planned,
+) -> None:
+    entry: dict[str, Any] = {}
+    changed = config([16, 32, 64], [1, 8])
+    ranges.split(planned(ROWS, *three()), changed, entry)
+    compilation = changed.compilation_config
+    assert compilation.compile_ranges_endpoints == [4, 16, 32, 64]
+    ranges.split(
+        planned({"<=1": "vendor", "<=2": "flagos", "rest": "vendor"}, *three()), changed, entry
+    )
+    assert compilation.compile_ranges_endpoints == [2, 16, 32, 64]
+    ranges.split(planned("vendor", *three()), changed, entry)
+    assert compilation.compile_ranges_endpoints == [16, 32, 64]
+    assert compilation.compile_sizes == [1, 8]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"mode": CompilationMode.DYNAMO_TRACE_ONCE}, {"backend": "eager"}], ids=str
+)
+def test_where_vllm_does_not_compile_by_range_nothing_is_split(
+    planned: Planned, fields: Any
+) -> None:
+    plan = planned(ROWS, *three())
+    assert split(plan, endpoints=None, **fields).compile_ranges_endpoints is None
+    assert ranges.planned(plan, config([4, 16, 64], [], **fields)) == {}
+
+
+def test_an_operator_that_writes_over_its_arguments_is_not_inlined_and_splits_nothing() -> None:
+    """Of a rope in place the graph has no results, but its arguments."""
+    from vllm_fl.contracts import contracts
+
+    def rope(*args: Any) -> Any:
+        return args[1], args[2]
+
+    rope.__signature__ = contracts()["rotary_embedding"].signature  # type: ignore[attr-defined]
+    kinds = {"vendor.acme": kind_of("vendor.acme"), "default.flagos": kind_of("default.flagos")}
+    impls = [
+        OpImpl(
+            "rotary_embedding",
+            impl_id,
+            kind,
+            rope,
+            vendor,
+            consumes=frozenset({"query", "key"}) if impl_id == "default.flagos" else frozenset(),
+            traceable=impl_id == "vendor.acme",
+        )
+        for impl_id, (kind, vendor) in kinds.items()
+    ]
+    order = {"<=4": "vendor", "rest": "flagos"}
+    plan = planning(managing(*impls, per_op_order={"rotary_embedding": order}), "compiled")
+    assert split(plan, endpoints=[64]).compile_ranges_endpoints == [64]
+
+
+def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Planned) -> None:
+    plan = planned(ROWS, *three())
+    bound = plan.bind(OP, object(), NOTHING)
+    lowered(plan, (1, 4), bound, torch.randn(3, 8))
+    assert ranges.report(plan, config([4, 16, 64])) == {
+        OP: [
+            {"first": 1, "last": 4, "impl": "vendor.acme", "places": 1},
+            {"first": 5, "last": 16, "impl": None, "places": 0},
+            {"first": 17, "last": 64, "impl": "default.flagos", "places": 0},
+        ]
+    }
+
+
+# vLLM's pass manager, and its caches.
+
+
+def test_the_platforms_own_pass_manager_has_our_pass_where_there_is_something_to_inline(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Platform(PlatformOverlay, vllm.platforms.interface.Platform):
+        pass
+
+    module, _, name = Platform.get_pass_manager_cls().rpartition(".")
+    assert module == "vllm_fl.integration.passes"
+    manager = getattr(passes, name)
+    assert issubclass(manager, PostGradPassManager)
+    monkeypatch.setattr(PostGradPassManager, "configure", lambda self, config: None)
+
+    def added(plan: Plan | None, **fields: Any) -> list[Any]:
+        monkeypatch.setattr(passes, "plan_now", lambda: plan)
+        made = manager()
+        made.configure(config([LARGEST], **fields))
+        return list(made.passes)
+
+    stock = "vllm.compilation.passes.pass_manager.PostGradPassManager"
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "has_pass_context", lambda: False)
+        assert Platform.get_pass_manager_cls() == stock
+    plan = planned(ROWS, *three())
+    assert added(plan) == added(None) == []
+    plan.bind(OP, object(), NOTHING)
+    (ours,) = added(plan)
+    assert isinstance(ours, lowering.RangeLowering)
+    assert added(plan, backend="eager") == []
+
+
+def test_a_devices_manager_that_takes_no_pass_is_named_and_starts(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bare:
+        def configure(self, config: Any) -> None:
+            pass
+
+    plan = planned(ROWS, *three())
+    plan.bind(OP, object(), NOTHING)
+    monkeypatch.setattr(passes, "plan_now", lambda: plan)
+    manager: Any = type("BareFL", (passes._WithOurPasses, Bare), {})
+    manager().configure(config([LARGEST]))
+    assert "Bare takes no further pass" in caplog.text
+
+
+def test_caches_know_the_pass_by_the_plans_digest(planned: Planned) -> None:
+    plan = planned(ROWS, *three())
+    one, other = config([LARGEST]), config([LARGEST])
+    other.additional_config["vllm_fl"] = Carried(plan="4567")
+    uuids = [lowering.RangeLowering(plan, each).uuid() for each in (one, one, other)]
+    assert uuids[0] == uuids[1] != uuids[2]

@@ -1,0 +1,30 @@
+"""Norms of query and key heads with rotary embedding as one kernel that no compiler looks into."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm_fl import BackendImplKind, OpImpl, hookimpl
+from vllm_fl.contracts import contracts
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    position_ids: Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> Tensor:
+    oracle = contracts()["qk_norm_rope"].oracle
+    args = (q_weight, k_weight, cos_sin_cache, position_ids, heads, kv_heads, epsilon)
+    result: Tensor = oracle(qkv, *args, rotary_interleaved)
+    return result.to(qkv.dtype)
+
+
+@hookimpl
+def register_ops() -> list[OpImpl]:
+    return [OpImpl("qk_norm_rope", "vendor.one", BackendImplKind.VENDOR, qk_norm_rope, "one")]
