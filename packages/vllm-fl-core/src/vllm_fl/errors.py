@@ -1,6 +1,10 @@
 """The errors of vllm-fl: one family, each with its facts as fields.
 
 A message says who, what, why and what to do, in that order; a program reads the fields instead.
+The code of an error stands at the end of its message's first line, and `vllm-fl explain FL102`
+prints the page of one. People search for codes, so that no class ever gets another one: FL1xx
+settings and files, FL2xx plugins and loading, FL3xx policy and plan, FL4xx kernels and calls, FL5xx
+engines and ranks, FL6xx measuring and tables, FL7xx the command line.
 """
 
 from __future__ import annotations
@@ -10,14 +14,18 @@ from collections.abc import Sequence
 __all__ = [
     "AllFailedError",
     "CallError",
+    "DeviceError",
     "DuplicateError",
     "InvalidSettingError",
     "MissingFileError",
     "NoImplementationError",
     "NoKernelError",
+    "OwnerError",
+    "PlaceError",
     "PluginError",
     "PolicySealedError",
     "SettingsError",
+    "StartError",
     "UnknownOpError",
     "VllmFLError",
 ]
@@ -27,6 +35,8 @@ class VllmFLError(RuntimeError):
     """Base of every error that vllm-fl raises on purpose.
 
     Attributes:
+        code: what its page is found by (`FL102`): `vllm-fl explain FL102`.
+        message: the text without the code.
         op: the operator's name, or None.
         impl: the implementation's id, or None.
         plugin: the entry point's name, or None.
@@ -34,10 +44,13 @@ class VllmFLError(RuntimeError):
         cause: the exception underneath, or None.
     """
 
+    code: str = "FL000"
+
     def __init__(
         self,
         message: str,
         *,
+        code: str | None = None,
         op: str | None = None,
         impl: str | None = None,
         plugin: str | None = None,
@@ -45,6 +58,9 @@ class VllmFLError(RuntimeError):
         cause: BaseException | None = None,
     ) -> None:
         super().__init__(message)
+        self.message = message
+        if code is not None:  # of an error that another process has told
+            self.code = code
         self.op = op
         self.impl = impl
         self.plugin = plugin
@@ -52,14 +68,40 @@ class VllmFLError(RuntimeError):
         self.cause = cause
         if cause is not None:
             self.__cause__ = cause
+        self.add_note(self.more)
+
+    def __str__(self) -> str:
+        first, line_break, rest = self.message.partition("\n")
+        return f"{first} [{self.code}]{line_break}{rest}"
+
+    @property
+    def more(self) -> str:
+        """Where the page of the code is; tracebacks have it beneath the message."""
+        return f"`vllm-fl explain {self.code}` says what it means, and what to do."
 
 
 class PluginError(VllmFLError):
     """A plugin could not be loaded, or what it registered was refused."""
 
+    code = "FL201"
+
 
 class DuplicateError(PluginError, ValueError):
     """The op already has an implementation of this id. A ValueError as well, as it used to be."""
+
+    code = "FL202"
+
+
+class DeviceError(PluginError):
+    """A plugin's device cannot be used: two claim the machine, or the one asked for is absent."""
+
+    code = "FL203"
+
+
+class OwnerError(PluginError):
+    """Another installed distribution owns what is ours, or brings a platform for vLLM as well."""
+
+    code = "FL204"
 
 
 class SettingsError(VllmFLError):
@@ -69,6 +111,8 @@ class SettingsError(VllmFLError):
         key: the setting (`prefer`, `VLLM_FL_PREFER`, `op_backends.rms_norm`).
         origin: where it stands (`/etc/fl.yaml:7`, `environment`).
     """
+
+    code = "FL101"
 
     def __init__(self, message: str, *, key: str, origin: str, op: str | None = None) -> None:
         super().__init__(message, op=op)
@@ -82,13 +126,19 @@ class InvalidSettingError(SettingsError, ValueError):
     A ValueError as well: vllm-plugin-FL let YAML's and Python's own errors through.
     """
 
+    code = "FL102"
+
 
 class MissingFileError(SettingsError, FileNotFoundError):
     """A file that a setting names is not there."""
 
+    code = "FL103"
+
 
 class UnknownOpError(VllmFLError):
     """No contract and no plugin names this op."""
+
+    code = "FL301"
 
 
 class NoImplementationError(VllmFLError):
@@ -97,6 +147,8 @@ class NoImplementationError(VllmFLError):
     Attributes:
         rejected: (impl id, reason) of every candidate that was looked at.
     """
+
+    code = "FL302"
 
     def __init__(self, message: str, *, op: str, rejected: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(message, op=op)
@@ -110,6 +162,8 @@ class NoKernelError(VllmFLError, NotImplementedError):
         operator: the operator (`_C::silu_and_mul`).
     """
 
+    code = "FL403"
+
     def __init__(self, message: str, *, operator: str, op: str | None = None) -> None:
         super().__init__(message, op=op)
         self.operator = operator
@@ -121,6 +175,8 @@ class AllFailedError(VllmFLError):
     Attributes:
         causes: (impl id, exception or reason) in the order in which they were tried.
     """
+
+    code = "FL401"
 
     def __init__(
         self, message: str, *, op: str, causes: Sequence[tuple[str, BaseException | str]]
@@ -138,6 +194,8 @@ class CallError(VllmFLError):
         problem: what is wrong with it.
     """
 
+    code = "FL402"
+
     def __init__(
         self, op: str, argument: str, problem: str, *, cause: BaseException | None = None
     ) -> None:
@@ -148,3 +206,17 @@ class CallError(VllmFLError):
 
 class PolicySealedError(VllmFLError):
     """The plan is sealed: layers are bound, and a change of policy could no longer reach them."""
+
+    code = "FL303"
+
+
+class StartError(VllmFLError):
+    """An engine does not start: a rank cannot go on, or the plan cannot serve there."""
+
+    code = "FL501"
+
+
+class PlaceError(VllmFLError):
+    """A place of vLLM's cannot be taken for an op, or was lost to somebody else."""
+
+    code = "FL502"

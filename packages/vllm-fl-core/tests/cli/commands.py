@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.cli import main
+from vllm_fl.cli import _progress, main
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.integration import compat
 
@@ -67,6 +68,7 @@ def clean(
     for name in list(os.environ):
         if name.startswith(LEAKS):
             monkeypatch.delenv(name)
+    monkeypatch.setattr(_progress, "QUIET", math.inf)  # a slow machine's tests read stderr
     compat.obstacle.cache_clear()
     reset_default_manager()
     yield

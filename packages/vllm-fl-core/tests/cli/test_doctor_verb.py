@@ -559,3 +559,18 @@ class TestContainment:
         plugin(FOUR)
         (finding,) = found(fl("doctor", "--json", **{name: "vendor"}), "settings")
         assert name in finding["what"] and repr(meant) in finding["what"]
+
+
+def test_each_finding_of_ours_has_a_code(fl: Command, plugin: Plugin) -> None:
+    plugin("raise ImportError('acme is not here')")
+    wrong = {"VLLM_FL_PREFER": "vendr", "VLLM_PLUGINS": "acme"}
+    told = fl("doctor", "--json", **wrong).json()["findings"]
+    codes = {finding["check"]: finding["code"] for finding in told}
+    # A wrong setting has the code of its error, not only that of the check.
+    assert codes | {"plugins": "FL214", "settings": "FL102", "vllm-plugins": "FL511"} == codes
+    lines = fl("doctor", **wrong).out.splitlines()
+    (numbered,) = [line for line in lines if "VLLM_PLUGINS=" in line and line[0].isdigit()]
+    assert numbered.endswith(" [FL511]")
+    (setting,) = [line for line in lines if "VLLM_FL_PREFER" in line and line[0].isdigit()]
+    assert setting.count("[FL102]") == 1
+    assert lines[-1].startswith("`vllm-fl explain CODE`")

@@ -9,6 +9,9 @@ import sys
 import pytest
 from commands import Command, Plugin
 
+from vllm_fl.cli import ops
+from vllm_fl.cli._engines import EngineError
+
 VERBS = ("doctor", "explain", "ops", "plugins", "policy", "verify")
 
 
@@ -119,3 +122,47 @@ def test_a_settings_file_that_is_not_there(fl: Command, verb: str, variable: str
     assert done.status == 2
     assert "'/not/there.yaml' does not exist" in done.err
     assert "Traceback" not in done.err
+
+
+def test_an_error_ends_with_its_code_and_the_command_that_explains_it(fl: Command) -> None:
+    done = fl("ops", VLLM_FL_PREFER="vendr")
+    message, more = done.err.splitlines()
+    assert message.endswith("[FL102]")
+    (command,) = re.findall(r"`vllm-fl ([^`]+)`", more)
+    # The setting that is wrong must not keep its own explanation away.
+    explained = fl(*command.split(), VLLM_FL_PREFER="vendr")
+    assert explained.status == 0 and explained.err == ""
+    assert explained.out.startswith("# FL102: ")
+
+
+def test_a_wrong_command_line_says_all_that_there_is_to_say(fl: Command) -> None:
+    done = fl("verify", "--op", "rms_nrom")
+    (message,) = done.err.splitlines()
+    assert message.endswith("[FL701]")
+
+
+def test_a_code_is_explained_to_programs_and_in_any_case(fl: Command) -> None:
+    answer = fl("explain", "fl301", "--json").json()
+    assert answer["code"] == "FL301"
+    assert answer["page"].startswith(f"# FL301: {answer['title']}\n")
+
+
+def test_a_code_that_is_not_there_is_a_wrong_command_line(fl: Command) -> None:
+    done = fl("explain", "FL999")
+    assert (done.status, done.out) == (2, "")
+    assert "FL999: there is no such code" in done.err and "FL102" in done.err
+
+
+def test_the_end_of_a_log_stays_lines(fl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: object) -> int:
+        raise EngineError("The engine plan failed. The end of its log:\nTraceback\nFL\x1b[1m")
+
+    monkeypatch.setattr(ops, "run", run)
+    done = fl("ops")
+    assert done.status == 1
+    assert done.err.splitlines() == [
+        "vllm-fl: The engine plan failed. The end of its log: [FL601]",
+        "    Traceback",
+        "    FL\\x1b[1m",
+        "`vllm-fl explain FL601` says what it means, and what to do.",
+    ]

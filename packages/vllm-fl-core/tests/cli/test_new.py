@@ -87,7 +87,7 @@ def test_a_bad_name_is_one_error_and_nothing_is_written(
     assert main(["new", name, "--dir", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("vllm-fl new: ")
+    assert said.err.startswith("vllm-fl: ")
     assert repr(name) in said.err
     assert said.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
@@ -186,6 +186,6 @@ def test_an_unknown_op_or_platform_is_one_error_and_nothing_is_written(
     assert main(["new", "foo", "--dir", str(tmp_path), *args]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.startswith("vllm-fl new: ") and told.err.count("\n") == 1
+    assert told.err.startswith("vllm-fl: ") and told.err.count("\n") == 1
     assert said in told.err
     assert list(tmp_path.iterdir()) == []

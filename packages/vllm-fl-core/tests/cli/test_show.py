@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 
-from vllm_fl.cli._show import print_json, print_table
+from vllm_fl.cli._show import folded, print_json, print_table, say
+from vllm_fl.cli.explain import documentation_of
+from vllm_fl.contracts import contracts
 from vllm_fl.text import is_secret, scrub
 
 HEADINGS = ("implementation", "distribution", "reason")
@@ -14,7 +19,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("columns", [30, 40, 60, 80, 200])
+@pytest.mark.parametrize("columns", [70, 80, 200])
 def test_a_table_is_as_wide_as_there_is_room_and_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
 ) -> None:
@@ -35,6 +40,82 @@ def test_words_stay_whole_at_80_columns(
     out = capsys.readouterr().out
     for word in ("implementation", "reference.torch", "vllm-fl-acme", "/opt/acme/lib/libacme.so.3"):
         assert word in out
+
+
+def test_where_words_would_break_each_row_has_lines_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "44")
+    print_table(HEADINGS, ROWS)
+    assert capsys.readouterr().out == (
+        "vendor.acme\n"
+        "  distribution  vllm-fl-acme 0.1.0\n"
+        "  reason        not available:\n"
+        "                /opt/acme/lib/libacme.so.3\n"
+        "                is missing\n"
+        "reference.torch\n"
+        "  reason        token reference\n"
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_answer_is_folded_on_a_terminal_and_not_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    say("words that go on and on")
+    say("errors that go on and on", error=True)
+    told = capsys.readouterr()
+    assert told.out == "words that go on and on\n"
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setattr(sys, "stderr", errors := Terminal())
+    say("words that go on and on")
+    say("errors that go on and on", error=True)
+    assert terminal.getvalue() == "words that go on and\non\n"
+    assert errors.getvalue() == told.err == "errors that go on and on\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("1. what is wrong\n   Why: this\n", "1. what is\n   wrong\n   Why: this\n"),
+        ("   Why: one two three", "   Why: one\n        two\n        three"),
+        ("- one two three four", "- one two\n  three four"),
+        ("a path: /opt/acme/lib/libacme.so", "a path:\n/opt/acme/lib/libacme.so"),
+        # A command is copied: a line break would end it.
+        ("   Do:  pip install vllm-fl-acme", "   Do:  pip install vllm-fl-acme"),
+        # Paragraphs of a docstring are filled anew.
+        ("one two three four\nfive six\n\nseven", "one two three\nfour five six\n\nseven"),
+        (
+            "    x: one two three\n        four\n    y: five",
+            "    x: one\n        two\n        three\n        four\n    y: five",
+        ),
+    ],
+)
+def test_folding(text: str, wanted: str) -> None:
+    assert folded(text, 13) == wanted
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_folding_loses_no_word(width: int) -> None:
+    for spec in contracts().values():
+        text = documentation_of(spec)
+        assert folded(text, width).split() == text.split()
+
+
+def test_no_escape_sequence_where_no_colour_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for wanted in (True, False):
+        monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+        print_table(HEADINGS, ROWS)
+        assert ("\x1b" in terminal.getvalue()) is wanted
+        monkeypatch.setenv("NO_COLOR", "1")
 
 
 def test_a_cell_is_text_and_not_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,9 @@ from importlib import import_module
 
 from ..errors import SettingsError, UnknownOpError, VllmFLError
 from ..plugins.installed import CORE
-from ..text import clean
+from ..text import INDENTED, clean
 from ._completion import complete
+from ._progress import progress
 from ._show import UsageError, answering, say
 
 __all__ = ["main"]
@@ -58,19 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete(parser)
     arguments = parser.parse_args(argv)
     try:
-        with answering():
+        with answering(), progress(arguments.verb):
             status: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # `vllm-fl ops | head`
         sys.stderr.close()
         return GOOD
-    except (
-        SettingsError,
-        UnknownOpError,
-        UsageError,
-    ) as error:  # a missing file is an OSError, too
-        say(f"vllm-fl: {clean(str(error))}", error=True)
-        return USAGE
+    except VllmFLError as error:  # a missing file is an OSError, too
+        say(f"vllm-fl: {clean(str(error), INDENTED)}", error=True)
+        if isinstance(error, UsageError):  # all that there is to say is in the message
+            return USAGE
+        say(error.more, error=True)
+        return USAGE if isinstance(error, SettingsError | UnknownOpError) else FINDING
     except OSError as error:  # a full disk, where the answer goes
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
             raise
@@ -81,7 +81,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("vllm-fl: interrupted", error=True)
         return INTERRUPTED
-    except VllmFLError as error:
-        say(f"vllm-fl: {clean(str(error))}", error=True)
-        return FINDING
     return status

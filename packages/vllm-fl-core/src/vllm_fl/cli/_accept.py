@@ -56,6 +56,12 @@ PHASES = {
 TABLED, DEFAULT = "with the table", "without it"
 
 
+class AcceptError(VllmFLError):
+    """A table cannot be accepted or turned down: the engines do not run with it as they should."""
+
+    code = "FL602"
+
+
 @dataclass(frozen=True)
 class Served:
     """What the engines did.
@@ -98,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         SettingsError: the file is no table.
         UsageError: it cannot be written, or the model is not there.
-        VllmFLError: an engine failed, or the table does not hold in it: nothing is written.
+        EngineError: an engine failed: nothing is written.
+        AcceptError: the table does not hold in it: nothing is written.
     """
     path, model = arguments.accept, arguments.model
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
@@ -228,17 +235,17 @@ def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
 
 
 def _checked(engines: Mapping[str, Engine]) -> str:
-    """The digest of the plan with the table; VllmFLError where it is not the table's."""
+    """The digest of the plan with the table; AcceptError where it is not the table's."""
     told, other = (engines[name].report["table"] for name in (TABLED, DEFAULT))
     if told is None or other is not None:
-        raise VllmFLError(
+        raise AcceptError(
             f"The engines cannot be told apart: {CONFIG} overrides VLLM_FL_TABLE. Unset it, or "
             "leave the table out of its file and set its other settings by variables"
         )
     if not told["acts"]:
-        raise VllmFLError(f"{told['reason']}. Nothing was written")
+        raise AcceptError(f"{told['reason']}. Nothing was written")
     for op, why in told["left_out"].items():
-        raise VllmFLError(
+        raise AcceptError(
             f"The table's rows of op '{op}' have no effect: {why}. Measure again with "
             "`vllm-fl tune`; nothing was written"
         )

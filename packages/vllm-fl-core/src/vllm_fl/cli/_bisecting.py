@@ -75,6 +75,12 @@ STOCK = "stock"
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
+class BisectError(VllmFLError):
+    """The plan and the baseline cannot be compared."""
+
+    code = "FL603"
+
+
 class Running(Protocol):
     """An engine that runs; see `cli._engines`."""
 
@@ -182,12 +188,13 @@ class Bisection:
         """Compare plan and baseline, and look for who makes the difference.
 
         Raises:
-            VllmFLError: an engine failed, or the baseline cannot be measured by.
+            EngineError: an engine failed.
+            BisectError: the baseline cannot be measured by.
         """
         baseline = self._answer(BASELINE)
         own = self._medians(baseline)
         if not all(map(math.isfinite, own.values())):
-            raise VllmFLError(
+            raise BisectError(
                 "The baseline's log-probabilities are not finite: nothing can be measured by it. "
                 "Name another one with --against"
             )
@@ -234,7 +241,7 @@ class Bisection:
                 differing = self._differing(ops)
                 for op in left:
                     if op in differing:
-                        raise VllmFLError(
+                        raise BisectError(
                             f"Op '{op}' runs with {ops[op]} although its list names {left[op]} "
                             "alone: it cannot be left to the baseline"
                         )
@@ -306,7 +313,7 @@ def _label(told: Mapping[str, Any]) -> str:
 def _token(op: str, label: str) -> str:
     """What asks for an implementation in an op's list."""
     if "|" in label:
-        raise VllmFLError(
+        raise BisectError(
             f"The baseline orders op '{op}' by size ({label}), which cannot be mixed with the "
             "plan's: name a policy without rows with --against"
         )

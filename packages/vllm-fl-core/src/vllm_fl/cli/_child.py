@@ -15,15 +15,22 @@ from typing import Any, NoReturn
 
 from ..errors import SettingsError, VllmFLError
 from ..plugins import breadcrumb, calling
+from ._progress import by_hand
 from ._show import UsageError, say
 
-__all__ = ["surviving"]
+__all__ = ["LoadingError", "surviving"]
 
 PATIENCE = 120.0
 """Seconds for one import or hook; the first import of torch from a network disk takes a minute."""
 
 BEAT = 0.2
 """Seconds between two looks at the child."""
+
+
+class LoadingError(VllmFLError):
+    """The process in which plugins are loaded ended without an answer."""
+
+    code = "FL205"
 
 
 def surviving(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -34,31 +41,33 @@ def surviving(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
     Raises:
         UsageError: a setting is wrong.
-        VllmFLError: the child ended where no plugin of a known name ran.
+        LoadingError: the child ended where no plugin of a known name ran.
+        VllmFLError: what `work` raised.
     """
     ended: dict[str, str] = {}
     while True:
-        answer, end, what = _once(work, ended)
+        with by_hand() as tick:  # a process that forks has one thread
+            answer, end, what = _once(work, ended, tick)
         if answer is not None:
             break
         whose = what.partition(" of ")[2]
         if not whose.startswith("plugin ") or whose in ended:
-            raise VllmFLError(
+            raise LoadingError(
                 f"the process that loads the plugins {end}"
                 + (f" while it ran {what}." if what else "; no plugin ran at that moment.")
             )
         ended[whose] = f"{what.partition(' of ')[0]} {end}"
     kind, value = answer
     if kind == "settings":
-        raise UsageError(value)
+        raise UsageError(value["message"], code=value["code"])
     if kind == "error":
-        raise VllmFLError(value)
+        raise VllmFLError(value["message"], code=value["code"])
     found: dict[str, Any] = value
     return found
 
 
 def _once(
-    work: Callable[[], dict[str, Any]], ended: dict[str, str]
+    work: Callable[[], dict[str, Any]], ended: dict[str, str], tick: Callable[[str], None]
 ) -> tuple[tuple[str, Any] | None, str, str]:
     """One child: (what it answers or None, how it ended, what it ran then)."""
     with (
@@ -77,7 +86,7 @@ def _once(
             _answer(work, writer)
         os.close(writer)
         try:
-            text, end = _wait(pid, reader, notes.fileno())
+            text, end = _wait(pid, reader, notes.fileno(), tick)
         finally:
             os.close(reader)
         crumb = breadcrumb.read(os.pread(notes.fileno(), breadcrumb.LARGEST, 0))
@@ -93,10 +102,9 @@ def _answer(work: Callable[[], dict[str, Any]], writer: int) -> NoReturn:
     try:
         try:
             answer: tuple[str, Any] = ("found", work())
-        except SettingsError as error:
-            answer = ("settings", str(error))
         except VllmFLError as error:
-            answer = ("error", str(error))
+            kind = "settings" if isinstance(error, SettingsError) else "error"
+            answer = (kind, {"message": error.message, "code": error.code})
         with open(writer, "w", encoding="utf-8") as out:
             json.dump(answer, out)
     except BaseException:
@@ -106,7 +114,7 @@ def _answer(work: Callable[[], dict[str, Any]], writer: int) -> NoReturn:
         os._exit(0)
 
 
-def _wait(pid: int, reader: int, notes: int) -> tuple[str, str]:
+def _wait(pid: int, reader: int, notes: int, tick: Callable[[str], None]) -> tuple[str, str]:
     """(what the child wrote, how it ended). One that hangs in a plugin is ended."""
     data, before, since, told = b"", b"", time.monotonic(), False
     ended: int | None = None
@@ -127,6 +135,7 @@ def _wait(pid: int, reader: int, notes: int) -> tuple[str, str]:
             if now != before:
                 before, since, told = now, time.monotonic(), False
             crumb = breadcrumb.read(now)
+            tick(crumb.what if crumb is not None else "")
             took = time.monotonic() - since
             if crumb is not None and took > breadcrumb.SLOW and not told:
                 told = True

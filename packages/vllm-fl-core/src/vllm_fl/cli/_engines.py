@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VllmFLError
+from ._progress import doing
 from ._show import say
 
-__all__ = ["Engine", "has_weights", "running"]
+__all__ = ["Engine", "EngineError", "has_weights", "running"]
 
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl.integration.workload")
 
@@ -29,6 +30,12 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
+class EngineError(VllmFLError):
+    """An engine that a verb started failed, or did not answer in time."""
+
+    code = "FL601"
+
+
 class Engine:
     """A running engine, idle until it is asked.
 
@@ -38,12 +45,12 @@ class Engine:
         log: the file of its standard error.
 
     Raises:
-        VllmFLError: it does not start.
+        EngineError: it does not start.
     """
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.name, self.process, self.log = name, process, log
-        ready = self._answer(START_TIMEOUT)
+        ready = self._answer(START_TIMEOUT, "starts")
         self.report: dict[str, Any] = ready["report"] or {}
         self.vocabulary: int = ready["vocabulary"]
         self.graph_tokens: int = ready["graph_tokens"]
@@ -52,21 +59,24 @@ class Engine:
         """Let it do something that `integration.workload` knows by name, and wait for the answer.
 
         Raises:
-            VllmFLError: it failed, or did not answer in time; with the end of its log.
+            EngineError: it failed, or did not answer in time; with the end of its log.
         """
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its log says why
             print(json.dumps({kind: what}), file=self.process.stdin, flush=True)
-        return self._answer(ANSWER_TIMEOUT)
+        return self._answer(ANSWER_TIMEOUT, "works")
 
-    def _answer(self, timeout: float) -> dict[str, Any]:
+    def _answer(self, timeout: float, what: str) -> dict[str, Any]:
         assert self.process.stdout is not None
-        with selectors.DefaultSelector() as selector:
+        with (
+            doing(f"the engine {self.name} {what}"),
+            selectors.DefaultSelector() as selector,
+        ):
             selector.register(self.process.stdout, selectors.EVENT_READ)
             line = self.process.stdout.readline() if selector.select(timeout) else ""
         if not line:
             end = self.log.read_text(errors="replace")[-4000:]
-            raise VllmFLError(
+            raise EngineError(
                 f"The engine {self.name} failed, or did not answer within {timeout:.0f} s. The end "
                 f"of its log:\n{end}"
             )
@@ -98,7 +108,7 @@ def running(
         steps_aside: whether they make vllm-fl step aside: the engine's report is empty.
 
     Raises:
-        VllmFLError: it does not start.
+        EngineError: it does not start.
     """
     say(f"starting an engine {name}", error=True)
     options = {**({} if has_weights(model) else {"load_format": "dummy"}), **options}

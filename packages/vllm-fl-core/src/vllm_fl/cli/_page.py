@@ -174,7 +174,11 @@ def _op_section(key: str, name: str, op: TunedOp, look: Mapping[str, Look]) -> M
         parts.append(_el("p", "Nothing of it was measured."))
     for what, caption, said in (
         ("rejected", "rejected, not timed", attrgetter("rejected")),
-        ("slower", "slower in one of the op's calls, so that it serves none", attrgetter("slower")),
+        (
+            "slower",
+            "slower in one of the op's calls, or to launch, so that it serves none",
+            attrgetter("slower"),
+        ),
     ):
         if rows := _reasons(op, said, look):
             headings = ("implementation", "at tokens", "reason")
@@ -272,7 +276,9 @@ def _why(op: TunedOp, tokens: int, impl: str) -> tuple[str, Figure | None]:
     best = max(timed, key=lambda f: f.ratio or 0, default=None)
     told = []
     if best is not None and best.slower:
-        told.append(f"the fastest other, {best.impl}, is slower in one of the op's calls")
+        told.append(
+            f"the fastest other, {best.impl}, is slower in one of the op's calls, or to launch"
+        )
     elif best is not None:
         told.append(f"no other was faster by enough; the fastest of them: {best.impl}")
     elif not others:

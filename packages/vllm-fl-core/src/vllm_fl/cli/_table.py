@@ -32,7 +32,7 @@ def obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
     try:
         device = device_of(None)
     except UsageError as error:
-        return str(error)
+        return error.message
     table = settings.pinned.table
     return table.differs(here(table, snapshot, device, serves=False)) or unaccepted(settings)
 

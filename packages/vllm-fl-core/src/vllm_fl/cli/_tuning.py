@@ -53,6 +53,8 @@ class Subject:
         mode: how the engine will run it.
         dtype, device: of the model.
         absent: the ops that it cannot have.
+        captured: the tokens of the largest batch of which it will capture a graph, 0 where it will
+            capture none; None where that is not known.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Subject:
     dtype: torch.dtype
     device: torch.device
     absent: frozenset[str]
+    captured: int | None = None
 
     @property
     def told(self) -> dict[str, float]:
@@ -179,6 +182,7 @@ class Work:
                 subject.sizes,
                 seed=random.SystemRandom().randrange(1 << 32),
                 clock=CLOCK,
+                captured=subject.captured,
             )
             if tuning.forms:
                 owners = self.manager.registry.snapshot().owners
@@ -328,6 +332,34 @@ class Work:
             c.name for c in contenders if c.name == STOCK or not any(map(is_opaque, c.impls))
         )
 
+    def _measured(self, op: str) -> list[Measured]:
+        return [self._found[op, tokens] for tokens in self.subject.tokens]
+
+    def _is_by_range(self, op: str, tuning: OpTuning) -> bool:
+        """Whether an engine inlines the op by range of sizes: not on a CPU, whose model vLLM traces
+        and compiles once; nor where an operator writes over its arguments, but in vLLM's IR."""
+        if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
+            return False
+        places = self._bindings[op].places if op in self._bindings else ()
+        if any(isinstance(place, IrPlace) for place in places):
+            return True
+        layers = [place for place in places if isinstance(place, LayerPlace)]
+        granted = {name for place in layers for name in place.grants}
+        impls = [impl for contender in tuning.contenders for impl in contender.impls]
+        return bool(layers) and not any(impl.consumes & granted for impl in impls)
+
+    def _edges(self) -> tuple[int, ...]:
+        """Where to split the numbers of tokens: all ops stand in the same graphs."""
+        from ..engine.ranges import MOST
+        from ..engine.timing import best_edges
+
+        ops = [
+            (self._measured(op), self._inlined(op, tuning))
+            for op, tuning in self._tunings.items()
+            if self._is_by_range(op, tuning)
+        ]
+        return best_edges(ops, MOST)
+
     def table(self) -> Table:
         """What came of it."""
         from ..engine.identity import contract_digest
@@ -335,11 +367,13 @@ class Work:
 
         subject, heading = self.subject, self.heading
         ops = {}
+        edges = self._edges()
         for op, tuning in self._tunings.items():
-            measured = [self._found[op, tokens] for tokens in subject.tokens]
+            measured = self._measured(op)
             figures = tuple(figure for one in measured for figure in one.figures())
             digest = contract_digest(tuning.spec)
-            rows = rows_of(measured, self._inlined(op, tuning))
+            by_range = edges if self._is_by_range(op, tuning) else ()
+            rows = rows_of(measured, self._inlined(op, tuning), by_range)
             ops[op] = TunedOp(digest, tuning.default, rows, figures)
         return Table(
             heading["identity"],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 
+from ._progress import by_hand
 from ._show import say
 
 __all__ = ["TookTooLong", "Watch"]
@@ -48,6 +49,8 @@ class Watch:
         self._lock = threading.Lock()
 
     def __enter__(self) -> Watch:
+        self._silenced = by_hand()  # it tells by itself
+        self._silenced.__enter__()
         threading.Thread(target=self._run, daemon=True).start()
         return self
 
@@ -55,6 +58,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: object, where: TracebackType | None
     ) -> None:
         self._ended.set()
+        self._silenced.__exit__(None, None, None)
 
     @property
     def running(self) -> str:

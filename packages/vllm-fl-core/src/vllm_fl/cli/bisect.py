@@ -38,6 +38,7 @@ from ._bisecting import (
 )
 from ._engines import Engine, has_weights, running
 from ._part import INTERRUPTED, PartFile, ended_by_signal
+from ._progress import doing
 from ._show import UsageError, print_json, print_table, say
 
 PART = "vllm-fl-bisect.part"
@@ -171,9 +172,10 @@ def _ids(line: str) -> list[int]:
 
 def _encoded(model: str, texts: list[str]) -> list[list[int]]:
     try:
-        from ..integration.models import encoded
+        with doing("reading the model's tokenizer"):
+            from ..integration.models import encoded
 
-        return encoded(model, texts)
+            return encoded(model, texts)
     except Exception as error:  # whatever a tokenizer raises that is not there, or not whole
         why = clean(str(error)) or type(error).__name__
         raise UsageError(f"--model {model}: its tokenizer cannot be used: {why}") from error

@@ -33,7 +33,7 @@ from . import plugins as plugins_verb
 from ._child import surviving
 from ._effects import find_disagreements, find_idle, find_unknown, warned
 from ._environment import distributions, torch_build, torch_facts
-from ._finding import contained
+from ._finding import code_of, contained
 from ._installed import CHECKS
 from ._quiet import quiet
 from ._show import print_json, print_table, say
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             facts=facts,
             plugins=rows,
             unchecked=unchecked,
-            findings=[vars(finding) for finding in findings],
+            findings=[{"code": code_of(f), **vars(f)} for f in findings],
         )
         return 1 if findings else 0
     print_table(["what", "found"], facts.items())
@@ -73,7 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"\n{len(findings)} finding{'s' * (len(findings) != 1)}" + ":" * bool(findings))
     for number, finding in enumerate(findings, 1):
         what, why, todo = map(clean, (finding.what, finding.why, finding.todo))
+        code = code_of(finding)
+        if code is not None and f"[{code}]" not in what:
+            what = f"{what} [{code}]"
         say(f"\n{number}. {what}\n   Why: {why}\n   Do:  {todo}")
+    if any(map(code_of, findings)):
+        say("\n`vllm-fl explain CODE` says more of each: what it means, and what to do.")
     return 1 if findings else 0
 
 

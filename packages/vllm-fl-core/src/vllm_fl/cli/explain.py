@@ -1,4 +1,4 @@
-"""`vllm-fl explain`: every candidate of one op, and why it was selected or rejected."""
+"""`vllm-fl explain`: every candidate of one op and why it was chosen; or an error's code."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX
 from . import _table
 from ._candidates import as_rows
+from ._codes import codes, is_code, page, title
 from ._replaced import replaced_layers
 from ._show import UsageError, print_json, print_table, say
 from .policy import merged_from
@@ -53,7 +54,11 @@ FILTERS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The op, and the engine's mode."""
-    parser.add_argument("op", metavar="OP", help="the op, as `vllm-fl ops` names it")
+    parser.add_argument(
+        "op",
+        metavar="OP",
+        help="the op, as `vllm-fl ops` names it; or the code of an error or a finding (FL102)",
+    )
     parser.add_argument(
         "--mode",
         choices=tuple(WHERE),
@@ -69,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when nothing may run."""
+    if is_code(arguments.op):
+        return _show_code(arguments.op.upper(), as_json=arguments.json)
     manager = get_default_manager()
     op, snapshot = arguments.op, manager.registry.snapshot()
     spec = snapshot.contracts.get(op)
@@ -150,6 +157,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(selected) else 1
 
 
+def _show_code(code: str, *, as_json: bool) -> int:
+    """The page of a code. It needs no plugin and no settings, which may be what is wrong."""
+    text = page(code)
+    if text is None:
+        raise UsageError(f"{code}: there is no such code. Known: {', '.join(codes())}")
+    if as_json:
+        print_json(code=code, title=title(text), page=text)
+    else:
+        say(text.rstrip())
+    return 0
+
+
 def _view(manager: OpManager, op: str, mode: str, settings: Settings) -> dict[str, Any]:
     """One mode's trace as JSON data."""
     engine = mode != "script"
@@ -210,7 +229,8 @@ def places_of(binding: Binding) -> list[str]:
             case AttentionPlace():
                 told.append("the attention layers, by class path")
             case FusionPlace():
-                told.append(f"where vLLM's pass {place.path.rpartition('.')[2]} finds it")
+                ours = ", or one of ours on a plugin's device" * bool(place.own)
+                told.append(f"where vLLM's pass {place.path.rpartition('.')[2]} finds it{ours}")
     return list(dict.fromkeys(told))
 
 
@@ -271,7 +291,8 @@ def _show(
             if view["mode"] == "compiled":
                 say(
                     "The compiler takes it whole, as one operator that looks its row up when it "
-                    "runs: nothing is fused into it, at no size."
+                    "runs: nothing is fused into it. Where vLLM compiles by range of sizes, as on "
+                    "GPUs, what can be traced is inlined in its range: the start line says where."
                 )
         else:
             _show_order(f"\n{where}", view, origin=f"  ({view['origin']})")

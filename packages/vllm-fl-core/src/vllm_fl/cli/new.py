@@ -18,14 +18,12 @@ from ..dispatch import get_default_manager
 from ..dispatch.startup import known_platforms
 from ..settings.policy import closest
 from ..settings.values import PLATFORMS, normalise_platform
-from ._show import print_json, say
+from ._show import UsageError, print_json, say
 
 __all__ = ["add_arguments", "run"]
 
 RESERVED = ("core", "default", "fl", "flagos", "impl", "reference", "stock", "vendor", "vllm")
 """Tokens of the policy, and names of our own."""
-
-USAGE = 2
 
 TEMPLATE = files("vllm_fl") / "templates" / "backend"
 """A whole package of the vendor `acme`."""
@@ -84,7 +82,7 @@ class Package:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 2 and write nothing when the name or the folder will not do."""
+    """UsageError, and nothing is written, when the name or the folder will not do."""
     name, parent = arguments.name, arguments.dir
     folder = parent / f"vllm-fl-{name}"
     asked = arguments.ops
@@ -97,8 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             problem = f"{folder} cannot be written: {error}"
     if problem is not None:
-        say(f"vllm-fl new: {problem}", error=True)
-        return USAGE
+        raise UsageError(problem)
     if arguments.json:
         print_json(name=name, platform=platform or name, ops=list(ops), folder=str(folder))
     else:

@@ -26,6 +26,7 @@ from ..settings.table import DEFAULT, Figure, Table, TunedOp
 from ..text import clean, quote
 from . import _accept
 from ._part import INTERRUPTED, PartFile, ended_by_signal
+from ._progress import doing
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
 from ._tuning import STOCK, Subject, Work
@@ -218,17 +219,20 @@ def _subject(
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
         absent: frozenset[str] = frozenset()
+        captured = None
     else:
         try:
-            from ..integration.models import describe
+            with doing("reading the model as vLLM does"):
+                from ..integration.models import describe
 
-            model = describe(arguments.model, arguments.mode, arguments.dtype, bindings)
+                model = describe(arguments.model, arguments.mode, arguments.dtype, bindings)
         except Exception as error:  # whatever vLLM raises for a model that it cannot serve
             why = clean(str(error)) or type(error).__name__
             raise UsageError(f"--model {arguments.model}: vLLM cannot read it: {why}") from error
         sizes, dtype, absent = model.sizes, model.dtype, model.absent
         largest = sizes.tokens[-1]
         tokens = asked or tuple(sorted({*_powers(largest), *model.captured}))
+        captured = max(model.captured, default=0)
     return Subject(
         arguments.model or arguments.sizes,
         replace(sizes, tokens=(1, max(tokens))),
@@ -237,6 +241,7 @@ def _subject(
         dtype,
         device,
         absent,
+        captured,
     )
 
 

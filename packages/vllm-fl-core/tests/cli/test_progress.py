@@ -1,0 +1,125 @@
+"""No verb is silent for long."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from commands import Command, Plugin
+
+from vllm_fl.cli import _progress, _show
+from vllm_fl.cli._watch import Watch
+
+STALLS = """
+import vllm_fl.cli._progress as _
+assert _.told.wait(60), "nobody said what runs"
+
+@hookimpl
+def register_ops():
+    return [vendor("acme")]
+"""
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a line was said; none is waited for."""
+    event = threading.Event()
+
+    def say(text: str, *, error: bool) -> None:
+        _show.say(text, error=error)
+        event.set()
+
+    monkeypatch.setattr(_progress, "QUIET", 0.0)
+    monkeypatch.setattr(_progress, "BEAT", 0.01)
+    monkeypatch.setattr(_progress, "say", say)
+    monkeypatch.setattr(_progress, "told", event, raising=False)
+    return event
+
+
+def lines(err: str, verb: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith(f"vllm-fl {verb}: ")]
+
+
+@pytest.mark.parametrize("verb", ["ops", "policy"])
+def test_what_a_plugin_does_is_named_while_it_runs(
+    fl: Command, plugin: Plugin, told: threading.Event, verb: str
+) -> None:
+    name = plugin(STALLS)
+    done = fl(verb, "--json")
+    assert done.json()  # on standard output there is nothing else
+    (line, *_) = lines(done.err, verb)
+    assert "at work (" in line or ("the import" in line and name in line)
+    assert told.is_set()
+
+
+def test_a_verb_that_waits_for_a_child_says_so_without_a_thread(
+    fl: Command, plugin: Plugin, told: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin()
+    alive: list[bool] = []
+
+    def fork() -> int:
+        at = _progress._current
+        assert at is not None and at._thread is not None
+        alive.append(at._thread.is_alive())
+        return forked()
+
+    forked = os.fork
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(_progress, "BEAT", 3600.0)  # the thread never gets to say anything
+    done = fl("plugins", "--json")
+    assert done.status == 0 and done.json()["plugins"]
+    assert lines(done.err, "plugins")
+    assert alive == [False]
+
+
+def test_there_is_one_line_and_the_next_a_while_later(
+    told: threading.Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = _progress._Progress("ops")
+    at.tick()
+    at.tick()
+    assert len(lines(capsys.readouterr().err, "ops")) == 1
+
+
+def test_what_is_said_otherwise_counts_too(
+    told: threading.Event, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_progress, "QUIET", 1000.0)
+    at = _progress._Progress("ops")
+    at._start -= 2000
+    _show.say("an answer")
+    at.tick()
+    assert lines(capsys.readouterr().err, "ops") == []
+
+
+def test_what_a_verb_is_at_is_said_until_it_is_done(
+    told: threading.Event, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_progress, "EVERY", 0.0)
+    monkeypatch.setattr(_progress, "BEAT", 3600.0)
+    with _progress.progress("tune"), _progress.by_hand() as tick:
+        with _progress.doing("reading the model"):
+            tick("the import of acme")
+        tick("the import of acme")
+        tick("")
+    said = [line.partition(" (")[0] for line in lines(capsys.readouterr().err, "tune")]
+    assert said == [
+        f"vllm-fl tune: {what}" for what in ("reading the model", "the import of acme", "at work")
+    ]
+
+
+def test_a_run_that_is_watched_tells_by_itself(
+    told: threading.Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _progress.progress("verify"), Watch(1, 60.0, lambda: None) as watch:
+        told.clear()
+        capsys.readouterr()
+        watch.begin("rms_norm")
+        assert not told.wait(0.2)
+
+
+def test_nothing_is_left_of_a_verb_that_fails(fl: Command) -> None:
+    assert fl("explain", "FL999").status == 2
+    assert _progress._current is None
