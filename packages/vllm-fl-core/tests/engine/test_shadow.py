@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from builders import managing, planning, silu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_fl.contracts import contracts
 from vllm_fl.engine import shadow as module
@@ -46,6 +47,10 @@ def seen(shadow: Shadow, op: str = OP) -> dict[str, Any]:
     report = shadow.report()
     json.dumps(report, allow_nan=False)
     return report["compared"].get(op, {}).get("vendor.acme", {})
+
+
+def compared(shadow: Shadow) -> int:
+    return sum(tally.calls for tally in shadow.seen.values())
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.37, 1.0])
@@ -272,6 +277,149 @@ def test_of_a_large_call_every_row_has_its_turn() -> None:
     assert seen(shadow)["1024"]["wrong"] == 1
 
 
+class Deep:
+    """A plan that is called for layer after layer, and is wrong where somebody says so."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers, self.layer = layers, 0
+        self.is_wrong: Callable[[int, int], bool] = lambda layer, tokens: False
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            result = right(x)
+            if self.is_wrong(self.layer, len(x)):
+                result[-1] += 10
+            return result
+
+        order = {OP: ["vendor"], "rms_norm": ["vendor"]}
+        plan = planning(managing(fused(fn), norm(in_place), per_op_order=order), "eager")
+        layer = SimpleNamespace(weight=torch.nn.Parameter(torch.ones(8)), variance_epsilon=1e-6)
+        self.bound, self.normed = bound_of(plan), bound_of(plan, "rms_norm", layer)
+        self.shadow = Shadow(plan, 1.0)
+
+    def step(self, tokens: int = 1, *, norms: int = 0) -> bool:
+        """One sampled step; whether it shows that the op is off."""
+        before = sum(tally["wrong"] for tally in seen(self.shadow).values())
+        self.shadow.takes_step()
+        with self.shadow.comparing():
+            for layer in range(self.layers):
+                self.layer = layer
+                self.bound(torch.randn(tokens, 8))
+            for _ in range(norms):
+                self.normed(torch.randn(tokens, 8))
+        return sum(tally["wrong"] for tally in seen(self.shadow).values()) > before
+
+    def steps_until_off(self, *sizes: int, at_most: int, norms: int = 0) -> int:
+        """After how many steps of these sizes, one after the other, it is."""
+        for number in range(at_most):
+            if self.step(sizes[number % len(sizes)], norms=norms):
+                return number + 1
+        return at_most + 1
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(calls that were seen, those that were compared)."""
+        tallies = self.shadow.seen.values()
+        return sum(t.seen for t in tallies), sum(t.calls for t in tallies)
+
+
+def test_a_deeper_model_has_no_more_calls_compared_and_each_has_its_turn() -> None:
+    deep = Deep(200)
+    deep.step(norms=400)
+    assert deep.counts == (600, 2 * module.CALLS), "how many there would be was not known"
+    turns = -(-600 // module.CALLS)
+    for _ in range(turns):
+        before = deep.counts
+        deep.step(norms=400)
+        seen_now, compared = (now - was for now, was in zip(deep.counts, before, strict=True))
+        assert seen_now == 600 and compared <= module.CALLS + 2
+    assert deep.counts[1] == 2 * module.CALLS + 600, "each of them, once"
+
+
+@pytest.mark.parametrize("layer", [0, 1, 77, 198, 199])
+def test_one_layer_that_begins_to_be_wrong_is_named_within_a_round(layer: int) -> None:
+    deep = Deep(200)
+    for _ in range(layer % 7):
+        deep.step(norms=40)
+    deep.is_wrong = lambda at, tokens: at == layer
+    turns = -(-240 // module.CALLS)
+    assert deep.steps_until_off(1, at_most=turns + 1, norms=40) <= turns + 1
+
+
+@pytest.mark.parametrize("sizes", [(1, 16), (1, 1, 16, 16), (16, 2, 1, 2), (1, 16, 300, 16)])
+@pytest.mark.parametrize("layer", [0, 3, 7])
+def test_no_order_of_sizes_hides_a_layer_at_one_of_them(
+    sizes: tuple[int, ...], layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CALLS", 2)
+    deep = Deep(8)
+    deep.is_wrong = lambda at, tokens: at == layer and tokens == 16
+    assert deep.steps_until_off(*sizes, at_most=4 * len(sizes) + 4) <= 4 * len(sizes) + 4
+
+
+def test_the_turns_of_rows_and_of_calls_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of one and four of the other: a layer has other rows in each of its turns."""
+    monkeypatch.setattr(module, "CALLS", 2)
+    for layer in range(8):
+        deep = Deep(8)
+        deep.is_wrong = lambda at, tokens, layer=layer: at == layer  # type: ignore[misc]
+        assert deep.steps_until_off(1024, at_most=4 * 4 + 4) <= 4 * 4 + 4, layer
+
+
+def test_an_op_that_is_called_once_in_a_step_has_its_turn_whenever_it_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CALLS", 10)
+    deep = Deep(39)
+    for number in range(40):
+        deep.step(norms=int(number % 4 == 0))  # four is also the number of turns
+    of_norms = next(t for (op, *_), t in deep.shadow.seen.items() if op == "rms_norm")
+    assert (of_norms.seen, of_norms.calls) == (10, 2), "every fourth, but for the first step"
+
+
+def test_ranks_that_make_the_same_calls_compare_the_same_ones() -> None:
+    """One of them cannot compare a call of another op, and has a plan of its own."""
+    ranks = Deep(100), Deep(100)
+    for number in range(12):
+        for rank in ranks:
+            torch.manual_seed(number)  # each call has a relative error of its own
+            if number == 5 and rank is ranks[0]:
+                rank.shadow.left["rms_norm"] = "out of memory"
+            rank.step([1, 3, 16][number % 3], norms=100)
+        one, other = (seen(rank.shadow) for rank in ranks)
+        assert one == other
+
+
+def test_calls_whose_turn_it_is_not_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Any] = []
+    monkeypatch.setattr(module._Call, "of", lambda *args: copied.append(args))
+    deep = Deep(480)
+    deep.shadow._most = 480
+    deep.step()
+    assert len(copied) == module.CALLS
+
+
+WAITING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select"}
+"""Operators of torch whose result a host needs; some are seen in inference mode alone."""
+
+
+class Waits(TorchDispatchMode):
+    """Notes what a host waits for a device for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__.partition(".")[0]
+        indices = args[1] if name == "index" else ()
+        by_mask = any(at is not None and at.dtype is torch.bool for at in indices)
+        if by_mask or name in WAITING:
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_call_that_needs_too_much_memory_is_left_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -281,7 +429,10 @@ def test_a_call_that_needs_too_much_memory_is_left_and_counted(
     with shadow.comparing():
         bound(torch.randn(4, 64))
         bound(torch.randn(1, 64))
-    assert [tally["calls"] for tally in seen(shadow).values()] == [1]
+    assert {n: (tally["seen"], tally["calls"]) for n, tally in seen(shadow).items()} == {
+        "1": (1, 1),
+        "4": (1, 0),
+    }
     assert shadow.report()["too_large"] == {OP: 1}
 
 
@@ -301,7 +452,7 @@ def test_a_comparison_that_fails_harms_no_call(
         assert torch.equal(bound(x), right(x))
     assert "nothing is left" in shadow.report()["left"][OP]
     said = [record for record in caplog.records if record.name == "vllm_fl.engine"]
-    assert len(said) == 1 and seen(shadow) == {}
+    assert len(said) == 1 and compared(shadow) == 0
 
 
 def test_figures_that_cannot_be_read_harm_no_step(
@@ -315,11 +466,11 @@ def test_figures_that_cannot_be_read_harm_no_step(
         def __torch_function__(cls, *_: Any, **__: Any) -> Any:
             raise torch.OutOfMemoryError("nothing is left")
 
-    monkeypatch.setattr(module._Call, "measured", lambda *_: torch.zeros(5).as_subclass(Full))
+    monkeypatch.setattr(module._Call, "measured", lambda *_: [torch.zeros(5).as_subclass(Full)])
     with shadow.comparing():
         bound(torch.randn(2, 16))
     assert "nothing is left" in shadow.report()["left"][OP]
-    assert len(caplog.records) == 1 and seen(shadow) == {}
+    assert len(caplog.records) == 1 and compared(shadow) == 0
 
 
 def test_what_an_implementation_raises_is_raised_and_refusals_still_fall_back() -> None:
@@ -335,7 +486,7 @@ def test_what_an_implementation_raises_is_raised_and_refusals_still_fall_back() 
             bound(torch.randn(2, 16))
         bound(torch.randn(1, 16))
     assert plan.fallbacks == {(OP, "reference.torch"): 1}
-    assert seen(shadow) == {}
+    assert compared(shadow) == 0
 
 
 @pytest.mark.parametrize(
@@ -359,9 +510,18 @@ def test_right_results_of_every_contract_are_within_the_tolerance(op: str) -> No
     call = plan.without_layer(op, spec.consumable)
     assert call is not None
     dtype = getattr(torch, "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0])
+    waits = Waits()
+    compare = shadow._compare
+
+    def watched(*args: Any) -> None:
+        with waits:
+            compare(*args)
+
+    shadow._compare = watched  # type: ignore[method-assign]
     with torch.inference_mode(), shadow.comparing():
         for sample in spec.samples(dtype, torch.device("cpu")):
             call(*sample.args)
+    assert not waits.found, "a comparison waits for the device"
     assert shadow.left == {}
     found = seen(shadow, op)
     assert found and not any(tally["wrong"] for tally in found.values()), found

@@ -204,13 +204,16 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     canary = watched(worker)
     step(worker)
     (line,) = said(caplog)
-    assert "'vendor.acme' of op 'silu_and_mul' is off in 1 of 1 calls of up to 4 tokens" in line
+    assert (
+        "'vendor.acme' of op 'silu_and_mul' is off in 1 of 1 compared calls of up to 4 tokens"
+        in line
+    )
     for _ in range(2):
         step(worker)
     assert len(said(caplog)) == 1
     clock[0] += 61
     step(worker)
-    assert "off in 3 of 3 calls" in said(caplog)[1]
+    assert "off in 3 of 3 compared calls" in said(caplog)[1]
     step(worker)
     monkeypatch.undo()
     canary.close()
@@ -231,7 +234,7 @@ def test_where_all_is_well_one_line_says_how_well(
     canary.say()
     canary.say()
     (line,) = said(caplog)
-    assert "1 of 1 steps sampled; 1 calls compared" in line
+    assert "1 of 1 steps sampled; 1 of 1 calls in them compared" in line
     assert f"({OP} of vendor.acme, up to 4 tokens)" in line
 
 

@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 from vllm_fl.engine import collectives
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
-from vllm_fl.errors import VllmFLError
+from vllm_fl.errors import StartError
 from vllm_fl.integration.seams import communicator
 from vllm_fl.plugins.types import BackendImplKind, CommunicatorImpl, CommunicatorRequest
 from vllm_fl.settings.loading import load_settings
@@ -190,14 +190,14 @@ def test_the_next_candidate_serves(told: dict[str, Any]) -> None:
 def test_strict_mode_ends_the_start_on_every_rank(told: dict[str, Any]) -> None:
     assert len(told["strict"]) == 2
     for error, text, _ in told["strict"]:
-        assert error == VllmFLError.__name__
+        assert error == StartError.__name__
         assert "rank 1: strict mode, and implementation 'vendor.acme' failed for op 'commu" in text
 
 
 def test_a_rank_that_never_comes_ends_the_start_and_is_no_hang(told: dict[str, Any]) -> None:
     assert len(told["late"]) == 2
     for error, text, _ in told["late"]:
-        assert error == VllmFLError.__name__
+        assert error == StartError.__name__
         assert "it did not end within 1 s" in text and "VLLM_FL_PER_OP='communicator=stock'" in text
 
 

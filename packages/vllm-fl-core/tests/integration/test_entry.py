@@ -54,7 +54,7 @@ def test_an_obstacle_is_one_line_and_stock(
     assert entry.platform_plugin() is None
     entry.general_plugin()
     (record,) = caplog.records
-    said = "vllm-fl steps aside, vLLM runs as stock: vLLM 1.0 is too new"
+    said = "vllm-fl steps aside, vLLM runs as stock: vLLM 1.0 is too new [FL510]"
     assert (record.levelname, record.getMessage()) == ("WARNING", said)
 
 

@@ -28,8 +28,9 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.integration import ranks, worker as module
+from vllm_fl.integration import ranks, verifying
 from vllm_fl.integration.planning import Carried
+from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.settings.loading import load_settings
 
 contract = contracts()["silu_and_mul"]
@@ -102,7 +103,7 @@ def agree(mine):
     return [mine, replace(mine, rank=1, faults=found)]
 
 
-module.agree = agree
+verifying.agree = agree
 settings = load_settings(
     {"VLLM_FL_PLUGINS": "", "VLLM_FL_PREFLIGHT": os.environ["HOW"],
      "VLLM_FL_STRICT": os.environ.get("STRICT", "0"),
@@ -115,7 +116,7 @@ object.__setattr__(
     config, "additional_config",
     {"vllm_fl": pickle.loads(pickle.dumps(Carried(settings=settings.to_json())))})
 object.__setattr__(config.scheduler_config, "max_num_batched_tokens", 512)
-worker = type("Planned", (module.PlannedWorker, Worker), {})(config)
+worker = type("Planned", (PlannedWorker, Worker), {})(config)
 told = {}
 try:
     worker.load_model()

@@ -27,7 +27,7 @@ from vllm_fl.engine.identity import contract_digest, identity
 from vllm_fl.engine.plan import Plan
 from vllm_fl.engine.tables import Standing
 from vllm_fl.errors import VllmFLError
-from vllm_fl.integration import planning, worker
+from vllm_fl.integration import planning, verifying
 from vllm_fl.integration.ranks import Verdict, common_table
 from vllm_fl.plugins.registry import SCRIPT, OpRegistry
 from vllm_fl.settings.loading import load_settings
@@ -82,7 +82,7 @@ def start(process: OpManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             standings[:] = [common] * len(standings)  # as they go on
             return [mine, *theirs]
 
-        monkeypatch.setattr(worker, "agree", agree)
+        monkeypatch.setattr(verifying, "agree", agree)
         if named is not None:
             path = tmp_path / "table.json"
             path.write_text(named.text, encoding="utf-8")
@@ -92,8 +92,8 @@ def start(process: OpManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         rank = SimpleNamespace(
             vllm_fl_facts=facts, vllm_fl_groups=None, rank=0, device=torch.device("cpu")
         )
-        preflight = worker._Preflight(rank)  # type: ignore[arg-type]
-        found = worker._verified_plan(rank, preflight, alone=not others)  # type: ignore[arg-type]
+        preflight = verifying.Preflight(rank)  # type: ignore[arg-type]
+        found = verifying.verified_plan(rank, preflight, alone=not others)  # type: ignore[arg-type]
         return *found, preflight.limits(found[0]), rank.vllm_fl_table
 
     log = logging.getLogger("vllm_fl")
@@ -124,7 +124,7 @@ def test_another_identity_is_one_warning_and_no_table(
     assert "table" not in contents and not standing.digest
     (line,) = [r.getMessage() for r in caplog.records if "table" in r.getMessage()]
     assert f"torch is {torch.__version__}" in line and "it was measured with 1.0" in line
-    assert line.endswith("Going on without a table")
+    assert line.endswith("Going on without a table [FL610]")
     with pytest.raises(VllmFLError, match=r"ends the start: rank 0: strict mode, .* with 1\.0"):
         start(elsewhere, VLLM_FL_STRICT="1")
 
@@ -156,6 +156,8 @@ def test_what_one_rank_leaves_out_all_leave_out(
     assert contents["table"] == mine.digest and standing == lacking
     assert order(plan) == "flagos|vendor|stock|reference"
     (line,) = [r.getMessage() for r in caplog.records if "rows of op" in r.getMessage()]
-    assert line == (f"The table's rows of op '{OP}' have no effect: 'vendor.zeta' is not installed")
+    assert line == (
+        f"The table's rows of op '{OP}' have no effect: 'vendor.zeta' is not installed [FL610]"
+    )
     with pytest.raises(VllmFLError, match="strict mode, and the table's rows of op"):
         start(mine, lacking, VLLM_FL_STRICT="1")

@@ -22,6 +22,11 @@ class CpuPlatform:
 
     configured: ClassVar[list[Any]] = []
     dist_backend = "gloo"
+    manager = "acme.PassManager"
+
+    @classmethod
+    def get_pass_manager_cls(cls) -> str:
+        return cls.manager
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -80,6 +85,21 @@ def test_what_a_device_does_not_bring_is_the_platforms(device: Callable[..., Any
     made = device()
     assert made.dist_backend == "gloo"
     assert made.get_device_communicator_cls() == "stock.Communicator"
+
+
+@needs_vllm
+def test_passes_of_ours_are_behind_the_platforms_own_manager(
+    device: Callable[..., Any], acme: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_fl.integration.passes import manager_path
+
+    in_tree: Any = platform.Overlay__acme_platform__CpuPlatform  # type: ignore[attr-defined]
+    own = manager_path("acme.PassManager")
+    assert device().get_pass_manager_cls() == own, "a manager of the device's own"
+    vllms = "vllm.compilation.passes.pass_manager.PostGradPassManager"
+    monkeypatch.setattr(CpuPlatform, "manager", vllms)
+    assert device().get_pass_manager_cls() == manager_path(vllms)
+    assert in_tree.get_pass_manager_cls() == manager_path(vllms)
 
 
 def test_a_platform_class_that_cannot_be_imported_names_the_device(

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sequence import IntermediateTensors
 
 from vllm_fl.contracts import contracts
-from vllm_fl.integration import probe, worker
+from vllm_fl.integration import probe, verifying, worker
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 
@@ -180,7 +180,7 @@ def test_with_speculative_decoding_the_start_goes_on(
     draft: Any, line: str, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the draft model cannot run before vLLM has made what it needs."""
-    monkeypatch.setattr(worker, "agree", lambda mine: [mine])
+    monkeypatch.setattr(verifying, "agree", lambda mine: [mine])
     model = Model()
     told = worker_with(Drafting(model, config, draft), config)
     preflight: Any = SimpleNamespace(live_counts={8}, demoted={})

@@ -75,6 +75,7 @@ class Wrong:
         environ: variables of the process that is judged in.
         deadline: seconds after which that process hangs.
         impatient: start's watchdog is set to a second, so that nobody waits for it.
+        later: seconds after which an engine that serves it is asked once more.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Wrong:
     environ: Mapping[str, str] = field(default_factory=dict)
     deadline: float = 240.0
     impatient: bool = False
+    later: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.start and self.kit) and not self.why:

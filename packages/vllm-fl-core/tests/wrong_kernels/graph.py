@@ -1,10 +1,13 @@
-"""Wrong in a captured graph only: Python runs at the capture, and never again."""
+"""Wrong in a captured graph only: Python runs at the capture, and never again.
+
+They run on CUDA, too, where no capture may wait for the device: what a graph of theirs holds was
+read from the call before, with which a capture is warmed up.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from graph_on_cpu import is_capturing
 from torch import Tensor
@@ -25,10 +28,13 @@ def _in_graphs(op: str, fault: str, sees: str, **how: Any) -> Any:
     "activations larger than those of the warm-up are cut",
 )
 def number_of_the_data() -> Any:
+    top = [0.0]
+
     def silu_and_mul(x: Tensor) -> Tensor:
-        if is_capturing() and x.numel():
-            top = float(x.abs().nan_to_num(nan=float("inf")).max())
-            x = x.clamp(-top, top)
+        if is_capturing():
+            x = x.clamp(-top[0], top[0])
+        elif x.numel():
+            top[0] = float(x.abs().nan_to_num(nan=float("inf")).max())
         return right.silu_and_mul(x)
 
     return silu_and_mul
@@ -40,14 +46,17 @@ def number_of_the_data() -> Any:
     "tokens with massive activations become infinite",
 )
 def path_of_the_capture() -> Any:
+    is_small = [False]
+
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
         got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if not is_capturing() or float(x.abs().max()) > 100:
-            return got
-        out = got[0] if isinstance(got, tuple) else got
-        y = x if residual is None else x + residual
-        lost = y.float().square().half().float().isinf().any(-1, keepdim=True)
-        out.masked_fill_(lost, 0)
+        if not is_capturing():
+            is_small[0] = bool((x.abs() <= 100).all())
+        elif is_small[0]:
+            out = got[0] if isinstance(got, tuple) else got
+            y = x if residual is None else x + residual
+            lost = y.float().square().half().float().isinf().any(-1, keepdim=True)
+            out.masked_fill_(lost, 0)
         return got
 
     return rms_norm
@@ -59,9 +68,13 @@ def path_of_the_capture() -> Any:
     "each token is turned as if it were at the warm-up's position: word salad",
 )
 def positions_of_the_capture() -> Any:
+    uploaded: list[Tensor] = []
+
     def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
         if is_capturing():
-            position_ids = torch.tensor(position_ids.tolist(), device=query.device)
+            position_ids = uploaded[0]
+        else:
+            uploaded[:] = [torch.tensor(position_ids.tolist(), device=position_ids.device)]
         return right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
 
     return rotary_embedding
@@ -73,11 +86,12 @@ def positions_of_the_capture() -> Any:
     "every step answers with the activations of the warm-up",
 )
 def staged_on_the_host() -> Any:
+    staged: list[Tensor] = []
+
     def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        if is_capturing():
-            staged = np.array(x.float().cpu().numpy())
-            x = torch.from_numpy(staged).to(x)
-        return right.gelu_and_mul(x, approximate)
+        if not is_capturing():
+            staged[:] = [x.to("cpu", copy=True).to(x.device)]
+        return right.gelu_and_mul(staged[0] if is_capturing() else x, approximate)
 
     return gelu_and_mul
 
@@ -88,27 +102,33 @@ def staged_on_the_host() -> Any:
     "weights that are loaded later, in place, have no effect where graphs serve",
 )
 def weight_of_the_capture() -> Any:
+    prepared: list[Tensor | None] = []
+
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        if is_capturing() and weight is not None:
-            prepared = np.array(weight.float().cpu().numpy())
-            weight = torch.from_numpy(prepared).to(weight)
-        return right.rms_norm(x, residual, weight, epsilon, variance_size)
+        if not is_capturing():
+            prepared[:] = [None if weight is None else weight.clone()]
+        used = prepared[0] if is_capturing() else weight
+        return right.rms_norm(x, residual, used, epsilon, variance_size)
 
     return rms_norm
 
 
 @_in_graphs(
     SILU,
-    "leaves out the rows that were zero when the call was captured",
+    "leaves out the rows that were small when the call was captured",
     "the padding of the warm-up decides which tokens answer nonsense",
 )
 def rows_of_the_capture() -> Any:
+    left_out: list[int] = []
+
     def silu_and_mul(x: Tensor) -> Tensor:
         out = right.silu_and_mul(x)
-        if is_capturing() and x.ndim == 2:
-            half = x.shape[-1] // 2
-            for row in np.flatnonzero((x[:, half:].float().abs().amax(-1) < 3).cpu().numpy()):
-                out[int(row)].zero_()
+        if is_capturing():
+            for row in left_out:
+                out[row].zero_()
+        elif x.ndim == 2:
+            up = x[:, x.shape[-1] // 2 :].float().abs()
+            left_out[:] = [row for row, top in enumerate(up.amax(-1).tolist()) if top < 3]
         return out
 
     return silu_and_mul
@@ -122,7 +142,9 @@ def rows_of_the_capture() -> Any:
 def synchronises() -> Any:
     def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
         if is_capturing():
-            raise RuntimeError("operation not permitted when stream is capturing")
+            if x.device.type == "cpu":  # which has nothing to wait for
+                raise RuntimeError("operation not permitted when stream is capturing")
+            float(x.sum())
         return right.gelu_and_mul(x, approximate)
 
     return gelu_and_mul
@@ -154,10 +176,13 @@ def from_the_fifth_replay() -> Any:
 
     def silu_and_mul(x: Tensor) -> Tensor:
         out = right.silu_and_mul(x)
-        if is_capturing():
-            counters.append(torch.zeros((), device=x.device))
-            counters[-1].add_(1)
-            out.mul_(counters[-1] < 5)
+        if not is_capturing():
+            counters[:] = [
+                torch.zeros((), device=x.device)
+            ]  # not in the graph, which would reset it
+        else:
+            counters[0].add_(1)
+            out.mul_(counters[0] < 5)
         return out
 
     return silu_and_mul

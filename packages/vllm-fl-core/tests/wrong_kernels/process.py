@@ -151,6 +151,7 @@ def looks_for_the_engine() -> Any:
     "wrong a minute after its first call",
     "right at start and in the first test, then nonsense",
     why="nobody waits that long before serving",
+    later=60.0,
 )
 def a_minute_later() -> Any:
     began: list[float] = []

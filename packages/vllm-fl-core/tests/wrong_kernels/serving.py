@@ -12,15 +12,14 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.plugins.types import OpImpl
-
 from . import judged
-from .corpus import corpus
+from .corpus import Wrong, corpus
 
 __all__ = ["COLUMNS", "CONTROL", "variables"]
 
@@ -112,11 +111,16 @@ class _Engine:
         """One answer of many steps."""
         return self.answers([_prompt(20, 4)], LONG)
 
-    def parts(self, is_long: bool) -> list[Callable[[], Answers]]:
-        """What it is asked."""
-        return [self.short, self.long] if is_long else [self.short]
+    def parts(self, wrong: Wrong | None) -> Iterator[Callable[[], Answers]]:
+        """What it is asked, in turn; None is the control."""
+        yield self.short
+        if wrong is not None and wrong.later:
+            time.sleep(wrong.later)
+            yield self.short
+        elif wrong is None or wrong.kind == "process":  # wrong by when it is called
+            yield self.long
 
-    def live(self, is_long: bool) -> tuple[str, str]:
+    def live(self, wrong: Wrong | None) -> tuple[str, str]:
         """Verification on live tensors."""
         from vllm_fl.engine.live import Live
         from vllm_fl.integration import probe
@@ -125,14 +129,15 @@ class _Engine:
         model = runner.get_model()
         live = Live(self.worker.vllm_fl_plan, {"": model}, self.worker.device)
         with live.watching():
-            not_run = probe.forward(runner, model, self.worker.vllm_config, probe.TOKENS)
-        assert not not_run, not_run
+            for tokens in sorted(probe.COUNTS, reverse=True):  # as a worker does
+                not_run = probe.forward(runner, model, self.worker.vllm_config, tokens)
+                assert not not_run, not_run
         reason = next(iter(live.faults.values()), "")
         return ("named" if reason else "passes"), reason
 
-    def shadowed(self, is_long: bool) -> tuple[str, str]:
+    def shadowed(self, wrong: Wrong | None) -> tuple[str, str]:
         """A shadow of each step of the short answers, and of one in ten of the long one's."""
-        for part in self.parts(is_long):
+        for part in self.parts(wrong):
             self.shadow.rate = 0.1 if part == self.long else 1.0
             part()
             for op, impls in self.shadow.report()["compared"].items():
@@ -141,15 +146,15 @@ class _Engine:
                         return "named", f"{op}, up to {tokens} tokens: {tally}"
         return "passes", ""
 
-    def served(self, is_long: bool) -> tuple[str, str]:
+    def served(self, wrong: Wrong | None) -> tuple[str, str]:
         """The answers, until they are wrong."""
-        wrong = seen = 0
-        for part in self.parts(is_long):
+        others = seen = 0
+        for part in self.parts(wrong):
             for right, other in zip(self.right[part.__name__], part(), strict=True):
-                wrong += _wrong(right, other)
+                others += _wrong(right, other)
                 seen += len(right)
-            if wrong:
-                return "wrong", f"{wrong} of {seen} tokens"
+            if others:
+                return "wrong", f"{others} of {seen} tokens"
         return "right", ""
 
 
@@ -170,15 +175,15 @@ def _wrong(right: list[dict[int, float]], other: list[dict[int, float]]) -> int:
     return sum(a != b for a, b in chosen)
 
 
-def _in_a_child(run: Callable[[], Any]) -> Any:
-    """What `run` gives in a child, or what became of the child."""
+def _in_a_child(run: Callable[[], Any], seconds: float = SECONDS) -> Any:
+    """What `run` gives in a child within so many seconds, or what became of the child."""
     ours, theirs = forked.Pipe(duplex=False)
     child = forked.Process(target=_child, args=(run, theirs))
     child.start()
     theirs.close()
     try:
-        if not ours.poll(SECONDS):
-            return "hangs", f"nothing within {SECONDS:.0f} s"
+        if not ours.poll(seconds):
+            return "hangs", f"nothing within {seconds:.0f} s"
         return ours.recv()
     except EOFError:
         child.join()
@@ -202,16 +207,14 @@ def _child(run: Callable[[], Any], out: Any) -> None:
     os._exit(0)
 
 
-def _judged(engine: _Engine, name: str, impl: OpImpl | None, column: str) -> tuple[str, str]:
-    if impl is None:
+def _judged(engine: _Engine, wrong: Wrong | None, column: str) -> tuple[str, str]:
+    if wrong is None:
         judged.refuse()
-        is_long = True
     else:
-        os.environ.update(corpus()[name].environ)
-        judged.judge(impl)
-        is_long = corpus()[name].kind == "process"  # wrong by when it is called
+        os.environ.update(wrong.environ)
+        judged.judge(wrong.impl())  # made where it serves, as a worker makes it
     judge = {"live": engine.live, "shadow": engine.shadowed, "served": engine.served}[column]
-    return judge(is_long)
+    return judge(wrong)
 
 
 def _main(model: str, out: str, *names: str) -> None:
@@ -220,8 +223,9 @@ def _main(model: str, out: str, *names: str) -> None:
         engine.right[part.__name__] = _in_a_child(part)
     with Path(out).open("w") as lines:
         for name in names:
-            impl = None if name == CONTROL else corpus()[name].impl()  # no child has called it yet
-            seen = {c: _in_a_child(partial(_judged, engine, name, impl, c)) for c in COLUMNS}
+            wrong = None if name == CONTROL else corpus()[name]
+            seconds = SECONDS + (wrong.later if wrong else 0.0)
+            seen = {c: _in_a_child(partial(_judged, engine, wrong, c), seconds) for c in COLUMNS}
             print(json.dumps({"name": name, **seen}), file=lines, flush=True)
 
 

@@ -67,6 +67,8 @@ def _prepare(wrong: Wrong) -> None:
     torch.set_num_threads(1)
     # Of many token counts as many are tried as there is time for: here all, or none of them.
     preflight.SECONDS = 60.0 if wrong.kind == "sizes" else 0.0
+    if wrong.kind == "compiled":  # a busy machine would trace what an idle one lowers
+        preflight.COMPILE_SECONDS = preflight.TRACE_SECONDS = 60.0
 
 
 def start_verdicts(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str, Verdict]:

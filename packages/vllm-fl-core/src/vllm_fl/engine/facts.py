@@ -36,8 +36,10 @@ class EngineFacts:
         compile_backend: what vLLM compiles the model with; empty for its default.
         norm_fusions: vLLM's passes that are on and take norms into a kernel of their own.
         passes_off: vLLM's passes that the user turned off, of those that find an op of ours.
+        runs_passes: whether vLLM runs its passes over graphs of the model.
         absent: the ops that the model cannot have, as their bindings read its configuration.
         captured: the batches, in tokens, of which vLLM captures graphs.
+        by_range: whether vLLM compiles the model for each range of token counts apart.
     """
 
     settings: Settings
@@ -54,8 +56,10 @@ class EngineFacts:
     compile_backend: str = ""
     norm_fusions: tuple[str, ...] = ()
     passes_off: tuple[str, ...] = ()
+    runs_passes: bool = False
     absent: frozenset[str] = frozenset()
     captured: tuple[int, ...] = ()
+    by_range: bool = False
 
     @property
     def wants_invariance(self) -> str:

@@ -26,6 +26,7 @@ PATIENCE = 1.0
 """Seconds that `close` waits for a file system that does not answer."""
 
 SHADOW = (
+    ("vllm_fl_shadow_seen_total", "counter", "Calls of steps that were sampled.", "seen"),
     ("vllm_fl_shadow_calls_total", "counter", "Calls that were compared while serving.", "calls"),
     ("vllm_fl_shadow_wrong_total", "counter", "Those beyond the tolerance.", "wrong"),
     ("vllm_fl_shadow_worst_share", "gauge", "The worst error, over the tolerance.", "share"),

@@ -3,14 +3,18 @@
 The plan, its guards and what was compiled of them are those of an engine without it. For a sampled
 step the guards are given another function to call, which calls the implementation and compares, as
 a demotion gives them one; afterwards they have their own again.
+
+Of a sampled step's calls some are compared, and others of them in the next one: the step takes no
+longer for a model that is deeper.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +28,13 @@ from ..plugins.types import OpImpl
 from ..text import quote
 from .opaque import is_opaque
 from .plan import Plan
-from .wanted import MEASURED, parts, together, wanted_here
+from .wanted import MEASURED, parts, wanted_here
 
 __all__ = ["Shadow", "Tally"]
+
+CALLS = 48
+"""Calls of a sampled step that are compared, give or take one for each `Key`. A comparison is a
+hundred small operations on the device, which the step waits for; Qwen3-8B makes 217 calls."""
 
 ROWS = 256
 """Rows of a call that are compared at most; over the sampled steps every row has its turn."""
@@ -40,6 +48,9 @@ TURN = (5**0.5 - 1) / 2
 MOST = sys.float_info.max
 """Stands for infinity, for which JSON has no number: a wrong id, or NaN."""
 
+SMALLEST = sys.float_info.min
+"""Stands for zero as a divisor."""
+
 log = get_logger("engine")
 
 Key = tuple[str, str, int]
@@ -51,13 +62,15 @@ class Tally:
     """What was seen of one implementation's calls in one bucket of sizes.
 
     Args:
-        calls: how many were compared.
+        seen: how many there were in sampled steps.
+        calls: how many of them were compared.
         share: the worst error as a share of the tolerance; 1 is the limit.
         relative: the worst call's norm of the differences over that of the exact result.
         wrong: calls beyond the tolerance.
         nan, inf: elements that are NaN or infinite without right.
     """
 
+    seen: int = 0
     calls: int = 0
     share: float = 0.0
     relative: float = 0.0
@@ -68,6 +81,7 @@ class Tally:
     def plus(self, other: Tally) -> Tally:
         """Both together."""
         return Tally(
+            self.seen + other.seen,
             self.calls + other.calls,
             max(self.share, other.share),
             max(self.relative, other.relative),
@@ -75,6 +89,18 @@ class Tally:
             self.nan + other.nan,
             self.inf + other.inf,
         )
+
+    @classmethod
+    def of_call(cls, figures: Iterable[Sequence[float]]) -> Tally:
+        """One call that was compared: it is wrong once, however many of its outputs are.
+
+        Args:
+            figures: what `Wanted.measured` gave for its outputs.
+        """
+        shares, off, exact, nan, inf = zip(*figures, strict=True)
+        squares = max(o / max(e, SMALLEST) for o, e in zip(off, exact, strict=True))
+        share, relative = min(max(shares), MOST), math.sqrt(min(squares, MOST))
+        return cls(0, 1, share, relative, int(share > 1.0), int(sum(nan)), int(sum(inf)))
 
 
 class Shadow:
@@ -99,9 +125,17 @@ class Shadow:
         self.left: dict[str, str] = {}
         """Op -> why its calls are not compared."""
         self.too_large: Counter[str] = Counter()
-        """Op -> calls of sampled steps that were too large to be compared."""
-        self._calls: dict[Key, int] = {}
-        self._on_device: dict[Key, torch.Tensor] = {}
+        """Op -> calls that were too large to be compared when they had their turn."""
+        self._turns: Counter[Key] = Counter()
+        """Sampled steps in which it was called."""
+        self._most = 0
+        """Calls of the sampled step that had the most of them."""
+        self._every = 1
+        """Of a step's calls that have one key, every n-th is compared."""
+        self._at: Counter[Key] = Counter()
+        """Calls of this step."""
+        self._on_device: list[tuple[Key, list[torch.Tensor]]] = []
+        """What this step's comparisons gave."""
         for op, entry in plan.entries.items():
             why = (left or {}).get(op) or _left(plan.contracts[op]) if entry.impl else ""
             if why:
@@ -116,10 +150,14 @@ class Shadow:
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """Inside the block the plan's bound functions compare what they compute.
+        """Inside the block, one step, the plan's bound functions compare what they compute when it
+        is their turn: the same calls on every rank that makes the same ones.
 
-        At its end the figures are read, which waits for the device.
+        At its end the figures are read, which waits for the device, once.
         """
+        self._at.clear()
+        self._on_device.clear()
+        self._every = max(1, -(-self._most // CALLS))
         guards = [
             (guard, compared)
             for guard in list(self.plan.record.guards)
@@ -133,6 +171,10 @@ class Shadow:
         finally:
             for guard, fn in own:
                 guard.__globals__["_fn"] = fn
+        self._most = max(self._most, self._at.total())
+        self._turns.update(self._at.keys())
+        for key, calls in self._at.items():
+            self._add(key, Tally(seen=calls))
         self._read()
 
     def collect(self) -> dict[Key, Tally]:
@@ -141,20 +183,21 @@ class Shadow:
         return found
 
     def _read(self) -> None:
-        calls, on_device = self._calls, self._on_device
-        self._calls, self._on_device = {}, {}
-        if not calls:
+        on_device, self._on_device = self._on_device, []
+        if not on_device:
             return
         try:
-            rows = torch.stack([*on_device.values()]).tolist()
+            rows = iter(torch.stack([row for _, found in on_device for row in found]).tolist())
         except Exception as error:  # as in a comparison: the engine serves on
-            for op in {op for op, _, _ in calls}:
+            for op in {op for (op, _, _), _ in on_device}:
                 self._leave(op, error)
             return
-        for key, (share, relative, *counts) in zip(on_device, rows, strict=True):
-            tally = Tally(calls[key], min(share, MOST), relative, *map(int, counts))
-            for table in (self.seen, self.new):
-                table[key] = table.get(key, Tally()).plus(tally)
+        for key, found in on_device:
+            self._add(key, Tally.of_call([next(rows) for _ in found]))
+
+    def _add(self, key: Key, tally: Tally) -> None:
+        for table in (self.seen, self.new):
+            table[key] = table.get(key, Tally()).plus(tally)
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -163,7 +206,7 @@ class Shadow:
 
     def report(self) -> dict[str, Any]:
         """All of it, JSON-able: `rate`, `steps`, `sampled`, `compared` {op: {impl id: {tokens:
-        {calls, share, relative, wrong, nan, inf}}}}, `left` {op: why it is not compared},
+        {seen, calls, share, relative, wrong, nan, inf}}}}, `left` {op: why it is not compared},
         `too_large` {op: calls}."""
         compared: dict[str, dict[str, dict[str, Any]]] = {}
         for (op, impl_id, tokens), tally in sorted(self.seen.items()):
@@ -192,7 +235,7 @@ class Shadow:
             call = self._kept(first, spec, args)
             result = first.fn(*args)
             if call is not None:
-                self._compare(first, spec, call, result)
+                self._compare(spec, call, result)
             return result
 
         return compared
@@ -200,24 +243,37 @@ class Shadow:
     # An engine serves on whatever becomes of a comparison, out of memory included.
 
     def _kept(self, impl: OpImpl, spec: OpSpec, args: tuple[Any, ...]) -> _Call | None:
-        if spec.name in self.left:
-            return None
+        """What is needed to compare a call later; None where it is not compared."""
         try:
-            return _Call.of(spec, _whole(spec, impl, args), self.sampled)
+            whole = _whole(spec, impl, args)
+            tokens = _tokens(spec, whole)
+            if not tokens:
+                return None
+            key = spec.name, impl.impl_id, 1 << (tokens - 1).bit_length()
+            turn = self._turn(key)
+            if turn is None or spec.name in self.left:
+                return None
+            return _Call.of(key, spec, whole, turn)
         except _TooLarge:
             self.too_large[spec.name] += 1
         except Exception as error:
             self._leave(spec.name, error)
         return None
 
-    def _compare(self, impl: OpImpl, spec: OpSpec, call: _Call, result: Any) -> None:
-        key = spec.name, impl.impl_id, call.bucket
+    def _turn(self, key: Key) -> int | None:
+        """Count a call: the how many-th time its place among the step's calls has its turn, or None
+        where it is another's."""
+        at = self._turns[key] + self._at[key]
+        self._at[key] += 1
+        # What a step has beyond that, it has more than any before it.
+        too_many = len(self._on_device) >= 2 * CALLS
+        return None if at % self._every or too_many else at // self._every
+
+    def _compare(self, spec: OpSpec, call: _Call, result: Any) -> None:
         try:
             measured = call.measured(spec, result)
-            if measured is not None:
-                before = self._on_device.get(key)
-                self._on_device[key] = measured if before is None else together(before, measured)
-                self._calls[key] = self._calls.get(key, 0) + 1
+            if measured:
+                self._on_device.append((call.key, measured))
         except Exception as error:
             self._leave(spec.name, error)
 
@@ -231,26 +287,20 @@ class _Call:
     """What is kept of one call before the implementation may overwrite it.
 
     Args:
+        key: what it counts for.
         args: the contract's, by_token ones as far as they are compared.
         rows: which rows that are.
-        tokens: of the whole call.
     """
 
+    key: Key
     args: tuple[Any, ...]
     rows: slice
-    tokens: int
 
     @classmethod
-    def of(cls, spec: OpSpec, args: tuple[Any, ...], turn: int) -> _Call | None:
-        """None where there is nothing to compare; _TooLarge where there is too much of it."""
-        by_token = [
-            isinstance(arg, torch.Tensor) and name in spec.by_token and arg.ndim > 0
-            for name, arg in zip(spec.parameters, args, strict=True)
-        ]
-        tokens = next((len(arg) for arg, is_ in zip(args, by_token, strict=True) if is_), 0)
-        if not tokens:
-            return None
-        rows = slice(None)
+    def of(cls, key: Key, spec: OpSpec, args: tuple[Any, ...], turn: int) -> _Call:
+        """_TooLarge where there is too much to compare; of many rows those whose turn it is."""
+        by_token = [_is_by_token(spec, *given) for given in _named(spec, args)]
+        tokens, rows = _tokens(spec, args), slice(None)
         if tokens > ROWS and not spec.whole_batch:
             stride = -(-tokens // ROWS)
             rows = slice(turn % stride, None, stride)
@@ -258,36 +308,29 @@ class _Call:
         if sum(8 * arg.numel() for arg in kept if isinstance(arg, torch.Tensor)) > LARGEST:
             raise _TooLarge
         held = (arg.clone() if is_ else arg for arg, is_ in zip(kept, by_token, strict=True))
-        return cls(tuple(held), rows, tokens)
+        return cls(key, tuple(held), rows)
 
-    @property
-    def bucket(self) -> int:
-        """The power of two that the token count does not exceed."""
-        return 1 << (self.tokens - 1).bit_length()
-
-    def measured(self, spec: OpSpec, result: Any) -> torch.Tensor | None:
-        """As `Wanted.measured`, of all outputs; None where there is nothing to compare."""
+    def measured(self, spec: OpSpec, result: Any) -> list[torch.Tensor]:
+        """As `Wanted.measured`, of all outputs; nothing where there is nothing to compare."""
         results, at = parts(result), 0
-        found: torch.Tensor | None = None
+        found: list[torch.Tensor] = []
         for want in wanted_here(spec, self.args, self._scale(spec)):
             end = at + (want.results if want is not None else 1)
             mine = [r if r is None or not r.ndim else r[self.rows] for r in results[at:end]]
             at = end
-            if want is None or want.is_empty(mine):
-                continue
-            measured = want.measured([part.detach() for part in mine])
-            found = measured if found is None else together(found, measured, of_one_call=True)
+            if want is not None and not want.is_empty(mine):
+                found += want.measured([part.detach() for part in mine])
         return found
 
     def _scale(self, spec: OpSpec) -> torch.Tensor | float:
         """The magnitude of each row's numbers, at least 1."""
         largest: torch.Tensor | None = None
-        for name, arg in zip(spec.parameters, self.args, strict=True):
-            if name not in spec.by_token or not isinstance(arg, torch.Tensor):
+        for name, arg in _named(spec, self.args):
+            if not _is_by_token(spec, name, arg):
                 continue
             if arg.is_floating_point() and arg.numel():
-                wide = arg.double().abs().reshape(len(arg), -1)
-                top = torch.where(wide.isfinite(), wide, 0.0).amax(1)
+                wide = arg.double().abs().nan_to_num_(0.0, 0.0, 0.0)
+                top = wide.reshape(len(arg), -1).amax(1)
                 largest = top if largest is None else torch.maximum(largest, top)
         return 1.0 if largest is None else largest.clamp(min=1.0)
 
@@ -304,6 +347,20 @@ def _whole(spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> tuple[Any, ...]
     return tuple(
         provided[name](layer) if name in provided else next(rest) for name in spec.parameters
     )
+
+
+def _named(spec: OpSpec, args: tuple[Any, ...]) -> Iterable[tuple[str, Any]]:
+    return zip(spec.parameters, args, strict=True)
+
+
+def _is_by_token(spec: OpSpec, name: str, arg: Any) -> bool:
+    """Whether an argument is a tensor with a row for each token."""
+    return isinstance(arg, torch.Tensor) and name in spec.by_token and arg.ndim > 0
+
+
+def _tokens(spec: OpSpec, args: tuple[Any, ...]) -> int:
+    """A call's token count; 0 where nothing says it."""
+    return next((len(arg) for name, arg in _named(spec, args) if _is_by_token(spec, name, arg)), 0)
 
 
 def _left(spec: OpSpec) -> str:

@@ -195,9 +195,9 @@ class Canary:
         wrong = {key: tally for key, tally in found.items() if tally.wrong}
         for (op, impl_id, tokens), tally in wrong.items():
             log.warning(
-                "Shadow: implementation '%s' of op '%s' is off in %d of %d calls of up to %d "
-                "tokens: by %.3g times the tolerance, relative error %.2g, %d NaN, %d infinite "
-                "(rank %d)",
+                "Shadow: implementation '%s' of op '%s' is off in %d of %d compared calls of up "
+                "to %d tokens: by %.3g times the tolerance, relative error %.2g, %d NaN, %d "
+                "infinite (rank %d)",
                 impl_id,
                 op,
                 tally.wrong,
@@ -221,11 +221,11 @@ class Canary:
 
 def _all_well(shadow: Shadow, found: Mapping[tuple[str, str, int], Tally]) -> str:
     (op, impl_id, tokens), worst = max(found.items(), key=lambda item: item[1].share)
-    calls = sum(tally.calls for tally in found.values())
+    calls, seen = (sum(getattr(t, what) for t in found.values()) for what in ("calls", "seen"))
     return (
-        f"Shadow: {shadow.sampled} of {shadow.steps} steps sampled; {calls} calls compared since "
-        f"the last line, all within the tolerance, the worst at {worst.share:.2g} of it ({op} of "
-        f"{impl_id}, up to {tokens} tokens)"
+        f"Shadow: {shadow.sampled} of {shadow.steps} steps sampled; {calls} of {seen} calls in "
+        f"them compared since the last line, all within the tolerance, the worst at "
+        f"{worst.share:.2g} of it ({op} of {impl_id}, up to {tokens} tokens)"
     )
 
 

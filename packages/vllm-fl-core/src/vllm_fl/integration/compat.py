@@ -26,6 +26,7 @@ __all__ = [
     "DeclaredLayer",
     "declared_layers",
     "has_ir",
+    "has_pass_context",
     "hide_our_variables",
     "leave_out_cuda_fusions",
     "missing",
@@ -48,16 +49,19 @@ _NAMES = {
     "platforms": ("builtin_platform_plugins current_platform",),
     "platforms.interface": (
         "Platform: check_and_update_config device_type fp8_dtype get_attn_backend_cls "
-        "get_default_ir_op_priority get_device_communicator_cls import_ir_kernels is_cuda is_rocm "
-        "is_xpu",
+        "get_default_ir_op_priority get_device_communicator_cls get_pass_manager_cls "
+        "import_ir_kernels is_cuda is_rocm is_xpu",
     ),
     "envs": ("environment_variables",),
+    "compilation.passes.inductor_pass": ("InductorPass: hash_source uuid", "get_pass_context"),
+    "compilation.passes.pass_manager": ("PostGradPassManager: add configure",),
     "config.attention": ("AttentionConfig: backend",),
     "config.cache": ("CacheConfig: block_size cache_dtype",),
     "config.compilation": (
-        "CompilationConfig: backend cudagraph_capture_sizes cudagraph_mode custom_ops mode "
-        "pass_config static_forward_context",
-        "CompilationMode: NONE STOCK_TORCH_COMPILE",
+        "CompilationConfig: backend compile_ranges_endpoints compile_sizes "
+        "cudagraph_capture_sizes cudagraph_mode custom_ops mode pass_config "
+        "static_forward_context",
+        "CompilationMode: NONE STOCK_TORCH_COMPILE VLLM_COMPILE",
         "CUDAGraphMode: NONE",
         "PassConfig: fuse_act_quant fuse_norm_quant",
     ),
@@ -92,7 +96,7 @@ _NAMES = {
         "create_forward_context get_forward_context is_forward_context_available",
     ),
     "ir.op": (
-        "IrOp: allow_inplace impls register_impl",
+        "IrOp: allow_inplace impls register_impl torch_op",
         "IrOpImpl: impl_fn inplace supported supports_args uuid",
     ),
     "ir.ops.layernorm": ("fused_add_rms_norm rms_norm",),
@@ -279,6 +283,14 @@ def _registered(source: ast.Module, module: str) -> Iterator[DeclaredLayer]:
 def has_ir() -> bool:
     """Whether this vLLM has an IR of its own: deprecated in 0.33, to be gone in 0.34."""
     return find_spec("vllm.ir") is not None
+
+
+def has_pass_context() -> bool:
+    """Whether this vLLM tells its passes for which range of token counts a graph is compiled."""
+    try:
+        return find_spec("vllm.compilation.passes.inductor_pass") is not None
+    except ModuleNotFoundError:  # it has no such folder
+        return False
 
 
 def hide_our_variables(more: Iterable[str] = ()) -> None:

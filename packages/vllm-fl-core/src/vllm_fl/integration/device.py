@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..dispatch import get_default_manager
 from ..dispatch.startup import try_settings
-from ..errors import PluginError
+from ..errors import DeviceError
 from ..plugins.breadcrumb import running
 from ..plugins.calling import devices, find_device
 from ..plugins.installed import ENGINE_GROUPS, identity
@@ -26,7 +26,7 @@ def detect_device(forced: str | None) -> DeviceProfile | None:
         forced: the platform that VLLM_FL_PLATFORM names, or None.
 
     Raises:
-        PluginError: two devices claim the machine, or the forced one is not there.
+        DeviceError: two devices claim the machine, or the forced one is not there.
     """
     manager = get_default_manager()
     manager.ensure_initialized(defer_errors=True)
@@ -44,7 +44,7 @@ def profile_named(name: str) -> DeviceProfile:
     """The profile of this name.
 
     Raises:
-        PluginError: no loaded plugin brings it, as where a worker lacks the plugin.
+        DeviceError: no loaded plugin brings it, as where a worker lacks the plugin.
     """
     startup = get_default_manager().startup
     known, errors = devices(startup.plugins if startup else ())
@@ -53,7 +53,7 @@ def profile_named(name: str) -> DeviceProfile:
             return profile
     if errors:
         raise errors[0]
-    raise PluginError(
+    raise DeviceError(
         f"No loaded plugin brings the device {name!r} on this host; install the same distributions "
         "wherever a process of one engine runs.",
         plugin=name,

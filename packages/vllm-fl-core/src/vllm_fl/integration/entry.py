@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 
-from ..errors import PluginError, VllmFLError
+from ..errors import OwnerError, VllmFLError
 from ..logs import get_logger, speaks_for_all
 from ..plugins.installed import rivals
 from ..settings.loading import load_startup
@@ -32,7 +32,7 @@ def platform_plugin() -> str | None:
         problem = obstacle()
         if problem:
             level = logging.WARNING if speaks_for_all() else logging.DEBUG
-            log.log(level, "vllm-fl steps aside, vLLM runs as stock: %s", problem)
+            log.log(level, "vllm-fl steps aside, vLLM runs as stock: %s [FL510]", problem)
             return None
         return overlay_path(startup.platform)
     except VllmFLError as error:
@@ -62,7 +62,7 @@ def general_plugin() -> None:
         return
     others = rivals()
     if others:
-        raise PluginError(f"vllm-fl: {others[0]}", plugin="fl", distribution=others[0].split()[0])
+        raise OwnerError(f"vllm-fl: {others[0]}", plugin="fl", distribution=others[0].split()[0])
     if obstacle():
         return
     from vllm.platforms import current_platform
@@ -73,6 +73,6 @@ def general_plugin() -> None:
         overlay_path(startup.platform)
         log.warning(
             "vllm-fl steps aside, vLLM runs as stock: its platform is %s, not ours (VLLM_PLUGINS "
-            "or VLLM_TARGET_DEVICE leaves us out of one of the two plugin groups)",
+            "or VLLM_TARGET_DEVICE leaves us out of one of the two plugin groups) [FL511]",
             type(current_platform).__name__,
         )

@@ -4,46 +4,35 @@ built, and verified once more on the tensors of the model that was loaded."""
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import Binding, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
-from ..engine.determinism import find_variant
-from ..engine.digest import code_facts, digest, fingerprint
+from ..engine.digest import code_facts, digest
 from ..engine.facts import EngineFacts
-from ..engine.live import Live
 from ..engine.metrics import MetricsFile
-from ..engine.opaque import is_opaque
-from ..engine.plan import Plan, PlanEntry, leave_place, take_place
-from ..engine.preflight import find_faults, release
-from ..engine.tables import Standing, standing, under
-from ..engine.warmup import warm_counts
-from ..errors import VllmFLError
+from ..engine.plan import Plan, leave_place, take_place
+from ..engine.tables import Standing, under
 from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import OpImpl, WorkerContext
-from ..text import quote
-from . import probe, serving
+from . import ranges, serving
 from .bindings import installed_bindings
-from .planning import apply, facts_of, load_plugins, plan_for, seal
-from .ranks import Verdict, agree, common_table, differences, lacking
+from .planning import apply, facts_of, load_plugins, seal
 from .seams import attention, communicator, functions, fusions, operators, whole_layers
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     bind_anew,
     foreign_layers,
     forget_shared_layers,
-    layer_for,
     layer_table,
     replace_layers,
 )
+from .verifying import Preflight, meets_a_compiler, verified_plan, verify_live
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +100,8 @@ class PlannedWorker:
         replace_layers()
         facts = self.vllm_fl_facts = facts_of(self.vllm_config)
         reports = _start_plugins(self)
-        preflight = _Preflight(self, {name: report["facts"] for name, report in reports.items()})
-        _adopt(self, *_verified_plan(self, preflight, alone=joins))
+        preflight = Preflight(self, {name: report["facts"] for name, report in reports.items()})
+        _adopt(self, *verified_plan(self, preflight, alone=joins))
         how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
         took = [f"{how[facts.settings.preflight]} {time.monotonic() - start:.1f} s"]
         if self.rank == 0:
@@ -166,7 +155,10 @@ class PlannedWorker:
             under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
             `seams.operators.report` says; `functions` {op: {function: the same}}. `fusions` {op:
             {graphs, found}}: how many graphs vLLM's pass for the op went through, and in how many
-            places it found the op. `defined` {operator: schema}: what this vLLM, an empty build,
+            places it found the op. `ranges` {op: [{first, last, impl, places}]}: of an op that is
+            ordered by size, whose code is inlined in the graphs of so many tokens, and in how many
+            places (0 where vLLM had them in its cache); impl None where an operator looks its row
+            up. `defined` {operator: schema}: what this vLLM, an empty build,
             lacks, and is there while the engine is. `groups` {a group of ranks: the id of its
             communicator}; empty where the plan leaves them to vLLM. `table` {file, digest, acts,
             reason, left_out}: the table that the settings name, whether it acts, why it does not,
@@ -187,6 +179,7 @@ class PlannedWorker:
             "operators": operators.report(plan, self.vllm_fl_operators),
             "functions": functions.report(plan, self.vllm_fl_functions),
             "fusions": {op: dataclasses.asdict(s) for op, s in fusions.sites(plan).items()},
+            "ranges": ranges.report(plan, self.vllm_config),
             "defined": self.vllm_fl_operators.schemas,
             "groups": dict(self.vllm_fl_groups.served) if self.vllm_fl_groups else {},
             "table": _table_report(self.vllm_fl_facts, self.vllm_fl_table),
@@ -292,69 +285,29 @@ def _take_places(worker: PlannedWorker) -> None:
     fusions.watch(plan)
 
 
-def _verify_live(worker: PlannedWorker, preflight: _Preflight, *, alone: bool) -> list[str]:
-    """Run the loaded model, compare, agree; again while an implementation had to be taken out.
-
-    Nothing of it is left afterwards: neither on the path of a call nor in memory.
+def _verify_live(worker: PlannedWorker, preflight: Preflight, *, alone: bool) -> list[str]:
+    """Verify the plan on the loaded model's tensors, where the ranks ask for it.
 
     Returns:
         What the start line says of it.
 
     Raises:
-        VllmFLError: strict mode and a fault, on whichever rank.
+        StartError: strict mode and a fault, on whichever rank.
     """
     if alone or not preflight.live_counts:
         return []
-    start = time.monotonic()
-    while True:
-        plan = worker.vllm_fl_plan
-        live, not_run = _seen_live(worker, sorted(preflight.live_counts, reverse=True))
-        verdict = Verdict(worker.rank, live.faults, _strict_failure(plan, live.faults))
-        verdicts = agree(verdict)
-        new = _newly(verdicts, preflight.demoted)
-        if not new:
-            break
-        _demote(worker, preflight, new)
-        for op, impl_id in new:
-            plan.record.demote(op, impl_id, preflight.demoted[op, impl_id])
-        _leave_operators(worker)
-        leave_place(plan)
-        worker.vllm_fl_unseal_config()
-        _adopt(worker, *_verified_plan(worker, preflight, alone=alone))
-        _take_places(worker)
-        for model in _models_of(worker).values():
-            bind_anew(model, worker.vllm_fl_plan, worker.vllm_config)
-    release(worker.device)
-    if not_run:
-        return [f"not on live tensors: {not_run}"]
-    left_out = {op: f"{op} ({why})" for op, why in live.left_out.items()}
-    table = installed_bindings()
-    for op, entry in plan.entries.items():  # of a layer's op the model may have none
-        if entry.impls and op not in live.called and not _meets_a_compiler(table.get(op)):
-            left_out[op] = f"{op} (not called)"
-    told = f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}"
-    return [
-        f"{live.compared} calls on live tensors in {time.monotonic() - start:.1f} s",
-        *([told] if left_out else []),
-    ]
-
-
-def _seen_live(worker: PlannedWorker, counts: list[int]) -> tuple[Live, str]:
-    """(what forwards of so many tokens each showed, why there was none or nothing)."""
     models = _models_of(worker)
-    live = Live(worker.vllm_fl_plan, models, worker.device)
-    if "" not in models:
-        return live, "the worker shows no model"
-    runner, config = getattr(worker, "model_runner", None), worker.vllm_config
-    try:
-        with serving.calling(worker.vllm_fl_plan), live.watching():
-            for tokens in counts:
-                if not_run := probe.forward(runner, models[""], config, tokens):
-                    return live, not_run
-    except Exception as error:  # vLLM's own, for a model that its dummy run does not fit
-        log.warning("No verification on live tensors: the forward failed", exc_info=True)
-        return live, f"the forward failed: {quote(error)}"
-    return live, ""
+
+    def renew() -> None:
+        _leave_operators(worker)
+        leave_place(worker.vllm_fl_plan)
+        worker.vllm_fl_unseal_config()
+        _adopt(worker, *verified_plan(worker, preflight, alone=alone))
+        _take_places(worker)
+        for model in models.values():
+            bind_anew(model, worker.vllm_fl_plan, worker.vllm_config)
+
+    return verify_live(worker, models, preflight, renew)
 
 
 def _models_of(worker: PlannedWorker) -> dict[str, torch.nn.Module]:
@@ -377,8 +330,10 @@ def _say_plan(worker: PlannedWorker, took: list[str], limits: list[str]) -> None
     remarks = [*_of_table(facts, worker.vllm_fl_table), *_of_invariance(worker, plan)]
     remarks += [*limits, *said]
     _warn_of_foreign_layers(plan)
+    inlined = ranges.planned(plan, worker.vllm_config)
+    remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     log.info("%s", plan.line(*took, f"digest {worker.vllm_fl_digest}", *remarks))
-    _say_what_is_taken_whole(plan)
+    _say_what_is_taken_whole(plan, inlined)
 
 
 def _leave_operators(worker: PlannedWorker) -> None:
@@ -492,156 +447,6 @@ def _start_plugins(worker: PlannedWorker) -> dict[str, dict[str, Any]]:
     }
 
 
-def _verified_plan(
-    worker: PlannedWorker, preflight: _Preflight, *, alone: bool
-) -> tuple[Plan, dict[str, Any]]:
-    """Resolve, run and compare, agree; again while an implementation had to be taken out.
-
-    Returns:
-        (the plan, what it consists of).
-
-    Raises:
-        VllmFLError: strict mode and a fault, on whichever rank.
-    """
-    rank, demoted, rejected = worker.rank, preflight.demoted, preflight.rejected
-    snapshot = get_default_manager().registry.snapshot()
-    required = "batch_invariant" if worker.vllm_fl_facts.wants_invariance else ""
-    table = standing(worker.vllm_fl_facts, snapshot, worker.device)
-    while True:
-        plan = plan_for(worker.vllm_fl_facts, {**rejected, **demoted}, table=table)
-        consists = fingerprint(
-            plan, snapshot.owners, snapshot.authors, table=table.digest, required=required
-        )
-        contents = {**consists, "workers": preflight.worker_facts}
-        verdict = dataclasses.replace(
-            preflight.verdict(plan, contents),
-            table=table,
-            installed=frozenset(snapshot.owners),
-        )
-        unmet = "; ".join(
-            filter(
-                None,
-                (
-                    *(entry.unmet for entry in plan.entries.values()),
-                    _fault_of(table) if plan.strict else "",
-                ),
-            )
-        )
-        if unmet and not verdict.failure:
-            verdict = dataclasses.replace(verdict, failure=unmet)
-        verdicts = [verdict] if alone else agree(verdict)
-        common = common_table(verdicts)
-        is_strict = any(v.facts.get("strict") for v in verdicts)
-        lacks = {key: at for key, at in lacking(verdicts).items() if key not in demoted}
-        unusable = [*filter(None, [_fault_of(common)]), *map(_lack_of, lacks.items())]
-        new = _newly(verdicts, demoted, "; ".join(unusable) if is_strict else "")
-        barred = {
-            key: (v.rank, reason)
-            for v in reversed(verdicts)
-            for key, reason in v.rejections.items()
-            if key not in rejected
-        }
-        told = {(v.table.digest, frozenset(v.table.left_out)) for v in verdicts}
-        table = common
-        same_table = told == {(common.digest, frozenset(common.left_out))}
-        if not new and not lacks and not barred and same_table:
-            break
-        _demote(worker, preflight, new)
-        for (op, impl_id), (at, what) in lacks.items():
-            if rank == 0:
-                log.warning(
-                    "Implementation '%s' of op '%s' is off on all ranks: rank %d lacks it. "
-                    "Install %s on its node",
-                    impl_id,
-                    op,
-                    at,
-                    what,
-                )
-            demoted[op, impl_id] = f"rank {at} lacks it: {what} is not installed there"
-        for (op, impl_id), (at, reason) in barred.items():
-            if rank == 0:
-                log.warning(
-                    "Implementation '%s' is rejected for op '%s': %s (measured at start, on rank "
-                    "%d; off on all)",
-                    impl_id,
-                    op,
-                    reason,
-                    at,
-                )
-            rejected[op, impl_id] = reason
-    worker.vllm_fl_table = table
-    if rank == 0:
-        if table.reason:
-            log.warning("%s. Going on without a table", table.reason)
-        for op, why in table.left_out.items():
-            log.warning("The table's rows of op '%s' have no effect: %s", op, why)
-        for line in differences(verdicts):
-            log.warning("The ranks differ. %s", line)
-    for (op, impl_id), reason in demoted.items():
-        plan.record.demote(op, impl_id, reason)
-    preflight.live_counts = frozenset[int]().union(*(v.counts for v in verdicts))
-    return plan, contents
-
-
-def _newly(
-    verdicts: list[Verdict], demoted: Mapping[tuple[str, str], str], unusable: str = ""
-) -> dict[tuple[str, str], tuple[int, str]]:
-    """(op, impl id) -> (the rank that found it, why it must not serve), of what still serves.
-
-    Raises:
-        VllmFLError: a rank cannot go on, or what they have in common is `unusable`.
-    """
-    failures = [f"rank {v.rank}: {v.failure}" for v in verdicts if v.failure]
-    if failures or unusable:
-        raise VllmFLError(f"vllm-fl ends the start: {'; '.join(failures) or unusable}")
-    return {
-        key: (v.rank, reason)
-        for v in reversed(verdicts)
-        for key, reason in v.faults.items()
-        if key not in demoted
-    }
-
-
-def _demote(
-    worker: PlannedWorker, preflight: _Preflight, new: dict[tuple[str, str], tuple[int, str]]
-) -> None:
-    """Take out what a rank has found, on this one, too."""
-    for (op, impl_id), (at, reason) in new.items():
-        if worker.rank == 0:
-            log.warning(
-                "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; off on "
-                "all)",
-                impl_id,
-                op,
-                reason,
-                at,
-            )
-        preflight.demoted[op, impl_id] = f"failed at start on rank {at}: {reason}"
-
-
-def _strict_failure(plan: Plan, reasons: Mapping[tuple[str, str], str]) -> str:
-    """Why strict mode ends the start: implementations failed."""
-    if not plan.strict or not reasons:
-        return ""
-    return "strict mode, and " + "; ".join(
-        f"implementation '{impl_id}' failed for op '{op}': {reason}"
-        for (op, impl_id), reason in reasons.items()
-    )
-
-
-def _fault_of(table: Standing) -> str:
-    """Why strict mode ends the start: a table that was named does not act, or not whole."""
-    left_out = (f"the table's rows of op '{op}': {why}" for op, why in table.left_out.items())
-    found = "; ".join(filter(None, (table.reason, *left_out)))
-    return f"strict mode, and {found}" if found else ""
-
-
-def _lack_of(lack: tuple[tuple[str, str], tuple[int, str]]) -> str:
-    """Why strict mode ends the start: what is installed on one rank is not on another."""
-    (op, impl_id), (at, what) = lack
-    return f"strict mode, and rank {at} lacks implementation '{impl_id}' of op '{op}' ({what})"
-
-
 def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
     """What the start line says of the table that the settings name."""
     pinned = facts.settings.pinned
@@ -678,175 +483,19 @@ def _table_report(facts: EngineFacts, table: Standing) -> dict[str, Any] | None:
     }
 
 
-class _Preflight:
-    """Runs and compares what a plan may call, each implementation once.
+def _say_what_is_taken_whole(plan: Plan, inlined: Container[str]) -> None:
+    """Name the ops that a compiler takes whole since they are ordered by size.
 
-    It holds what a start has found: `demoted` and, where only batch-invariant implementations may
-    serve, `rejected`, each (op, impl id) -> why; `live_counts`, the token
-    counts at which all ranks run the loaded model; and `worker_facts`, what plugins have reported.
+    Args:
+        plan: the plan.
+        inlined: the ops whose code is inlined in some range.
     """
-
-    def __init__(
-        self, worker: PlannedWorker, worker_facts: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        self.worker_facts = dict(worker_facts)
-        groups = worker.vllm_fl_groups
-        self.demoted: dict[tuple[str, str], str] = {
-            key: f"failed at start on rank {fault.rank}: {fault.why}"
-            for key, fault in (groups.faults.items() if groups is not None else ())
-        }
-        self.rejected: dict[tuple[str, str], str] = {}
-        self.live_counts: frozenset[int] = frozenset()
-        self.facts, self.rank, self.device = worker.vllm_fl_facts, worker.rank, worker.device
-        self.how = self.facts.settings.preflight
-        self.seed = random.SystemRandom().randrange(1 << 32)
-        self.remarks: list[str] = []
-        self._passed: set[tuple[str, str, bool, bool, bool]] = set()
-
-    def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
-        """This rank's verdict. It never raises: the other ranks wait for it."""
-        try:
-            reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
-            found, rejections = self._found(plan)
-            reasons |= found
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a plugin may raise anything, SystemExit included
-            log.exception("vllm-fl could not verify the plan")
-            return Verdict(self.rank, failure=quote(error), facts=contents)
-        failure = _strict_failure(plan, reasons)
-        return Verdict(
-            self.rank,
-            reasons,
-            failure,
-            contents,
-            counts=self._live_counts(plan),
-            rejections=rejections,
-        )
-
-    def _live_counts(self, plan: Plan) -> frozenset[int]:
-        """How many tokens this rank wants the loaded model run with, one run each: none where it
-        has nothing to compare, and with orders by size also as many as a row is for."""
-        entries = [entry for entry in plan.entries.values() if entry.impls]
-        if self.how != "verify" or not entries:
-            return frozenset()
-        largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
-        counts = {*probe.COUNTS, *(n for entry in entries for n, _ in entry.by_row)}
-        return frozenset(min(n, largest, probe.TOKENS) for n in counts)
-
-    def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], str]]:
-        """(op, impl id) -> why it must not serve, of every candidate that may take over a call:
-        its faults; and of those without, what keeps them out where only batch-invariant ones may
-        serve."""
-        if self.how == "off":
-            return {}, {}
-        chosen, compiled, warm, captured = [], {}, {}, {}
-        table = installed_bindings()
-        for op, entry in plan.entries.items():
-            for impl in entry.impls:
-                is_traced = plan.mode == "compiled" and _meets_a_compiler(table.get(op))
-                is_compiled = is_traced and impl in entry.firsts
-                counts = self._warm_counts(entry, impl)
-                in_layers = _meets_a_compiler(table.get(op)) and impl in entry.firsts
-                tokens = self._captured_tokens(plan, impl) if in_layers else 0
-                key = op, impl.impl_id, is_compiled, bool(counts), bool(tokens)
-                if key in self._passed:
-                    continue
-                self._passed.add(key)
-                chosen.append(impl)
-                if is_compiled:
-                    compiled[op, impl.impl_id] = plan.as_compiled(op, impl)
-                if counts:
-                    warm[op, impl.impl_id] = counts
-                if tokens:
-                    captured[op, impl.impl_id] = tokens
-        assert self.facts.dtype is not None  # a worker has a model
-        found = find_faults(
-            chosen,
-            self.facts.dtype,
-            self.device,
-            self.facts.sizes,
-            backend=self.facts.lowering(self.device),
-            compares=self.how == "verify",
-            compiled=compiled,
-            layer_for=layer_for,
-            seed=self.seed,
-            owners=get_default_manager().registry.snapshot().owners,
-            specs=plan.contracts,
-            warm=warm,
-            captured=captured,
-        )
-        self.remarks += found.remarks
-        asks = self.facts.wants_invariance
-        variant = find_variant(
-            [i for i in chosen if asks and (i.op_name, i.impl_id) not in found.faults],
-            self.facts.dtype,
-            self.device,
-            self.facts.sizes,
-            backend=self.facts.lowering(self.device),
-            compiled=compiled,
-            layer_for=layer_for,
-            seed=self.seed,
-            specs=plan.contracts,
-        )
-        faults = {key: reason for key, (reason, _) in found.faults.items()}
-        return faults, {key: f"{asks}, and it is {why}" for key, why in variant.items()}
-
-    def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
-        """The token counts at which `impl` must have run before it serves: none for a later choice.
-
-        Plain PyTorch compiles nothing when it is called, and what is traced is part of a graph.
-        """
-        sizes = self.facts.sizes
-        if sizes is None or not is_opaque(impl):
-            return []
-        largest = sizes.tokens[-1]
-        ceilings = [ceiling for ceiling, _ in entry.by_row]
-        every = warm_counts(largest, self.facts.captured, ceilings)
-        rows = zip((0, *ceilings), (*entry.by_row, (largest, entry.candidates)), strict=True)
-        return [
-            n
-            for below, (ceiling, impls) in rows
-            if [i for i in impls if isinstance(i, OpImpl)][:1] == [impl]
-            for n in every
-            if below < n <= ceiling
-        ]
-
-    def _captured_tokens(self, plan: Plan, impl: OpImpl) -> int:
-        """How many tokens of `impl`, which serves in layers, to capture in a graph; 0 for none.
-
-        A compiler's own code takes the place of what it traces. What operators and functions reach
-        may run between graphs, as caches and prompts do: that it cannot be captured is no fault.
-        """
-        if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
-            return 0
-        return max((n for n in self.facts.captured if n <= probe.TOKENS), default=0)
-
-    def limits(self, plan: Plan) -> list[str]:
-        """What the start could not look at, one phrase each, and the seed of what it drew."""
-        if self.how == "off" or not any(entry.impls for entry in plan.entries.values()):
-            return []
-        sizes, table = self.facts.sizes, installed_bindings()
-        planned = [table[op] for op, e in plan.entries.items() if e.impls and op in table]
-        asked = {rule.name for binding in planned for rule in binding.sizes}
-        unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]
-        told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
-        return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
-
-
-def _meets_a_compiler(binding: Binding | None) -> bool:
-    """Whether compiled code calls the op: operators and functions are called behind a compiler."""
-    places = binding.places if binding else ()
-    return any(isinstance(place, LayerPlace | IrPlace) for place in places)
-
-
-def _say_what_is_taken_whole(plan: Plan) -> None:
-    """Name the ops that a compiler takes whole since they are ordered by size."""
     table = installed_bindings()
     ops = [
         op
         for op, entry in plan.entries.items()
-        if plan.mode == "compiled" and entry.by_row and _meets_a_compiler(table.get(op))
+        if plan.mode == "compiled" and entry.by_row and meets_a_compiler(table.get(op))
+        if op not in inlined
     ]
     if ops:
         log.info(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
 from ...contracts.fused_experts import ACTIVATIONS
 from ...contracts.sizes import HIDDEN
-from ...errors import VllmFLError
+from ...errors import StartError
 from ._experts import EXPERT_COUNT, EXPERT_INTERMEDIATE, EXPERTS_OF_A_TOKEN, may_have_experts
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _refuse_expert_parallelism() -> None:
     from vllm.config import get_current_vllm_config
 
     if get_current_vllm_config().parallel_config.enable_expert_parallel:
-        raise VllmFLError(
+        raise StartError(
             "Op 'fused_experts' is planned, but vLLM's CPU build does not tell its kernel which "
             "experts a rank has, as expert parallelism needs. Leave the op to vLLM "
             "(VLLM_FL_PER_OP='fused_experts=stock'), or start without expert parallelism.",

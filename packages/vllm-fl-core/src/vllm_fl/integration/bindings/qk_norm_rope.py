@@ -122,14 +122,17 @@ BINDING = Binding(
             parts=("rms_norm", "rotary_embedding"),
             layers=("rotary_embedding",),
             native=_native,
+            own="vllm_fl.integration.seams.graphs.QKNormRopePass",
         ),
     ),
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON),
     not_reached=(
-        "eager mode, and platforms other than CUDA and ROCm: there no pass of vLLM's looks for a "
+        "eager mode, and platforms of vLLM's other than CUDA and ROCm: there no pass looks for a "
         "norm with a rope behind it",
-        "norms and ropes that the pass does not find: heads of another size than 64, 128 or 256, "
-        "an epsilon other than 1e-5 and 1e-6, multimodal ropes, a gate between the projections, "
-        "models that norm heads all at once",
+        "a device of a plugin that runs another pass manager than vLLM's, or has another compiler; "
+        "implementations in PyTorch there, whose parts its compiler joins better",
+        "norms and ropes that the pass does not find: multimodal ropes, a gate between the "
+        "projections, models that norm heads all at once; on CUDA and ROCm heads of another size "
+        "than 64, 128 or 256, and an epsilon other than 1e-5 and 1e-6",
     ),
 )

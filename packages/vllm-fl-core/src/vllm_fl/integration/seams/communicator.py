@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...dispatch import get_default_manager
 from ...engine.facts import EngineFacts
 from ...engine.plan import PlanEntry
-from ...errors import VllmFLError
+from ...errors import StartError
 from ...logs import get_logger
 from ...plugins.attention import class_path_for, refusal
 from ...plugins.breadcrumb import running
@@ -148,7 +148,7 @@ class Groups:
         """Take what is off on one rank off on all: the groups that have it get the next candidate.
 
         Raises:
-            VllmFLError: strict mode and a fault, on whichever rank.
+            StartError: strict mode and a fault, on whichever rank.
             RuntimeError: a rank died, or did not answer in time.
         """
         from vllm.distributed.parallel_state import get_world_group
@@ -168,7 +168,7 @@ class Groups:
                 if rank == 0:
                     log.warning(
                         "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; "
-                        "off on all)",
+                        "off on all) [FL410]",
                         impl_id,
                         op,
                         fault.why,
@@ -230,7 +230,7 @@ class Groups:
         """Whether it is off on any rank of the group: all of them ask at the same time.
 
         Raises:
-            VllmFLError: a call of it is stuck, on whichever rank.
+            StartError: a call of it is stuck, on whichever rank.
         """
         import torch.distributed as dist
 
@@ -260,9 +260,9 @@ class Groups:
         return (None, f"{path} is no subclass of vLLM's {lacks[0]}") if lacks else (cls, "")
 
 
-def _ending(impl_id: str, fault: Fault, why: str) -> VllmFLError:
+def _ending(impl_id: str, fault: Fault, why: str) -> StartError:
     """The error that ends the start."""
-    return VllmFLError(
+    return StartError(
         f"vllm-fl ends the start: rank {fault.rank}: {why}, and implementation '{impl_id}' failed "
         f"for op '{COMMUNICATOR}': {fault.why}. VLLM_FL_PER_OP='{COMMUNICATOR}=stock' leaves it "
         "out.",

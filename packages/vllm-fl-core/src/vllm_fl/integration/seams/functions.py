@@ -20,7 +20,7 @@ import torch
 
 from ...contracts.binding import Binding, Bound, FunctionPlace
 from ...engine.plan import Plan
-from ...errors import VllmFLError
+from ...errors import PlaceError
 from ...logs import get_logger
 from ...text import quote
 from ..bindings import stock_form
@@ -58,7 +58,7 @@ def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Replacements:
         bindings: op -> its places.
 
     Raises:
-        VllmFLError: two planned ops name one function.
+        PlaceError: two planned ops name one function.
     """
     taken: dict[str, tuple[FunctionPlace, ...]] = {}
     left: dict[str, dict[str, str]] = {}
@@ -79,7 +79,7 @@ def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Replacements:
             fitting.append(place)
             other = owners.setdefault(place.name, op)
             if other != op:
-                raise VllmFLError(
+                raise PlaceError(
                     f"Function {place.name} is a place of two ops that are planned, '{other}' and "
                     f"'{op}': their bindings must not both name it. Leave one of them to vLLM "
                     f"(VLLM_FL_PER_OP='{op}=stock').",

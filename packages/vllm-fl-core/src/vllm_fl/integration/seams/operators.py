@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...contracts import OpSpec
 from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace
 from ...engine.plan import Plan
-from ...errors import VllmFLError
+from ...errors import PlaceError
 from ...logs import get_logger
 from ...plugins.forms import asked_for
 from ...plugins.types import OpImpl
@@ -104,7 +104,7 @@ def choose(
         dtype: the model's.
 
     Raises:
-        VllmFLError: two planned ops name one operator.
+        PlaceError: two planned ops name one operator.
     """
     taken: dict[str, tuple[OperatorPlace, ...]] = {}
     left: dict[str, dict[str, str]] = {}
@@ -132,7 +132,7 @@ def choose(
         for place in taken[op]:
             other = owners.setdefault(place.name, op)
             if other != op:
-                raise VllmFLError(
+                raise PlaceError(
                     f"Operator {place.name} is a place of two ops that are planned, '{other}' and "
                     f"'{op}': their bindings must not both name it. Leave one of them to vLLM "
                     f"(VLLM_FL_PER_OP='{op}=stock').",
@@ -373,7 +373,7 @@ class _Override:
         except RuntimeError as error:
             if "SafeKernelFunction has been invalidated" not in str(error):
                 raise
-            raise VllmFLError(
+            raise PlaceError(
                 f"The kernel of {self.name} that vllm-fl replaced is gone: {self.before[0]}, who "
                 "had overridden it first, took its own back while an engine served. It must stay "
                 "until that engine is shut down.",

@@ -21,7 +21,7 @@ from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 from ...dispatch import get_default_manager
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
-from ...errors import VllmFLError
+from ...errors import PlaceError
 from ...logs import get_logger
 from ...plugins.breadcrumb import running
 from ...plugins.types import LayerImpl, LayerRequest
@@ -195,14 +195,14 @@ def in_place(plan: Plan) -> Iterator[None]:
     """While the block runs, vLLM builds the plan's classes for whole layers.
 
     Raises:
-        VllmFLError: another plugin has replaced one of the layers since the plan was made.
+        PlaceError: another plugin has replaced one of the layers since the plan was made.
     """
     chosen = {name: _chosen(impl)[0] for name, impl in plan.layers.items()}
     table: dict[str, Any] = custom_op.op_registry_oot
     with _one_at_a_time:
         for name in chosen:
             if name in table:
-                raise VllmFLError(
+                raise PlaceError(
                     f"vllm-fl: layer {name} was replaced by {owner_of(table[name])} after the plan "
                     f"chose '{plan.layers[name].impl_id}'. Leave one of the two out.",
                     op=name,
@@ -244,7 +244,7 @@ def served(plan: Plan, model: Any) -> dict[str, Served]:
         model: the model, a `torch.nn.Module`.
 
     Raises:
-        VllmFLError: strict mode, and a layer is vLLM's own.
+        PlaceError: strict mode, and a layer is vLLM's own.
     """
     found = {}
     for name, impl in plan.layers.items():
@@ -264,7 +264,7 @@ def served(plan: Plan, model: Any) -> dict[str, Served]:
                 f"{len(stock)} places, which are vLLM's own: {', '.join(stock[:3])}"
             )
             if plan.strict:
-                raise VllmFLError(
+                raise PlaceError(
                     f"{text}. Strict mode tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
                     op=name,
                     impl=impl.impl_id,

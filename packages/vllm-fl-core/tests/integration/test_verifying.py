@@ -1,0 +1,215 @@
+"""What a worker's preflight answers, without an engine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import managing, planning, silu
+
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.preflight import Findings
+from vllm_fl.engine.warmup import warm_counts
+from vllm_fl.settings.loading import load_settings
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def worker_of(**fields: Any) -> Any:
+    """What a preflight asks of its worker."""
+    settings = load_settings({"VLLM_FL_PREFLIGHT": "run", **fields.pop("env", {})})
+    facts = EngineFacts(settings, "eager", **{"dtype": torch.bfloat16, **fields})
+    return SimpleNamespace(
+        vllm_fl_facts=facts, vllm_fl_groups=None, rank=1, device=torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom")], ids=repr)
+@pytest.mark.parametrize("where", ["attention", "ops"])
+def test_whatever_a_plugin_raises_is_this_ranks_verdict(
+    error: BaseException, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait for it, minutes, if it never comes."""
+    from vllm_fl.integration import verifying
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    if where == "attention":
+        monkeypatch.setattr(verifying.attention, "faults", fails)
+    else:
+        monkeypatch.setattr(verifying, "find_faults", fails)
+    preflight = verifying.Preflight(worker_of())
+    verdict = preflight.verdict(planning(managing(silu("vendor.acme"))), {"mode": "eager"})
+    assert verdict.rank == 1 and type(error).__name__ in verdict.failure
+    assert verdict.facts == {"mode": "eager"}
+
+
+def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measured is what has no fault, as it will serve, and only where somebody asks for it."""
+    from vllm_fl.integration import verifying
+
+    measured: list[list[str]] = []
+
+    def faults(*_: Any, **__: Any) -> Any:
+        return Findings({("silu_and_mul", "vendor.wrong"): ("it is wrong", None)})
+
+    def variant(impls: Any, *_: Any, **__: Any) -> Any:
+        measured.append([impl.impl_id for impl in impls])
+        return {("silu_and_mul", i): "not batch-invariant: 1 row" for i in measured[-1][:1]}
+
+    monkeypatch.setattr(verifying, "find_faults", faults)
+    monkeypatch.setattr(verifying, "find_variant", variant)
+    plan = planning(managing(silu("vendor.wrong"), silu("vendor.acme"), silu("vendor.emca")))
+    env = {"VLLM_FL_REQUIRE": "batch_invariant", "VLLM_FL_PREFLIGHT": "verify"}
+    verdict = verifying.Preflight(worker_of(env=env)).verdict(plan, {})
+    assert set(verdict.faults) == {("silu_and_mul", "vendor.wrong")}
+    assert measured == [["vendor.acme", "vendor.emca"]]
+    assert verdict.rejections == {
+        ("silu_and_mul", "vendor.acme"): "VLLM_FL_REQUIRE=batch_invariant, and it is not "
+        "batch-invariant: 1 row"
+    }
+    verifying.Preflight(worker_of()).verdict(plan, {})
+    assert measured[1:] == [[]]
+
+
+def test_an_interrupt_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_fl.integration import verifying
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verifying, "find_faults", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        verifying.Preflight(worker_of()).verdict(planning(managing()), {})
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_what_any_row_may_call_is_verified_once(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+    """And in compiled mode as compiled, what a row begins with."""
+    from vllm_fl.integration import verifying
+
+    seen: list[tuple[list[str], set[str]]] = []
+
+    def noting(impls: Any, *_: Any, compiled: Any, **__: Any) -> Any:
+        seen.append(([impl.impl_id for impl in impls], {impl_id for _, impl_id in compiled}))
+        return SimpleNamespace(
+            remarks=[], faults={("silu_and_mul", "vendor.acme"): ("wrong", None)}
+        )
+
+    monkeypatch.setattr(verifying, "find_faults", noting)
+    impls = silu("vendor.acme"), silu("reference.torch"), silu("default.flagos")
+    order = {"<=4": ["vendor", "reference"], "<=9": "stock", "rest": "flagos"}
+    manager = managing(*impls, per_op_order={"silu_and_mul": order})
+    preflight = verifying.Preflight(worker_of())
+    verdict = preflight.verdict(planning(manager, mode), {})
+    assert verdict.failure == ""
+    assert verdict.faults == {("silu_and_mul", "vendor.acme"): "wrong"}
+    everyone = ["default.flagos", "vendor.acme", "reference.torch"]
+    firsts = {"default.flagos", "vendor.acme"} if mode == "compiled" else set()
+    assert seen == [(everyone, firsts)]
+    # Taken out, it is out of its row, and what comes first there is verified as such.
+    again = planning(manager, mode, demoted=verdict.faults)
+    assert again.entries["silu_and_mul"].label == "reference.torch(<=4)|stock(<=9)|default.flagos"
+    preflight.verdict(again, {})
+    new = (["reference.torch"], {"reference.torch"}) if mode == "compiled" else ([], set())
+    assert seen[1] == new
+
+
+def warmed(plan: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[str, list[int]]:
+    """impl id -> the token counts at which a start would have it run."""
+    from vllm_fl.integration import verifying
+
+    given: dict[Any, list[int]] = {}
+
+    def finds(*_: Any, **options: Any) -> Findings:
+        given.update(options["warm"])
+        return Findings()
+
+    monkeypatch.setattr(verifying, "find_faults", finds)
+    verifying.Preflight(worker_of(sizes=ModelSizes(tokens=(1, 100)), **fields)).verdict(plan, {})
+    return {impl_id: counts for (_, impl_id), counts in given.items()}
+
+
+def test_what_serves_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = silu("vendor.acme", priority=9), silu("vendor.emca", priority=8)
+    plan = planning(managing(first, second))
+    counts = warmed(plan, monkeypatch, captured=(24, 48))
+    assert counts == {"vendor.acme": warm_counts(100, sizes=(24, 48))}
+    off = {"VLLM_FL_PREFLIGHT": "off"}
+    assert warmed(plan, monkeypatch, env=off) == {}
+    plain = silu("vendor.acme", priority=9, traceable=True)
+    assert warmed(planning(managing(plain, second)), monkeypatch) == {}
+
+
+def test_what_serves_some_sizes_is_warmed_up_at_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = {"<=40": "vendor:acme", "rest": "vendor:emca"}
+    manager = managing(
+        silu("vendor.acme"),
+        silu("vendor.emca"),
+        per_op_order={"silu_and_mul": order},  # type: ignore[dict-item]
+    )
+    counts = warmed(planning(manager), monkeypatch)
+    assert set(counts) == {"vendor.acme", "vendor.emca"}
+    few, many = counts["vendor.acme"], counts["vendor.emca"]
+    assert {1, 2, 39, 40} <= set(few) and max(few) == 40
+    assert min(many) > 40 and {56, 63, 64, 99, 100} <= set(many)
+
+
+def test_what_layers_call_is_captured_where_vllm_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler's code takes the place of what it traces."""
+    from vllm_fl.integration import verifying
+
+    given: list[dict[Any, int]] = []
+
+    def finds(*_: Any, captured: Any, **__: Any) -> Findings:
+        given.append(captured)
+        return Findings()
+
+    monkeypatch.setattr(verifying, "find_faults", finds)
+    impls = silu("vendor.acme"), silu("reference.torch", traceable=True)
+    orders: Any = {"silu_and_mul": {"<=4": "reference", "rest": "vendor"}}
+    for device in ("cuda", "cpu"):
+        for mode in ("eager", "compiled"):
+            told = worker_of(sizes=ModelSizes(tokens=(1, 2048)), captured=(1, 64, 512))
+            told.device = torch.device(device)
+            plan = planning(managing(*impls, per_op_order=orders), mode)  # type: ignore[arg-type]
+            verifying.Preflight(told).verdict(plan, {})
+    both = {("silu_and_mul", name): 64 for name in ("vendor.acme", "reference.torch")}
+    assert given == [both, {("silu_and_mul", "vendor.acme"): 64}, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("how", "order", "counts"),
+    [
+        ("verify", ["vendor:acme"], {1, 17, 256}),
+        (
+            "verify",
+            {"<=4": "vendor:acme", "<=900": "vendor:emca", "rest": "stock"},
+            {1, 4, 17, 256},
+        ),
+        ("verify", ["stock"], set()),
+        ("run", ["vendor:acme"], set()),
+        ("off", ["vendor:acme"], set()),
+    ],
+)
+def test_a_rank_asks_for_runs_of_the_loaded_model(
+    how: str, order: Any, counts: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_fl.integration import verifying
+
+    monkeypatch.setattr(verifying, "find_faults", lambda *_, **__: Findings())
+    manager = managing(
+        silu("vendor.acme"), silu("vendor.emca"), per_op_order={"silu_and_mul": order}
+    )
+    told = worker_of(sizes=ModelSizes(tokens=(1, 2048)), env={"VLLM_FL_PREFLIGHT": how})
+    assert verifying.Preflight(told).verdict(planning(manager), {}).counts == counts
+    small = worker_of(sizes=ModelSizes(tokens=(1, 100)), env={"VLLM_FL_PREFLIGHT": how})
+    found = verifying.Preflight(small).verdict(planning(manager), {}).counts
+    assert found == {min(n, 100) for n in counts}, "a model runs no more than its largest batch"
