@@ -50,12 +50,14 @@ def reason_against(path: Path) -> str | None:
                 return "torch is not installed"
             if distribution == "vllm-fl-ascend":
                 return f"they emulate torch_npu in the whole process; name them: pytest {folder}"
-        case ("tests", "engine"):
+        case ("tests", "engine" | "nodes"):
             if find_spec("vllm") is None:
                 return "vLLM is not installed"
             for distribution in ("vllm-fl-core", "vllm-fl-cpu", "vllm-fl-reference"):
                 if not is_installed(distribution):
                     return f"{distribution} is not installed"
+            if path.name == "nodes" and find_spec("ray") is None:
+                return "Ray is not installed"
     return None
 
 

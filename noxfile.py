@@ -192,9 +192,9 @@ def tests_ascend(session: nox.Session, interpreter: str = sys.executable) -> Non
 
 
 @timed("tests-flagcx")
-def tests_flagcx(session: nox.Session) -> None:
+def tests_flagcx(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the communicator on FlagCX, on a library with its interface that cc builds."""
-    env = over(session, with_vllm(session), CORE, FLAGCX)
+    env = over(session, with_vllm(session, interpreter=interpreter), CORE, FLAGCX)
     tests_in_parallel(session, env, "packages/vllm-fl-flagcx/tests", **ENGINE)
 
 
@@ -225,9 +225,16 @@ def tests_empty(session: nox.Session, vllm: str) -> None:
     """Run vLLM without compiled operators, on a device that a plugin brings, beside stock."""
     stock = with_vllm(session)
     env = over(session, envs.empty(vllm), CORE, REFERENCE, "fl-bare-cpu")
-    chosen = ("-k", "" if vllm == envs.EMPTY_RANGE[-1] else "not gemma3")
+    chosen = ("-k", "" if vllm == envs.EMPTY_RANGE[-1] else "not gemma3 and not one_kernel")
     tests = "tests/engine/test_empty_builds.py"
     tests_in_parallel(session, env, tests, *chosen, STOCK_PYTHON=stock.python, **ENGINE)
+
+
+@timed("ray", default=False)
+def ray(session: nox.Session) -> None:
+    """Run vLLM's engine over two nodes of a Ray cluster on this machine."""
+    env = over(session, envs.ray(), CORE, REFERENCE, CPU)
+    pytest(session, env, "tests/nodes", **ENGINE)
 
 
 @timed("quickstart")
@@ -280,7 +287,7 @@ def pythons(session: nox.Session, version: str) -> None:
     if problem := envs.cuda_build(envs.engine(python=found)):
         session.warn(f"The tests of vLLM's kernels are left out. {problem}")
         return
-    for tests in (tests_cpu, tests_cuda, tests_ascend):
+    for tests in (tests_cpu, tests_cuda, tests_ascend, tests_flagcx):
         tests(session, found)
 
 
@@ -309,16 +316,55 @@ def wrong_kernels(session: nox.Session) -> None:
 
 @timed("support", default=False)
 def support(session: nox.Session) -> None:
-    """Run every kernel of this machine's CPU into docs/support/cpu.json, and write the matrix."""
-    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
-    found = Path(session.create_tmp()) / "cpu.json"
-    with found.open("w") as out:
-        session.run(
-            env.python, "-m", "vllm_fl.cli", "verify", "--json", stdout=out,
-            env=env.variables(), include_outer_env=False, external=True,
-        )  # fmt: skip
-    shutil.copy(found, ROOT / "docs" / "support")  # only what a whole run has written
-    python(session, env, "tools/support_matrix.py")
+    """Run each kernel that runs here, or is emulated, into docs/support, and write the matrix."""
+    runs = {"cpu": cpu_run, "ascend": ascend_run, "cuda": cuda_run, "flaggems": flaggems_run}
+    for name in session.posargs or runs:
+        env, options, variables = runs[name](session)
+        found = Path(session.create_tmp()) / f"{name}.json"
+        with found.open("w") as out:
+            session.run(
+                env.python, "-m", "vllm_fl.cli", "verify", "--json", *options, stdout=out,
+                stderr=sys.stderr,  # or nox puts it into the file, too
+                env=env.variables(**variables), include_outer_env=False, external=True,
+            )  # fmt: skip
+        shutil.copy(found, ROOT / "docs" / "support")  # only what a whole run has written
+    python(session, with_torch(session), "tools/support_matrix.py")
+
+
+Run = tuple[envs.Env, tuple[str, ...], dict[str, str]]
+"""Where `vllm-fl verify` runs, its options, and the variables of its process."""
+
+
+def cpu_run(session: nox.Session) -> Run:
+    """The CPU of this machine, with times: let nothing else run."""
+    return over(session, with_vllm(session), CORE, REFERENCE, CPU), (), {}
+
+
+def ascend_run(session: nox.Session) -> Run:
+    """Ascend's emulation."""
+    wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
+    what = (
+        f"Ascend by torch_npu {envs.TORCH_NPU}'s real schemas and meta functions, with numerics of "
+        "our own on the CPU"
+    )
+    options = ("--impl", "vendor.ascend", "--device", "cpu", "--emulated", what)
+    return over(session, with_vllm(session), CORE, ASCEND), options, {**ON_EMULATION, **wheel}
+
+
+def cuda_run(session: nox.Session) -> Run:
+    """The CUDA backend's calls."""
+    what = "NVIDIA CUDA by the kernels and layers of vLLM's CPU build, which the backend calls"
+    options = ("--impl", "vendor.cuda", "--emulated", what)
+    return over(session, with_vllm(session), CORE, CUDA), options, ON_CPU_KERNELS
+
+
+def flaggems_run(session: nox.Session) -> Run:
+    """FlagGems's kernels, in one dtype: interpreted, each takes a good while."""
+    what = "a GPU by Triton's interpreter on the CPU, which runs FlagGems's own kernels"
+    options = ("--impl", "default.flagos", "--dtype", "bfloat16", "--emulated", what)
+    cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
+    env = over(session, envs.flaggems(), CORE, FLAGGEMS)
+    return env, (*options, "--timeout", "900"), {**ON_INTERPRETER, **cache}
 
 
 def with_gpu(session: nox.Session) -> envs.Env:

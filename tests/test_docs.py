@@ -205,6 +205,15 @@ def test_every_error_is_documented_with_its_fields() -> None:
         assert re.findall(r"`(\w+)`", fields) == told, name
 
 
+def test_every_code_is_listed_with_the_title_of_its_page() -> None:
+    listed = re.findall(r"^\| \[(FL\d{3})\]\(\.\./(.+)\) \| (.+) \|$", page("errors.md"), re.M)
+    pages = {
+        path: path.read_text().splitlines()[0].removeprefix(f"# {path.stem}: ")
+        for path in sorted((SOURCES / "vllm_fl" / "codes").glob("*.md"))
+    }
+    assert listed == [(p.stem, str(p.relative_to(ROOT)), title) for p, title in pages.items()]
+
+
 def test_every_variable_is_documented_with_its_key_and_default() -> None:
     table = {
         code(variable): (code(key), code(default), in_file)
@@ -353,7 +362,9 @@ def test_the_readme_leads_to_the_list_of_every_page() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    sources = {*docs_site.named(yaml.safe_load((ROOT / "site.yml").read_text())["nav"])}
+    nav = docs_site.expanded(yaml.safe_load((ROOT / "site.yml").read_text())["nav"])
+    made = {docs_site.api_source(module) for module in docs_site.API}
+    sources = {*docs_site.named(nav)} - made
     assert not docs_site.left_out(sources)
     assert not [source for source in sources if not (ROOT / source).is_file()]
 

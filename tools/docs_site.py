@@ -6,6 +6,7 @@ The pages are read as they lie in the repository, where GitHub shows them. In co
 to other pages lead to those pages, and links to other files lead to GitHub. What is added:
 
 - `ops`: the pages of docs/ops, each in the navigation;
+- `errors`: docs/errors.md and the pages of the codes, which are data of vllm-fl-core;
 - `api`: the reference of what a plugin's author imports, from docstrings;
 - `report`: what `vllm-fl report` makes of a table that was measured and of the matrix's runs.
 
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "site"
 PAGES, HTML = BUILD / "pages", BUILD / "html"
 CORE = ROOT / "packages" / "vllm-fl-core" / "src"
+CODES = CORE / "vllm_fl" / "codes"
 MEASURED = ROOT / "benchmarks" / "results" / "h200-2026-11-22.json"
 TABLE = "tune qwen3-8b's sizes, compiled, qk_norm_rope"
 """The entry of MEASURED that is a table of `vllm-fl tune`."""
@@ -102,7 +104,7 @@ def run(*arguments: str) -> None:
 
 
 def expanded(nav: Any) -> Any:
-    """The navigation with the pages that `ops` and `api` stand for."""
+    """The navigation with the pages that `ops`, `errors` and `api` stand for."""
     if isinstance(nav, list):
         return [expanded(each) for each in nav]
     if isinstance(nav, dict):
@@ -110,6 +112,9 @@ def expanded(nav: Any) -> Any:
     if nav == "ops":
         pages = sorted((ROOT / "docs" / "ops").glob("[!R]*.md"))
         return ["docs/ops/README.md", *({p.stem: f"docs/ops/{p.name}"} for p in pages)]
+    if nav == "errors":
+        pages = sorted(path.relative_to(ROOT) for path in CODES.glob("*.md"))
+        return ["docs/errors.md", *({page.stem: str(page)} for page in pages)]
     if nav == "api":
         return [{module: api_source(module)} for module in API]
     return nav
@@ -141,6 +146,8 @@ def placed(nav: Any) -> Any:
 def place(source: str) -> str:
     """Where a page of the repository lies in the site: docs/README.md is its first page."""
     path = source.removeprefix("docs/")
+    if (ROOT / source).parent == CODES:
+        return f"errors/{Path(source).name.lower()}"
     if found := re.fullmatch(r"(?:packages|examples)/(.+)/README\.md", path):
         return f"backends/{found[1]}.md"
     if path != source or path.startswith("api/"):

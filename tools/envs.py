@@ -88,6 +88,9 @@ SITE = (
 its place: that one gets no more than repairs, until May 2027. matplotlib draws the report, and ruff
 lays out the signatures of the reference."""
 
+RAY = ("ray==2.60.0", "msgpack==1.2.4")
+"""Ray, and what it imports that vLLM's own requirements do not bring."""
+
 TORCH_NPU = "2.13.0"
 """The release of torch_npu for `TORCH`. Its wheel is read, never installed: beside its entry point
 `import torch` fails wherever there is no CANN."""
@@ -225,6 +228,11 @@ def release() -> Env:
 def site() -> Env:
     """Core's own dependencies, and what builds the documentation site; no torch, no vllm."""
     return _shared("site", [core_requirements(), SITE])
+
+
+def ray() -> Env:
+    """The engine environment with Ray, over which vLLM spreads an engine on several nodes."""
+    return _layer("ray", engine(), RAY)
 
 
 def empty(vllm: str) -> Env:

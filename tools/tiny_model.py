@@ -123,6 +123,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "num_local_experts": 4,
             "intermediate_size_mlp": 512,
             "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0],  # 0: without rope and norms of heads
         },
     ),
 }

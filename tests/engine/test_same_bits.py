@@ -40,5 +40,6 @@ def test_on_the_cpu_vllms_own_mode_ends_the_start_in_one_line(
 ) -> None:
     with pytest.raises(EngineFailed) as failure:
         run(Job(str(model("qwen3")), batches()), **IN_ONE_PROCESS, VLLM_BATCH_INVARIANT="1")
-    last = failure.value.log.strip().splitlines()[-1]
+    last, page = failure.value.log.strip().splitlines()[-2:]
+    assert page.startswith("`vllm-fl explain FL")
     assert "VLLM_BATCH_INVARIANT=1: vLLM has no batch-invariant kernels for the CPU" in last

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,31 +9,13 @@ from typing import Any
 
 import pytest
 from engine_run import EngineFailed, Job, run
-
-from vllm_fl.settings.table import Row, Table, TunedOp
+from measured_here import measured
 
 OP = "silu_and_mul"
 COUNTED = {"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_TABLE_UNACCEPTED": "1"}
 PREFILL, DECODED = 40, 4
 BATCHES = [[[(7 * n) % 500 + 3 for n in range(PREFILL)]]]
 LAYERS = 2
-
-HERE = """
-import json, sys
-import torch
-
-if __name__ == "__main__":
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm_fl.contracts import contracts
-    from vllm_fl.dispatch import get_default_manager
-    from vllm_fl.engine.identity import contract_digest, identity
-    config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
-    torch.set_num_threads(1)  # as in the engine
-    owners = get_default_manager().registry.snapshot().owners.values()
-    print(json.dumps([identity(torch.device("cpu"), owners),
-                      contract_digest(contracts()[sys.argv[2]]),
-                      {"hidden": config.model_config.get_hidden_size()}]))
-"""
 
 
 @pytest.fixture
@@ -45,20 +24,7 @@ def table(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[st
 
     Calls of up to 16 tokens get the CPU's kernel, larger ones what all have without a table.
     """
-    command = [sys.executable, "-c", HERE, str(model("qwen3")), OP]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    identity, contract, sizes = json.loads(done.stdout.splitlines()[-1])
-    rows = (Row(16, "vendor.cpu"), Row(256, "default"))
-    whole = Table(
-        identity,
-        "eager",
-        "bfloat16",
-        sizes,
-        "qwen3",
-        "2026-11-22T17:00:00+00:00",
-        1.0,
-        {OP: TunedOp(contract, "reference.torch", rows)},
-    )
+    whole = measured(str(model("qwen3")), OP)
 
     def written(**changed: Any) -> dict[str, str]:
         path = tmp_path / "table.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +14,9 @@ __all__ = ["cases"]
 
 TOKENS = 256
 """Of a captured batch."""
+
+CORPUS = Path(__file__).parents[2] / "packages" / "vllm-fl-core" / "tests"
+"""Where the wrong kernels of docs/trust.md are."""
 
 ALWAYS = ("rms_norm", "rotary_embedding", "silu_and_mul")
 """Ops of which every backend's implementation must have been captured."""
@@ -34,6 +38,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     device = torch.device("cuda")
     torch.zeros(1, device=device)  # the device exists, as it does in a worker
     yield from wrong_ones()
+    yield from corpus_in_graphs()
     more = typical_sizes(bindings().values()).more
     served = ModelSizes(4096, 12288, 32, 8, 128, 128, tokens=(1, 16384), more=more)
     served = replace(served, max_position=40960)
@@ -138,3 +143,35 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
             continue
         problem = problem or "; ".join(why for why, _ in again.values())
         yield f"after {fn.__name__} the next one is captured", problem
+
+
+def corpus_in_graphs() -> Iterator[tuple[str, str]]:
+    """The corpus's kernels that are wrong in graphs alone: start says of each what the table of
+    docs/trust.md says, which was made without a device."""
+    import torch
+
+    from vllm_fl.engine.preflight import find_faults
+
+    sys.path.insert(0, str(CORPUS))
+    from wrong_kernels.corpus import corpus
+    from wrong_kernels.page import seen
+
+    for wrong in (wrong for wrong in corpus().values() if wrong.kind == "graph"):
+        key = wrong.op, wrong.impl().impl_id
+        said = []
+        for captured in ({}, {key: TOKENS}):
+            found = find_faults(
+                [wrong.impl()],
+                torch.bfloat16,
+                torch.device("cuda"),
+                wrong.sizes,
+                seed=0,
+                captured=captured,
+            )
+            said.append(found.faults.get(key, ("",))[0])
+        eager, why = said
+        outcome = "named" if why else "passes"
+        problem = f"taken out without a graph: {eager}" if eager else ""
+        if outcome != (expected := seen()[wrong.name]["graph"]):
+            problem = problem or f"{outcome}, and the table says {expected}"
+        yield f"{wrong.name}: {outcome} {why[:150]}".rstrip(), problem

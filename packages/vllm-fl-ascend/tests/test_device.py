@@ -310,7 +310,8 @@ def test_vllm_ascend_beside_it_is_one_line_that_says_what_to_do(tmp_path: Path) 
 
     both = start()
     assert both.returncode != 0
-    last = both.stderr.strip().splitlines()[-1]
+    last, page = both.stderr.strip().splitlines()[-2:]
+    assert page.startswith("`vllm-fl explain FL204`")
     assert "vllm-ascend brings a platform of vLLM's too" in last
     assert "pip uninstall -y vllm-ascend, or choose: VLLM_PLUGINS=fl" in last
     assert "Only one platform plugin" not in both.stdout + both.stderr

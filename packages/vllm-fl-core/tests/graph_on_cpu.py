@@ -33,6 +33,7 @@ class _Recorded(TorchDispatchMode):
 
 def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """As `vllm_fl.engine.graphs.captured`, which it stands for."""
+    run()
     with _Recorded() as recorded:
         result = run()
     return recorded.replay, result

@@ -285,7 +285,7 @@ class OpManager:
                 if plugin.error is not None and plugin.may_bring(token.name, trace.op):
                     raise PluginError(
                         f"The settings ask for '{token}' for op '{trace.op}', but the plugin that "
-                        f"would bring it failed. {plugin.error}",
+                        f"would bring it failed. {plugin.error.message}",
                         op=trace.op,
                         impl=token.name,
                         plugin=plugin.owner.plugin,
@@ -567,7 +567,7 @@ def _raising(op: str, error: NoImplementationError) -> OpImpl:
     """What stands for a row in which nothing may run: calls of its sizes raise `error`."""
 
     def nothing(*args: Any) -> Any:
-        raise NoImplementationError(str(error), op=op, rejected=error.rejected)
+        raise NoImplementationError(error.message, op=op, rejected=error.rejected)
 
     return OpImpl(op, "stock.vllm", BackendImplKind.REFERENCE, nothing)
 

@@ -234,7 +234,7 @@ def _report(failure: PluginError | None, *, strict: bool) -> None:
         log.error("%s", failure)
         return
     raise PluginError(
-        f"{failure} (VLLM_FL_STRICT_PLUGINS=1 makes this an error.)",
+        f"{failure.message} (VLLM_FL_STRICT_PLUGINS=1 makes this an error.)",
         op=failure.op,
         impl=failure.impl,
         plugin=failure.plugin,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import PluginError, VllmFLError
+from ..errors import DeviceError, PluginError, VllmFLError
 from ..logs import get_logger
 from ..text import clean, quote
 from .breadcrumb import running
@@ -221,7 +221,7 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
     found = [(owner, profile) for owner, profile, verdict in verdicts if verdict is True]
     if len(found) > 1:
         names = ", ".join(f"{profile.name!r} of {owner.name}" for owner, profile in found)
-        raise PluginError(
+        raise DeviceError(
             f"{len(found)} plugins claim this machine's device: {names}. Say which with "
             "VLLM_FL_PLATFORM=<name>, or leave one out with VLLM_FL_PLUGINS.",
             plugin=found[1][0].plugin,
@@ -229,7 +229,7 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
         )
     if name is not None and verdicts and not found:
         owner, _, why = verdicts[0]
-        raise PluginError(
+        raise DeviceError(
             f"VLLM_FL_PLATFORM={name} asks for the device of {owner}, which says that it is not "
             f"here: {why}. Unset VLLM_FL_PLATFORM to run on what vLLM finds itself.",
             plugin=owner.plugin,

@@ -62,8 +62,9 @@ class Figure:
         ratio_low: the lower quartile of those.
         copy_share: the share of the device's copy bandwidth that the call reaches; None where the
             bytes that it moves are not known.
-        slower: in which of the forms it is slower than the default, and the ratio there: who is
-            serves no row, since how often a model calls which form is not known; empty otherwise.
+        slower: in which of the forms it is slower than the default, and the ratio there, since how
+            often a model calls which form is not known; or that it is slower to launch, at sizes of
+            which no graph is captured. Who is serves no row; empty otherwise.
         rejected: why it was not timed: wrong, with its worst element, or refused; empty otherwise.
     """
 

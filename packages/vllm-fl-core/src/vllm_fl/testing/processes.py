@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -146,7 +147,11 @@ def _run(
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(theirs, target, args), daemon=True)
-    child.start()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of every fork beside threads, and torch has some: vLLM forks its workers
+        # all the same, and a child that hangs for it is what this check is there to name.
+        warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
+        child.start()
     theirs.close()
     try:
         if not ours.poll(deadline):
