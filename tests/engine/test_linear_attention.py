@@ -29,6 +29,7 @@ def served(hybrid: Path, **variables: str) -> dict[str, Any]:
     return run(job, **IN_ONE_PROCESS, VLLM_FL_DISPATCH_DEBUG="1", **variables)
 
 
+@pytest.mark.slow
 def test_the_reference_serves_linear_attention_as_vllms_kernels_do(hybrid: Path) -> None:
     stock = served(hybrid, **STOCK)
     per_op = ";".join(f"{op}=reference" for op in sorted(RULES))

@@ -83,7 +83,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Runner:
     "family",
     [
         "qwen3_moe",
-        "deepseek_v3",
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("qwen3_next", marks=pytest.mark.slow),
         pytest.param("mixtral", marks=pytest.mark.slow),

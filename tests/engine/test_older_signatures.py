@@ -12,7 +12,8 @@ from engines import IN_ONE_PROCESS, Runner, batches
 OPS = ("rms_norm", "rotary_embedding", "silu_and_mul")
 
 
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("eager", [True, False])
 def test_it_is_verified_planned_and_called(
     eager: bool,
     engine: Runner,

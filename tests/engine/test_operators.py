@@ -54,6 +54,7 @@ def test_a_call_by_name_runs_the_planned_implementation(model: Path) -> None:
     assert 0 < worst < 0.05 * magnitude, "another order of roundings, in bfloat16"
 
 
+@pytest.mark.slow
 def test_an_implementation_that_calls_the_operator_leaves_it_to_vllm(model: Path) -> None:
     stock = served(model, VLLM_FL_PER_OP="silu_and_mul=stock")
     ours = served(model, VLLM_FL_PER_OP="silu_and_mul=vendor:cpu")

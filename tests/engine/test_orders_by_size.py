@@ -22,7 +22,8 @@ op_backends:
 LAYERS = 2
 
 
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("eager", [True, False])
 def test_decoding_and_prompts_run_different_implementations(
     model: Callable[[str], Path], tmp_path: Path, eager: bool
 ) -> None:

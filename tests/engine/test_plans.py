@@ -6,17 +6,20 @@ import pytest
 from engine_run import largest_difference
 from engines import Pair, Runner, assert_same_bits
 
-MODES = [
-    pytest.param(True, id="eager"),
-    pytest.param(False, id="compiled", marks=pytest.mark.oldest),
-]
+COMPILED = pytest.param(False, id="compiled", marks=pytest.mark.oldest)
 
 VENDOR_SHARE = 0.05
 """Largest difference of logits, as a share of the largest logit, between two right plans: bf16
 has 8 bits, and the CPU kernels truncate where torch rounds (2 % seen after two layers)."""
 
 
-@pytest.mark.parametrize("eager", MODES)
+@pytest.mark.parametrize(
+    "eager",
+    [
+        pytest.param(True, id="eager", marks=pytest.mark.slow),  # nox -s quickstart shows it, too
+        COMPILED,
+    ],
+)
 def test_the_reference_plan_is_stock_in_plain_torch_bit_for_bit(both: Pair, eager: bool) -> None:
     stock, ours = both("qwen3", "stock-native", "reference", eager)
     assert_same_bits(stock, ours)
@@ -48,7 +51,7 @@ def test_a_norm_that_casts_in_another_order_shows_in_the_bits(both: Pair) -> Non
     assert 0.0 < worst <= VENDOR_SHARE * magnitude
 
 
-@pytest.mark.parametrize("eager", MODES)
+@pytest.mark.parametrize("eager", [pytest.param(True, id="eager"), COMPILED])
 def test_the_vendor_plan_is_near_stock_and_really_runs(both: Pair, eager: bool) -> None:
     stock, ours = both("qwen3", "stock-native", "vendor", eager)
     worst, magnitude = largest_difference(stock, ours)
@@ -71,13 +74,8 @@ def test_without_the_ir_the_eager_reference_plan_is_stock_bit_for_bit(both: Pair
     assert ours["report"][0]["ops"]["rms_norm"]["impl"] == "reference.torch"
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        "reference",
-        pytest.param("vendor", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["reference", "vendor"])
 def test_without_the_ir_compiled_norms_run_in_the_layers(engine: Runner, variant: str) -> None:
     ours = engine("qwen3", f"{variant}-without-ir", False)
     worst, magnitude = largest_difference(engine("qwen3", "stock-native", False), ours)

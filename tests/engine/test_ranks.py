@@ -35,6 +35,7 @@ def test_what_is_wrong_on_one_rank_is_off_on_both(
     assert len(lines) == 1 and "on rank 1; off on all" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_it_verifies_ends_the_start(
     model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
 ) -> None:
