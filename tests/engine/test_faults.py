@@ -134,6 +134,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_a_foreign_layer_is_in_the_plan_and_explained(
     model: Callable[[str], Path], tmp_path: Path
 ) -> None:

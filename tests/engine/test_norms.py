@@ -34,6 +34,7 @@ def orders(**tokens: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_layers_of_the_older_form_serve_in_an_eager_engine(
     engine: Runner, model: Callable[[str], Path], plugin: Plugin
 ) -> None:

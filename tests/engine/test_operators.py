@@ -138,7 +138,8 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_engines_of_one_process_have_each_their_own_and_shutdown_gives_it_back(
     model: Path, mode: str
 ) -> None:
