@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -21,7 +22,9 @@ def test_what_one_node_lacks_is_off_on_all_and_another_version_is_named(
 ) -> None:
     other = without(CORE, REFERENCE)
     (metadata,) = other.site_packages.glob("vllm_fl_reference-*.dist-info/METADATA")
-    metadata.write_text(metadata.read_text().replace("Version: 0.1.0", "Version: 9.9"))
+    version = re.compile(r"^Version: (.+)$", re.MULTILINE)
+    (released,) = version.findall(metadata.read_text())
+    metadata.write_text(version.sub("Version: 9.9", metadata.read_text(), count=1))
     nodes = node(whole, 0), node(other, 1)
     ordered = {"VLLM_FL_PER_OP": f"{OP}=vendor|reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
     result = serve(job(model), *nodes, **ordered)
@@ -35,11 +38,11 @@ def test_what_one_node_lacks_is_off_on_all_and_another_version_is_named(
     # A set: the log monitor of each node on this machine reads the logs of both.
     lines = set(result["log"].splitlines())
     (line,) = [line for line in lines if f"'vendor.cpu' of op '{OP}' is off on all ranks" in line]
-    assert "rank 1 lacks it. Install vllm-fl-cpu 0.1.0 on its node" in line
+    assert f"rank 1 lacks it. Install vllm-fl-cpu {released} on its node" in line
 
     assert first["digest"] != second["digest"]
     (line,) = [line for line in lines if f"The ranks differ. {OP}: " in line]
-    assert "rank 0 has reference.torch (vllm-fl-reference 0.1.0" in line
+    assert f"rank 0 has reference.torch (vllm-fl-reference {released}" in line
     assert "rank 1 has reference.torch (vllm-fl-reference 9.9" in line
 
 
