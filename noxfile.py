@@ -96,6 +96,14 @@ def engines_in_parallel(session: nox.Session, env: envs.Env, *args: str) -> None
     tests_in_parallel(session, env, "tests/engine", "--dist=loadfile", *args, **ENGINE)
 
 
+def empty_builds(session: nox.Session, vllm: str, *args: str) -> None:
+    """The tests of a vLLM without compiled operators, beside stock on vLLM's CPU build."""
+    stock = with_vllm(session)
+    env = over(session, envs.empty(vllm), CORE, REFERENCE, "fl-bare-cpu")
+    tests = "tests/engine/test_empty_builds.py"
+    tests_in_parallel(session, env, tests, *args, STOCK_PYTHON=stock.python, **ENGINE)
+
+
 def deletions(session: nox.Session, env: envs.Env, name: str, **variables: str) -> None:
     """Delete each statement of a backend's operators: its conformance tests must notice."""
     folder = envs.distributions()[name].relative_to(ROOT)
@@ -223,11 +231,8 @@ def engine(session: nox.Session, vllm: str) -> None:
 @nox.parametrize("vllm", envs.EMPTY_RANGE)
 def tests_empty(session: nox.Session, vllm: str) -> None:
     """Run vLLM without compiled operators, on a device that a plugin brings, beside stock."""
-    stock = with_vllm(session)
-    env = over(session, envs.empty(vllm), CORE, REFERENCE, "fl-bare-cpu")
-    chosen = ("-k", "" if vllm == envs.EMPTY_RANGE[-1] else "not gemma3 and not one_kernel")
-    tests = "tests/engine/test_empty_builds.py"
-    tests_in_parallel(session, env, tests, *chosen, STOCK_PYTHON=stock.python, **ENGINE)
+    chosen = "" if vllm == envs.EMPTY_RANGE[-1] else "not gemma3 and not one_kernel"
+    empty_builds(session, vllm, "-m", "not slow", "-k", chosen)
 
 
 @timed("ray", default=False)
@@ -257,6 +262,8 @@ def full(session: nox.Session, vllm: str) -> None:
     """Run all engine tests, the slow ones too, on every vLLM release that is supported here."""
     env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
     engines_in_parallel(session, env)
+    if vllm == envs.VLLM and not session.posargs:  # those are meant for the tests above
+        empty_builds(session, envs.EMPTY_RANGE[-1], "-m", "slow")
 
 
 @timed("newest", default=False)

@@ -140,6 +140,64 @@ def test_a_pass_of_ours_joins_norms_of_heads_and_rope_in_one_kernel(start: Runne
     assert worst <= 1e-4 * magnitude
 
 
+ROWS = """\
+op_backends:
+  silu_and_mul:
+    <=8: stock
+    rest: reference
+  rms_norm:
+    <=8: reference
+    rest: [stock]
+"""
+OTHER_ROWS = ROWS.replace("<=8: reference", "<=1: reference")
+
+
+@pytest.mark.slow
+def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
+    start: Runner, tmp_path: Path
+) -> None:
+    """Where vLLM compiles by range, each range has the code of its row in it."""
+
+    def served(rows: str) -> dict[str, Any]:
+        config = tmp_path / "fl.yaml"
+        config.write_text(rows)
+        places = {"VLLM_FL_CONFIG": str(config), "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+        result: dict[str, Any] = start("qwen3", eager=False, **places)
+        return result
+
+    def inlined(result: dict[str, Any], op: str) -> list[tuple[int, str | None]]:
+        """(the last token count, whose code) of each range."""
+        (report,) = result["report"]
+        return [(told["last"], told["impl"]) for told in report["ranges"][op]]
+
+    def places(result: dict[str, Any]) -> int:
+        """In how many places of graphs that were compiled code was inlined."""
+        (report,) = result["report"]
+        return sum(told["places"] for op in report["ranges"].values() for told in op)
+
+    first = served(ROWS)
+    largest = 80  # the most tokens of a step
+    assert inlined(first, "silu_and_mul") == [(8, "stock.vllm"), (largest, "reference.torch")]
+    assert inlined(first, "rms_norm") == [(8, "reference.torch"), (largest, "stock.vllm")]
+    (report,) = first["report"]
+    assert all(told["places"] for op in report["ranges"].values() for told in op)
+    told = f"silu_and_mul inlined in 2 of 2 ranges (1-8, 9-{largest} tokens)"
+    assert told in first["log"]
+    assert "cannot be traced" not in first["log"]
+
+    again = served(ROWS)
+    assert places(again) == 0 and again["tokens"] == first["tokens"]
+    other = served(OTHER_ROWS)
+    assert places(other) > 0
+    assert [last for last, _ in inlined(other, "silu_and_mul")] == [1, 8, largest]
+
+    stock = start("qwen3", stock=True)
+    for ours in (first, other):
+        assert ours["tokens"] == stock["tokens"]
+        worst, magnitude = largest_difference(stock, ours)
+        assert worst <= 1e-4 * magnitude
+
+
 CPU_BUILDS_ALONE = {"_C::cpu_fused_moe", "_C::prepack_moe_weight", "_C::concat_and_cache_mla_cpu"}
 """Operators that no schema of a CUDA build tells."""
 
