@@ -223,7 +223,7 @@ def isolation(session: nox.Session) -> None:
 def engine(session: nox.Session, vllm: str) -> None:
     """Run vLLM's CPU engine with the plugins, eager and compiled; on the oldest release a part."""
     env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
-    chosen = "not slow" if vllm == envs.VLLM else "oldest"
+    chosen = "not slow" if vllm == envs.VLLM else "oldest and not slow"
     engines_in_parallel(session, env, "-m", chosen)
 
 

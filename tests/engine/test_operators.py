@@ -40,6 +40,7 @@ def served(model: Path, *, eager: bool = True, **variables: str) -> dict[str, An
     return run(Job(str(model), batches(), eager=eager), **{**DIRECT, **variables})
 
 
+@pytest.mark.slow
 def test_a_call_by_name_runs_the_planned_implementation(model: Path) -> None:
     stock = served(model, **STOCK)
     ours = served(model, VLLM_FL_PER_OP="silu_and_mul=vendor:direct")

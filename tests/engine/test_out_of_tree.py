@@ -42,6 +42,7 @@ def job_for(folder: Path) -> Job:
     )
 
 
+@pytest.mark.slow
 def test_a_device_plugin_runs_a_whole_engine(tmp_path: Path) -> None:
     job = job_for(tmp_path)
     alone = replace(job, options={"dtype": "float32"})  # float32 leaves the ranks no difference

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import json, os, sys
 import torch
@@ -69,6 +71,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(model("qwen3"))],
