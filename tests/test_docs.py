@@ -215,15 +215,17 @@ def test_every_code_is_listed_with_the_title_of_its_page() -> None:
 
 
 def test_every_variable_is_documented_with_its_key_and_default() -> None:
-    table = {
-        code(variable): (code(key), code(default), in_file)
-        for variable, key, default, in_file, _ in rows(section(page("settings.md"), "Reference"))
-    }
+    text = section(page("settings.md"), "Reference")
+    said = r"Key `(\w+)`, (?:no default|default `(.+)`); (may stand|not) in a file\."
+    told = re.findall(rf"^### `(\w+)`\n\n{said}\n\n\S", text, re.M)
+    table = {variable: (key, default, where) for variable, key, default, where in told}
     items = {item.variable: item for item in DECLARED.values()}
+    assert headings(text) == [variable for variable, *_ in told]
     assert set(table) == set(VARIABLES)
     for variable, item in items.items():
-        default = {None: "–", (): "–", True: "true", False: "false"}.get(item.default, item.default)
-        assert table[variable] == (item.key, default, "yes" if item.in_file else "no"), variable
+        default = {None: "", (): "", True: "true", False: "false"}.get(item.default, item.default)
+        where = "may stand" if item.in_file else "not"
+        assert table[variable] == (item.key, default, where), variable
     for variable in (PER_OP, OP_CONFIG):
         assert table[variable][0] == "op_backends"
     assert table[BLACKLIST.append][0] == BLACKLIST.key

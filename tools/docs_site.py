@@ -114,7 +114,7 @@ def expanded(nav: Any) -> Any:
         return ["docs/ops/README.md", *({p.stem: f"docs/ops/{p.name}"} for p in pages)]
     if nav == "errors":
         pages = sorted(path.relative_to(ROOT) for path in CODES.glob("*.md"))
-        return ["docs/errors.md", *({page.stem: str(page)} for page in pages)]
+        return ["docs/errors.md", *({title(str(page)): str(page)} for page in pages)]
     if nav == "api":
         return [{module: api_source(module)} for module in API]
     return nav
@@ -143,9 +143,19 @@ def placed(nav: Any) -> Any:
     return place(nav) if nav.endswith(".md") else nav
 
 
+def title(source: str) -> str:
+    """The heading of a page."""
+    heading = re.search(r"^# (.+)$", (ROOT / source).read_text(), re.M)
+    if heading is None:
+        raise SiteError(f"{source} has no heading")
+    return heading[1]
+
+
 def place(source: str) -> str:
     """Where a page of the repository lies in the site: docs/README.md is its first page."""
     path = source.removeprefix("docs/")
+    if path == "errors.md":
+        return "errors/index.md"  # of the folder that the pages of the codes lie in
     if (ROOT / source).parent == CODES:
         return f"errors/{Path(source).name.lower()}"
     if found := re.fullmatch(r"(?:packages|examples)/(.+)/README\.md", path):
@@ -160,6 +170,14 @@ def place(source: str) -> str:
 
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.M | re.S)
 LINK = re.compile(r'(?<=\]\()[^)\s]+(?=\))|(?<= src=")[^"]+|(?<= srcset=")[^"]+')
+NAMED = re.compile(r"\[[\w./-]+\.md\](?=\(([^)\s#]+))")
+"""A link whose text is the name of a file."""
+BARE = re.compile(r"(?<![\w/(\[.-])docs/[\w-]+\.md")
+"""A page that the page of a code, which is read in a terminal, names without a link."""
+PICTURE = re.compile(
+    r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="([^"]+)">\s*<img ([^>]*)>\s*</picture>'
+)
+"""A drawing that is dark where the reader's system is."""
 
 
 def linked(source: str, sources: Mapping[str, str], url: str) -> str:
@@ -173,13 +191,39 @@ def linked(source: str, sources: Mapping[str, str], url: str) -> str:
     def there(found: re.Match[str]) -> str:
         return link(found[0], source, sources, url)
 
+    def named(found: re.Match[str]) -> str:
+        name = os.path.normpath(os.path.join(os.path.dirname(source), found[1]))
+        return f"[{title(name)}]" if name in sources else found[0]
+
+    def bare(found: re.Match[str]) -> str:
+        return f"[{found[0]}]({os.path.relpath(found[0], os.path.dirname(source))})"
+
+    def prose(text: str) -> str:
+        text = PICTURE.sub(_by_scheme, text)
+        if (ROOT / source).parent == CODES:
+            text = BARE.sub(bare, text)
+        return LINK.sub(there, NAMED.sub(named, text))
+
     parts, end = [], 0
     for code in CODE.finditer(text):
-        parts += [LINK.sub(there, text[end : code.start()]), code[0]]
+        parts += [prose(text[end : code.start()]), _folded(code[0], source)]
         end = code.end()
-    joined = "".join([*parts, LINK.sub(there, text[end:])])
+    joined = "".join([*parts, prose(text[end:])])
     # GitHub wants a bar in a table's code escaped; Markdown in Python shows the backslash.
     return re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]+`", _bars, row[0]), joined, flags=re.M)
+
+
+def _folded(code: str, source: str) -> str:
+    """A contract's text is prose: site.css folds its lines. Tables and drawings scroll."""
+    is_contract = source.startswith("docs/ops/") and code.startswith("```text\n")
+    return code.replace("```text", "``` { .text .folded }", 1) if is_contract else code
+
+
+def _by_scheme(picture: re.Match[str]) -> str:
+    """Both drawings: site.css hides the one that does not fit what the reader has chosen here."""
+    dark, attributes = picture.groups()
+    other = re.sub(r' src="[^"]+"', f' src="{dark}"', attributes)
+    return f'<img class="only-light" {attributes}><img class="only-dark" {other}>'
 
 
 def _bars(code: re.Match[str]) -> str:
@@ -277,6 +321,20 @@ def write_report(path: Path) -> None:
     table.write_text(json.dumps(json.loads(MEASURED.read_text())[TABLE]))
     runs = sorted(map(str, (ROOT / "docs" / "support").glob("*.json")))
     run("-m", "vllm_fl.cli", "report", str(table), *runs, "--html", str(path))
+    path.write_text(with_a_way_back(path.read_text()))
+
+
+def with_a_way_back(report: str) -> str:
+    """A report with links to the site at its head.
+
+    Raises:
+        SiteError: it has no such place.
+    """
+    way = '<p><a href="index.html">vllm-fl documentation</a> › <a href="tuning.html">Tuning</a></p>'
+    text, count = re.subn(r"(<body[^>]*>\s*<main>\n?)", rf"\g<1>{way}\n", report)
+    if count != 1:
+        raise SiteError("the report has no place for a way back")
+    return text
 
 
 class _Page(HTMLParser):

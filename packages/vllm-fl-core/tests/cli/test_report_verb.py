@@ -149,6 +149,8 @@ def test_what_serves_and_why(fl: Command, tmp_path: Path) -> None:
     ]
     assert page.row("■ vendor.bad")[1:] == ["16", WRONG.rejected]
     assert page.row("above 16")[1] == "● stock (default)"
+    assert "which implementation serves; “·”: the default itself." in page.text
+    assert "the fewest µs in its finals" in page.text and "do not compare" in page.text
 
 
 def test_where_the_default_stays_the_nearest_other_is_named(fl: Command, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from commands import HEAD, Command, Plugin
 
 from vllm_fl.cli import _part, _report, _tuning, tune
 from vllm_fl.engine import tuning
+from vllm_fl.engine.timing import Measured
 from vllm_fl.settings.table import Row, Table, read_table
 
 CLOCKED = """
@@ -146,6 +148,19 @@ class TestTable:
         assert all("s left" in line for line in lines)
         assert "vendor.fast 10.0 µs, 3.00 times as fast as vendor.acme" in lines[0]
         assert "left out: vendor.fast" in lines[1]
+
+    def test_what_is_left_is_judged_by_what_each_size_took(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        at = iter([0.0, 20.0, 30.0, 32.0, 45.0])
+        monkeypatch.setattr(_tuning, "time", SimpleNamespace(monotonic=lambda: next(at)))
+        progress = _tuning._Progress(5, [1, 16384, 1, 16384])
+        for op, tokens in [("a", 1), ("a", 16384), ("b", 1), ("b", 16384)]:
+            progress.tell(op, Measured(tokens, "stock"))
+        lines = capsys.readouterr().err.splitlines()
+        assert [line[:7] for line in lines] == ["[ 40 %]", "[ 60 %]", "[ 80 %]", "[100 %]"]
+        left = [line.partition("; about ")[2] for line in lines]
+        assert left == ["60 s left", "30 s left", "10 s left", "0 s left"]
 
     def test_the_default_name_is_not_replaced(self, fl: Command, clocked: Any, here: Path) -> None:
         name = "vllm-fl-table.json"

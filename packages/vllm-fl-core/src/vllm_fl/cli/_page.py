@@ -17,6 +17,13 @@ from ._style import STYLE
 __all__ = ["page"]
 
 
+COMPARED = (
+    "Of those that beat the default, the one with the fewest µs in its finals, the further rounds "
+    "of the fastest few, serves; where one choice holds for a range of sizes, the fastest over all "
+    "of it. Ratios of different n come from different rounds and do not compare."
+)
+
+
 class Markup(str):
     """Text that is HTML already. All other text is escaped where it is put in."""
 
@@ -134,7 +141,7 @@ def _overview(key: str, table: Table, look: Mapping[str, Look]) -> Markup:
     return _table(
         f"{key}-overview",
         "What serves at each number of tokens, and how many times as fast as the default it is. "
-        "A dot is the default itself.",
+        "The mark before a number says which implementation serves; “·”: the default itself.",
         ("op", "default", *map(str, tokens)),
         rows,
         class_="dense",
@@ -170,6 +177,7 @@ def _op_section(key: str, name: str, op: TunedOp, look: Mapping[str, Look]) -> M
         parts.append(_choice(key, name, op, look))
     if op.figures:
         parts.append(_times_table(key, name, op, impls, look))
+        parts.append(_el("p", COMPARED))
     else:
         parts.append(_el("p", "Nothing of it was measured."))
     for what, caption, said in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -264,7 +265,7 @@ class Work:
         import torch
 
         left = [u for u in self._units() if u not in self._found]
-        progress = _Progress(self.units, self.done, sum(map(_weight, left)))
+        progress = _Progress(self.units, [tokens for _, tokens in left])
         running = ["", 0, ""]
 
         def stuck() -> None:
@@ -390,28 +391,33 @@ class Work:
 class _Progress:
     """A line on stderr for each measurement, with how long the rest is likely to take."""
 
-    def __init__(self, units: int, done: int, left: float) -> None:
-        self._units, self._done, self._left = units, done, left
-        self._before, self._start = left, time.monotonic()
+    def __init__(self, units: int, left: Sequence[int]) -> None:
+        self._units, self._left = units, [*left]
+        self._seconds: dict[int, list[float]] = {}
+        self._last = time.monotonic()
 
     def tell(self, op: str, found: Measured) -> None:
         """One is done."""
-        self._done += 1
-        self._left -= _weight((op, found.tokens))
-        spent = time.monotonic() - self._start
-        rest = spent / max(self._before - self._left, 1e-9) * self._left
-        where = f"[{100 * self._done // self._units:3} %] {op}, {found.tokens} tokens"
-        say(f"{where}: {_outcome(found)}; about {rest:.0f} s left", error=True)
+        now = time.monotonic()
+        self._seconds.setdefault(found.tokens, []).append(now - self._last)
+        self._last = now
+        self._left.remove(found.tokens)
+        done = self._units - len(self._left)
+        where = f"[{100 * done // self._units:3} %] {op}, {found.tokens} tokens"
+        say(f"{where}: {_outcome(found)}; about {self._rest():.0f} s left", error=True)
+
+    def _rest(self) -> float:
+        """A size takes as long as it took for other ops; one that was not met yet, as all did.
+
+        How much longer a larger size takes depends on the device: on a GPU hardly at all.
+        """
+        every = [seconds for of_size in self._seconds.values() for seconds in of_size]
+        return sum(statistics.mean(self._seconds.get(tokens, every)) for tokens in self._left)
 
     def tell_again(self, op: str, found: Measured) -> None:
         """One that won was measured a second time."""
         what = "holds" if found.winner == found.promoted else "does not hold: default"
         say(f"        {op}, {found.tokens} tokens: {found.promoted} again: {what}", error=True)
-
-
-def _weight(unit: tuple[str, int]) -> float:
-    """How long a measurement takes beside others, roughly."""
-    return 1.0 + unit[1] / 1024
 
 
 def _outcome(found: Measured) -> str:

@@ -234,12 +234,21 @@ def places_of(binding: Binding) -> list[str]:
     return list(dict.fromkeys(told))
 
 
-def signature_of(spec: OpSpec | None) -> str | None:
-    """The contract's parameters, one line; None for an op without a contract."""
+def signature_of(spec: OpSpec | None, width: int = 0) -> str | None:
+    """The contract's parameters; None for an op without a contract.
+
+    Args:
+        spec: the contract.
+        width: how long a line may be before each parameter has one of its own; 0: any.
+    """
     if spec is None:
         return None
-    parameters = ", ".join(map(_parameter, spec.signature.parameters.values()))
-    return f"{spec.name}({parameters}) -> {_annotation(spec.signature.return_annotation)}"
+    parameters = [*map(_parameter, spec.signature.parameters.values())]
+    returns = _annotation(spec.signature.return_annotation)
+    line = f"{spec.name}({', '.join(parameters)}) -> {returns}"
+    if not width or len(line) <= width:
+        return line
+    return "\n".join([f"{spec.name}(", *(f"    {p}," for p in parameters), f") -> {returns}"])
 
 
 def _parameter(parameter: inspect.Parameter) -> str:

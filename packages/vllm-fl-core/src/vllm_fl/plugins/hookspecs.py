@@ -46,8 +46,8 @@ __all__ = [
 PROJECT = "vllm_fl"
 
 HOOK_API = 1
-"""The version of this page. A plugin that was written for another one says so in a module-level
-`HOOK_API = <number>`; one that says nothing is taken to be written for this version."""
+"""The version of the hooks' interface. A plugin that was written for another one says so in a
+module-level `HOOK_API = <number>`; one that says nothing is taken to be written for this one."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
