@@ -13,7 +13,7 @@ from vllm_fl.errors import PluginError, SettingsError
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import Found
 from vllm_fl.plugins.registry import OpRegistry, Owner
-from vllm_fl.plugins.types import DeviceProfile, PolicyDefaults
+from vllm_fl.plugins.types import BackendImplKind, DeviceProfile, OpImpl, PolicyDefaults
 
 
 class Acme:
@@ -149,3 +149,25 @@ def test_asking_alone_reports_too(begin: Begin, caplog: pytest.LogCaptureFixture
 def test_a_wrong_platform_is_an_error_in_any_start(begin: Begin) -> None:
     with pytest.raises(SettingsError, match="VLLM_FL_PLATFORM"):
         begin({"VLLM_FL_PLATFORM": "a b"}, Acme(), defer_errors=True)
+
+
+@pytest.mark.parametrize("asked", ["vendor:broken", "impl:vendor.broken", "vendor:broken|stock"])
+def test_a_token_whose_plugin_has_failed_is_no_slip(begin: Begin, asked: str) -> None:
+    class Sound:
+        @hookimpl
+        def register_ops(self) -> list[OpImpl]:
+            fn = lambda x: x  # noqa: E731
+            return [OpImpl("silu_and_mul", "vendor.sound", BackendImplKind.VENDOR, fn, "sound")]
+
+    class Broken:
+        @hookimpl
+        def register_ops(self) -> list[OpImpl]:
+            raise OSError("no driver")
+
+    made = begin({"VLLM_FL_PER_OP": f"silu_and_mul={asked}"}, Sound(), Broken(), platform="cpu")
+    assert [plugin.owner.plugin for plugin in made.failed] == ["broken"]
+    assert made.settings.warnings == (), "an engine ends with FL201: it runs no code in its place"
+    named = {"VLLM_FL_PER_OP": f"silu_and_mul={asked}|vendor:soundd"}
+    (warning,) = begin(named, Sound(), Broken(), platform="cpu").settings.warnings
+    assert "matches 'vendor:soundd'. Did you mean 'vendor:sound'?" in warning
+    assert "'vendor:broken'" not in warning and "lost every" not in warning

@@ -219,11 +219,16 @@ def read_settings(
         plugins=declared,
         platforms=known,
     )
+
+    def has_failed(name: str, op: str) -> bool:
+        return any(each.error is not None and each.may_bring(name, op) for each in plugins)
+
     return check_names(
         settings,
         ops={*snapshot.ops, *NAMED_CLASSES},
         vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
         impls=snapshot.impls_by_op,
+        has_failed=has_failed,
     )
 
 
