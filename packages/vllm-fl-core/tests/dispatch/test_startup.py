@@ -146,6 +146,22 @@ def test_asking_alone_reports_too(begin: Begin, caplog: pytest.LogCaptureFixture
         assert "its device hook failed: OSError: no driver" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"VLLM_FL_PREFFER": "vendor"}, "Did you mean 'VLLM_FL_PREFER'? [FL110]"),
+        ({"VLLM_FL_PER_OP": "silu_and_mul=vendor:acmee"}, "matches 'vendor:acmee'. [FL110]"),
+        ({"VLLM_FL_PLUGINS": "fl-tset,fl-test"}, "Installed are fl-test. [FL110]"),
+    ],
+)
+def test_what_a_start_warns_of_has_the_code_of_doctor(
+    begin: Begin, env: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(env, Acme(), platform="cpu")
+    (record,) = [each for each in caplog.records if "[FL216]" not in each.getMessage()]
+    assert (record.levelname, record.getMessage()[-len(said) :]) == ("WARNING", said)
+
+
 def test_a_wrong_platform_is_an_error_in_any_start(begin: Begin) -> None:
     with pytest.raises(SettingsError, match="VLLM_FL_PLATFORM"):
         begin({"VLLM_FL_PLATFORM": "a b"}, Acme(), defer_errors=True)
