@@ -114,8 +114,16 @@ class SettingsError(VllmFLError):
 
     code = "FL101"
 
-    def __init__(self, message: str, *, key: str, origin: str, op: str | None = None) -> None:
-        super().__init__(message, op=op)
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str,
+        origin: str,
+        op: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, op=op, code=code)
         self.key = key
         self.origin = origin
 

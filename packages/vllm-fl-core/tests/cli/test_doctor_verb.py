@@ -268,6 +268,19 @@ class TestSettings:
         assert "fused_moe" not in told  # vLLM checks it
         assert "oot_blacklist.fused_moe" in done.json()["unchecked"]
 
+    @pytest.mark.parametrize("slip", ["otr", "rot", "orrt", "ORT"])
+    @pytest.mark.parametrize("key", ["DENY", "ALLOW"])
+    def test_a_slip_of_a_vendor(self, fl: Command, plugin: Plugin, slip: str, key: str) -> None:
+        plugin(FOUR.replace("acme", "ort"))
+        done = fl("doctor", "--json", **{f"VLLM_FL_{key}_VENDORS": slip})
+        (finding,) = [f for f in found(done, "settings") if f"{slip!r}" in f["what"]]
+        assert finding["code"] == "FL110" and "Did you mean 'ort'?" in finding["what"]
+
+    def test_denying_what_is_not_here_is_no_slip(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR.replace("acme", "ort"))
+        done = fl("doctor", "--json", VLLM_FL_DENY_VENDORS="cuda,ascend,ottr2,tro")
+        assert "deny_vendors" not in text(found(done, "settings"))
+
     def test_an_op_that_lost_every_implementation_by_a_slip(
         self, fl: Command, plugin: Plugin
     ) -> None:

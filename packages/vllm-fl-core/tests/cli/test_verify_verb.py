@@ -9,11 +9,12 @@ import pty
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command, Plugin
+from commands import SOUND, Command, Plugin
 
 from vllm_fl.cli import verify
 from vllm_fl.cli._show import UsageError
@@ -149,10 +150,12 @@ def test_what_stood_in_for_hardware_is_said_and_not_timed(fl: Command, plugin: P
 
 
 def test_what_a_support_matrix_needs(fl: Command, plugin: Plugin) -> None:
-    plugin()
+    plugin(f"KERNEL_DISTRIBUTIONS = ('pluggy', 'not-installed')\n{SOUND}")
     answer = fl("verify", "--json", *QUICK).json()
     environment = answer["environment"]
     assert environment["distributions"]["torch"]
+    assert environment["distributions"]["pluggy"] == version("pluggy"), "it runs its code"
+    assert "not-installed" not in environment["distributions"]
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
     assert environment["device"]["type"] == "cpu"
     assert environment["device"]["name"]

@@ -8,6 +8,7 @@ import pytest
 from configs import engine_config
 
 from vllm_fl.contracts import ModelSizes
+from vllm_fl.contracts import sizes as sizes_module
 from vllm_fl.contracts.binding import Binding, SizeRule
 from vllm_fl.contracts.sizes import RULES, model_sizes, typical_sizes
 
@@ -91,3 +92,19 @@ def test_sizes_are_keys_of_a_cache_and_told_apart_by_what_bindings_add() -> None
     alike, other = ModelSizes(more={"experts": 8}), ModelSizes(more={"experts": 9})
     assert {ModelSizes(more={"experts": 8}): 1, other: 2}[alike] == 1
     assert len({alike, other, ModelSizes()}) == 3
+
+
+def test_what_is_not_told_is_named_once_in_a_process(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes_module, "_logged", set())
+
+    def broken(config: Any) -> float:
+        raise TypeError("unsupported operand type(s) for *: 'NoneType' and 'int'")
+
+    two = Binding(sizes=(SizeRule("odd", broken, 3), SizeRule("even", broken, 4)))
+    with caplog.at_level("DEBUG", "vllm_fl"):
+        for _ in range(3):
+            sizes_of(engine_config(), two)
+    told = "the model's configuration does not tell odd, even"
+    assert [record.getMessage() for record in caplog.records] == [told]

@@ -13,7 +13,7 @@ from vllm_fl.errors import PluginError, SettingsError
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import Found
 from vllm_fl.plugins.registry import OpRegistry, Owner
-from vllm_fl.plugins.types import DeviceProfile, PolicyDefaults
+from vllm_fl.plugins.types import BackendImplKind, DeviceProfile, OpImpl, PolicyDefaults
 
 
 class Acme:
@@ -146,6 +146,44 @@ def test_asking_alone_reports_too(begin: Begin, caplog: pytest.LogCaptureFixture
         assert "its device hook failed: OSError: no driver" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"VLLM_FL_PREFFER": "vendor"}, "Did you mean 'VLLM_FL_PREFER'? [FL110]"),
+        ({"VLLM_FL_PER_OP": "silu_and_mul=vendor:acmee"}, "matches 'vendor:acmee'. [FL110]"),
+        ({"VLLM_FL_PLUGINS": "fl-tset,fl-test"}, "Installed are fl-test. [FL110]"),
+    ],
+)
+def test_what_a_start_warns_of_has_the_code_of_doctor(
+    begin: Begin, env: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(env, Acme(), platform="cpu")
+    (record,) = [each for each in caplog.records if "[FL216]" not in each.getMessage()]
+    assert (record.levelname, record.getMessage()[-len(said) :]) == ("WARNING", said)
+
+
 def test_a_wrong_platform_is_an_error_in_any_start(begin: Begin) -> None:
     with pytest.raises(SettingsError, match="VLLM_FL_PLATFORM"):
         begin({"VLLM_FL_PLATFORM": "a b"}, Acme(), defer_errors=True)
+
+
+@pytest.mark.parametrize("asked", ["vendor:broken", "impl:vendor.broken", "vendor:broken|stock"])
+def test_a_token_whose_plugin_has_failed_is_no_slip(begin: Begin, asked: str) -> None:
+    class Sound:
+        @hookimpl
+        def register_ops(self) -> list[OpImpl]:
+            fn = lambda x: x  # noqa: E731
+            return [OpImpl("silu_and_mul", "vendor.sound", BackendImplKind.VENDOR, fn, "sound")]
+
+    class Broken:
+        @hookimpl
+        def register_ops(self) -> list[OpImpl]:
+            raise OSError("no driver")
+
+    made = begin({"VLLM_FL_PER_OP": f"silu_and_mul={asked}"}, Sound(), Broken(), platform="cpu")
+    assert [plugin.owner.plugin for plugin in made.failed] == ["broken"]
+    assert made.settings.warnings == (), "an engine ends with FL201: it runs no code in its place"
+    named = {"VLLM_FL_PER_OP": f"silu_and_mul={asked}|vendor:soundd"}
+    (warning,) = begin(named, Sound(), Broken(), platform="cpu").settings.warnings
+    assert "matches 'vendor:soundd'. Did you mean 'vendor:sound'?" in warning
+    assert "'vendor:broken'" not in warning and "lost every" not in warning

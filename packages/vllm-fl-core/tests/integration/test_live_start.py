@@ -160,6 +160,7 @@ def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None
     assert told["entry"] == {"plan": report["digest"]}
     (line,) = [line for line in log.splitlines() if "ops planned" in line]
     assert "silu_and_mul=vendor.acme" in line and f"digest {report['digest']}" in line
+    assert "; silu_and_mul: vendor.wrong was taken out [FL410]; verified" in line
     assert "3 calls on live tensors in" in line
     assert not report["calls"] and not report["fallbacks"]
 

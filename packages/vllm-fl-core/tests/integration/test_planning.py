@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import traceback
 from collections.abc import Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -258,6 +259,19 @@ def test_vllms_batch_invariant_mode_keeps_its_norms(monkeypatch: pytest.MonkeyPa
     entry = plan_for(facts).entries["silu_and_mul"]
     assert entry.label == "stock"
     assert "VLLM_BATCH_INVARIANT=1, and VLLM_FL_PREFLIGHT=off measures nothing" in entry.reason
+
+
+def test_a_wrong_setting_ends_a_start_with_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendr")
+    with pytest.raises(SettingsError) as caught:
+        facts_of(engine_config())
+    error = caught.value
+    assert not isinstance(error, ValueError), "which vLLM's configuration makes its own error of"
+    assert (error.code, error.key) == ("FL102", "prefer")
+    assert str(error).endswith("Did you mean 'vendor'? [FL102]")
+    told = "".join(traceback.format_exception(error))
+    assert told.count("Traceback (most recent call last)") == 1
+    assert "`vllm-fl explain FL102`" in told
 
 
 def test_on_the_cpu_vllm_has_no_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:

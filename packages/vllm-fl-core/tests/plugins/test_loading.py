@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,49 @@ def failure(found: Found) -> PluginError:
     assert type(plugin.error) is PluginError
     assert dict(registry.snapshot().owners) == {}, "what it had half registered is left"
     return plugin.error
+
+
+def test_a_failed_import_says_the_line_of_the_plugins_own(write: Write) -> None:
+    told = str(failure(write("\nimport json\nimport no_such_library\n")))
+    (file,) = re.findall(r"No module named 'no_such_library' \(at (\S+):4\)\. ", told)
+    assert Path(file).name.startswith("plugin_acme_") and Path(file).is_file()
+    deeper = "def supports(x): return json.loads(x)\nimport json\nsupports('{')"
+    assert re.search(r"JSONDecodeError: .* \(at \S+\.py:2\)\. The", str(failure(write(deeper))))
+    assert re.search(r"SyntaxError: .* \(at \S+\.py:2\)\. The", str(failure(write("def :"))))
+
+
+def test_a_failed_hook_says_the_line_of_the_plugins_own(write: Write) -> None:
+    source = "@hookimpl\ndef register_ops():\n    raise OSError('no licence')\n"
+    assert re.search(r"OSError: no licence \(at \S+\.py:4\)\. The", str(failure(write(source))))
+
+
+def test_a_failed_import_says_what_leaves_it_out(write: Write) -> None:
+    broken, sound, other = write("1 / 0"), write(SOUND, "sound"), write("1 / 0", "other")
+
+    def told(*found: Found, only: list[str] | None = None) -> str:
+        return str(load(OpRegistry(), found, only=only)[0].error)
+
+    listed = "leave it out with VLLM_FL_PLUGINS="
+    assert f"{listed}fl-other,fl-sound (all others)." in told(broken, sound, other)
+    assert f"{listed}fl-sound (all others)." in told(
+        broken, sound, other, only=["fl-acme", "FL_sound"]
+    )
+    assert f"{listed}'' (there is no other)." in told(broken)
+    named = Found(Owner("acme"), broken.target, broken.load)
+    assert "or take it out of VLLM_FL_PLUGIN_MODULES." in told(named, sound)
+
+
+def test_debug_logs_the_traceback_without_secrets(
+    write: Write, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACME_TOKEN", "hunter2-and-more")
+    source = "def inner():\n    raise OSError('hunter2-and-more')\ninner()"
+    failure(write(source))
+    assert "Traceback" not in caplog.text
+    with caplog.at_level("DEBUG", "vllm_fl"):
+        failure(write(source))
+    assert "Traceback" in caplog.text and "in inner" in caplog.text
+    assert "hunter2" not in caplog.text
 
 
 def test_a_sound_one(write: Write) -> None:

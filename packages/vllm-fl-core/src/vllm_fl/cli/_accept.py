@@ -247,7 +247,7 @@ def _checked(engines: Mapping[str, Engine]) -> str:
     for op, why in told["left_out"].items():
         raise AcceptError(
             f"The table's rows of op '{op}' have no effect: {why}. Measure again with "
-            "`vllm-fl tune`; nothing was written"
+            "`vllm-fl tune --model DIR`; nothing was written"
         )
     return str(engines[TABLED].report["digest"])
 

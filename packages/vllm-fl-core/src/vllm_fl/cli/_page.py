@@ -123,7 +123,10 @@ def _verdict_badge(table: Table) -> Markup:
 def _verdict(table: Table) -> Markup:
     badge = _verdict_badge(table)
     if table.accepted is None:
-        told = " It acts only when it is told to; vllm-fl tune --accept serves a model with it."
+        told = (
+            " It acts only when it is told to; vllm-fl tune --accept FILE --model DIR serves a "
+            "model with it."
+        )
         return _el("p", badge, told, class_="verdict")
     found = table.accepted
     figures = ", ".join(f"{name} {value:g}" for name, value in sorted(found.figures.items()))

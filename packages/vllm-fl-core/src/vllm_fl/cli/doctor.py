@@ -217,7 +217,7 @@ class _Examined:
         if self.settings is None or self.settings.pinned is None:
             return
         pinned, snapshot = self.settings.pinned, self.registry.snapshot()
-        todo = "Measure again (`vllm-fl tune`), or unset VLLM_FL_TABLE."
+        todo = "Measure again (`vllm-fl tune --model DIR`), or unset VLLM_FL_TABLE."
         table = pinned.table
         found = here(table, snapshot, device_of(None), serves=False)
         if (why := table.differs(found)) is not None:

@@ -107,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = stack.enter_context(ReportFile(arguments.report)) if arguments.report else None
         manager = get_default_manager()
         manager.ensure_initialized(defer_errors=True)  # everything is run, whatever the policy says
+        kernels = {name for each in manager.registry.plugins for name in each.owner.kernels}
         runnable, not_run = _choose(manager, arguments.op, arguments.impl)
         _check_dtypes(arguments.dtype, manager.registry.snapshot().contracts.values())
         device = device_of(arguments.device)
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             "environment": {
                 "python": platform.python_version(),
                 "system": platform.platform(),
-                "distributions": distributions(),
+                "distributions": distributions(kernels),
                 "device": facts,
                 "emulated": arguments.emulated,
             },

@@ -26,6 +26,9 @@ __all__ = [
 
 log = get_logger("engine")
 
+_logged: set[str] = set()
+"""The sizes that were named in the log: a configuration is asked many times while it is made."""
+
 _WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff")
 """What configurations call the width of the MLP. The last four are older models' names."""
 
@@ -90,8 +93,13 @@ def model_sizes(config: Any, bindings: Iterable[Binding]) -> ModelSizes:
         bindings: those of every op. Rules of one name are one: the first is asked.
     """
     rules = _by_name(rule for binding in bindings for rule in binding.sizes)
+    untold: list[str] = []
+    values = {name: _asked(rule, config, untold) for name, rule in rules.items()}
+    if new := [name for name in untold if name not in _logged]:
+        log.debug("the model's configuration does not tell %s", ", ".join(new))
+        _logged.update(new)
     return replace(
-        _with_values({name: _asked(rule, config) for name, rule in rules.items()}),
+        _with_values(values),
         tokens=(1, int(config.scheduler_config.max_num_batched_tokens)),
         max_position=int(config.model_config.max_model_len),
     )
@@ -120,9 +128,9 @@ def _with_values(values: Mapping[str, float | None]) -> ModelSizes:
     return ModelSizes(**told, more={n: v for n, v in values.items() if n not in own})
 
 
-def _asked(rule: SizeRule, config: Any) -> float | None:
+def _asked(rule: SizeRule, config: Any, untold: list[str]) -> float | None:
     try:
         return rule.ask(config)
-    except Exception as error:  # configurations are the models' own, and anything may lack
-        log.debug("the model's configuration does not tell %s: %s", rule.name, error)
+    except Exception:  # configurations are the models' own, and anything may lack
+        untold.append(rule.name)
         return None

@@ -138,24 +138,25 @@ def start(
     found = plugin_loader.discover(asked.plugin_modules)
     warnings = plugin_loader.unmatched([each.owner for each in found], asked.plugins)
     crumbs = [f"An earlier {crumb}. `vllm-fl doctor` tells more." for crumb in breadcrumb.lost()]
-    _warn([*warnings, *crumbs])
+    _warn(warnings, "FL110")
+    _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
     for plugin in plugins:
         for remark in plugin.remarks:
-            log.warning("%s", remark)
+            log.warning("%s [FL214]", remark)
         _report(plugin.error, strict=early.strict_plugins)
     settings, problem = try_settings(registry, plugins, env, platform=platform)
     if problem is not None and not defer_errors:
         raise problem
-    _warn(settings.warnings)
+    _warn(settings.warnings, "FL110")
     return Startup(plugins, settings, problem, asked.plugins, asked.plugin_modules)
 
 
-def _warn(warnings: Sequence[str]) -> None:
-    """Say it once for an engine."""
+def _warn(warnings: Sequence[str], code: str) -> None:
+    """Say it once for an engine, with the code that `vllm-fl doctor` has for the same."""
     if warnings and speaks_for_all():
         for warning in warnings:
-            log.warning("%s", warning)
+            log.warning("%s [%s]", warning, code)
 
 
 def try_settings(
@@ -219,11 +220,16 @@ def read_settings(
         plugins=declared,
         platforms=known,
     )
+
+    def has_failed(name: str, op: str) -> bool:
+        return any(each.error is not None and each.may_bring(name, op) for each in plugins)
+
     return check_names(
         settings,
         ops={*snapshot.ops, *NAMED_CLASSES},
         vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
         impls=snapshot.impls_by_op,
+        has_failed=has_failed,
     )
 
 

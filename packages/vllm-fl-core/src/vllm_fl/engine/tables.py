@@ -55,7 +55,7 @@ def standing(
     if why is None and device is not None:
         why = table.differs(here(table, snapshot, device))
     if why is not None:
-        why += ". `vllm-fl tune` measures another"
+        why += ". `vllm-fl tune --model DIR` measures another"
     else:
         why = unaccepted(facts.settings)
     if why is not None:
@@ -102,8 +102,8 @@ def unaccepted(settings: Settings) -> str | None:
         return None
     found = f"not accepted: {verdict.reason}" if verdict is not None else "never accepted"
     return (
-        f"it was {found}. Run `vllm-fl tune --accept {pinned.file}`, or set "
-        "VLLM_FL_TABLE_UNACCEPTED=1"
+        f"it was {found}. Run `vllm-fl tune --accept {pinned.file} --model DIR` with the model "
+        "that it was measured for, or set VLLM_FL_TABLE_UNACCEPTED=1"
     )
 
 

@@ -101,9 +101,10 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         settings = _settings_of(vllm_config)
     except InvalidSettingError as error:
         # vLLM's configuration is pydantic's, which dresses a ValueError up as an error of its own.
+        # It says all that the first one does, whose traceback would only stand above it.
         raise SettingsError(
-            error.message, key=error.key, origin=error.origin, op=error.op
-        ) from error
+            error.message, key=error.key, origin=error.origin, op=error.op, code=error.code
+        ) from None
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     backend = vllm_config.attention_config.backend
     entry = _entry(vllm_config)

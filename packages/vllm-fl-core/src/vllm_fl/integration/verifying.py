@@ -36,9 +36,12 @@ if TYPE_CHECKING:
 
     from .worker import PlannedWorker
 
-__all__ = ["Preflight", "meets_a_compiler", "verified_plan", "verify_live"]
+__all__ = ["Preflight", "meets_a_compiler", "taken_out", "verified_plan", "verify_live"]
 
 log = get_logger("engine")
+
+FAILED = "failed at start"
+"""What the reason of a demotion begins with that a rank's own look has brought."""
 
 
 class Preflight:
@@ -55,7 +58,7 @@ class Preflight:
         self.worker_facts = dict(worker_facts)
         groups = worker.vllm_fl_groups
         self.demoted: dict[tuple[str, str], str] = {
-            key: f"failed at start on rank {fault.rank}: {fault.why}"
+            key: f"{FAILED} on rank {fault.rank}: {fault.why}"
             for key, fault in (groups.faults.items() if groups is not None else ())
         }
         self.rejected: dict[tuple[str, str], str] = {}
@@ -392,7 +395,15 @@ def _demote(
                 reason,
                 at,
             )
-        preflight.demoted[op, impl_id] = f"failed at start on rank {at}: {reason}"
+        preflight.demoted[op, impl_id] = f"{FAILED} on rank {at}: {reason}"
+
+
+def taken_out(plan: Plan) -> list[str]:
+    """What the start took out, for its line; a warning of this code has said the whole of it."""
+    return [
+        f"{op}: {impl_id} was taken out [{'FL410' if why.startswith(FAILED) else 'FL411'}]"
+        for (op, impl_id), why in plan.record.demotions.items()
+    ]
 
 
 def _strict_failure(plan: Plan, reasons: Mapping[tuple[str, str], str]) -> str:

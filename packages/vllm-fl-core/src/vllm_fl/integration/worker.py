@@ -32,7 +32,7 @@ from .seams.layers import (
     layer_table,
     replace_layers,
 )
-from .verifying import Preflight, meets_a_compiler, verified_plan, verify_live
+from .verifying import Preflight, meets_a_compiler, taken_out, verified_plan, verify_live
 
 if TYPE_CHECKING:
     import torch
@@ -332,7 +332,7 @@ def _say_plan(worker: PlannedWorker, took: list[str], limits: list[str]) -> None
     _warn_of_foreign_layers(plan)
     inlined = ranges.planned(plan, worker.vllm_config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
-    log.info("%s", plan.line(*took, f"digest {worker.vllm_fl_digest}", *remarks))
+    log.info("%s", plan.line(*taken_out(plan), *took, f"digest {worker.vllm_fl_digest}", *remarks))
     _say_what_is_taken_whole(plan, inlined)
 
 

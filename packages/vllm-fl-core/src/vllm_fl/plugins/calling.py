@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,31 +60,45 @@ class contained:
         owner: whose code runs.
         what: which part of it, for the error and the log: `the import`, `its policy hook`.
         consequence: what follows from a failure and what to do; one or two sentences.
+        own: the package of the plugin's modules. The error then says which of their lines failed.
     """
 
     # No generator: contextlib lets a StopIteration pass that a generator turns into a RuntimeError.
-    def __init__(self, owner: Owner, what: str, consequence: str) -> None:
-        self.owner, self.what, self.consequence = owner, what, consequence
+    def __init__(self, owner: Owner, what: str, consequence: str, own: str = "") -> None:
+        self.owner, self.what, self.consequence, self.own = owner, what, consequence, own
         self.running = running(f"{what.replace('its', 'the')} of {whose(owner)}")
 
     def __enter__(self) -> None:
         self.running.__enter__()
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: object
-    ) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> Literal[False]:
         self.running.__exit__(None, None, None)
         if error is None or isinstance(error, KeyboardInterrupt):
             return False
         owner = self.owner
         part = f": {self.what} failed" if self.what.startswith("its") else " failed"
+        if log.isEnabledFor(logging.DEBUG):  # as text, which the log cleans, as it does no exc_info
+            log.debug("%s%s:\n%s", owner.who, part, "".join(traceback.format_exception(error)))
         raise PluginError(
-            f"{owner.who}{part}: {quote(error)}. {self.consequence}",
+            f"{owner.who}{part}: {quote(error)}{self._where(error)}. {self.consequence}",
             plugin=owner.plugin,
             distribution=owner.release,
             op=_op_of(error),
             cause=error,
         ) from error
+
+    def _where(self, error: BaseException) -> str:
+        """` (at /path/plugin.py:11)`: the innermost line of the plugin's own, or nothing."""
+        if not self.own:
+            return ""
+        lines = [
+            f"{frame.f_code.co_filename}:{number}"
+            for frame, number in traceback.walk_tb(error.__traceback__)
+            if str(frame.f_globals.get("__name__")).partition(".")[0] == self.own
+        ]
+        if isinstance(error, SyntaxError) and error.filename:  # of a file that has not yet run
+            lines.append(f"{error.filename}:{error.lineno}")
+        return f" (at {clean(lines[-1])})" if lines else ""
 
 
 def call_hook(

@@ -42,7 +42,6 @@ __all__ = ["GROUP", "Found", "discover", "load", "unmatched"]
 
 GROUP = "vllm_fl.plugin"
 OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
-LOAD_FAILED = "The other plugins work; reinstall it, or leave it out with VLLM_FL_PLUGINS."
 
 RETURNED = {
     "register_ops": OpImpl,
@@ -118,6 +117,10 @@ def load(
             is loaded is undone.
     """
     names = None if only is None else {canonical(name) for name in only}
+    allowed = [f.owner.distribution for f in found if f.owner.distribution]
+    if names is not None:
+        allowed = [name for name in allowed if canonical(name) in names]
+    todos = {each.owner: _todo(each.owner, allowed) for each in found}
     brought: list[tuple[Plugin, list[Any]]] = []
     environments = [dict(os.environ)]
     for candidate in found:
@@ -126,25 +129,41 @@ def load(
         if names is not None and owner.distribution and canonical(owner.distribution) not in names:
             brought.append((Plugin(owner, candidate.target, "disabled"), []))
         else:
-            brought.append(_bring(candidate, registry))
+            brought.append(_bring(candidate, registry, todos[owner]))
         environments.append(dict(os.environ))
     specs = [spec for plugin, _ in brought for spec in plugin.settings]
     declared = {name for spec in specs for name in spec.variables}
     remarks = _undo(environments, {*variables, *declared}, found)
     brought = _without_clashes(registry, brought, variables)
     refused = _add_contracts(registry, [plugin for plugin, _ in brought])
+    told = [todos[each.owner] for each in found]  # a loaded plugin's owner knows its kernels, too
     claims: dict[tuple[str, str], list[Owner]] = {}
     for plugin, impls in brought:
         for key in dict.fromkeys(map(_key, impls)):
             if key is not None:
                 claims.setdefault(key, []).append(plugin.owner)
     plugins = [
-        _register(registry, plugin, impls, claims, why) if plugin.status == "ok" else plugin
-        for (plugin, impls), why in zip(brought, refused, strict=True)
+        _register(registry, plugin, impls, claims, why, todo) if plugin.status == "ok" else plugin
+        for (plugin, impls), why, todo in zip(brought, refused, told, strict=True)
     ]
     loaded = tuple(replace(p, remarks=each) for p, each in zip(plugins, remarks, strict=True))
     registry.plugins += loaded
     return loaded
+
+
+def _todo(owner: Owner, allowed: Iterable[str]) -> str:
+    """What a failure at loading is followed by: how to do without this plugin.
+
+    Args:
+        owner: whose plugin it is.
+        allowed: the distributions whose plugins are loaded.
+    """
+    if owner.distribution is None:
+        return "The other plugins work; mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
+    mine = canonical(owner.distribution)
+    others = sorted({clean(name) for name in allowed if canonical(name) != mine})
+    told = f"{','.join(others)} (all others)" if others else "'' (there is no other)"
+    return f"The other plugins work; reinstall it, or leave it out with VLLM_FL_PLUGINS={told}."
 
 
 def _failed(registry: OpRegistry, plugin: Plugin, error: PluginError, **fields: Any) -> Plugin:
@@ -178,9 +197,10 @@ def _without_clashes(
     return checked
 
 
-def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
+def _bring(found: Found, registry: OpRegistry, todo: str) -> tuple[Plugin, list[Any]]:
     """Import one plugin and ask it for its implementations; nothing is registered yet."""
     owner = found.owner
+    own = _package(found.target)
     hooks: tuple[str, ...] = ()
     impls: list[Any] = []
     specs: list[Any] = []
@@ -189,16 +209,16 @@ def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
     try:
         if (ended := ENDED.get(whose(owner))) is not None:
             raise PluginError(
-                f"{owner.who} failed: {ended}. {LOAD_FAILED}",
+                f"{owner.who} failed: {ended}. {todo}",
                 plugin=owner.plugin,
                 distribution=owner.release,
             )
-        with contained(owner, "the import", LOAD_FAILED):
+        with contained(owner, "the import", todo, own):
             plugin = found.load()
             hooks, old_form = _forms(plugin)
             _check_api(plugin)
             owner = replace(owner, kernels=_kernels(plugin))
-        with contained(owner, "the registration", LOAD_FAILED):
+        with contained(owner, "the registration", todo, own):
             if old_form is not None:
                 impls = _run_old_form(old_form, registry)
             else:
@@ -223,6 +243,11 @@ def _bring(found: Found, registry: OpRegistry) -> tuple[Plugin, list[Any]]:
         contracts=tuple(contracts),
     )
     return plugin, impls
+
+
+def _package(target: str) -> str:
+    """The package that a plugin's entry point is in: `acme` of `acme.plugin:Plugin`."""
+    return target.partition(":")[0].partition(".")[0]
 
 
 def _binding(contract: object) -> Binding:
@@ -279,6 +304,7 @@ def _register(
     impls: list[Any],
     claims: Mapping[tuple[str, str], Sequence[Owner]],
     refused: Sequence[str],
+    todo: str,
 ) -> Plugin:
     """Register what one plugin brings, without the ids that are not its own.
 
@@ -288,6 +314,7 @@ def _register(
         impls: its implementations.
         claims: (op, impl id) -> who brings it.
         refused: which of its contracts are not loaded, and why.
+        todo: what to do where the registration fails.
     """
     owner = plugin.owner
     kept, lost = [], {}
@@ -312,7 +339,7 @@ def _register(
             distribution=owner.release,
         )
     try:
-        with contained(owner, "the registration", LOAD_FAILED):
+        with contained(owner, "the registration", todo, _package(plugin.target)):
             try:
                 registry.register_many(kept, owner)
             except PluginError as refusal:

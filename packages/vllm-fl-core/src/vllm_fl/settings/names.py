@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, cast
 
 from ..plugins.types import Impl
@@ -69,6 +69,7 @@ def check_names(
     vendors: Collection[str] | None = None,
     layers: Collection[str] | None = None,
     impls: Mapping[str, Collection[Impl]] | None = None,
+    has_failed: Callable[[str, str], bool] = lambda name, op: False,
 ) -> Settings:
     """Check the names whose owner is here; the others stay as they are, and stay unchecked.
 
@@ -82,6 +83,7 @@ def check_names(
         layers: the names of vLLM's layers, or None where vLLM is not loaded.
         impls: op -> what is installed for it, which the tokens of the user's orders should match;
             or None.
+        has_failed: as for `unmatched`.
 
     Raises:
         SettingsError: a layer that vLLM does not know. One that vllm-plugin-FL has is kept and
@@ -126,7 +128,7 @@ def check_names(
                     f"installed, so that it has no effect. Did you mean {slip!r}?"
                 )
     if impls is not None:
-        warnings += [said for _, said in unmatched(settings, impls)]
+        warnings += [said for _, said in unmatched(settings, impls, has_failed)]
     return dataclasses.replace(
         settings,
         warnings=tuple(dict.fromkeys((*settings.warnings, *warnings))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import cast, get_args
 
 from ..plugins.types import Impl
@@ -15,17 +15,28 @@ __all__ = ["meant", "unmatched"]
 Impls = Collection[Impl]
 
 
-def unmatched(settings: Settings, impls_by_op: Mapping[str, Impls]) -> Iterator[tuple[str, str]]:
+def unmatched(
+    settings: Settings,
+    impls_by_op: Mapping[str, Impls],
+    has_failed: Callable[[str, str], bool] = lambda name, op: False,
+) -> Iterator[tuple[str, str]]:
     """(op, a sentence) for each of the user's lists that names something that is not installed.
 
     What matches but is not available, or is denied, is no slip: its rejection has a reason. Nor is
     another platform's vendor beside tokens that match, since one file may serve several machines.
     Where no token of a list matches anything, the sentence says that the op has lost all it had.
+
+    Args:
+        settings: whose lists.
+        impls_by_op: what is installed.
+        has_failed: whether the plugin that would bring an id or vendor, for an op, has failed. Who
+            asks for the op is told that as an error, so that nothing is said of it here.
     """
     for key, setting in settings.items():
         op, order = key.removeprefix(ORDER_PREFIX), setting.value
         if isinstance(order, OpOrder) and order.pinned:
-            said = _said(op, order, setting, impls_by_op.get(op, ()), settings.policy.strict)
+            impls, strict = impls_by_op.get(op, ()), settings.policy.strict
+            said = _said(op, order, setting, impls, strict, has_failed)
             if said:
                 yield op, said
 
@@ -56,7 +67,14 @@ def meant(token: Token, impls: Impls) -> str:
     return ""
 
 
-def _said(op: str, order: OpOrder, setting: Setting, impls: Impls, strict: bool) -> str:
+def _said(
+    op: str,
+    order: OpOrder,
+    setting: Setting,
+    impls: Impls,
+    strict: bool,
+    has_failed: Callable[[str, str], bool],
+) -> str:
     modes = cast("tuple[Mode, ...]", get_args(Mode))
     absent = {
         token: None
@@ -71,7 +89,12 @@ def _said(op: str, order: OpOrder, setting: Setting, impls: Impls, strict: bool)
     listed = [(m, None, order.tokens(m)) for m in modes if order.tokens(m)]
     listed += [(mode, ceiling, row) for mode in modes for ceiling, row in order.rows(mode)]
     lost = [(mode, ceiling) for mode, ceiling, tokens in listed if is_lost(tokens)]
-    named = [token for token in absent if lost or not _may_be_elsewhere(token)]
+    failed = {token for token in absent if token.name and has_failed(token.name, op)}
+    if failed:  # the op ends with an error: no other code runs in its place
+        lost = []
+    named = [
+        token for token in absent if token not in failed and (lost or not _may_be_elsewhere(token))
+    ]
     if not named:
         return ""
     tokens = " ".join(f"{str(token)!r}.{meant(token, impls)}" for token in named)

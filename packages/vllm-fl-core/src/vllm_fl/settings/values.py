@@ -73,11 +73,21 @@ def _short(text: str, most: int) -> str:
 
 
 def near(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` is most likely a slip of, or None. Stricter than a suggestion."""
+    """The known name that `word` is most likely a slip of, or None. Stricter than a suggestion.
+
+    In a short name two letters that changed places are half of it, so that they are looked for.
+    """
     import difflib  # only for a word that is wrong
 
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.8)
-    return found[0] if found else None
+    folded = word.casefold()
+    by_fold = {name.casefold(): name for name in sorted(known, reverse=True)}
+    swapped = (
+        f"{folded[:at]}{folded[at + 1]}{folded[at]}{folded[at + 2 :]}"
+        for at in range(len(folded) - 1)
+    )
+    found = difflib.get_close_matches(folded, by_fold, n=1, cutoff=0.8)
+    found += [other for other in swapped if other in by_fold]
+    return by_fold[found[0]] if found else None
 
 
 def name_of(value: str) -> str:
