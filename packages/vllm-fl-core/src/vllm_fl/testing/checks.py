@@ -171,7 +171,7 @@ def _blames_elsewhere(subject: Subject, dtype: str, name: str) -> None:
 
 
 def _with_each_elsewhere(subject: Subject, dtype: str) -> dict[str, Sample]:
-    """Parameter -> a fresh call of which it alone is on meta; those that a contract's check refuses.
+    """Parameter -> a fresh call of which it alone is on meta, if the contract's check refuses it.
 
     Of the calls that have it, the first that `supports` takes, so that nothing else is refused.
     """

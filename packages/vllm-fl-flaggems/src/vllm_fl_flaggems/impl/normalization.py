@@ -141,6 +141,8 @@ def supports_rms_norm(
         )
     if weight.shape != x.shape[-1:]:
         return f"weight is {tuple(weight.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
+    if weight.dtype != x.dtype and weight.dtype != torch.float32:
+        return f"weight is {weight.dtype}, neither {x.dtype} nor torch.float32"
     return unsuitable("x", x) or True
 
 
