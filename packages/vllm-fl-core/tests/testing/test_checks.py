@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import inspect
 import itertools
 from typing import Any
 
@@ -74,6 +76,12 @@ def layer_first(fn: Any = norm) -> OpImpl:
     return OpImpl("rms_norm", "vendor.toy", BackendImplKind.VENDOR, fn, "toy")
 
 
+DTYPES_OF_A_WRONG_WEIGHT = [
+    ("float32", ["int64", "float16"]),
+    ("float16", ["int64", "bfloat16"]),
+    ("bfloat16", ["int64", "float16"]),
+]
+
 COMPUTING = ("serving", "values", "refusals", "determinism", "fork")
 CALLED_PLAINLY = ("bad_inputs", "call_op", "opcheck", "tracing")
 
@@ -140,3 +148,60 @@ def test_a_fresh_process_holds_no_op_to_account_for_another(
     there = processes._answer_installed(right.impl_id, "cpu", ModelSizes(), frozenset())
     assert "no luck" in there["silu_and_mul"]
     assert isinstance(there["gelu_and_mul"], dict) and there["gelu_and_mul"]
+
+
+def with_signature(fn: Any, other: Any) -> Any:
+    """`fn` with the parameters of another function, by which a registry takes it."""
+    fn.__signature__ = inspect.signature(other)
+    return fn
+
+
+def reading(op: str, *names: str, **fields: Any) -> OpImpl:
+    """The sound implementation as a kernel that reads these arguments' memory, wherever it is."""
+    impl = sound(op)
+    parameters = list(inspect.signature(impl.fn).parameters)
+
+    def kernel(*args: Any) -> Any:
+        for name, arg in zip(parameters, args, strict=True):
+            if name in names and arg is not None:
+                copy = ctypes.create_string_buffer(arg.nbytes)
+                ctypes.memmove(copy, arg.data_ptr(), arg.nbytes)
+        return impl.fn(*args)
+
+    return dataclasses.replace(impl, fn=with_signature(kernel, impl.fn), **fields)
+
+
+@pytest.mark.parametrize("name", ["residual", "weight"])
+def test_a_kernel_of_memory_that_is_not_there_is_named_by_its_argument(name: str) -> None:
+    def looks_at_x(x: torch.Tensor, *rest: Any) -> bool | str:
+        return x.device.type == "cpu" or f"x is on {x.device}"
+
+    assert found(reading("rms_norm", name), "refusals") == []
+    supports = with_signature(looks_at_x, sound("rms_norm").fn)
+    told = found(reading("rms_norm", name, supports=supports), "refusals")
+    assert [one.case.dtype for one in told] == ["float32", "float16", "bfloat16"]
+    for one in told:
+        assert f"with {name} alone on meta: call_op must raise a CallError" in one.reason
+        assert "died, exit status -11" in one.reason
+        assert f"Let supports refuse {name} on another device" in one.reason
+
+
+def test_a_kernel_that_computes_without_an_argument_that_is_elsewhere_fails() -> None:
+    def without(x: Any, residual: Any, weight: Any, *rest: Any) -> Any:
+        here = weight is not None and weight.device.type == "cpu"
+        return sound("rms_norm").fn(x, residual, weight if here else None, *rest)
+
+    impl = sound("rms_norm", supports=None)
+    silent = dataclasses.replace(impl, fn=with_signature(without, impl.fn))
+    reasons = [one.reason for one in found(silent, "refusals")]
+    assert len(reasons) == 3
+    assert all("a Tensor was returned in silence" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(("dtype", "others"), DTYPES_OF_A_WRONG_WEIGHT)
+def test_a_weight_of_another_dtype_is_a_bad_input(dtype: str, others: list[str]) -> None:
+    impl = sound("rms_norm", supports=None)
+    names = [f"weight of {other}" for other in others]
+    told = [one.case for one in found(impl, "bad_inputs") if one.case.dtype == dtype]
+    assert [case.sample for case in told if case.sample.startswith("weight of ")][-2:] == names
+    assert found(sound("rms_norm"), "bad_inputs") == []

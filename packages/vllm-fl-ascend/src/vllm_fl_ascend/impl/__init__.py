@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl import BackendImplKind
 
-__all__ = ["VENDOR", "mixed", "unsuitable"]
+__all__ = ["VENDOR", "elsewhere", "mixed", "unsuitable"]
 
 VENDOR = ("vendor.ascend", BackendImplKind.VENDOR)
 """Identity and kind of every implementation here, attention included."""
@@ -28,10 +28,17 @@ def unsuitable(name: str, x: torch.Tensor) -> str | None:
 
 
 def mixed(name: str, x: torch.Tensor | None, other: str, y: torch.Tensor) -> str | None:
-    """Why no kernel takes `x` beside `y`: its dtype is another. None if one may."""
-    if x is None or x.dtype == y.dtype:
+    """Why no kernel takes `x` beside `y`: another dtype or device. None if one may."""
+    if x is None:
         return None
-    return f"{name} is {x.dtype} and {other} {y.dtype}"
+    if x.dtype != y.dtype:
+        return f"{name} is {x.dtype} and {other} {y.dtype}"
+    return elsewhere(name, x, y)
+
+
+def elsewhere(name: str, x: torch.Tensor, y: torch.Tensor) -> str | None:
+    """Why no kernel takes `x` beside `y`: it is on another device. None if one may."""
+    return None if x.device == y.device else f"{name} is on {x.device}, not on {y.device}"
 
 
 def _no_kernel_for(name: str, x: torch.Tensor) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from vllm_fl import Availability, OpImpl
 
 from ..npu import available
-from . import VENDOR, unsuitable
+from . import VENDOR, elsewhere, unsuitable
 from .activation import gelu_and_mul, silu_and_mul, swigluoai_and_mul
 
 __all__ = ["OPS", "fused_experts", "supports_fused_experts"]
@@ -124,6 +124,14 @@ def supports_fused_experts(
         return "biases are not added here"
     if activation not in ACTIVATIONS:
         return f"there is no operator for the activation {activation!r}"
+    reason = (
+        elsewhere("w13", w13, x)
+        or elsewhere("w2", w2, x)
+        or elsewhere("topk_weights", topk_weights, x)
+        or elsewhere("topk_ids", topk_ids, x)
+    )
+    if reason:
+        return reason
     experts, inner, hidden = w13.shape
     fitting = (
         x.shape == (topk_ids.shape[0], hidden)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from vllm_fl import Availability, OpImpl
 
 from ..npu import available
-from . import VENDOR, mixed, unsuitable
+from . import VENDOR, elsewhere, mixed, unsuitable
 
 __all__ = ["OPS", "rms_norm_gated", "supports_rms_norm_gated"]
 
@@ -84,6 +84,10 @@ def supports_rms_norm_gated(
         return reason
     if z is not None and z.shape != x.shape:
         return f"z is {tuple(z.shape)} and x {tuple(x.shape)}"
+    if weight.dtype not in (x.dtype, torch.float32):
+        return f"weight is {weight.dtype}, neither {x.dtype} nor torch.float32"
+    if reason := elsewhere("weight", weight, x):
+        return reason
     if weight.shape != x.shape[-1:]:
         return f"weight is {tuple(weight.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
     if epsilon <= 0:

@@ -7,7 +7,7 @@ import torch
 from vllm_fl import Availability, OpImpl, joint_cos_sin
 
 from ..npu import available
-from . import VENDOR, mixed, unsuitable
+from . import VENDOR, elsewhere, mixed, unsuitable
 
 __all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
 
@@ -67,6 +67,8 @@ def supports_rotary_embedding(
         unsuitable("query", query)
         or mixed("key", key, "query", query)
         or mixed("cos", cos, "query", query)
+        or mixed("sin", sin, "query", query)
+        or elsewhere("position_ids", position_ids, query)
     )
     if reason:
         return reason

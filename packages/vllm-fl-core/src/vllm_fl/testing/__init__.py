@@ -18,11 +18,13 @@ contract:
 `test_declaration`        parameters, and what it consumes, are the contract's
 `test_values`             each sample within its tolerance of the fp64 oracle; nothing overwritten
                           that is not declared; results share no memory with what they must not
-`test_bad_inputs`         `call_op` names the wrong argument, and demotes nothing
+`test_bad_inputs`         `call_op` names the wrong argument, and demotes nothing; a weight of
+                          another dtype is one, where the contract forbids it
 `test_call_op`            `call_op` leaves every input intact, whatever `fn` consumes
 `test_determinism`        the same inputs give the same bits
 `test_refusals`           `supports` gives True or a reason, looks at neither values nor batch, and
-                          refuses tensors on another device
+                          refuses a first argument on another device; on a CPU, `call_op` blames
+                          the caller for each tensor that alone is on meta
 `test_serving`            it takes some call of a served model; a dtype may be refused, but not all
 `test_preflight`          an engine that starts with it would keep it
 `test_tracing`            it compiles whole, once for every batch size, with the right numbers

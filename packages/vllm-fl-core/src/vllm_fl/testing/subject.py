@@ -27,6 +27,9 @@ from ..settings.policy import SelectionPolicy
 
 __all__ = ["SIZES", "Refused", "Subject", "digest", "fresh", "pattern", "tensors"]
 
+WEIGHT = "weight"
+"""The parameter of that name, which several contracts have."""
+
 SIZES = dataclasses.replace(typical_sizes(), tokens=(1, 7, 300))
 """The largest batch is beyond one block of rows of any usual kernel."""
 
@@ -106,8 +109,26 @@ class Subject:
         return dataclasses.replace(self.sizes, more={**own, **self.sizes.more})
 
     def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
-        """The calls that break the contract."""
-        return tuple(self.spec.bad_inputs(getattr(torch, dtype), self.device))
+        """The calls that break the contract: its own, and those with a weight of another dtype."""
+        own = tuple(self.spec.bad_inputs(getattr(torch, dtype), self.device))
+        return own + tuple(self._weights_of_other_dtypes(dtype))
+
+    def _weights_of_other_dtypes(self, dtype: str) -> Iterator[BadInput]:
+        """Calls whose `weight` is of integers or of the other 16 bits, if the contract forbids it.
+
+        PyTorch computes with any, and a kernel would take its bytes for numbers of x's dtype.
+        """
+        if WEIGHT not in self.spec.parameters:
+            return
+        at = tuple(self.spec.parameters).index(WEIGHT)
+        sample = next((s for s in self.samples(dtype) if s.args[at] is not None), None)
+        for other in ("int64", "float16" if dtype != "float16" else "bfloat16"):
+            if sample is not None:
+                weight = sample.args[at].to(getattr(torch, other))
+                args = (*sample.args[:at], weight, *sample.args[at + 1 :])
+                problem = self.spec.check(*args)
+                if problem is not None and problem[0] == WEIGHT:
+                    yield BadInput(f"{WEIGHT} of {other}", args, WEIGHT)
 
     def accepts(self, sample: Sample) -> bool:
         """Whether the implementation does not refuse `sample`."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from vllm_fl import BackendImplKind, OpImpl
 
-__all__ = ["implementations"]
+__all__ = ["implementations", "refuse_other_devices"]
 
 
 def implementations(
@@ -31,3 +33,21 @@ def implementations(
         )
         for fn in functions
     )
+
+
+def refuse_other_devices(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise unless the others are on x's device, for code that writes results into a tensor.
+
+    PyTorch raises for most mixed devices, but writes nothing, in silence, of a tensor on meta.
+
+    Args:
+        name: the parameter of which `x` is the argument.
+        x: on the right device.
+        **others: parameter -> argument; None is on any device.
+
+    Raises:
+        RuntimeError: another argument is on another device.
+    """
+    for other, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise RuntimeError(f"{other} is on {tensor.device}, and {name} on {x.device}")

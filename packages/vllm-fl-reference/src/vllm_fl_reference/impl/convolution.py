@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from . import implementations
+from . import implementations, refuse_other_devices
 
 __all__ = ["OPS", "causal_conv1d", "causal_conv1d_update"]
 
@@ -118,6 +118,7 @@ def _refuse_silent_mistakes(
 ) -> None:
     if not x.is_floating_point() or not x.dtype == weight.dtype == states.dtype:
         raise TypeError("x, weight and the states must be floating, of one dtype")
+    refuse_other_devices("x", x, weight=weight, bias=bias, states=states)
     if x.ndim != 2 or weight.ndim != 2 or len(weight) != x.shape[1] or weight.shape[1] < 2:
         raise ValueError("x must be (tokens, dim), weight (dim, 2 or more)")
     if bias is not None and (bias.shape != x.shape[1:] or bias.dtype != x.dtype):

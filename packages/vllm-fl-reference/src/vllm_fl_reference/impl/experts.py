@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from vllm_fl import BackendImplKind, OpImpl
 
+from . import refuse_other_devices
 from .activation import gelu_and_mul, silu_and_mul, swigluoai_and_mul
 
 __all__ = ["OPS", "fused_experts"]
@@ -75,6 +76,9 @@ def fused_experts(
         w13_bias,
         w2_bias,
     )
+    tables = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
+    weights = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
+    refuse_other_devices("hidden_states", hidden_states, **tables, **weights)
     act = ACTIVATIONS[activation]
     x = hidden_states
     if apply_router_weight_on_input:

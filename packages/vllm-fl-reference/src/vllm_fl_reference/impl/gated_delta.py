@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from . import implementations
+from . import implementations, refuse_other_devices
 
 __all__ = ["OPS", "chunk_gated_delta_rule", "gdn_gating", "recurrent_gated_delta_rule"]
 
@@ -70,6 +70,7 @@ def chunk_gated_delta_rule(
         TypeError, ValueError: PyTorch would have broadcast, widened or read past a sequence in
             silence.
     """
+    refuse_other_devices("q", q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     q, k, v32 = _heads(q, k, v, epsilon)
     if g.shape != v.shape[:2] or beta.shape != g.shape or g.dtype != torch.float32:
         raise ValueError("g and beta must be (tokens, value_heads), g in float32")

@@ -114,8 +114,7 @@ def rms_norm_gated(
         raise TypeError(f"x must be floating, got {x.dtype}")
     if z is not None and (z.shape != x.shape or z.dtype != x.dtype):
         raise ValueError("z must have x's shape and dtype")
-    if weight.shape != x.shape[-1:]:
-        raise ValueError("weight must have the shape (hidden,)")
+    _refuse_other_weights(weight, x)
     if epsilon <= 0:
         raise ValueError(f"epsilon must be above 0, got {epsilon}")
     if activation not in ACTIVATIONS or norm_before_gate not in (True, False):
@@ -151,12 +150,19 @@ def _refuse_silent_mistakes(
         raise TypeError(f"x must be floating, got {x.dtype}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError("residual must have x's shape and dtype")
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError("weight must have the shape (hidden,)")
+    if weight is not None:
+        _refuse_other_weights(weight, x)
     if epsilon < 0:
         raise ValueError(f"epsilon must not be negative, got {epsilon}")
     if variance_size is not None and not 0 < variance_size <= x.shape[-1]:
         raise ValueError(f"variance_size must be from 1 to {x.shape[-1]}, got {variance_size}")
+
+
+def _refuse_other_weights(weight: torch.Tensor, x: torch.Tensor) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError("weight must have the shape (hidden,)")
+    if weight.dtype != x.dtype and weight.dtype != torch.float32:
+        raise TypeError(f"weight must be {x.dtype}, as x, or float32, got {weight.dtype}")
 
 
 OPS = implementations(layer_norm, rms_norm, rms_norm_gated)

@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl import Availability, BackendImplKind
 
-__all__ = ["VENDOR", "available", "unsuitable"]
+__all__ = ["VENDOR", "available", "elsewhere", "unsuitable"]
 
 VENDOR = ("vendor.acme", BackendImplKind.VENDOR)
 """Identity and kind of every implementation here."""
@@ -36,4 +36,15 @@ def unsuitable(name: str, x: torch.Tensor) -> str | None:
         return f"no kernel for {name} of {x.dtype}"
     if x.ndim == 0:
         return f"no kernel for {name} without a dimension"
+    return None
+
+
+def elsewhere(x: torch.Tensor, **others: torch.Tensor | None) -> str | None:
+    """Which of the other tensors is not on x's device; None if all are.
+
+    A kernel would read memory that is not its own, which may end the process.
+    """
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            return f"{name} is on {tensor.device}, not on {x.device}"
     return None

@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl import Availability, OpImpl
 
-from . import VENDOR, available, unsuitable
+from . import VENDOR, available, elsewhere, unsuitable
 
 __all__ = ["OPS", "rms_norm", "supports_rms_norm"]
 
@@ -47,10 +47,14 @@ def supports_rms_norm(
         return "residual is not of x's shape and dtype"
     if weight is not None and weight.shape != x.shape[-1:]:
         return f"weight is {tuple(weight.shape)}, not (hidden,)"
+    if weight is not None and weight.dtype not in (x.dtype, torch.float32):
+        return f"weight is {weight.dtype}, neither {x.dtype} nor torch.float32"
     if variance_size is not None and not 1 <= variance_size <= x.shape[-1]:
         return f"variance_size {variance_size} is not from 1 to {x.shape[-1]}"
     if not epsilon >= 0:
         return f"epsilon is {epsilon}"
+    if reason := elsewhere(x, residual=residual, weight=weight):
+        return reason
     return unsuitable("x", x) or True
 
 

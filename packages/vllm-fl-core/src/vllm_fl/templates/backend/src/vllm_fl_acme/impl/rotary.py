@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl import Availability, OpImpl
 
-from . import VENDOR, available, unsuitable
+from . import VENDOR, available, elsewhere, unsuitable
 
 __all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
 
@@ -45,8 +45,13 @@ def supports_rotary_embedding(
         return "key is not of query's dtype, tokens and head_size"
     if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > query.shape[2]:
         return "cos and sin are not (max_position, half) with 2 * half <= head_size"
-    if position_ids.is_floating_point():
-        return f"position_ids is {position_ids.dtype}"
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype not in (query.dtype, torch.float32):
+            return f"{name} is {table.dtype}, neither {query.dtype} nor torch.float32"
+    if position_ids.dtype not in (torch.int64, torch.int32):
+        return f"position_ids is {position_ids.dtype}, neither torch.int64 nor torch.int32"
+    if reason := elsewhere(query, key=key, cos=cos, sin=sin, position_ids=position_ids):
+        return reason
     return unsuitable("query", query) or True
 
 
