@@ -76,12 +76,6 @@ def layer_first(fn: Any = norm) -> OpImpl:
     return OpImpl("rms_norm", "vendor.toy", BackendImplKind.VENDOR, fn, "toy")
 
 
-DTYPES_OF_A_WRONG_WEIGHT = [
-    ("float32", ["int64", "float16"]),
-    ("float16", ["int64", "bfloat16"]),
-    ("bfloat16", ["int64", "float16"]),
-]
-
 COMPUTING = ("serving", "values", "refusals", "determinism", "fork")
 CALLED_PLAINLY = ("bad_inputs", "call_op", "opcheck", "tracing")
 
@@ -198,10 +192,8 @@ def test_a_kernel_that_computes_without_an_argument_that_is_elsewhere_fails() ->
     assert all("a Tensor was returned in silence" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize(("dtype", "others"), DTYPES_OF_A_WRONG_WEIGHT)
-def test_a_weight_of_another_dtype_is_a_bad_input(dtype: str, others: list[str]) -> None:
-    impl = sound("rms_norm", supports=None)
-    names = [f"weight of {other}" for other in others]
-    told = [one.case for one in found(impl, "bad_inputs") if one.case.dtype == dtype]
-    assert [case.sample for case in told if case.sample.startswith("weight of ")][-2:] == names
+def test_a_weight_of_integers_is_a_bad_input() -> None:
+    told = [one.case for one in found(sound("rms_norm", supports=None), "bad_inputs")]
+    dtypes = [case.dtype for case in told if case.sample == "weight of int64"]
+    assert dtypes == ["float32", "float16", "bfloat16"]
     assert found(sound("rms_norm"), "bad_inputs") == []

@@ -19,7 +19,7 @@ contract:
 `test_values`             each sample within its tolerance of the fp64 oracle; nothing overwritten
                           that is not declared; results share no memory with what they must not
 `test_bad_inputs`         `call_op` names the wrong argument, and demotes nothing; a weight of
-                          another dtype is one, where the contract forbids it
+                          integers is one, where the contract forbids it
 `test_call_op`            `call_op` leaves every input intact, whatever `fn` consumes
 `test_determinism`        the same inputs give the same bits
 `test_refusals`           `supports` gives True or a reason, looks at neither values nor batch, and

@@ -141,8 +141,8 @@ def supports_rms_norm(
         )
     if weight.shape != x.shape[-1:]:
         return f"weight is {tuple(weight.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
-    if weight.dtype != x.dtype and weight.dtype != torch.float32:
-        return f"weight is {weight.dtype}, neither {x.dtype} nor torch.float32"
+    if not weight.is_floating_point():
+        return f"weight is {weight.dtype}"
     return unsuitable("x", x) or True
 
 
@@ -232,8 +232,8 @@ def supports_layer_norm(
             return (
                 f"{name} is {tuple(each.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
             )
-        if each is not None and each.dtype != x.dtype and each.dtype != torch.float32:
-            return f"{name} is {each.dtype}, neither {x.dtype} nor torch.float32"
+        if each is not None and not each.is_floating_point():
+            return f"{name} is {each.dtype}"
     return unsuitable("x", x) or True
 
 
