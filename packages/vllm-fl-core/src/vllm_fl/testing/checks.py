@@ -120,9 +120,9 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
     is not asked, since PyTorch runs anywhere.
     """
     impl = subject.impl
-    _refuses_each_elsewhere(subject, dtype)
     if not states_support(impl) or impl.needs_layer:  # the older form is not asked
         return
+    _refuses_each_elsewhere(subject, dtype)
     device = "meta" if subject.device.type == "cpu" else "cpu"
     for each in subject.samples(dtype):
         verdict = _verdict(impl, each)
@@ -148,7 +148,7 @@ def _refuses_each_elsewhere(subject: Subject, dtype: str) -> None:
     Called in a child, since a kernel that reads such memory ends its process. On an accelerator it
     would end every later call, too, and a process that used one cannot fork: not called there.
     """
-    if subject.impl.traceable or subject.impl.needs_layer or subject.device.type != "cpu":
+    if subject.impl.traceable or subject.device.type != "cpu":
         return
     for name, sample in _with_each_elsewhere(subject, dtype).items():
         try:
