@@ -8,7 +8,8 @@ memory or less, and work in turn: every round visits all of them with each workl
 order each time, since who comes after an idle moment finds the GPU cooler and its clocks higher. A
 ratio is taken inside a round; over twice as many rounds as engines, of each pair both have been
 first equally often. `steady` is the speed of the fastest quarter of a visit's decode steps: what
-else the host does only ever makes a step longer. JSON goes to $OUT/engine.json after every round.
+else the host does only ever makes a step longer. JSON goes to $OUT/engine.json after every round,
+with the µs of each step.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "flagos-shadow-1": ({**ONLY_LAYERS, "VLLM_FL_SHADOW": "0.01"}, True),
     "flagos-shadow-100": ({**ONLY_LAYERS, "VLLM_FL_SHADOW": "1"}, True),
     "direct": (STOCK, False),
+    "experts": ({"VLLM_FL_PER_OP": "fused_experts=flagos"}, True),
     "flagos-attention": ({"VLLM_FL_PER_OP": "attention_backend=flagos"}, True),
     "table": (
         {"VLLM_FL_TABLE": os.environ.get("TABLE", ""), "VLLM_FL_TABLE_UNACCEPTED": "1"},
@@ -116,9 +118,9 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
 `table` is default settings with the table of `vllm-fl tune` that the variable TABLE names.
 
 `stock-again` shows what two engines of one code differ by. `flagos` is FlagGems for every layer but
-attention; `direct` is that without vllm-fl, see direct.py: in eager mode only. `flagos-shadow-1` is
-`flagos` with 1 % of its steps sampled; `steady` shows those that are not, and of
-`flagos-shadow-100` what a sampled one takes.
+attention, `experts` for the experts alone; `direct` is what `flagos` does without vllm-fl, see
+direct.py: in eager mode only. `flagos-shadow-1` is `flagos` with 1 % of its steps sampled; `steady`
+shows those that are not, and of `flagos-shadow-100` what a sampled one takes.
 """
 
 BARS = {
@@ -149,14 +151,14 @@ class Engine:
         self.name, self.process, self.log = name, process, log
         self.ready: dict[str, Any] = {}
 
-    def generate(self, workload: str, seed: int) -> tuple[float, float | None]:
-        """Tokens per second: of prompt and output together, and of steady decoding if there is."""
+    def generate(self, workload: str, seed: int) -> tuple[float, float | None, list[float]]:
+        """Tokens per second, of prompt and output and of steady decoding if any; steps' seconds."""
         batch, length, new = WORKLOADS[workload]
         job = {"prompts": prompts(f"{workload} {seed}", batch, length), "new_tokens": new}
         answer = self.ask(job)
         decoding = sorted(answer["steps"][1:])
         steady = batch / decoding[len(decoding) // 4] if len(decoding) > 4 else None
-        return batch * (length + new) / float(answer["seconds"]), steady
+        return batch * (length + new) / float(answer["seconds"]), steady, answer["steps"]
 
     def peak_mib(self) -> float:
         """The most device memory that its tensors have taken; the driver's count has slack, too."""
@@ -248,20 +250,22 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
     names = list(engines)
     speeds: Speeds = {n: {w: [] for w in WORKLOADS} for n in names}
     steady: Speeds = {n: {w: [] for w in WORKLOADS if WORKLOADS[w][2] > 1} for n in names}
+    steps: dict[str, dict[str, list[list[int]]]] = {n: {w: [] for w in WORKLOADS} for n in names}
     for name in names:
         for workload in WORKLOADS:
             for warm_up in (-1, -2):
-                speed, _ = engines[name].generate(workload, warm_up)
+                speed, *_ = engines[name].generate(workload, warm_up)
             print(f"{engines[name].name}: {workload} {speed:.0f} tokens/s, warm", flush=True)
     for number in range(rounds):
         turn = number // 2 % len(names)
         order = (*names[turn:], *names[:turn])
         for workload in WORKLOADS:
             for name in reversed(order) if number % 2 else order:
-                speed, steps = engines[name].generate(workload, number)
+                speed, decoding, took = engines[name].generate(workload, number)
                 speeds[name][workload].append(speed)
-                if steps is not None:
-                    steady[name][workload].append(steps)
+                steps[name][workload].append([round(1e6 * seconds) for seconds in took])
+                if decoding is not None:
+                    steady[name][workload].append(decoding)
         yield {
             "mode": mode,
             "rounds": number + 1,
@@ -272,6 +276,7 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
                     "peak_mib": engines[name].peak_mib(),
                     "tokens_per_second": speeds[name],
                     "steady": steady[name],
+                    "steps_us": steps[name],
                     **{
                         f"{prefix}of_{other}": {
                             w: ratios(found, name, other, w) for w in found[name]
