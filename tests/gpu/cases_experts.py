@@ -1,10 +1,7 @@
-"""Mixtures of experts: the kernel inside vLLM's experts, and experts that a plan replaces whole.
+"""Operators: the kernel inside a mixture of experts is the plan's, with graphs; no layer is there.
 
-The kernel inside: Qwen3-30B-A3B's shapes with dummy weights, fewer layers. vLLM's experts call
-`_C::silu_and_mul` directly, no layer is there. PyTorch's profiler says which kernels ran in the
-steps that replay a graph.
-
-Whole experts: a tiny model whose tokens take all of them, so that no last bit chooses another.
+Qwen3-30B-A3B's shapes with dummy weights, fewer layers. vLLM's experts call `_C::silu_and_mul`
+directly. PyTorch's profiler says which kernels ran in the steps that replay a graph.
 """
 
 from __future__ import annotations
@@ -16,10 +13,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import tiny_model
-from cases_engines import OPTIONS, batches, close, side_by_side
-from engine_run import STOCK, EngineFailed, Job, run
 
 __all__ = ["cases"]
 
@@ -64,9 +57,6 @@ STOCKS, FLAGGEMS = "act_and_mul_kernel", "silu_and_mul"
 
 NEW_TOKENS = 8
 
-WHOLE = ("default.flagos", "reference.torch")
-"""Implementations of `fused_experts` that a CUDA engine can run in the place of vLLM's."""
-
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
     """(mode, what is wrong or empty)."""
@@ -80,37 +70,6 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
         for each in found.values():
             del each["logits"]
         out.write_text(json.dumps(found, indent=1))
-    yield from _whole_experts(folder)
-
-
-def _whole_experts(folder: Path) -> Iterator[tuple[str, str]]:
-    model = str(tiny_model.make(folder, "qwen3_moe", num_experts_per_tok=8))
-    with side_by_side() as pool:
-        started = {}
-        for eager in (True, False):
-            job = Job(model, batches(5, 33, 100), eager=eager, options=OPTIONS)
-            stock = pool.submit(run, job, **STOCK)
-            for impl in WHOLE:
-                only = {"VLLM_FL_PER_OP": f"fused_experts={impl}", "VLLM_FL_DISPATCH_DEBUG": "1"}
-                mode = "eager" if eager else "compiled"
-                started[impl, mode] = stock, pool.submit(run, job, **only)
-        for (impl, mode), (stock, mine) in started.items():
-            try:
-                problem = _replaces(impl, stock.result(), mine.result())
-            except EngineFailed as error:
-                problem = f"the engine failed: {error.log[-3000:]}"
-            yield f"fused_experts={impl}, {mode}", problem
-
-
-def _replaces(impl: str, stock: dict[str, Any], mine: dict[str, Any]) -> str:
-    """Empty when that implementation was called, none stood in for it, and logits are stock's."""
-    report = mine["report"][0]
-    if report["ops"]["fused_experts"]["impl"] != impl or report["demotions"]:
-        return f"planned {report['ops']['fused_experts']}, demotions {report['demotions']}"
-    calls = report["calls"].get("fused_experts", {})
-    if not calls.get(impl) or report["fallbacks"].get("fused_experts"):
-        return f"calls {calls}, fallbacks {report['fallbacks']}"
-    return close(stock, mine)
 
 
 def _problem(stock: dict[str, Any], ours: dict[str, Any]) -> str:

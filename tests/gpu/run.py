@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, as a plain script: a line per case, and JSON under $OUT.
 
     python tests/gpu/run.py [PART …]        all parts: contracts operators engines attention experts
-                                            ranks graphs flagcx
+                                            fused_experts ranks graphs flagcx
 
 Exits with 1 when a case failed, and with 0 and the reason where there is no NVIDIA GPU.
 """
@@ -26,6 +26,7 @@ import cases_contracts  # noqa: E402
 import cases_engines  # noqa: E402
 import cases_experts  # noqa: E402
 import cases_flagcx  # noqa: E402
+import cases_fused_experts  # noqa: E402
 import cases_graphs  # noqa: E402
 import cases_operators  # noqa: E402
 import cases_ranks  # noqa: E402
@@ -36,6 +37,7 @@ PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "engines": cases_engines.cases,
     "attention": cases_attention.cases,
     "experts": cases_experts.cases,
+    "fused_experts": cases_fused_experts.cases,
     "ranks": cases_ranks.cases,
     "graphs": cases_graphs.cases,
     "flagcx": cases_flagcx.cases,
