@@ -172,6 +172,14 @@ def test_when_all_are_demoted_meanwhile_each_cause_is_said() -> None:
     )
 
 
+def test_the_next_refused_call_reads_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A model may make every call of a layer in a layout that its first choice refuses.
+    guard = call_guard(chain(refusing("default.flagos", "no"), silu("reference.torch")))
+    expected = guard(X)
+    monkeypatch.setattr(inspect, "signature", None)
+    assert torch.equal(guard(X), expected)
+
+
 def test_supports_that_breaks_is_a_failure_of_the_implementation() -> None:
     def supports(x: torch.Tensor) -> bool:
         raise ValueError("boom")

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Self, TypeVar, overload
 
@@ -116,7 +117,7 @@ class OpImpl:
             raise TypeError(f"{who}: consumes must be a set of parameter names, got a string")
         object.__setattr__(self, "consumes", frozenset(self.consumes))
 
-    @property
+    @cached_property  # asked at every call that is refused
     def needs_layer(self) -> bool:
         """Whether `fn` takes the calling layer first (its parameter is `self` or `obj`)."""
         parameters = parameters_of(self.fn)
