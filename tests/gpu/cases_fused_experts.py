@@ -15,8 +15,8 @@ from engine_run import STOCK, EngineFailed, Job, run
 
 __all__ = ["cases"]
 
-IMPLS = ("default.flagos", "reference.torch")
-"""Implementations of `fused_experts` that can run in the place of vLLM's."""
+IMPLS = {"flagos": "default.flagos", "reference": "reference.torch"}
+"""Token of a policy -> the implementation of `fused_experts` that runs in the place of vLLM's."""
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
@@ -27,8 +27,8 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
         for eager in (True, False):
             job = Job(model, batches(5, 33, 100), eager=eager, options=OPTIONS)
             stock = pool.submit(run, job, **STOCK)
-            for impl in IMPLS:
-                only = {"VLLM_FL_PER_OP": f"fused_experts={impl}", "VLLM_FL_DISPATCH_DEBUG": "1"}
+            for token, impl in IMPLS.items():
+                only = {"VLLM_FL_PER_OP": f"fused_experts={token}", "VLLM_FL_DISPATCH_DEBUG": "1"}
                 mode = "eager" if eager else "compiled"
                 started[impl, mode] = stock, pool.submit(run, job, **only)
         for (impl, mode), (stock, mine) in started.items():

@@ -24,24 +24,37 @@ def contender(name: str, **fields: Any) -> Contender:
     return Contender(name, (silu(name, **fields),))
 
 
-def work(device: str, mode: str, *tuned: str, **fields: Any) -> Any:
+def work(
+    device: str,
+    mode: str,
+    *tuned: str,
+    default: str = "vendor.slow",
+    absent: tuple[str, ...] = ("fused_experts",),
+    **fields: Any,
+) -> Any:
     """A finished `Work` on ops of which a traceable `vendor.fast` is faster at 8 tokens alone."""
     done: Any = object.__new__(_tuning.Work)
     done.subject = SimpleNamespace(
-        mode=mode, device=torch.device(device), tokens=TOKENS, told={}, name="model"
+        mode=mode,
+        device=torch.device(device),
+        tokens=TOKENS,
+        told={},
+        name="model",
+        absent=frozenset(absent),
     )
-    contenders = [contender("vendor.fast", traceable=True, **fields), contender("vendor.slow")]
+    slow = Contender(default, (silu("vendor.slow"),))
+    contenders = [contender("vendor.fast", traceable=True, **fields), slow]
     done._bindings = bindings()
     done._tunings = {
-        op: SimpleNamespace(contenders=contenders, spec=contracts()[op], default="vendor.slow")
+        op: SimpleNamespace(contenders=contenders, spec=contracts()[op], default=default)
         for op in tuned
     }
     done._found, done._hung, done._seconds = {}, {}, 0.0
     lines = []
     for op in tuned:
         for tokens in TOKENS:
-            times = {"vendor.slow": [10.0] * 4, "vendor.fast": [5.0 if tokens == 8 else 20.0] * 4}
-            found = Measured(tokens, "vendor.slow", finals=times, again=times)
+            times = {default: [10.0] * 4, "vendor.fast": [5.0 if tokens == 8 else 20.0] * 4}
+            found = Measured(tokens, default, finals=times, again=times)
             lines.append({"op": op, "measured": asdict(found), "seconds": 1.0})
     done.take_over(lines)
     return done
@@ -77,7 +90,6 @@ def test_traced_winners_have_rows_where_vllm_compiles_by_range(
         ("rotary_embedding", (), BY_RANGE),
         ("rotary_embedding", ("query", "key"), FOR_ALL),  # in place: not inlined by range
         ("rms_norm", ("x", "residual"), BY_RANGE),  # but in vLLM's IR it is
-        ("qk_norm_rope", (), FOR_ALL),  # what a pass of vLLM's finds in the graph
     ],
 )
 def test_an_operator_that_is_not_inlined_by_range_has_one_row(
@@ -86,6 +98,24 @@ def test_an_operator_that_is_not_inlined_by_range_has_one_row(
     done = work("cuda", "compiled", op)
     done._tunings[op].contenders.append(contender("vendor.other", consumes=frozenset(consumes)))
     assert rows(done, op) == expected
+
+
+@pytest.mark.parametrize("op", ["moe_sum", "qk_norm_rope"])
+def test_what_is_called_when_a_graph_runs_may_differ_by_size_among_implementations(op: str) -> None:
+    assert rows(work("cuda", "compiled", op), op) == BY_RANGE
+
+
+@pytest.mark.parametrize("op", ["moe_sum", "qk_norm_rope"])
+def test_and_is_left_to_vllm_at_every_size_or_none(op: str) -> None:
+    # At the sizes left to vLLM each call would still pass a function of the plan's.
+    assert rows(work("cuda", "compiled", op, default="stock"), op) == FOR_ALL
+    assert rows(work("cuda", "eager", op, default="stock"), op) == BY_RANGE
+
+
+def test_an_activation_that_vllms_experts_call_is_left_to_vllm_at_every_size_or_none() -> None:
+    assert rows(work("cuda", "compiled", OP, default="stock"), OP) == BY_RANGE
+    assert rows(work("cuda", "compiled", OP, default="stock", absent=()), OP) == FOR_ALL
+    assert rows(work("cuda", "compiled", "rms_norm", absent=()), "rms_norm") == BY_RANGE
 
 
 def test_all_ops_have_the_same_ranges() -> None:

@@ -219,6 +219,40 @@ class TestChoosing:
         more = "" if wins else f"no graph of 8 tokens: {us} µs more to launch, and 5 µs less"
         assert told["vendor.fast"].startswith(more) and bool(told["vendor.fast"]) is not wins
 
+    def test_what_no_compiler_traces_is_launched_through_python_be_it_vllms(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        op = machine.tuning(
+            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
+            machine.kernel("vendor.fast", 25),
+            captured=0,
+            traced=frozenset(),
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == "vendor.fast", "the default's launch takes as long as its kernel"
+
+    @pytest.mark.parametrize("traced", [None, frozenset({"vendor.default"}), frozenset()])
+    def test_only_what_is_traced_is_compiled(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch, traced: Any
+    ) -> None:
+        compiled = []
+
+        def noted(self: OpTuning, function: Any, form: Any) -> Any:
+            compiled.append(function)
+            return function
+
+        monkeypatch.setattr(OpTuning, "_compiled", noted)
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30),
+            machine.kernel("vendor.fast", 10),
+            mode="compiled",
+            traced=traced,
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == "vendor.fast"
+        assert len(compiled) == len(op.forms) * (2 if traced is None else len(traced))
+
     def test_short_calls_fill_a_round(self, machine: Machine) -> None:
         op = machine.tuning(
             machine.kernel("vendor.default", 10), machine.kernel("vendor.slow", 1000)

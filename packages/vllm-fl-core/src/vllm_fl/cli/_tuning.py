@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import ModelSizes
-from ..contracts.binding import Binding, FusionPlace, IrPlace, LayerPlace
+from ..contracts.binding import Binding, FusionPlace, IrPlace, LayerPlace, OperatorPlace
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import Stock
 from ..plugins.calling import rejections
@@ -38,6 +38,9 @@ __all__ = ["STOCK", "Subject", "Work"]
 
 STOCK = "stock"
 """vLLM's own form of an op, in tables and options."""
+
+EXPERTS = "fused_experts"
+"""The op inside whose stock form vLLM calls operators of other ops, activations among them."""
 
 CLOCK = time.perf_counter
 """What calls are timed with, seconds."""
@@ -184,6 +187,7 @@ class Work:
                 seed=random.SystemRandom().randrange(1 << 32),
                 clock=CLOCK,
                 captured=subject.captured,
+                traced=self._traced(op, kept),
             )
             if tuning.forms:
                 owners = self.manager.registry.snapshot().owners
@@ -320,30 +324,51 @@ class Work:
         self._found[op, found.tokens] = found
         return found
 
-    def _inlined(self, op: str, tuning: OpTuning) -> frozenset[str]:
-        """Whose code a compiler takes into the model's graph, and not as one operator."""
+    def _traced(self, op: str, contenders: Sequence[Contender]) -> frozenset[str]:
+        """Whose calls stand in the graph that a compiler traces of the model.
+
+        What a layer runs does. Operators and functions that vLLM's own code calls inside an
+        operator do not; and of an op that one of vLLM's passes finds, what vLLM computes without
+        that pass does.
+        """
+        places = self._bindings[op].places if op in self._bindings else ()
+        if any(isinstance(place, LayerPlace | IrPlace) for place in places):
+            return frozenset(contender.name for contender in contenders)
+        if any(isinstance(place, FusionPlace) for place in places):
+            return frozenset({STOCK})
+        return frozenset()
+
+    def _bound_to_all(self, op: str, tuning: OpTuning) -> frozenset[str]:
+        """Who serves every size or none, where a graph is compiled for all sizes.
+
+        That is whose code a compiler takes into the model's graph, and not as one operator. It is
+        vLLM's own form, too, where a planned op stands before vLLM's calls: at the sizes that a row
+        leaves to vLLM, each call would go through Python for nothing.
+        """
         from ..engine.opaque import is_opaque
 
-        traced = (LayerPlace, IrPlace, FusionPlace)
-        places = self._bindings[op].places if op in self._bindings else ()
-        if self.subject.mode != "compiled" or not any(isinstance(p, traced) for p in places):
+        if self.subject.mode != "compiled":
             return frozenset()
-        contenders = tuning.contenders
-        return frozenset(
-            c.name for c in contenders if c.name == STOCK or not any(map(is_opaque, c.impls))
-        )
+        traced = self._traced(op, tuning.contenders)
+        code = {c.name for c in tuning.contenders if not any(map(is_opaque, c.impls))}
+        return frozenset({STOCK, *(code & traced)})
 
     def _measured(self, op: str) -> list[Measured]:
         return [self._found[op, tokens] for tokens in self.subject.tokens]
 
     def _is_by_range(self, op: str, tuning: OpTuning) -> bool:
-        """Whether an engine inlines the op by range of sizes: not on a CPU, whose model vLLM traces
-        and compiles once; nor where an operator writes over its arguments, but in vLLM's IR."""
+        """Whether an engine inlines the op by range of sizes.
+
+        Not on a CPU, whose model vLLM traces and compiles once; nor where an operator writes over
+        its arguments, but in vLLM's IR; nor where vLLM's experts may call the op's operator.
+        """
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False
         places = self._bindings[op].places if op in self._bindings else ()
         if any(isinstance(place, IrPlace) for place in places):
             return True
+        if EXPERTS not in self.subject.absent and any(isinstance(p, OperatorPlace) for p in places):
+            return False
         layers = [place for place in places if isinstance(place, LayerPlace)]
         granted = {name for place in layers for name in place.grants}
         impls = [impl for contender in tuning.contenders for impl in contender.impls]
@@ -355,7 +380,7 @@ class Work:
         from ..engine.timing import best_edges
 
         ops = [
-            (self._measured(op), self._inlined(op, tuning))
+            (self._measured(op), self._bound_to_all(op, tuning))
             for op, tuning in self._tunings.items()
             if self._is_by_range(op, tuning)
         ]
@@ -374,7 +399,7 @@ class Work:
             figures = tuple(figure for one in measured for figure in one.figures())
             digest = contract_digest(tuning.spec)
             by_range = edges if self._is_by_range(op, tuning) else ()
-            rows = rows_of(measured, self._inlined(op, tuning), by_range)
+            rows = rows_of(measured, self._bound_to_all(op, tuning), by_range)
             ops[op] = TunedOp(digest, tuning.default, rows, figures)
         return Table(
             heading["identity"],

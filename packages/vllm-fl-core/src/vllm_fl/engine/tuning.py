@@ -111,6 +111,9 @@ class OpTuning:
         layer_for: who makes the layer for an implementation that needs one.
         captured: the tokens of the largest batch of which the engine captures a graph, 0 where it
             captures none; None where that is not known.
+        traced: the names of those that stand in the graph which a compiled engine traces, as code
+            or as an operator; None for all. The others are called when that graph runs, as in eager
+            mode, since vLLM's own code calls the op inside an operator.
     """
 
     spec: OpSpec
@@ -125,6 +128,7 @@ class OpTuning:
     over: Over = field(default=lambda name: nullcontext())
     layer_for: LayerFactory | None = None
     captured: int | None = None
+    traced: frozenset[str] | None = None
     _functions: dict[tuple[str, int, int], Callable[..., Any] | Exception] = field(
         default_factory=dict, init=False
     )
@@ -224,7 +228,11 @@ class OpTuning:
         What limits such a step may be the host. It launches a kernel that the compiler made as fast
         as an operator of PyTorch's, and what the compiler takes whole through Python.
         """
-        inlined = {c.name for c in self.contenders if c.bare or not any(map(is_opaque, c.impls))}
+        inlined = {
+            c.name
+            for c in self.contenders
+            if self._is_traced(c) and (c.bare or not any(map(is_opaque, c.impls)))
+        }
         plain = bench.launch_of_pytorch() * len(self.forms)
         hosts: dict[str, float] = {}
         for name in found.finals:
@@ -296,7 +304,7 @@ class OpTuning:
                     break
                 why.append(fault)
             else:
-                told = "; ".join(why) or "vLLM has no form of its own for this call"
+                told = "; ".join(dict.fromkeys(why)) or "vLLM has no form of its own for this call"
                 if not why or not all(fault.startswith("refused: ") for fault in why):
                     return told
                 served.append(told)
@@ -358,11 +366,14 @@ class OpTuning:
         op = self.spec.name
         trace = Trace(op, self.mode, (), (Candidate(impl, "selected", "measured"),))
         plan = Plan(self.mode, {op: PlanEntry(op, trace)}, strict=True, contracts={op: self.spec})
-        if self.mode == "compiled":
+        if self.mode == "compiled" and self._is_traced(contender):
             return self._compiled(plan.as_compiled(op, impl), form)
         if contender.bare or impl.needs_layer:
             return as_call(impl, self.spec, self.layer_for)
         return call_guard(plan.chain(op, self.spec.consumable))
+
+    def _is_traced(self, contender: Contender) -> bool:
+        return self.traced is None or contender.name in self.traced
 
     def _compiled(self, function: Callable[..., Any], form: Form) -> Callable[..., Any]:
         """One graph for every number of tokens, without guards: that is how vLLM compiles.

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 
+ALONE = "vLLM's own experts run inside a call of their layer's only"
+
+
 class _Thread(threading.local):
     """The call of vLLM's that a thread is answering, by the parameters of its place."""
 
@@ -137,7 +140,8 @@ def _of_tokens(topk_weights: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor]:
 def _in_triton(replaced: Bound) -> Bound:
     def op(*_: Any) -> Tensor:
         call = _thread.call
-        assert call is not None  # a stock form runs inside a call of vLLM's
+        if call is None:
+            raise NotImplementedError(ALONE)
         replaced(*call)
         output: Tensor = call[1]
         return output
@@ -197,7 +201,8 @@ def _in_cpu(replaced: Bound) -> Bound:
         from torch import empty_like, ops
 
         call = _thread.call
-        assert call is not None  # a stock form runs inside a call of vLLM's
+        if call is None:
+            raise NotImplementedError(ALONE)
         output, x, w13, w2, *rest = call
         packed = []
         for weight in (w13, w2):
@@ -233,8 +238,11 @@ def _refuse_expert_parallelism() -> None:
         )
 
 
-def _prepares(replaced: Bound) -> Bound:
-    return replaced  # never called: packing and choosing are no calls of the op
+def _prepares(_: Bound) -> Bound:
+    def op(*_: Any) -> Tensor:
+        raise NotImplementedError(ALONE)  # packing and choosing are no calls of the op
+
+    return op
 
 
 def _may_serve(config: Any) -> bool:
