@@ -1,7 +1,8 @@
 """How everything in this repository is run: `nox -l` lists the sessions, `nox -s NAME` runs one.
 
-`nox` alone runs every test. Tests see built wheels, installed into a fresh environment that lies
-over a shared one (tools/envs.py), so that entry points are real and nothing leaks between sessions.
+`nox` alone runs every test that is not marked `slow`, on the newest vLLM. Tests see built wheels,
+installed into a fresh environment that lies over a shared one (tools/envs.py), so that entry points
+are real and nothing leaks between sessions.
 What follows `--` goes to the session's command: `nox -s tests-core -- -k registry`.
 """
 
@@ -148,11 +149,13 @@ def typing(session: nox.Session) -> None:
 
 
 @timed("tests-core")
-def tests_core(session: nox.Session, interpreter: str = sys.executable) -> None:
+def tests_core(
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
+) -> None:
     """Test core, with no backend installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
     env = over(session, envs.report(interpreter), CORE)
-    tests_in_parallel(session, env, "packages/vllm-fl-core/tests")
+    tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", chosen)
 
 
 @timed("tests-reference")
@@ -170,8 +173,12 @@ def tests_cpu(session: nox.Session, interpreter: str = sys.executable) -> None:
 
 
 @timed("tests-flaggems")
-def tests_flaggems(session: nox.Session, interpreter: str = sys.executable) -> None:
-    """Test the FlagGems backend, its kernels through Triton's interpreter."""
+def tests_flaggems(
+    session: nox.Session,
+    interpreter: str = sys.executable,
+    dtypes: str = "bfloat16 or not float16",
+) -> None:
+    """Test the FlagGems backend, its kernels through Triton's interpreter, float16 in `full`."""
     with_torch(session, interpreter)  # says what is amiss with it
     env = over(session, envs.flaggems(interpreter), CORE, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
@@ -179,7 +186,7 @@ def tests_flaggems(session: nox.Session, interpreter: str = sys.executable) -> N
     triton = "packages/vllm-fl-core/tests/testing/test_triton.py"
     tests_in_parallel(session, env, tests, triton, f"--ignore={tests}/test_conformance.py", **cache)
     computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching", "warmup")]
-    tests_in_parallel(session, env, *computing, **ON_INTERPRETER, **cache)
+    tests_in_parallel(session, env, *computing, "-k", dtypes, **ON_INTERPRETER, **cache)
 
 
 @timed("tests-cuda")
@@ -207,7 +214,7 @@ def tests_flagcx(session: nox.Session, interpreter: str = sys.executable) -> Non
 
 
 @timed("isolation")
-def isolation(session: nox.Session) -> None:
+def isolation(session: nox.Session, chosen: str = "not slow") -> None:
     """Install core alone, with one, all and broken plugins, and look at what the user sees."""
     with_vllm(session)  # made here, so that a first run's minutes do not count in a test
     tests = ["tests/isolation"]
@@ -215,24 +222,29 @@ def isolation(session: nox.Session) -> None:
         f"tests/test_{name}.py"
         for name in ("docs", "docs_site", "import", "operator_schemas", "repository")
     ]
-    tests_in_parallel(session, over(session, envs.light()), *tests)
+    tests_in_parallel(session, over(session, envs.light()), *tests, "-m", chosen)
 
 
 @timed("engine")
-@nox.parametrize("vllm", (envs.VLLM_RANGE[0], envs.VLLM))
-def engine(session: nox.Session, vllm: str) -> None:
-    """Run vLLM's CPU engine with the plugins, eager and compiled; on the oldest release a part."""
-    env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
-    chosen = "not slow" if vllm == envs.VLLM else "oldest and not slow"
-    engines_in_parallel(session, env, "-m", chosen)
+def engine(session: nox.Session) -> None:
+    """Run vLLM's CPU engine with the plugins, eager and compiled, on the newest release."""
+    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    engines_in_parallel(session, env, "-m", "not slow")
 
 
 @timed("tests-empty")
-@nox.parametrize("vllm", envs.EMPTY_RANGE)
-def tests_empty(session: nox.Session, vllm: str) -> None:
+def tests_empty(session: nox.Session) -> None:
     """Run vLLM without compiled operators, on a device that a plugin brings, beside stock."""
-    chosen = "" if vllm == envs.EMPTY_RANGE[-1] else "not gemma3 and not one_kernel"
-    empty_builds(session, vllm, "-m", "not slow", "-k", chosen)
+    empty_builds(session, envs.EMPTY_RANGE[-1], "-m", "not slow")
+
+
+@timed("oldest", default=False)
+def oldest(session: nox.Session) -> None:
+    """Run a part of the engine's tests on the oldest release, and on its oldest empty build."""
+    env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), CORE, REFERENCE, CPU)
+    engines_in_parallel(session, env, "-m", "oldest and not slow")
+    chosen = ("-m", "not slow", "-k", "not gemma3 and not one_kernel")
+    empty_builds(session, envs.EMPTY_RANGE[0], *chosen)
 
 
 @timed("ray", default=False)
@@ -259,11 +271,14 @@ def bench(session: nox.Session) -> None:
 @timed("full", default=False)
 @nox.parametrize("vllm", envs.VLLM_RANGE)
 def full(session: nox.Session, vllm: str) -> None:
-    """Run all engine tests, the slow ones too, on every vLLM release that is supported here."""
+    """Run all engine tests on every supported vLLM, on the newest also what else is slow."""
     env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
     engines_in_parallel(session, env)
     if vllm == envs.VLLM and not session.posargs:  # those are meant for the tests above
         empty_builds(session, envs.EMPTY_RANGE[-1], "-m", "slow")
+        isolation(session, chosen="slow")
+        tests_core(session, chosen="slow")
+        tests_flaggems(session, dtypes="float16 and not bfloat16")
 
 
 @timed("newest", default=False)

@@ -131,8 +131,15 @@ def test_the_kit_judges_it(installed: Installed, folder: Path, wrong: dict[str, 
     assert done.returncode == 1 and OP in done.stdout
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
-@pytest.mark.parametrize("impl", ["acme.torch", "vendor.acme"])
+@pytest.mark.parametrize(
+    ("impl", "eager"),
+    [
+        pytest.param("vendor.acme", False, id="vendor.acme-compiled"),
+        pytest.param("vendor.acme", True, id="vendor.acme-eager", marks=pytest.mark.slow),
+        pytest.param("acme.torch", False, id="acme.torch-compiled", marks=pytest.mark.slow),
+        pytest.param("acme.torch", True, id="acme.torch-eager", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) -> None:
     found = serve(f"impl:{impl}|vendor:wrong", eager)
     (report,) = found["report"]

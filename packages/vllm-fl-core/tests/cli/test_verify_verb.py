@@ -387,6 +387,7 @@ class TestALongRun:
         plugin()
         assert fl("verify", "--json", *QUICK).json()["complete"] is True
 
+    @pytest.mark.slow
     def test_a_sample_that_takes_too_long_is_given_up_by_name(
         self, fl: Command, plugin: Plugin
     ) -> None:
@@ -400,6 +401,7 @@ class TestALongRun:
         assert "given up after 3 s" in first["reason"] and "--timeout" in first["reason"]
         assert rest["sample"] == "(the rest)" and "2 samples" in rest["reason"]
 
+    @pytest.mark.slow
     def test_a_measurement_that_takes_too_long_is_no_finding(
         self, fl: Command, plugin: Plugin
     ) -> None:
@@ -435,6 +437,7 @@ class TestALongRun:
         (result,) = fl("verify", "--json", "--no-times", *QUICK).json()["results"]
         assert result["call"] is None and result["samples"]["ok"] > 5
 
+    @pytest.mark.slow
     def test_lines_where_no_terminal_is(self, plugin: Plugin, tmp_path: Path) -> None:
         plugin(SLOW.replace("slow)", "sleepy)"))
         done = by_itself(tmp_path, *QUICK, settings="EVERY = 0.05")

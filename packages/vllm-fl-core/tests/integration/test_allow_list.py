@@ -86,6 +86,7 @@ def test_a_worker_imports_what_its_engine_allows_and_nothing_before_it_knows(sit
     assert told == {"error": None, "before": [], "after": ["bbb"]}
 
 
+@pytest.mark.slow
 def test_an_empty_list_is_no_plugin(site: Path) -> None:
     told = worker(site, {"VLLM_FL_PLUGINS": ""}, VLLM_FL_PLUGINS="fl-aaa")
     assert told == {"error": None, "before": [], "after": []}
@@ -98,11 +99,13 @@ def test_what_was_loaded_by_another_list_ends_the_start_by_name(site: Path) -> N
         assert word in str(told["error"])
 
 
+@pytest.mark.slow
 def test_the_same_list_in_other_words_is_the_same(site: Path) -> None:
     told = worker(site, {"VLLM_FL_PLUGINS": "FL_bbb"}, VLLM_FL_PLUGINS="fl.bbb", EARLY="1")
     assert told == {"error": None, "before": [], "after": ["bbb"]}
 
 
+@pytest.mark.slow
 def test_an_entry_of_ours_that_was_written_by_hand_is_an_error() -> None:
     code = (
         "from types import SimpleNamespace\n"

@@ -180,6 +180,7 @@ def test_our_variables_are_known_to_vllm_and_leave_its_compile_key_alone() -> No
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_the_variables_of_plugins_are_known_to_vllm_and_leave_its_compile_key_alone() -> None:
     declared = "VLLM_FL_FLAGOS_WHITELIST VLLM_FL_FLAGOS_BLACKLIST_APPEND ACME_MODE"
     unset, _ = run(FACTORS, declared)

@@ -374,6 +374,7 @@ def in_a_process(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_an_artefact_compiled_ahead_of_time_finds_it_in_another_process(tmp_path: Path) -> None:
     file = str(tmp_path / "model.bin")
     head = "import torch, test_empty as t\n"
@@ -433,6 +434,7 @@ print("forked")
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_is_forked_meanwhile_works_with_and_without_its_own_engine() -> None:
     assert in_a_process(FORKED).endswith("forked\n")
 

@@ -165,6 +165,7 @@ def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None
     assert not report["calls"] and not report["fallbacks"]
 
 
+@pytest.mark.slow
 def test_without_preflight_nobody_looks() -> None:
     told, _ = start("off")
     assert told["calls"] == [] and not told["right"]
@@ -180,6 +181,7 @@ def test_what_another_rank_finds_is_off_on_this_one() -> None:
     assert "found at start, on rank 1; off on all" in log
 
 
+@pytest.mark.slow
 def test_strict_mode_ends_the_start() -> None:
     told, log = start(STRICT="1")
     assert "rank 0: strict mode, and implementation 'vendor.wrong'" in told["raised"]

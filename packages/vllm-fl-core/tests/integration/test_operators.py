@@ -372,6 +372,7 @@ def test_who_takes_the_kernel_away_that_stock_is_is_named() -> None:
     assert torch.equal(call(), STOCK)
 
 
+@pytest.mark.slow
 def test_torchs_one_warning_is_not_shown_and_others_are() -> None:
     code = (
         "import warnings\n"

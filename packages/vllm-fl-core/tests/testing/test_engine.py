@@ -140,6 +140,7 @@ def test_ops_that_fail_only_together_are_not_passed(run: Run) -> None:
     result.stdout.fnmatch_lines(["*each of gelu_and_mul, silu_and_mul is served alone*"])
 
 
+@pytest.mark.slow
 def test_a_deadline_is_said_and_leaves_no_process(run: Run, pytester: pytest.Pytester) -> None:
     mishap = "import time; time.sleep(600)"
     result = run(sick="'silu_and_mul' in ops", mishap=mishap, deadline=2.0)
