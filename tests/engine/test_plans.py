@@ -7,19 +7,14 @@ from engine_run import largest_difference
 from engines import Pair, Runner, assert_same_bits
 
 COMPILED = pytest.param(False, id="compiled", marks=pytest.mark.oldest)
+EAGER = pytest.param(True, id="eager", marks=pytest.mark.slow)  # quickstart shows it, too
 
 VENDOR_SHARE = 0.05
 """Largest difference of logits, as a share of the largest logit, between two right plans: bf16
 has 8 bits, and the CPU kernels truncate where torch rounds (2 % seen after two layers)."""
 
 
-@pytest.mark.parametrize(
-    "eager",
-    [
-        pytest.param(True, id="eager", marks=pytest.mark.slow),  # nox -s quickstart shows it, too
-        COMPILED,
-    ],
-)
+@pytest.mark.parametrize("eager", [EAGER, COMPILED])
 def test_the_reference_plan_is_stock_in_plain_torch_bit_for_bit(both: Pair, eager: bool) -> None:
     stock, ours = both("qwen3", "stock-native", "reference", eager)
     assert_same_bits(stock, ours)
@@ -27,14 +22,8 @@ def test_the_reference_plan_is_stock_in_plain_torch_bit_for_bit(both: Pair, eage
     assert ours["kv_blocks"] == stock["kv_blocks"]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "gemma3",
-        pytest.param("phi", marks=pytest.mark.slow),
-        pytest.param("llama", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "phi", "llama"])
 def test_the_reference_plan_is_stock_for_other_families(both: Pair, family: str) -> None:
     assert_same_bits(*both(family, "stock-native", "reference"))
 
@@ -51,7 +40,7 @@ def test_a_norm_that_casts_in_another_order_shows_in_the_bits(both: Pair) -> Non
     assert 0.0 < worst <= VENDOR_SHARE * magnitude
 
 
-@pytest.mark.parametrize("eager", [pytest.param(True, id="eager"), COMPILED])
+@pytest.mark.parametrize("eager", [EAGER, COMPILED])
 def test_the_vendor_plan_is_near_stock_and_really_runs(both: Pair, eager: bool) -> None:
     stock, ours = both("qwen3", "stock-native", "vendor", eager)
     worst, magnitude = largest_difference(stock, ours)
