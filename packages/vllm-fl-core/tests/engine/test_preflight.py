@@ -235,6 +235,30 @@ def test_one_that_turns_heads_of_one_projection_in_place_can_be_compiled() -> No
     assert fault(op, in_place, compiled=compiled, consumes=consumes) is None
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("asked", [True, False], ids=["supports", "NotImplementedError"])
+def test_one_that_refuses_a_form_that_the_model_need_not_have_can_be_compiled(
+    asked: bool, strict: bool
+) -> None:
+    """Nobody comes after it: its chain has failed for that call, and it has done nothing wrong."""
+
+    def halves(
+        query: Any, key: Any, cos: Any, sin: Any, ids: Any, interleaved: bool = False
+    ) -> Any:
+        if interleaved:
+            raise NotImplementedError("takes halves only")
+        return rope(query, key, cos, sin, ids, interleaved)
+
+    def supports(*args: Any) -> bool | str:
+        return "takes halves only" if args[5] else True
+
+    op, more = "rotary_embedding", {"supports": supports if asked else None, "traceable": True}
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, halves, "acme", **more)
+    trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))
+    plan = Plan("compiled", {op: PlanEntry(op, trace)}, contracts=contracts(), strict=strict)
+    assert fault(op, halves, compiled=plan.as_compiled(op, impl), **more) is None
+
+
 def test_what_is_wrong_in_inference_mode_only() -> None:
     def fn(x: Tensor) -> Tensor:
         return sound(x) * (2.0 if torch.is_inference_mode_enabled() else 1.0)

@@ -21,7 +21,7 @@ from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import rows_of
 from .preflight import POOL, Form, Trials, dtypes_of, release, repeated, token_counts
-from .verification import LayerFactory, as_call, dtype_name
+from .verification import LayerFactory, as_call, dtype_name, refusal_of
 from .wanted import parts, promised
 
 if TYPE_CHECKING:
@@ -223,8 +223,10 @@ class _Measured:
             return None
         try:
             got = self.call(*laid.args)
-        except NotImplementedError:
-            return None
+        except Exception as error:
+            if refusal_of(error):
+                return None
+            raise
         if spec.whole_batch:
             got = promised(spec, got, laid.args)
         return [None if part is None else _bits(part) for part in parts(got)]

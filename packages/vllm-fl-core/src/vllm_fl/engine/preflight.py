@@ -39,6 +39,7 @@ from .verification import (
     dtype_name,
     misplaced,
     misuse,
+    refusal_of,
 )
 from .wanted import Wanted, wanted_of, worst
 
@@ -412,7 +413,7 @@ class _Run:
     tried: set[tuple[str, int]] = field(default_factory=set)
     cold: Sequence[int] = ()
     refusals: list[str] = field(default_factory=list)
-    served: int = 0
+    served: set[str] = field(default_factory=set)
     thinned: bool = False
     was_slow: bool = False
 
@@ -589,7 +590,7 @@ class _Run:
                     return None
             who = "it"
             got = self._timed(where, partial(self._synchronised, call.args))
-            self.served += 1
+            self.served.add(form.name)
             if not self.compares:
                 return got
             problem = misplaced(got, spec.fake(*call.args), call, consumed)
@@ -672,7 +673,9 @@ class _Run:
         if self.compiled is None:
             return
         compiling, whose = self.compiling, f"{self.spec.name} of {self.impl.impl_id}"
-        for number, form in enumerate(self.trials.forms):
+        # A form that is refused stays with who comes next: there is nothing of this one to compile.
+        forms = [form for form in self.trials.forms if form.name in self.served]
+        for number, form in enumerate(forms):
             form.switch(large=False)
             if compiling.has_time(COMPILE_SECONDS):
                 self._run_lowered(form, compiling.backend)
@@ -699,12 +702,12 @@ class _Run:
             try:
                 with torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0]):
                     got = self._timed(where, partial(call, *args), compiles=True)
-            except NotImplementedError as error:
-                self.refusals.append(f"{where}: {error}")
-                return
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
+                if refusal := refusal_of(error):
+                    self.refusals.append(f"{where}: {refusal}")
+                    return
                 raise _Stop(f"it cannot be compiled: {quote(error)} ({where})", error) from error
             if self.compares:
                 _, problem = worst(got, form.wanted(False, order, count))

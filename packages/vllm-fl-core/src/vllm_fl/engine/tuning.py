@@ -24,17 +24,16 @@ import torch
 from ..contracts import ModelSizes, OpSpec, Sample
 from ..dispatch.guard import call_guard
 from ..dispatch.resolver import Candidate, Trace
-from ..errors import AllFailedError
 from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl
 from ..settings.policy import Mode
-from ..text import clean, quote
+from ..text import quote
 from .guarded import Guarded, rows_of
 from .opaque import is_opaque
 from .plan import Plan, PlanEntry
 from .preflight import Form, Trials, repeated
 from .timing import ROOM, Measured, Timer, in_turn, quartiles, ratios
-from .verification import LayerFactory, as_call, compare
+from .verification import LayerFactory, as_call, compare, refusal_of
 
 __all__ = ["Contender", "OpTuning", "cold_bytes"]
 
@@ -296,7 +295,7 @@ class OpTuning:
                         one = _Served(impl, self._function(contender, impl, number), contender.bare)
                         fault = self._fault(one, form, tokens)
                 except Exception as error:
-                    refusal = _refusal(error)
+                    refusal = refusal_of(error)
                     said = f"refused: {refusal}" if refusal else f"raised: {quote(error)}"
                     fault = f"{said} ({tokens} x {form.name})"
                 if not fault:
@@ -341,7 +340,7 @@ class OpTuning:
             try:
                 result = _within(args, served.call(*args))
             except Exception as error:
-                refusal = _refusal(error)
+                refusal = refusal_of(error)
                 if refusal:
                     raise NotImplementedError(refusal) from None
                 raise
@@ -720,18 +719,6 @@ def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
     others = sum(_bytes(arg) for name, arg in tensors.items() if name not in spec.by_token)
     results = sum(_bytes(part) for part in _parts(spec.fake(*args)) if part is not None)
     return activations + results if others <= activations else 0
-
-
-def _refusal(error: Exception) -> str:
-    """What an implementation said that refused; empty where the error is another."""
-    if isinstance(error, AllFailedError):  # strict mode's word for one that refused
-        cause = error.causes[-1][1]
-        if isinstance(cause, str):
-            return cause
-        error = cause if isinstance(cause, NotImplementedError) else error
-    if isinstance(error, NotImplementedError):
-        return clean(str(error)) or "NotImplementedError"
-    return ""
 
 
 def _within(args: Sequence[Any], result: Any) -> Any:

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 
 from ..contracts import OpSpec, Sample
+from ..errors import AllFailedError
 from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl
-from ..text import quote
+from ..text import clean, quote
 from .guarded import Guarded, guarded
 from .wanted import Wanted, parts, wanted_of, worst
 
@@ -25,6 +26,7 @@ __all__ = [
     "dtype_name",
     "misplaced",
     "misuse",
+    "refusal_of",
 ]
 
 LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
@@ -216,3 +218,16 @@ def _kind(result: Any) -> str:
     if isinstance(result, tuple):
         return f"a tuple of {len(result)}"
     return "None" if result is None else f"a {type(result).__name__}"
+
+
+def refusal_of(error: BaseException) -> str:
+    """Why a call was refused, where this is what `error` says; empty where it is another.
+
+    Args:
+        error: what a call raised: NotImplementedError of one implementation, or AllFailedError of a
+            chain of them, where each refused, or the first did in strict mode.
+    """
+    causes = [c for _, c in error.causes] if isinstance(error, AllFailedError) else [error]
+    if not all(isinstance(cause, str | NotImplementedError) for cause in causes):
+        return ""
+    return clean(str(causes[-1])) or "NotImplementedError"
