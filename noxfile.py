@@ -176,9 +176,12 @@ def tests_cpu(session: nox.Session, interpreter: str = sys.executable) -> None:
 def tests_flaggems(
     session: nox.Session,
     interpreter: str = sys.executable,
-    dtypes: str = "bfloat16 or not float16",
+    chosen: str = "(bfloat16 or not float16) and not determinism",
 ) -> None:
-    """Test the FlagGems backend, its kernels through Triton's interpreter, float16 in `full`."""
+    """Test the FlagGems backend, its kernels through Triton's interpreter.
+
+    It computes in order, whatever the kernel: what is left to `full` are determinism and float16.
+    """
     with_torch(session, interpreter)  # says what is amiss with it
     env = over(session, envs.flaggems(interpreter), CORE, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
@@ -186,7 +189,7 @@ def tests_flaggems(
     triton = "packages/vllm-fl-core/tests/testing/test_triton.py"
     tests_in_parallel(session, env, tests, triton, f"--ignore={tests}/test_conformance.py", **cache)
     computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching", "warmup")]
-    tests_in_parallel(session, env, *computing, "-k", dtypes, **ON_INTERPRETER, **cache)
+    tests_in_parallel(session, env, *computing, "-k", chosen, **ON_INTERPRETER, **cache)
 
 
 @timed("tests-cuda")
@@ -278,7 +281,7 @@ def full(session: nox.Session, vllm: str) -> None:
         empty_builds(session, envs.EMPTY_RANGE[-1], "-m", "slow")
         isolation(session, chosen="slow")
         tests_core(session, chosen="slow")
-        tests_flaggems(session, dtypes="float16 and not bfloat16")
+        tests_flaggems(session, chosen="(float16 and not bfloat16) or determinism")
 
 
 @timed("newest", default=False)
