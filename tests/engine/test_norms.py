@@ -87,6 +87,7 @@ def test_names_that_look_alike_are_not_mixed_up(
     assert set(report["calls"]["silu_and_mul"]) == {"vendor.a-b"}
 
 
+@pytest.mark.slow
 def test_a_norm_that_refuses_while_it_serves_leaves_the_call_to_the_next(
     engine: Runner, model: Callable[[str], Path], plugin: Plugin
 ) -> None:

@@ -12,6 +12,8 @@ from vllm_fl.contracts import OpSpec, contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.testing import CHECKS, failures
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = Counter(mutant.family for mutant in MUTANTS)
 
 
