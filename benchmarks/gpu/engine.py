@@ -100,6 +100,7 @@ ONLY_LAYERS = {"VLLM_FL_PREFER": "flagos", "VLLM_FL_PER_OP": "attention_backend=
 VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "stock": (STOCK, False),
     "stock-again": (STOCK, False),
+    "stock-fusion": (STOCK, False),
     "shipped": ({}, True),
     "flagos": (ONLY_LAYERS, True),
     "flagos-shadow-0": ({**ONLY_LAYERS, "VLLM_FL_SHADOW": "0"}, True),
@@ -117,11 +118,22 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
 
 `table` is default settings with the table of `vllm-fl tune` that the variable TABLE names.
 
-`stock-again` shows what two engines of one code differ by. `flagos` is FlagGems for every layer but
-attention, `experts` for the experts alone; `direct` is what `flagos` does without vllm-fl, see
-direct.py: in eager mode only. `flagos-shadow-1` is `flagos` with 1 % of its steps sampled; `steady`
-shows those that are not, and of `flagos-shadow-100` what a sampled one takes.
+`stock-again` shows what two engines of one code differ by; `stock-fusion` is stock with its pass
+for norms of heads and rope. `flagos` is FlagGems for every layer but attention, `experts` for the
+experts alone; `direct` is what `flagos` does without vllm-fl, see direct.py: in eager mode only.
+`flagos-shadow-1` is `flagos` with 1 % of its steps sampled; `steady` shows those that are not, and
+of `flagos-shadow-100` what a sampled one takes.
 """
+
+FURTHER: dict[str, dict[str, Any]] = {
+    "stock-fusion": {
+        "compilation_config": {
+            "custom_ops": ["+rotary_embedding"],
+            "pass_config": {"enable_qk_norm_rope_fusion": True},
+        },
+    },
+}
+"""Variant -> what vLLM is told beside OPTIONS."""
 
 BARS = {
     ("compiled", "shipped"): {"batch 1": 0.995, "batch 64": 0.995, "prefill": 0.995},
@@ -199,6 +211,7 @@ def running(
             **OPTIONS,
             "enforce_eager": mode == "eager",
             "gpu_memory_utilization": share,
+            **FURTHER.get(name, {}),
             **further,
         },
         **({"patch": "gpu.direct"} if name == "direct" else {}),

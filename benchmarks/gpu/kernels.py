@@ -17,10 +17,16 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from engine import ALONE, MODELS, OPTIONS, VARIANTS, prompts
+from engine import ALONE, FURTHER, MODELS, OPTIONS, VARIANTS, prompts
 from host import facts
 
-STEPS = {"decode, batch 1": (1, 1, 33), "decode, batch 64": (64, 1, 33), "prefill": (16, 1024, 1)}
+STEPS = {
+    "decode, batch 1": (1, 1, 33),
+    "decode, batch 8": (8, 1, 33),
+    "decode, batch 64": (64, 1, 33),
+    "prefill of 1024": (1, 1024, 1),
+    "prefill": (16, 1024, 1),
+}
 """Name -> (prompts, tokens of each, new tokens of each: as many steps)."""
 
 SHOWN = 20
@@ -43,7 +49,7 @@ def main() -> None:
         }
         from vllm import LLM
 
-        llm = LLM(folder, **OPTIONS, **further)
+        llm = LLM(folder, **OPTIONS, **FURTHER.get(variant, {}), **further)
         found = {name: step(llm, *sizes) for name, sizes in STEPS.items()}
     for name, kernels in found.items():
         print(f"{variant}, {name}: {sum(k['us'] for k in kernels.values()):.1f} µs of kernels")
