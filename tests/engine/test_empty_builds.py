@@ -121,11 +121,15 @@ def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: R
     assert worst <= 1e-4 * magnitude  # two orders above float32's rounding after two layers
 
 
-def test_a_pass_of_ours_joins_norms_of_heads_and_rope_in_one_kernel(start: Runner) -> None:
+def one_kernel() -> dict[str, str]:
+    """The variables that load a plugin which has norms of heads with rope in one kernel."""
     path = os.pathsep.join([str(PLUGINS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    plugin = {"VLLM_FL_PLUGIN_MODULES": "one_kernel", "PYTHONPATH": path}
+    return {"VLLM_FL_PLUGIN_MODULES": "one_kernel", "PYTHONPATH": path}
+
+
+def test_a_pass_of_ours_joins_norms_of_heads_and_rope_in_one_kernel(start: Runner) -> None:
     one = "qk_norm_rope=vendor:one"
-    ours = start("qwen3", eager=False, VLLM_FL_PER_OP=one, **plugin)
+    ours = start("qwen3", eager=False, VLLM_FL_PER_OP=one, **one_kernel())
     stock = start("qwen3", stock=True)
 
     (report,) = ours["report"]
@@ -150,6 +154,8 @@ op_backends:
     rest: [stock]
 """
 OTHER_ROWS = ROWS.replace("<=8: reference", "<=1: reference")
+ONE_KERNEL = "  qk_norm_rope: [vendor:one]\n"
+"""The rope stays an operator then, and nothing joins the positions with the hidden states."""
 
 
 @pytest.mark.slow
@@ -162,7 +168,7 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
         config = tmp_path / "fl.yaml"
         config.write_text(rows)
         places = {"VLLM_FL_CONFIG": str(config), "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-        result: dict[str, Any] = start("qwen3", eager=False, **places)
+        result: dict[str, Any] = start("qwen3", eager=False, **places, **one_kernel())
         return result
 
     def inlined(result: dict[str, Any], op: str) -> list[tuple[int, str | None]]:
@@ -187,8 +193,11 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
 
     again = served(ROWS)
     assert places(again) == 0 and again["tokens"] == first["tokens"]
-    other = served(OTHER_ROWS)
-    assert places(other) > 0
+    other = served(OTHER_ROWS + ONE_KERNEL)
+    (report,) = other["report"]
+    assert report["fusions"]["qk_norm_rope"]["found"] == 2 * 3  # layers, ranges
+    for told in (told for op in report["ranges"].values() for told in op):
+        assert told["places"] > 0 and told["operators"] == 0, report["ranges"]
     assert [last for last, _ in inlined(other, "silu_and_mul")] == [1, 8, largest]
 
     stock = start("qwen3", stock=True)

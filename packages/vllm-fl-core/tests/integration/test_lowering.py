@@ -188,17 +188,33 @@ def test_rows_go_by_what_the_call_has_and_not_by_vllms_number_of_tokens(
 @pytest.mark.parametrize(
     "function",
     [
-        pytest.param(lambda bound, x, y: bound(x) + y[0, 0], id="two unknowns"),
+        pytest.param(lambda bound, x, y: bound(torch.cat([x, y])), id="of two unknowns"),
         pytest.param(lambda bound, x, y: bound(x[: x.shape[0] // 2 + 1]), id="not linear"),
     ],
 )
-def test_where_the_token_count_cannot_be_told_the_operator_stays(
-    planned: Planned, function: Callable[..., Any]
+def test_where_the_token_count_cannot_be_told_the_operator_stays_and_is_named(
+    planned: Planned, function: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = planned(ROWS, *three())
     bound = plan.bind(OP, object(), NOTHING)
     x, y = torch.randn(3, 8), torch.randn(5, 8)
-    assert lowered(plan, (1, 4), lambda x, y: function(bound, x, y), x, y)[1]
+    with caplog.at_level(logging.WARNING, "vllm_fl.engine"):
+        for _ in range(2):  # graphs
+            assert lowered(plan, (1, 4), lambda x, y: function(bound, x, y), x, y)[1]
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said.startswith(f"Op '{OP}': 'vendor.acme' is not inlined everywhere")
+    first, *_ = ranges.report(plan, config([4, 16, 64]))[OP]
+    assert (first["places"], first["operators"]) == (0, 2)
+
+
+def test_inputs_that_nothing_joins_have_each_vllms_number_of_tokens(planned: Planned) -> None:
+    """As a rope's positions beside the hidden states, where the rope is an operator."""
+    plan = planned(ROWS, *three())
+    bound = plan.bind(OP, object(), NOTHING)
+    x, y = torch.randn(3, 8), torch.randn(3, 8)
+    (one, other), left = lowered(plan, (1, 4), lambda x, y: (bound(x), bound(y)), x, y)
+    assert not left
+    assert torch.equal(one, half(x) + 1) and torch.equal(other, half(y) + 1)
 
 
 def test_what_cannot_be_traced_stays_an_operator_and_is_named(
@@ -395,12 +411,13 @@ def test_an_operator_that_writes_over_its_arguments_is_not_inlined_and_splits_no
 def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Planned) -> None:
     plan = planned(ROWS, *three())
     bound = plan.bind(OP, object(), NOTHING)
-    lowered(plan, (1, 4), bound, torch.randn(3, 8))
+    for sizes in ((1, 4), (5, 16)):
+        lowered(plan, sizes, bound, torch.randn(8, 8))
     assert ranges.report(plan, config([4, 16, 64])) == {
         OP: [
-            {"first": 1, "last": 4, "impl": "vendor.acme", "places": 1},
-            {"first": 5, "last": 16, "impl": None, "places": 0},
-            {"first": 17, "last": 64, "impl": "default.flagos", "places": 0},
+            {"first": 1, "last": 4, "impl": "vendor.acme", "places": 1, "operators": 0},
+            {"first": 5, "last": 16, "impl": None, "places": 0, "operators": 1},
+            {"first": 17, "last": 64, "impl": "default.flagos", "places": 0, "operators": 0},
         ]
     }
 

@@ -70,7 +70,7 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
         self.plan, self.config = plan, vllm_config
         self.sites = {**_in_graphs(plan), **_in_ir(plan)}
         self._patterns = PatternMatcherPass(pass_name="vllm_fl_range_lowering")
-        self._now: tuple[Range, Any] | None = None
+        self._now: tuple[Range, frozenset[Any]] | None = None
         register_graph_pattern(
             CallFunctionVarArgs(list(self.sites)),
             extra_check=self._is_lowered,
@@ -82,23 +82,42 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
         compiled = get_pass_context().compile_range
         sizes = Range(compiled.start, compiled.end)
         sizes = sizes.without(self.config.compilation_config.compile_sizes or ())
-        symbols = {s for node in graph.find_nodes(op="placeholder") for s in _symbols(node)}
-        # A range is one of vLLM's number of tokens; of several unknowns nobody tells which that is.
-        self._now = sizes, next(iter(symbols)) if len(symbols) == 1 else None
+        # Tensors that no traced operation has joined have unknowns of their own, as the positions
+        # of a rope that is an operator. To vLLM each is its number of tokens: it puts that in the
+        # place of all of them where it compiles for a single size (create_concrete_args).
+        inputs = graph.find_nodes(op="placeholder")
+        self._now = sizes, frozenset(symbol for node in inputs for symbol in _symbols(node))
         self._patterns.apply(graph)
+        for target, site in self.sites.items():
+            self._note(site.chain, sizes, graph.find_nodes(op="call_function", target=target))
         self._now = None
 
     def uuid(self) -> str:
         """What the compiler's caches know the pass by: its source, and the plan's digest."""
         return f"{InductorPass.hash_source(self)}|{digest_of(self.config)}"
 
+    def _note(self, chain: Chain, sizes: Range, stay: Sequence[fx.Node]) -> None:
+        """Keep count of operators that stay, and name those that one choice would have served."""
+        impl = choice(chain, sizes)
+        is_news = ranges.left(self.plan, chain.op, sizes, len(stay))
+        if impl is None or not is_news or all(self._choice(node) for node in stay):
+            return
+        log.warning(
+            "Op '%s': '%s' is not inlined everywhere in the graphs for %s tokens, since they do not "
+            "tell how many tokens each call has: an operator calls it there, which may take several "
+            "times as long. One choice for all sizes avoids that",
+            chain.op,
+            impl.impl_id,
+            sizes,
+        )
+
     def _choice(self, node: fx.Node) -> OpImpl | None:
         """Whose code takes the place of an operator; None where it stays."""
         assert self._now is not None
-        sizes, symbol = self._now
+        sizes, symbols = self._now
         site = self.sites[node.target]
         tokens = site.tokens([_value(arg) for arg in node.args])
-        called = _called(tokens, sizes, symbol)
+        called = _called(tokens, sizes, symbols)
         return None if called is None else choice(site.chain, called)
 
     def _is_lowered(self, match: Match) -> bool:
@@ -178,22 +197,23 @@ def _symbols(placeholder: fx.Node) -> set[Any]:
     return set(free_symbols(value)) if isinstance(value, torch.SymInt | torch.Tensor) else set()
 
 
-def _called(tokens: Any, sizes: Range, symbol: Any) -> Range | None:
+def _called(tokens: Any, sizes: Range, symbols: frozenset[Any]) -> Range | None:
     """The token counts of an operator's calls in a graph; None where they cannot be told.
 
     Args:
         tokens: the count as the graph has it: a number, or an expression of its unknowns.
         sizes: the token counts for which the graph is compiled.
-        symbol: its one unknown, which is vLLM's number of tokens; None where it has more, or none.
+        symbols: the unknowns of its inputs, each of which is vLLM's number of tokens.
     """
     if isinstance(tokens, int):
         return Range(tokens, tokens)
     count = tokens.node.expr
     if count.is_Integer:
         return Range(int(count), int(count))
-    if set(count.free_symbols) != {symbol} or not count.is_polynomial(symbol):
+    if len(count.free_symbols) != 1 or not count.free_symbols <= symbols:
         return None
-    if count.as_poly(symbol).degree() != 1:
+    (symbol,) = count.free_symbols
+    if not count.is_polynomial(symbol) or count.as_poly(symbol).degree() != 1:
         return None
     ends = sorted(int(count.subs(symbol, n)) for n in (sizes.first, sizes.last))
     return Range(*ends)

@@ -28,6 +28,7 @@ __all__ = [
     "compiled",
     "inlined",
     "is_compiled_by_range",
+    "left",
     "planned",
     "report",
     "seen",
@@ -37,6 +38,9 @@ __all__ = [
 
 _seen: WeakKeyDictionary[Plan, Counter[tuple[str, Range, str]]] = WeakKeyDictionary()
 """Plan -> (op, range, impl id) -> how often its code took an operator's place in a graph."""
+
+_left: WeakKeyDictionary[Plan, Counter[tuple[str, Range]]] = WeakKeyDictionary()
+"""Plan -> (op, range) -> in how many places of graphs the operator stayed."""
 
 
 def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
@@ -143,7 +147,7 @@ def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
 
 def report(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[dict[str, Any]]]:
     """Op -> what is planned for each range, and what became of it, as `vllm_fl_report` says."""
-    counts = seen(plan)
+    counts, stayed = seen(plan), Counter(_left.get(plan, ()))
     return {
         op: [
             {
@@ -151,6 +155,7 @@ def report(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[dict[str, Any]
                 "last": sizes.last,
                 "impl": impl_id,
                 "places": counts[op, sizes, impl_id or ""],
+                "operators": stayed[op, sizes],
             }
             for sizes, impl_id in chosen
         ]
@@ -161,6 +166,14 @@ def report(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[dict[str, Any]
 def inlined(plan: Plan, op: str, sizes: Range, impl_id: str) -> None:
     """Note that an implementation's code has taken an operator's place in a graph."""
     _seen.setdefault(plan, Counter())[op, sizes, impl_id] += 1
+
+
+def left(plan: Plan, op: str, sizes: Range, places: int) -> bool:
+    """Note in how many places of a graph an operator stays; whether it had in none of the range."""
+    counts = _left.setdefault(plan, Counter())
+    is_news = places > 0 and not counts[op, sizes]
+    counts[op, sizes] += places
+    return is_news
 
 
 def seen(plan: Plan) -> Counter[tuple[str, Range, str]]:
