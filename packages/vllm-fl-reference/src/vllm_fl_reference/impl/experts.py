@@ -37,7 +37,9 @@ def fused_experts(
 ) -> torch.Tensor:
     """The tokens of one expert after another; an expert's result is rounded, their sum in fp32.
 
-    Every expert's tokens are counted on the host, for which a device waits.
+    Every expert's tokens are counted on the host, for which a device waits. While a CUDA graph is
+    captured nothing can be counted, and every expert computes all tokens: in the graph, this takes
+    as many times as long as there are experts for one that a token takes.
 
     Args:
         hidden_states: (tokens, hidden), floating.
@@ -59,10 +61,7 @@ def fused_experts(
         ValueError: the shapes do not belong together, or `activation` is another word.
         TypeError: topk_ids or expert_map is not of integers.
         RuntimeError: the dtypes differ.
-        NotImplementedError: a CUDA graph is being captured, in which nothing can be counted.
     """
-    if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError("tokens cannot be counted while a CUDA graph is captured")
     _refuse_silent_mistakes(
         hidden_states,
         w13,
@@ -85,17 +84,30 @@ def fused_experts(
         x = x * topk_weights.to(x.dtype)
     rows = topk_ids.long() if expert_map is None else expert_map.long()[topk_ids.long()]
     slots = x.new_zeros((*rows.shape, x.shape[1]))
-    for expert in range(w13.shape[0]):
-        token, slot = (rows == expert).nonzero(as_tuple=True)
-        if not token.numel():
-            continue
-        inner = F.linear(x[token], w13[expert], None if w13_bias is None else w13_bias[expert])
+
+    def computed(tokens: torch.Tensor, expert: int) -> torch.Tensor:
+        inner = F.linear(tokens, w13[expert], None if w13_bias is None else w13_bias[expert])
         bias = None if w2_bias is None else w2_bias[expert]
-        slots[token, slot] = F.linear(act(inner), w2[expert], bias)
+        return F.linear(act(inner), w2[expert], bias)
+
+    counts = not _is_captured(x)
+    for expert in range(w13.shape[0]):
+        taken = rows == expert
+        if not counts:
+            slots = torch.where(taken.unsqueeze(-1), computed(x, expert).unsqueeze(1), slots)
+            continue
+        token, slot = taken.nonzero(as_tuple=True)
+        if token.numel():
+            slots[token, slot] = computed(x[token], expert)
     summands = slots.float()
     if not apply_router_weight_on_input:
         summands *= topk_weights.float().unsqueeze(-1)
     return summands.sum(dim=1).to(x.dtype)
+
+
+def _is_captured(x: torch.Tensor) -> bool:
+    """Whether kernels on its device go into a CUDA graph now."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _refuse_silent_mistakes(
