@@ -76,6 +76,7 @@ def test_a_layer_left_to_vllm_gets_nothing_through_its_operator(model: Path) -> 
     assert "silu_and_mul" not in report["calls"]
 
 
+@pytest.mark.slow
 def test_compiled_code_and_what_is_loaded_from_the_cache_call_the_override(
     model: Path, tmp_path: Path
 ) -> None:

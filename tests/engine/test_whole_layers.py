@@ -59,6 +59,7 @@ def assert_they_serve(ours: dict[str, Any]) -> None:
     assert report["fallbacks"] == report["demotions"] == {}
 
 
+@pytest.mark.slow
 def test_they_serve_and_the_lists_leave_layers_alone(serve: Runner) -> None:
     ours = serve()
     assert_they_serve(ours)
@@ -95,6 +96,7 @@ def test_they_serve_in_a_compiled_engine(serve: Runner) -> None:
 
 def test_each_class_is_asked_once_for_an_engine(serve: Runner) -> None:
     result = serve(options={"max_model_len": 256})
+    assert_they_serve(result)
     asked = [line for line in result["log"].splitlines() if "own layers: asked" in line]
     assert len(asked) == len(IN_QWEN3)
     assert all("dtype=torch.bfloat16, quantization=None" in line for line in asked)

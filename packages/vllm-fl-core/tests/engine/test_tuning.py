@@ -502,6 +502,21 @@ class TestSeveralFunctionsOfVllm:
             op = machine.tuning(machine.kernel("vendor.default", 30), contender)
             assert ("stock" in op.measure(8).rejected) is not bare
 
+    @pytest.mark.parametrize("is_right", [True, False])
+    def test_what_is_compared_need_not_be_what_is_timed(
+        self, machine: Machine, is_right: bool
+    ) -> None:
+        """vLLM's graph may not put results together as the op does."""
+        together = machine.kernel("vendor.stock", 50, None if is_right else wrong_at(8))
+        less = machine.kernel("vendor.less", 10, lambda x: x.chunk(2, dim=-1))
+        apart = {"vendor.stock": less.impls[0].fn}
+        stock = Contender("stock", together.impls, bare=True, apart=apart)
+        found = machine.tuning(machine.kernel("vendor.default", 30), stock).measure(8)
+        assert ("stock" in found.rejected) is not is_right
+        figures = {figure.impl: figure.us for figure in found.figures()}
+        assert figures["stock"] == (pytest.approx(10) if is_right else None)
+        assert found.promoted == ("stock" if is_right else "default")
+
 
 class TestCompiled:
     @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.engine.verification import compare
 from vllm_fl.integration.bindings import bindings
-from vllm_fl.integration.stock import stock_forms
+from vllm_fl.integration.stock import apart, stock_forms
 from vllm_fl.settings.policy import Mode
 
 CPU = torch.device("cpu")
@@ -51,6 +51,20 @@ def test_each_call_has_a_form_that_is_right(op: str, mode: Mode) -> None:
     for sample in samples:
         found = [compare(form, spec, sample, torch.float32) for form in forms]
         assert "ok" in {one.status for one in found}, [one.reason for one in found]
+
+
+def test_what_vllms_graph_has_of_heads_is_query_and_key() -> None:
+    """It puts them into no projection; with the values behind them they are the op's result."""
+    binding = bindings()["qk_norm_rope"]
+    forms = stock_forms("qk_norm_rope", binding, "compiled", CPU)
+    (impl_id, less), *others = apart(binding, forms).items()
+    assert not others and impl_id == forms[0].impl_id
+    other = bindings()["rms_norm"]
+    assert apart(other, stock_forms("rms_norm", other, "compiled", CPU)) == {}
+    for sample in contracts()["qk_norm_rope"].served(SIZES, torch.float32, CPU):
+        parts = [part.flatten(1) for part in less(*sample.args)]
+        whole = forms[0].fn(*sample.args)
+        assert torch.equal(whole[:, : sum(part.shape[1] for part in parts)], torch.cat(parts, 1))
 
 
 def test_what_a_layer_runs_comes_first() -> None:

@@ -224,7 +224,11 @@ class Work:
             and impl.availability() is True
         ]
         own = self._stock(op) if names is None or STOCK in names else ()
-        return [*found, Contender(STOCK, own, bare=True)] if own else found
+        if not own:
+            return found
+        from ..integration.stock import apart
+
+        return [*found, Contender(STOCK, own, bare=True, apart=apart(self._bindings[op], own))]
 
     def _stock(self, op: str) -> tuple[OpImpl, ...]:
         if self._without_stock or op not in self._bindings:

@@ -165,6 +165,8 @@ class FusionPlace:
         parts: the ops that it looks for in vLLM's own form.
         layers: the layers (by the names in `custom_ops`) that must be on for that.
         native: what vLLM computes where the pass is off, by the contract's parameters.
+        apart: the same with the results as vLLM's graph has them, where the op's are more than that
+            (put together in one tensor, say): what `vllm-fl tune` takes the time of.
         own: the class of a pass of ours that does the same on a plugin's device, where vLLM lacks
             the pass; empty for none. It is made with the op's operator and a count of places, and
             finds `parts` as ops of vLLM's IR or as operators of ours.
@@ -175,6 +177,7 @@ class FusionPlace:
     parts: tuple[str, ...]
     layers: tuple[str, ...] = ()
     native: Bound | None = None
+    apart: Bound | None = None
     own: str = ""
 
 

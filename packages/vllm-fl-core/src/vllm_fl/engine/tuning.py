@@ -71,11 +71,14 @@ class Contender:
         impls: the implementation. vLLM may have several functions for one op, each for some calls:
             of these the first that gets a call right is what is timed.
         bare: whether the caller calls it without a guard, as vLLM does its own.
+        apart: impl id -> what is timed in its place: the same without what nobody needs but a
+            comparison, as results that are put together.
     """
 
     name: str
     impls: tuple[OpImpl, ...]
     bare: bool = False
+    apart: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,13 @@ class _Served:
     Args:
         impl: the implementation.
         call: the same as it serves, by the contract's parameters.
+        timed: what is timed of it; `call`, unless the contender says otherwise.
         bare: whether it is vLLM's own, whose callers take its results in any layout.
     """
 
     impl: OpImpl
     call: Callable[..., Any]
+    timed: Callable[..., Any]
     bare: bool
 
 
@@ -128,7 +133,7 @@ class OpTuning:
     layer_for: LayerFactory | None = None
     captured: int | None = None
     traced: frozenset[str] | None = None
-    _functions: dict[tuple[str, int, int], Callable[..., Any] | Exception] = field(
+    _functions: dict[tuple[str, Callable[..., Any], int], Callable[..., Any] | Exception] = field(
         default_factory=dict, init=False
     )
     _wholes: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
@@ -292,7 +297,7 @@ class OpTuning:
             for impl in contender.impls:
                 try:
                     with self.over(contender.name):
-                        one = _Served(impl, self._function(contender, impl, number), contender.bare)
+                        one = self._served(contender, impl, number)
                         fault = self._fault(one, form, tokens)
                 except Exception as error:
                     refusal = refusal_of(error)
@@ -309,6 +314,13 @@ class OpTuning:
                 served.append(told)
         refusals = [one for one in served if isinstance(one, str)]
         return refusals[0] if refusals and len(refusals) == len(served) else served
+
+    def _served(self, contender: Contender, impl: OpImpl, form: int) -> _Served:
+        call = timed = self._function(contender, impl, form)
+        if impl.impl_id in contender.apart:
+            less = dataclasses.replace(impl, fn=contender.apart[impl.impl_id], consumes=frozenset())
+            timed = self._function(contender, less, form)
+        return _Served(impl, call, timed, contender.bare)
 
     def _fault(self, served: _Served, form: Form, tokens: int) -> str:
         """What is wrong with its results for fresh inputs, ordinary and large; or nothing."""
@@ -350,7 +362,7 @@ class OpTuning:
 
     def _function(self, contender: Contender, impl: OpImpl, form: int) -> Callable[..., Any]:
         """The op as a layer of this mode calls the implementation in one form; made once."""
-        key = contender.name, contender.impls.index(impl), form
+        key = contender.name, impl.fn, form
         if key not in self._functions:
             try:
                 self._functions[key] = self._made(contender, impl, self.forms[form])
@@ -447,7 +459,7 @@ class OpTuning:
         for name, served in sound.items():
             with self._rejecting(name, tokens, found, "was warmed up"):
                 for one, laid in zip(served, first, strict=True):
-                    least = min(least, bench.seconds_of(one.call, laid.args))
+                    least = min(least, bench.seconds_of(one.timed, laid.args))
         size = sum(storage.memory.nbytes for laid in first for storage in laid.activations.storages)
         calls = 1 if math.isinf(least) else math.ceil(ROUND / max(least, 1e-7))
         calls = max(1, min(calls, MOST_CALLS, MOST_BYTES // max(1, 2 * size)))
@@ -460,13 +472,13 @@ class OpTuning:
                 with self._rejecting(name, tokens, found, "was made ready to be timed"):
                     parts = [
                         bench.timer(
-                            one.call, [laid.args for laid in of_form], self._renew(one, of_form)
+                            one.timed, [laid.args for laid in of_form], self._renew(one, of_form)
                         )
                         for one, of_form in zip(served, sets, strict=True)
                     ]
                     bench.timers[name] = partial(self._sum, bench, name, parts)
                     calls_of = [
-                        (one.call, [laid.args for laid in of_form])
+                        (one.timed, [laid.args for laid in of_form])
                         for one, of_form in zip(served, sets, strict=True)
                     ]
                     bench.launches[name] = partial(bench.launch, calls_of)

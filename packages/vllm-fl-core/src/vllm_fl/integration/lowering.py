@@ -103,9 +103,9 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
         if impl is None or not is_news or all(self._choice(node) for node in stay):
             return
         log.warning(
-            "Op '%s': '%s' is not inlined everywhere in the graphs for %s tokens, since they do not "
-            "tell how many tokens each call has: an operator calls it there, which may take several "
-            "times as long. One choice for all sizes avoids that",
+            "Op '%s': '%s' is not inlined everywhere in the graphs for %s tokens, since they do "
+            "not tell how many tokens each call has: an operator calls it there, which may take "
+            "several times as long. One choice for all sizes avoids that",
             chain.op,
             impl.impl_id,
             sizes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from .seams import functions, operators
 if TYPE_CHECKING:
     from ..plugins.types import OpImpl
 
-__all__ = ["stock_forms"]
+__all__ = ["apart", "stock_forms"]
 
 KERNELS_ON_CPU = frozenset({"_C::rotary_embedding"})
 """The operators that vLLM's layers call on a CPU; its other layers compute with plain PyTorch
@@ -74,6 +74,18 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
             named = dataclasses.replace(form, impl_id=form.impl_id + number)
             found.setdefault(form.fn, named)
     return tuple(found.values())
+
+
+def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., object]]:
+    """Id of a form of vLLM's -> what vLLM's graph has in its place, where that is less.
+
+    Args:
+        binding: the op's.
+        forms: what `stock_forms` gave for it.
+    """
+    places = [place for place in binding.places if isinstance(place, FusionPlace)]
+    less = {place.native: place.apart for place in places if place.apart is not None}
+    return {form.impl_id: less[form.fn] for form in forms if form.fn in less}
 
 
 def _opaque(op: str, place: object, device: torch.device) -> OpImpl | None:

@@ -14,6 +14,28 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 
+def _apart(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    position_ids: Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Query and key after the norms and the rope, each as vLLM's layers compute it."""
+    size = q_weight.shape[0]
+    query, key = (heads * size, kv_heads * size)
+    q = qkv[:, :query].reshape(-1, heads, size)
+    k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
+    q = rms_norm.native(q, None, q_weight, epsilon)
+    k = rms_norm.native(k, None, k_weight, epsilon)
+    cos, sin = cos_sin_cache.chunk(2, dim=-1)
+    return rotary_embedding.native(q, k, cos, sin, position_ids, rotary_interleaved)
+
+
 def _native(
     qkv: Tensor,
     q_weight: Tensor,
@@ -25,19 +47,19 @@ def _native(
     epsilon: float,
     rotary_interleaved: bool = False,
 ) -> Tensor:
-    """The two norms and the rope, each as vLLM's layers compute it.
-
-    Their results go back into the projection, as many bytes as into tensors of their own.
-    """
-    size = q_weight.shape[0]
-    query, key = (heads * size, kv_heads * size)
-    q = qkv[:, :query].reshape(-1, heads, size)
-    k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
-    q = rms_norm.native(q, None, q_weight, epsilon)
-    k = rms_norm.native(k, None, k_weight, epsilon)
-    cos, sin = cos_sin_cache.chunk(2, dim=-1)
-    turned = rotary_embedding.native(q, k, cos, sin, position_ids, rotary_interleaved)
-    for start, heads_of in zip((0, query), turned, strict=True):
+    """The same, put back into the projection, which takes a compiler several times as long."""
+    turned = _apart(
+        qkv,
+        q_weight,
+        k_weight,
+        cos_sin_cache,
+        position_ids,
+        heads,
+        kv_heads,
+        epsilon,
+        rotary_interleaved,
+    )
+    for start, heads_of in zip((0, heads * q_weight.shape[0]), turned, strict=True):
         if heads_of is not None:
             flat = heads_of.flatten(1)
             qkv[:, start : start + flat.shape[1]] = flat
@@ -122,6 +144,7 @@ BINDING = Binding(
             parts=("rms_norm", "rotary_embedding"),
             layers=("rotary_embedding",),
             native=_native,
+            apart=_apart,
             own="vllm_fl.integration.seams.graphs.QKNormRopePass",
         ),
     ),
