@@ -154,7 +154,7 @@ op_backends:
     rest: [stock]
 """
 OTHER_ROWS = ROWS.replace("<=8: reference", "<=1: reference")
-ONE_KERNEL = "  qk_norm_rope: [vendor:one]\n"
+ONE_KERNEL = "  qk_norm_rope: [vendor:one]\n  rotary_embedding: [reference]\n"
 """The rope stays an operator then, and nothing joins the positions with the hidden states."""
 
 
