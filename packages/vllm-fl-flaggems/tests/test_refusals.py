@@ -19,10 +19,6 @@ REFUSED = {
         "beyond the limit of swigluoai",
     },
     "recurrent_gated_delta_rule": {"large epsilon"},
-    "reshape_and_cache": {
-        "heads before slots, keys beside values",
-        "heads before slots, the first token skipped",
-    },
     "rms_norm": {
         "weight=None",
         "weight=None, residual",

@@ -20,7 +20,16 @@ from vllm_fl import get_logger
 
 from .loading import flag_gems
 
-__all__ = ["KERNELS", "contiguous", "launchable", "warps"]
+__all__ = [
+    "CUDA",
+    "KERNELS",
+    "WARPS",
+    "contiguous",
+    "heads_of_a_program",
+    "launchable",
+    "power_of_two",
+    "warps",
+]
 
 _POINTWISE: Final = (
     "in0_ptr in1_ptr out0_ptr in0_stride0 in0_stride1 in1_stride0 in1_stride1 out0_stride0 "
@@ -53,6 +62,15 @@ KERNELS: Final = {
     "gelu_tanh_and_mul_kernel": ("flag_gems.fused.gelu_and_mul", _POINTWISE),
 }
 """Kernel -> the module that holds it, and its parameters as 5.0.2 has them."""
+
+CUDA: Final = ("cuda", "cpu")
+"""Devices on which kernels of this package's own are launched: through CUDA, and on the CPU by
+Triton's interpreter alone."""
+
+ELEMENTS: Final = 2048
+WARPS: Final = 4
+"""What one program of such a kernel takes, of all its heads together: 16 elements a thread, which
+are two of the widest loads."""
 
 ELEMENTS_A_WARP: Final = 512
 """Of a row: more warps than that wait for each other, fewer wait for memory."""
@@ -110,6 +128,16 @@ def _for_matrices(function: Any) -> Any:
 def warps(elements: int) -> int:
     """How many warps a row of `elements`, a power of two, is given: 1 to 16."""
     return min(max(elements // ELEMENTS_A_WARP, 1), 16)
+
+
+def heads_of_a_program(size: int, heads: int) -> int:
+    """How many heads of so many features one program takes: a power of two."""
+    return min(max(ELEMENTS // power_of_two(size), 1), power_of_two(heads))
+
+
+def power_of_two(number: int) -> int:
+    """The least that is not below `number`; 0 stays 0."""
+    return 1 << (number - 1).bit_length() if number else 0
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:

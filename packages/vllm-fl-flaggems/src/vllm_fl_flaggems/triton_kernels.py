@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-__all__ = ["qk_norm_rope_kernel"]
+__all__ = ["qk_norm_rope_kernel", "reshape_and_cache_kernel"]
 
 
 @triton.jit
@@ -95,3 +95,45 @@ def qk_norm_rope_kernel(
         k_rest = tl.load(k_weight_ptr + beyond, mask=is_rest, other=0.0).to(tl.float32)
         rest = rest * norm * tl.where(is_query, q_rest[None, :], k_rest[None, :])
         tl.store(rows + beyond[None, :], rest.to(dtype), mask=there)
+
+
+@triton.jit
+def reshape_and_cache_kernel(
+    key_ptr,
+    value_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slots_ptr,
+    key_token_step,
+    key_head_step,
+    value_token_step,
+    value_head_step,
+    key_block_step,
+    key_slot_step,
+    key_cache_head_step,
+    value_block_step,
+    value_slot_step,
+    value_cache_head_step,
+    block_size,
+    heads,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """One token's next GROUP key and value heads into its slot; FEATURES is SIZE or more."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    block, within = slot // block_size, slot % block_size
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
+    feature = tl.arange(0, FEATURES)[None, :]
+    here = (head < heads) & (feature < SIZE) & (slot >= 0)
+
+    key = tl.load(key_ptr + token * key_token_step + head * key_head_step + feature, mask=here)
+    at = block * key_block_step + within * key_slot_step + head * key_cache_head_step
+    tl.store(key_cache_ptr + at + feature, key, mask=here)
+
+    value = tl.load(
+        value_ptr + token * value_token_step + head * value_head_step + feature, mask=here
+    )
+    at = block * value_block_step + within * value_slot_step + head * value_cache_head_step
+    tl.store(value_cache_ptr + at + feature, value, mask=here)

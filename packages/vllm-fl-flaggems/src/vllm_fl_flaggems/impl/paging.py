@@ -1,4 +1,9 @@
-"""Paged caches, on FlagGems's Triton kernels."""
+"""Paged caches, on FlagGems's Triton kernels.
+
+FlagGems writes keys and values into caches whose slots lie before heads, each head's features
+behind the last one's. vLLM lays them out otherwise: since 0.26 a key and its value are side by
+side. For these there is a kernel of this package's own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import torch
 
 from vllm_fl import Availability, OpImpl
 
-from ..kernels import contiguous
+from ..kernels import CUDA, WARPS, contiguous, heads_of_a_program, power_of_two
 from ..loading import available, flag_gems, unsuitable
 from . import DEFAULT
 
@@ -36,8 +41,8 @@ def reshape_and_cache(
 
     Args:
         key, value: (tokens, kv_heads, head_size), float32, float16 or bfloat16, of any layout.
-        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of key's dtype, each
-            block in one piece. They are overwritten.
+        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of key's dtype, with the
+            features of a head in one piece. They are overwritten.
         slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the caches is not
             looked for.
 
@@ -48,10 +53,58 @@ def reshape_and_cache(
         NotImplementedError: FlagGems does not load.
     """
     store = flag_gems().reshape_and_cache_flash
-    if key.numel():  # not every device's driver may run an empty grid
-        one, slots = _one(key.device), slot_mapping.contiguous()
+    if not key.numel():  # not every device's driver may run an empty grid
+        return key_cache, value_cache
+    slots = slot_mapping.contiguous()
+    if _in_rows(key_cache, value_cache):
+        one = _one(key.device)
         store(_rows(key), _rows(value), key_cache, value_cache, slots, "auto", one, one)
+    else:
+        _scatter(key, value, key_cache, value_cache, slots)
     return key_cache, value_cache
+
+
+def _in_rows(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Whether FlagGems's kernel writes into the right places.
+
+    It asks for the stride of blocks alone, and takes that of the first cache.
+    """
+    *_, heads, size = key_cache.shape
+    steps = (key_cache.stride(0), heads * size, size, 1)
+    return key_cache.stride() == steps == value_cache.stride()
+
+
+def _scatter(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """The same into caches of any layout, on a kernel of this package's own."""
+    from ..triton_kernels import reshape_and_cache_kernel as kernel
+
+    key, value = (x if x.stride(2) == 1 else contiguous(x) for x in (key, value))
+    tokens, heads, size = key.shape
+    group = heads_of_a_program(size, heads)
+    with torch.cuda.device(key.device):
+        kernel[(tokens, -(-heads // group))](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slots,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            key_cache.shape[1],
+            heads,
+            size,
+            group,
+            power_of_two(size),
+            num_warps=WARPS,
+        )
 
 
 def supports_reshape_and_cache(
@@ -69,13 +122,13 @@ def supports_reshape_and_cache(
         return reason
     if key.ndim != 3 or value.shape != key.shape:
         return f"key is {tuple(key.shape)} and value {tuple(value.shape)}"
-    row = key.shape[1] * key.shape[2]
     for name, held in (("key_cache", key_cache), ("value_cache", value_cache)):
         if held.ndim != 4 or held.shape[2:] != key.shape[1:] or held.shape != key_cache.shape:
             return f"{name} is {tuple(held.shape)} and key {tuple(key.shape)}"
-        # The kernel asks for the stride of blocks alone, and takes that of the first cache.
-        if held.stride() != (key_cache.stride(0), row, key.shape[2], 1):
-            return f"{name} has the strides {held.stride()}: FlagGems writes slots before heads"
+        if held.stride(3) != 1:
+            return f"{name} has the strides {held.stride()}: features of a head are apart"
+    if key.device.type not in CUDA and not _in_rows(key_cache, value_cache):
+        return f"key_cache has the strides {key_cache.stride()}: FlagGems writes slots before heads"
     return _slots(slot_mapping, key) or True
 
 

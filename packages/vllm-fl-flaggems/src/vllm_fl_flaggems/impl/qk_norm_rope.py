@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl import Availability, OpImpl
 
-from ..kernels import contiguous
+from ..kernels import CUDA, WARPS, contiguous, heads_of_a_program, power_of_two
 from ..loading import available, unsuitable
 from . import DEFAULT
 
@@ -14,13 +14,6 @@ __all__ = ["OPS", "qk_norm_rope", "supports_qk_norm_rope"]
 
 LARGEST_HEAD = 1024
 """Features of a head that one program holds."""
-
-ELEMENTS, WARPS = 2048, 4
-"""What one program takes, of all its heads together: 16 elements a thread, which are two of the
-widest loads, one for each half of the pairs."""
-
-CUDA = ("cuda", "cpu")
-"""Devices whose programs CUDA launches; on the CPU there is Triton's interpreter alone."""
 
 
 def qk_norm_rope(
@@ -54,8 +47,8 @@ def qk_norm_rope(
     qkv = contiguous(qkv)
     tokens, size = len(qkv), q_weight.shape[0]
     half = cos_sin_cache.shape[1] // 2
-    pairs, rest = _power_of_two(half), _power_of_two(size - 2 * half)
-    group = _group(size, heads + kv_heads)
+    pairs, rest = power_of_two(half), power_of_two(size - 2 * half)
+    group = heads_of_a_program(size, heads + kv_heads)
     from ..triton_kernels import qk_norm_rope_kernel as kernel
 
     with torch.cuda.device(qkv.device):
@@ -80,16 +73,6 @@ def qk_norm_rope(
             num_warps=WARPS,
         )
     return qkv
-
-
-def _group(size: int, heads: int) -> int:
-    """How many heads one program takes: a power of two."""
-    return min(max(ELEMENTS // _power_of_two(size), 1), _power_of_two(heads))
-
-
-def _power_of_two(number: int) -> int:
-    """The least that is not below `number`; 0 stays 0."""
-    return 1 << (number - 1).bit_length() if number else 0
 
 
 def supports_qk_norm_rope(
