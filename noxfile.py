@@ -121,6 +121,9 @@ ON_CPU_KERNELS = standing_in(CUDA, "on_cpu_kernels")
 ON_EMULATION = standing_in(ASCEND, "emulated.plugin")
 ON_INTERPRETER = standing_in(FLAGGEMS, "on_interpreter", TRITON_INTERPRET="1")
 
+MOST, REST = "bfloat16 or not float16", "float16 and not bfloat16"
+"""What is computed in float16, which the kit asks of each op, is left to `full`."""
+
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 """One GiB of KV cache, and nothing fetched from or reported to anywhere."""
 
@@ -159,10 +162,12 @@ def tests_core(
 
 
 @timed("tests-reference")
-def tests_reference(session: nox.Session, interpreter: str = sys.executable) -> None:
+def tests_reference(
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = MOST
+) -> None:
     """Test the reference backend (plain PyTorch)."""
     env = over(session, with_torch(session, interpreter), CORE, REFERENCE)
-    tests_in_parallel(session, env, "packages/vllm-fl-reference/tests")
+    tests_in_parallel(session, env, "packages/vllm-fl-reference/tests", "-k", chosen)
 
 
 @timed("tests-cpu")
@@ -176,11 +181,11 @@ def tests_cpu(session: nox.Session, interpreter: str = sys.executable) -> None:
 def tests_flaggems(
     session: nox.Session,
     interpreter: str = sys.executable,
-    chosen: str = "(bfloat16 or not float16) and not determinism",
+    chosen: str = f"({MOST}) and not determinism",
 ) -> None:
     """Test the FlagGems backend, its kernels through Triton's interpreter.
 
-    It computes in order, whatever the kernel: what is left to `full` are determinism and float16.
+    It computes in order, whatever the kernel: what is left to `full` are float16 and determinism.
     """
     with_torch(session, interpreter)  # says what is amiss with it
     env = over(session, envs.flaggems(interpreter), CORE, FLAGGEMS)
@@ -193,20 +198,24 @@ def tests_flaggems(
 
 
 @timed("tests-cuda")
-def tests_cuda(session: nox.Session, interpreter: str = sys.executable) -> None:
+def tests_cuda(session: nox.Session, interpreter: str = sys.executable, chosen: str = MOST) -> None:
     """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
     env = over(session, with_torch(session, interpreter), CORE, CUDA)
     tests = "packages/vllm-fl-cuda/tests"
     tests_in_parallel(session, env, tests, f"--ignore={tests}/test_conformance.py")
-    tests_in_parallel(session, env, f"{tests}/test_conformance.py", **ON_CPU_KERNELS)
+    conformance = f"{tests}/test_conformance.py"
+    tests_in_parallel(session, env, conformance, "-k", chosen, **ON_CPU_KERNELS)
 
 
 @timed("tests-ascend")
-def tests_ascend(session: nox.Session, interpreter: str = sys.executable) -> None:
+def tests_ascend(
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = MOST
+) -> None:
     """Test the Huawei Ascend backend on torch_npu's schemas and meta functions, read as data."""
     env = over(session, with_vllm(session, interpreter=interpreter), CORE, REFERENCE, ASCEND)
     wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
-    tests_in_parallel(session, env, "packages/vllm-fl-ascend/tests", **ENGINE, **wheel)
+    tests = "packages/vllm-fl-ascend/tests"
+    tests_in_parallel(session, env, tests, "-k", chosen, **ENGINE, **wheel)
 
 
 @timed("tests-flagcx")
@@ -281,7 +290,9 @@ def full(session: nox.Session, vllm: str) -> None:
         empty_builds(session, envs.EMPTY_RANGE[-1], "-m", "slow")
         isolation(session, chosen="slow")
         tests_core(session, chosen="slow")
-        tests_flaggems(session, chosen="(float16 and not bfloat16) or determinism")
+        tests_flaggems(session, chosen=f"({REST}) or determinism")
+        for of_backend in (tests_reference, tests_cuda, tests_ascend):
+            of_backend(session, chosen=REST)
 
 
 @timed("newest", default=False)

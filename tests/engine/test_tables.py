@@ -34,6 +34,7 @@ def table(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[st
     return written
 
 
+@pytest.mark.slow
 def test_a_table_steers_decode_and_prefill_apart(
     model: Callable[[str], Path], table: Callable[..., dict[str, str]]
 ) -> None:
