@@ -124,7 +124,8 @@ def reshape_and_cache_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     block, within = slot // block_size, slot % block_size
-    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
+    # In 64 bits: where heads lie before blocks, a step is a good part of the cache.
+    head = (tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]).to(tl.int64)
     feature = tl.arange(0, FEATURES)[None, :]
     here = (head < heads) & (feature < SIZE) & (slot >= 0)
 
