@@ -155,7 +155,7 @@ op_backends:
 """
 OTHER_ROWS = ROWS.replace("<=8: reference", "<=1: reference")
 ONE_KERNEL = "  qk_norm_rope: [vendor:one]\n  rotary_embedding: [reference]\n"
-"""The rope stays an operator then, and nothing joins the positions with the hidden states."""
+"""A pass of ours puts an operator into the graphs beside those that are inlined."""
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def test_where_the_token_count_cannot_be_told_the_operator_stays_and_is_named(
 
 
 def test_inputs_that_nothing_joins_have_each_vllms_number_of_tokens(planned: Planned) -> None:
-    """As a rope's positions beside the hidden states, where the rope is an operator."""
+    """As positions beside hidden states, where what takes both is an operator."""
     plan = planned(ROWS, *three())
     bound = plan.bind(OP, object(), NOTHING)
     x, y = torch.randn(3, 8), torch.randn(3, 8)

@@ -82,9 +82,9 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
         compiled = get_pass_context().compile_range
         sizes = Range(compiled.start, compiled.end)
         sizes = sizes.without(self.config.compilation_config.compile_sizes or ())
-        # Tensors that no traced operation has joined have unknowns of their own, as the positions
-        # of a rope that is an operator. To vLLM each is its number of tokens: it puts that in the
-        # place of all of them where it compiles for a single size (create_concrete_args).
+        # Inputs that no traced operation has joined have unknowns of their own. To vLLM each is its
+        # number of tokens: it puts that in the place of all of them where it compiles for a single
+        # size (create_concrete_args).
         inputs = graph.find_nodes(op="placeholder")
         self._now = sizes, frozenset(symbol for node in inputs for symbol in _symbols(node))
         self._patterns.apply(graph)
