@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from vllm import ir
 from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.compilation.passes.ir.clone_elimination import UnsafeCloneEliminationPass
+from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass
 from vllm.compilation.passes.pass_manager import PostGradPassManager
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, VllmConfig
 from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.engine.plan import Plan, leave_place, take_place
@@ -32,6 +35,7 @@ from vllm_fl.engine.ranges import Range
 from vllm_fl.integration import lowering, passes, platform, ranges
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.platform import PlatformOverlay
+from vllm_fl.integration.seams import ir as seams
 from vllm_fl.plugins.types import OpImpl
 
 OP = "silu_and_mul"
@@ -103,6 +107,7 @@ def lowered(
     function: Callable[..., Any],
     *args: torch.Tensor,
     apart: list[int] | None = None,
+    afterwards: Sequence[Callable[[torch.fx.Graph], None]] = (),
 ) -> tuple[Any, list[str]]:
     """(what the graph of a range returns after the pass, what of ours or vLLM's IR is left in it).
 
@@ -112,6 +117,7 @@ def lowered(
         function: what is traced.
         args: what it is called with.
         apart: `compile_sizes`.
+        afterwards: vLLM's passes that follow ours.
     """
     rows = DimDynamic.STATIC if sizes[0] == sizes[1] else DimDynamic.DYNAMIC
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
@@ -129,10 +135,15 @@ def lowered(
         traced = make_fx(function)(*fakes)
         run = lowering.RangeLowering(plan, config([LARGEST], apart))
         with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
-            run(traced.graph)
+            for each in (run, *afterwards):
+                each(traced.graph)
     traced.graph.lint()
     traced.recompile()
-    left = [str(n.target) for n in traced.graph.nodes if str(n.target).startswith("vllm_")]
+    left = [
+        str(n.target)
+        for n in traced.graph.nodes
+        if str(n.target).startswith(("vllm_", "aten.clone"))
+    ]
     return traced(*args), left
 
 
@@ -289,6 +300,62 @@ def test_ops_of_vllms_ir_are_lowered_by_range(
     torch.testing.assert_close(result, x + 2 * mark)
     torch.testing.assert_close(passed, residual)
     assert lowered(plan, (1, 64), model, x, residual, weight)[1], "no choice holds for all"
+
+
+@pytest.fixture
+def our_provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM's IR has our provider, first of all, while the test runs."""
+    seams.register_provider()
+    with contextlib.ExitStack() as stack:
+        for name in ("rms_norm", "fused_add_rms_norm"):
+            op = getattr(ir.ops, name)
+            stack.callback(op.impls.pop, seams.PROVIDER)
+            stack.enter_context(op.set_priority([seams.PROVIDER, "native"]))
+        yield
+
+
+@pytest.mark.usefixtures("our_provider")
+@pytest.mark.parametrize("by_range", [True, False])
+def test_a_row_that_writes_in_place_needs_no_copies_where_the_others_are_inlined(
+    planned: Planned, by_range: bool
+) -> None:
+    """The largest row decides otherwise, since a graph that is traced once serves all of them."""
+
+    def in_place(
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Any:
+        if residual is None:
+            return x + 1
+        return x.add_(1), residual.mul_(1)
+
+    kind, vendor = kind_of("vendor.acme")
+    both = frozenset({"x", "residual"})
+    first = OpImpl("rms_norm", "vendor.acme", kind, in_place, vendor, consumes=both)
+    plan = planned({"<=4": "vendor", "rest": "flagos"}, first, norm("default.flagos", 3))
+    seams.bind_provider(plan, "0123", by_range=by_range)
+    passes = [each(VllmConfig()) for each in (VllmIRLoweringPass, UnsafeCloneEliminationPass)]
+
+    def model(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return ir.ops.fused_add_rms_norm(x * 2, residual * 2, None, 1e-6)
+
+    for sizes, tokens, mark in (((1, 4), 3, 1), ((5, 64), 8, 3)):
+        x, residual = torch.randn(tokens, 8), torch.randn(tokens, 8)
+        (result, passed), left = lowered(plan, sizes, model, x, residual, afterwards=passes)
+        torch.testing.assert_close(result, x * 2 + mark)
+        torch.testing.assert_close(passed, residual * 2)
+        assert len(left) == (mark == 1)  # the operator, and no copy
+        assert all(in_its_schema(name) == by_range for name in left)
+
+
+def in_its_schema(operator: str) -> bool:
+    """Whether an operator's schema says that it writes over arguments."""
+    _, name, overload = operator.split(".")
+    found = getattr(getattr(torch.ops.vllm_fl, name), overload)
+    return bool(found._schema.is_mutable)
 
 
 def test_calls_are_counted_as_they_are_traced(planned: Planned) -> None:

@@ -126,13 +126,24 @@ def is_opaque(impl: OpImpl) -> bool:
     return not impl.traceable or impl.supports is not None
 
 
-def mutated(chain: Chain, variant: Variant) -> tuple[str, ...]:
-    """The arguments over which the operator of this variant writes its results."""
+def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) -> tuple[str, ...]:
+    """The arguments over which the operator of this variant writes its results.
+
+    Args:
+        chain, rest_is_inlined: as for `opaque_op`.
+        variant: one of the contract's.
+    """
+    deciding = chain.impls[0]
+    if rest_is_inlined:
+        firsts = [deciding, *(row.impls[0] for _, row in reversed(chain.rows))]
+        deciding = next((impl for impl in firsts if is_opaque(impl)), deciding)
     written = variant.overwrites
-    return written if written and chain.grants & chain.impls[0].consumes >= set(written) else ()
+    return written if written and chain.grants & deciding.consumes >= set(written) else ()
 
 
-def opaque_op(chain: Chain, counting: Counting, place: int = 1) -> OpImpl:
+def opaque_op(
+    chain: Chain, counting: Counting, place: int = 1, *, rest_is_inlined: bool = False
+) -> OpImpl:
     """The first implementation of `chain` as one whose function is a torch.library operator.
 
     The operator is named after the chain and the plan's place, so that a graph compiled by one
@@ -145,6 +156,9 @@ def opaque_op(chain: Chain, counting: Counting, place: int = 1) -> OpImpl:
             It mutates its arguments where the first candidate of the largest calls does.
         counting: counts calls if the plan does, each row's by its own first candidate.
         place: the plan's place among those that serve in this process (`Plan.place`).
+        rest_is_inlined: whether the code of rows that can be inlined is put in the operator's
+            place, whatever its schema. It then mutates its arguments where the first candidate of
+            the largest calls that are left to it does.
     """
     spec = chain.spec
     assert spec is not None  # only contracts have torch schemas
@@ -153,7 +167,7 @@ def opaque_op(chain: Chain, counting: Counting, place: int = 1) -> OpImpl:
     rows = [[n, [impl.impl_id for impl in row.impls]] for n, row in chain.rows]
     branches = []
     for variant in sorted(spec.variants, key=lambda variant: len(variant.parameters)):
-        written = mutated(chain, variant)
+        written = mutated(chain, variant, rest_is_inlined=rest_is_inlined)
         # Inputs of an operator stay intact unless its schema says otherwise.
         guard = call_guard(chain.granting(frozenset(written)), counting=counting)
         name = unique_name(

@@ -270,7 +270,8 @@ def _adopt(worker: PlannedWorker, plan: Plan, contents: dict[str, Any]) -> None:
     worker.vllm_fl_plan, worker.vllm_fl_digest = plan, digest(contents)
     worker.vllm_fl_operators, worker.vllm_fl_overriders = chosen, {}
     worker.vllm_fl_functions = replaced
-    bind_provider(plan, worker.vllm_fl_digest)
+    by_range = ranges.is_compiled_by_range(worker.vllm_config)
+    bind_provider(plan, worker.vllm_fl_digest, by_range=by_range)
     apply(plan, worker.vllm_config)
     reset_priorities(plan, worker.vllm_config)
     worker.vllm_fl_unseal_config = seal(worker.vllm_config, worker.vllm_fl_digest)

@@ -8,6 +8,7 @@ engine that is calling. Releases without `vllm.ir` compile the layers' own forwa
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from ...contracts.binding import IrPlace, LayerPlace
 from ...dispatch.guard import Chain
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
+from ...plugins.types import OpImpl
 from ..bindings import installed_bindings, places, stock_form
 from ..compat import has_ir
 from ..serving import plan_now
@@ -126,13 +128,15 @@ def reset_priorities(plan: Plan, vllm_config: VllmConfig) -> None:
     config.set_default()
 
 
-def bind_provider(plan: Plan, digest: str) -> None:
+def bind_provider(plan: Plan, digest: str, *, by_range: bool = False) -> None:
     """Let our provider call what the plan has made of each op, in the model compiled next.
 
     Args:
         plan: the sealed plan.
         digest: the plan's. The compiler's caches know a provider by it, since they would not see
             that what is behind its name has changed.
+        by_range: whether vLLM compiles the model for each range of token counts apart, where our
+            pass inlines what can be, before vLLM asks our provider for the rest.
     """
     register_provider()
     direct: dict[str, Callable[..., Any]] = {}
@@ -142,13 +146,14 @@ def bind_provider(plan: Plan, digest: str) -> None:
         last = stock_form(op, natives().get(op))
         is_ours = plan.mode == "compiled" and not plan.is_stock(op)
         chain = chain_of(plan, op, of_op) if is_ours else None
-        run = None if chain is None else _compiled(plan, chain)
+        run = None if chain is None else _compiled(plan, chain, by_range)
         for place in of_op:
             ir_op = getattr(ir.ops, place.name)
             ours = ir_op.impls[PROVIDER]
-            _bound[place.name] = ir_op.impls["native"].impl_fn if run is None else place.route(run)
+            native = ir_op.impls["native"].impl_fn
+            _bound[place.name] = native if run is None else place.route(run.fn)
             # Such a provider may write over activations; vLLM copies what it still needs.
-            ours.inplace = bool(ir_op.allow_inplace and chain and chain.impls[0].consumes)
+            ours.inplace = bool(ir_op.allow_inplace and run and run.consumes)
             ours.uuid = lambda: digest
         if plan.mode == "eager" and (call := plan.without_layer(op, last=last)) is not None:
             direct |= {place.name: _direct(plan, op, place, place.route(call)) for place in of_op}
@@ -203,9 +208,9 @@ def _direct(plan: Plan, op: str, place: IrPlace, ours: Callable[..., Any]) -> Ca
     return by_size
 
 
-def _compiled(plan: Plan, chain: Chain) -> Callable[..., Any]:
+def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
     """The op by the contract's parameters, as compiled code calls it."""
     first = chain.impls[0]
     if chain.rows or is_opaque(first):
-        return opaque_op(chain, plan.counting, plan.place).fn
-    return plan.counting(first.fn, chain.op, first.impl_id)
+        return opaque_op(chain, plan.counting, plan.place, rest_is_inlined=by_range)
+    return dataclasses.replace(first, fn=plan.counting(first.fn, chain.op, first.impl_id))
