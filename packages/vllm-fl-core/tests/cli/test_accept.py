@@ -40,6 +40,7 @@ for line in sys.stdin:
     visit = json.loads(line)["visit"]
     assert visit["seed"]
     seconds = {tabled} if tabled else 0.01
+    assert visit["repeated"] == (visit["new_tokens"] > 1 and "again" not in visit["seed"])
     tokens = [visit["batch"], visit["seed"], {tokens}]
     print(json.dumps({"tokens": tokens, "steps": [seconds] * visit["new_tokens"]}), flush=True)
 """

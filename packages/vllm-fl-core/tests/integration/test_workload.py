@@ -67,6 +67,10 @@ class LLM:
 
 def answered(prompt, sampling):
     tokens = [len(prompt)] * sampling.max_tokens
+    if hasattr(sampling, "logit_bias"):
+        ((token, bias),) = sampling.logit_bias.items()
+        assert bias > 1e5
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[min(token, 48)] * len(tokens))])
     if not hasattr(sampling, "logprobs"):
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens[:1])])
     assert sampling.logprobs == sampling.prompt_logprobs == 0
@@ -125,6 +129,21 @@ def test_it_answers_with_tokens_and_steps_and_nothing_else(engine: Any, batch: i
     assert first["tokens"] == [[5]] * batch and len(first["steps"]) == 7
     assert second["tokens"] == [[2]] * (4 * batch) and len(second["steps"]) == 4
     assert "so does what it starts" in done.stderr
+
+
+def test_it_lets_every_prompt_repeat_its_last_token(engine: Any) -> None:
+    """So that two engines compute the same, though their results differ by a rounding."""
+    visit = Visit("c", 3, 5, 4, repeats=2, repeated=True)
+    _, done = answers(engine({"visit": vars(visit)}))
+    assert done["tokens"] == [[ids[-1]] * 4 for batch in visit.prompts(50) for ids in batch]
+    assert len(done["steps"]) == 8
+
+
+def test_other_tokens_than_those_that_it_was_told_to_repeat_are_no_answer(engine: Any) -> None:
+    seed = next(s for s in map(str, range(999)) if Visit(s, 1, 1, 1).prompts(50) == [[[49]]])
+    done = engine({"visit": vars(Visit(seed, 1, 1, 2, repeated=True))}, check=False)
+    assert done.returncode and "did not repeat the tokens" in done.stderr
+    assert len(answers(done)) == 1
 
 
 def test_it_says_how_likely_tokens_are(engine: Any) -> None:

@@ -2,7 +2,8 @@
 
 Two engines lie side by side, each in a process of its own, and one of them works at a time. Every
 round visits both with each phase, beginning with the other one each time. A ratio is taken inside a
-round, so that what else the machine does meanwhile falls on both sides. Where a process happens to
+round, so that what else the machine does meanwhile falls on both sides. While they are timed, both
+decode the same tokens, and so compute the same steps. Where a process happens to
 lie in memory makes it faster or slower for as long as it lives: half of the rounds are those of a
 second pair of engines, which also shows whether the table gives the same plan and the same tokens
 again.
@@ -47,8 +48,8 @@ LENGTH = 2048
 
 PHASES = {
     # A prompt of one token: every step has the shape of a decoding step.
-    "decode, batch 1": Visit("", 1, 1, 16),
-    "decode, batch 8": Visit("", 8, 1, 16),
+    "decode, batch 1": Visit("", 1, 1, 16, repeated=True),
+    "decode, batch 8": Visit("", 8, 1, 16, repeated=True),
     "prefill, 256 tokens": Visit("", 1, 256, 1, repeats=4),
 }
 """On every machine; `_beyond_graphs` adds one."""
@@ -68,7 +69,8 @@ class Served:
 
     Args:
         seconds: (engine, phase) -> the seconds of a step, for each round.
-        tokens: for each start of the engine with the table, what it answered in each visit.
+        tokens: for each start of the engine with the table, what it answered in each visit, freely
+            and while it was timed.
         digests: for each start of it, the digest of its plan.
         phases: what they were asked to do, by name.
     """
@@ -211,13 +213,15 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
                     turn = number % len(order)
                     for name in (*order[turn:], *order[:turn]):
                         # An idle process's memory may have been reclaimed: its first tokens take
-                        # longer, and are not timed.
-                        again = dataclasses.replace(visit, seed=f"again {number}", repeats=1)
-                        _visit(engines[name], again)
+                        # longer, and are not timed. They are the likeliest, as in service.
+                        free = dataclasses.replace(
+                            visit, seed=f"again {number}", repeats=1, repeated=False
+                        )
+                        again = _visit(engines[name], free)
                         done = _visit(engines[name], seeded)
                         seconds.setdefault((name, phase), []).append(_of_steps(done["steps"]))
                         if name == TABLED:
-                            answered.append(done["tokens"])
+                            answered.append((again["tokens"], done["tokens"]))
                 say(f"start {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
             tokens.append(answered)
     return Served(seconds, tokens, digests, phases)

@@ -25,10 +25,14 @@ __all__ = ["FORCED", "Visit"]
 FORCED = "vllm_fl_forced"
 """The key of a request's `extra_args` under which `integration.forcing` finds its tokens."""
 
+CERTAIN = 1e6
+"""What is added to a token's logit so that no other is the likeliest."""
+
 
 @dataclass(frozen=True)
 class Visit:
-    """What an engine does at one time: prompts of random tokens, answered greedily.
+    """What an engine does at one time: prompts of random tokens, each answered greedily, or with
+    its own last token again and again.
 
     Args:
         seed: of the prompts, which are the same in every engine.
@@ -36,6 +40,9 @@ class Visit:
         prompt_tokens: of each prompt.
         new_tokens: that are generated for each.
         repeats: how often, each time with other prompts.
+        repeated: whether a prompt is answered with its last token. Engines that differ by a
+            rounding then compute the same steps; otherwise one of them may be sent tokens whose
+            steps take another time, as they do where experts are chosen by token.
     """
 
     seed: str
@@ -43,6 +50,7 @@ class Visit:
     prompt_tokens: int
     new_tokens: int
     repeats: int = 1
+    repeated: bool = False
 
     def prompts(self, vocabulary: int) -> list[list[list[int]]]:
         """The token ids, by repetition and prompt. The first three ids often have a meaning."""
@@ -72,15 +80,25 @@ class _Served:
         llm.llm_engine.step = step
 
     def visit(self, **told: Any) -> dict[str, Any]:
-        """A `Visit`: `tokens` per prompt, and the seconds of each of the engine's `steps`."""
+        """A `Visit`: `tokens` per prompt, and the seconds of each of the engine's `steps`.
+
+        Raises:
+            RuntimeError: vLLM answered with other tokens than those that shall be repeated.
+        """
         visit = Visit(**told)
         tokens: list[list[int]] = []
         steps: list[float] = []
         for batch in visit.prompts(self._llm.llm_engine.model_config.get_vocab_size()):
+            more = [{"logit_bias": {ids[-1]: CERTAIN}} if visit.repeated else {} for ids in batch]
+            sampling = [_sampling(visit.new_tokens, **of_prompt) for of_prompt in more]
             self._ends[:] = [time.perf_counter()]
-            outputs = self._generate(batch, [_sampling(visit.new_tokens)] * visit.batch)
+            outputs = self._generate(batch, sampling)
             steps += [after - before for before, after in pairwise(self._ends)]
-            tokens += [list(output.outputs[0].token_ids) for output in outputs]
+            answers = [list(output.outputs[0].token_ids) for output in outputs]
+            wanted = [[ids[-1]] * visit.new_tokens for ids in batch]
+            if visit.repeated and answers != wanted:
+                raise RuntimeError("vLLM did not repeat the tokens that it was told to repeat")
+            tokens += answers
         return {"tokens": tokens, "steps": steps}
 
     def score(
