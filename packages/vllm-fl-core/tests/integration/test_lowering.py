@@ -109,7 +109,8 @@ def lowered(
     apart: list[int] | None = None,
     afterwards: Sequence[Callable[[torch.fx.Graph], None]] = (),
 ) -> tuple[Any, list[str]]:
-    """(what the graph of a range returns after the pass, what of ours or vLLM's IR is left in it).
+    """(what the graph of a range returns after the pass, what of ours or vLLM's IR is left in it;
+    after vLLM's passes also the copies).
 
     Args:
         plan: the engine's.
@@ -139,11 +140,8 @@ def lowered(
                 each(traced.graph)
     traced.graph.lint()
     traced.recompile()
-    left = [
-        str(n.target)
-        for n in traced.graph.nodes
-        if str(n.target).startswith(("vllm_", "aten.clone"))
-    ]
+    counted = ("vllm_", "aten.clone") if afterwards else "vllm_"
+    left = [str(n.target) for n in traced.graph.nodes if str(n.target).startswith(counted)]
     return traced(*args), left
 
 

@@ -25,6 +25,7 @@ from ..plugins.types import OpImpl
 __all__ = [
     "Ordered",
     "inlined",
+    "is_inlined",
     "is_opaque",
     "mutated",
     "opaque_op",
@@ -126,6 +127,11 @@ def is_opaque(impl: OpImpl) -> bool:
     return not impl.traceable or impl.supports is not None
 
 
+def is_inlined(impl: OpImpl) -> bool:
+    """Whether an implementation's code may stand in a graph in an operator's place."""
+    return not (is_opaque(impl) or impl.consumes or impl.needs_layer)
+
+
 def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) -> tuple[str, ...]:
     """The arguments over which the operator of this variant writes its results.
 
@@ -136,7 +142,7 @@ def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) ->
     deciding = chain.impls[0]
     if rest_is_inlined:
         firsts = [deciding, *(row.impls[0] for _, row in reversed(chain.rows))]
-        deciding = next((impl for impl in firsts if is_opaque(impl)), deciding)
+        deciding = next((impl for impl in firsts if not is_inlined(impl)), deciding)
     written = variant.overwrites
     return written if written and chain.grants & deciding.consumes >= set(written) else ()
 

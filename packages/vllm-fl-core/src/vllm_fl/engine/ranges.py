@@ -13,7 +13,7 @@ from itertools import combinations, pairwise
 
 from ..dispatch.guard import Chain
 from ..plugins.types import OpImpl
-from .opaque import is_opaque
+from .opaque import is_inlined
 
 __all__ = ["MOST", "Range", "choice", "edges", "lowers"]
 
@@ -65,9 +65,7 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
     if below < sizes.last:
         firsts[chain.impls[0].impl_id] = chain.impls[0]
     impls = list(firsts.values())
-    if len(impls) != 1 or is_opaque(impls[0]) or impls[0].consumes or impls[0].needs_layer:
-        return None
-    return impls[0]
+    return impls[0] if len(impls) == 1 and is_inlined(impls[0]) else None
 
 
 def lowers(chain: Chain, largest: int) -> bool:
