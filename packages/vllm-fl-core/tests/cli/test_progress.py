@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import pytest
 from commands import Command, Plugin
 
-from vllm_fl.cli import _progress, _show
+from vllm_fl.cli import _progress, _show, _watch
 from vllm_fl.cli._watch import Watch
 
 STALLS = """
@@ -118,6 +119,29 @@ def test_a_run_that_is_watched_tells_by_itself(
         capsys.readouterr()
         watch.begin("rms_norm")
         assert not told.wait(0.2)
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_unit_that_takes_long_is_named_though_its_end_is_told_elsewhere(
+    on_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_watch, "EVERY", 0.05)
+    watch = Watch(7, 60.0, lambda: None)
+    watch._on_terminal = on_terminal
+    with watch:
+        watch.at("rms_norm, 64 tokens", 3)
+        time.sleep(0.4)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("[3/7] rms_norm, 64 tokens (")
+
+
+def test_and_not_where_it_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = Watch(7, 60.0, lambda: None)
+    watch._on_terminal, watch._start = True, watch._start - 100
+    with watch:
+        watch.at("rms_norm, 64 tokens", 3)
+        time.sleep(0.6)
+    assert capsys.readouterr().err == ""
 
 
 def test_nothing_is_left_of_a_verb_that_fails(fl: Command) -> None:

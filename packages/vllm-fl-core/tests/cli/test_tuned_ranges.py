@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 import torch
 from builders import silu
 
-from vllm_fl.cli import _tuning
-from vllm_fl.contracts import contracts
+from vllm_fl.cli import _tuning, tune
+from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.engine.timing import Measured
 from vllm_fl.engine.tuning import Contender
 from vllm_fl.integration.bindings import bindings
@@ -116,6 +117,17 @@ def test_an_activation_that_vllms_experts_call_is_left_to_vllm_at_every_size_or_
     assert rows(work("cuda", "compiled", OP, default="stock"), OP) == BY_RANGE
     assert rows(work("cuda", "compiled", OP, default="stock", absent=()), OP) == FOR_ALL
     assert rows(work("cuda", "compiled", "rms_norm", absent=()), "rms_norm") == BY_RANGE
+
+
+@pytest.mark.parametrize(("more", "absent"), [({}, {"fused_experts"}), ({"experts": 8}, set())])
+def test_a_model_of_which_no_number_of_experts_is_told_has_none(
+    more: Any, absent: set[str]
+) -> None:
+    told = argparse.Namespace(
+        model=None, sizes="intermediate=8", mode="compiled", dtype=None, device="cpu"
+    )
+    sizes = ModelSizes(intermediate=8, more=more)
+    assert tune._subject(told, sizes, (1,), {}, torch.device("cpu")).absent == absent
 
 
 def test_all_ops_have_the_same_ranges() -> None:

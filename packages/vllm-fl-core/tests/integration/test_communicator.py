@@ -244,6 +244,14 @@ def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) 
     assert "elastic expert parallelism" in communicator.refusals(elastic)[KEY]
 
 
+def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No measurement tells that of a communicator: vLLM's own serves."""
+    found = replace(use(monkeypatch, acme(Sound)), batch_invariant=True)
+    assert communicator.Groups(found).entry.communicators == ()
+
+
 def test_an_engine_of_one_rank_has_no_communicator() -> None:
     settings = load_settings({})
     assert communicator.request_of(engine_config(), settings, compiled=False) is None

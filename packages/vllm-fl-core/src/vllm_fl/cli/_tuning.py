@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..engine.timing import Measured
     from ..engine.tuning import Contender, OpTuning
 
-__all__ = ["STOCK", "Subject", "Work"]
+__all__ = ["EXPERTS", "STOCK", "Subject", "Work"]
 
 STOCK = "stock"
 """vLLM's own form of an op, in tables and options."""
@@ -304,12 +304,14 @@ class Work:
                     running[:2] = op, tokens
                     known = self._hung.get((op, tokens))
                     if (op, tokens) not in self._found:
+                        watch.at(f"{op}, {tokens} tokens", self.done + 1)
                         found = self._kept(part, op, partial(tuning.measure, tokens, known))
                         progress.tell(op, found)
                 for tokens in reversed(self.subject.tokens):
                     running[:2] = op, tokens
                     found = self._found[op, tokens]
                     if found.promoted != DEFAULT and not found.again:
+                        watch.at(f"{op}, {tokens} tokens again", self.done)
                         self._kept(part, op, partial(tuning.measure_again, found))
                         progress.tell_again(op, found)
                 tuning.forget()

@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from ._progress import by_hand
-from ._show import say
+from ._show import last_said, say
 
 __all__ = ["TookTooLong", "Watch"]
 
 QUIET, EVERY = 2.0, 30.0
 """Seconds before the first line on a terminal, which then has one for each unit; and between two
-lines where no terminal is."""
+lines within a unit."""
 
 GRACE = 10.0
 """Seconds that a call may take, beyond the limit, to come back from native code to Python, where
@@ -72,6 +72,16 @@ class Watch:
         if self._on_terminal and time.monotonic() - self._start >= QUIET:
             self._tell()
 
+    def at(self, unit: str, number: int) -> None:
+        """A unit begins of which somebody else will tell: it is named after a long silence alone.
+
+        Args:
+            unit: for people.
+            number: how many there are with it.
+        """
+        self._unit, self._call = unit, ""
+        self._number = self._told = number
+
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         """One call, which is given up after the limit.
@@ -96,10 +106,10 @@ class Watch:
             now = time.monotonic()
             if self._overdue is not None and now > self._overdue:
                 self._stuck()
-            if self._on_terminal:
-                if now - self._start >= QUIET and self._told < self._number:
-                    self._tell()
-            elif now - told >= EVERY and self._unit:
+            fresh = self._on_terminal and self._told < self._number
+            if fresh and now - self._start >= QUIET:
+                self._tell()
+            elif self._unit and now - max(told, last_said()) >= EVERY:
                 told = now
                 self._tell()
 

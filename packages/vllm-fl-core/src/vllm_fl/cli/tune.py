@@ -29,7 +29,7 @@ from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._progress import doing
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
-from ._tuning import STOCK, Subject, Work
+from ._tuning import EXPERTS, STOCK, Subject, Work
 from .verify import check_known, device_of, positive_seconds
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _subject(
     if sizes is not None:
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
-        absent: frozenset[str] = frozenset()
+        absent = frozenset() if sizes.more.get("experts") else frozenset({EXPERTS})
         captured = None
     else:
         try:

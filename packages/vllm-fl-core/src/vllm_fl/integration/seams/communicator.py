@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...dispatch import get_default_manager
+from ...engine.determinism import unmeasured
 from ...engine.facts import EngineFacts
 from ...engine.plan import PlanEntry
 from ...errors import StartError
@@ -111,12 +112,14 @@ class Groups:
         self.request, self.dtype = request, facts.dtype
         self.strict = facts.settings.policy.strict
         self.compares = facts.settings.preflight != "off"
-        trace = get_default_manager().trace(
+        manager = get_default_manager()
+        out = refusals(facts) | unmeasured(facts, manager.registry.snapshot())
+        trace = manager.trace(
             COMMUNICATOR,
             mode=facts.mode,
             engine=True,
             settings=facts.settings,
-            demoted={impl_id: why for (_, impl_id), why in refusals(facts).items()},
+            demoted={impl_id: why for (op, impl_id), why in out.items() if op == COMMUNICATOR},
         )
         self.entry = PlanEntry(COMMUNICATOR, trace)
         self.faults: dict[tuple[str, str], Fault] = {}
