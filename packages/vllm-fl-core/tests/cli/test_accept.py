@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from commands import Command
 
 from vllm_fl.cli import _engines
 from vllm_fl.cli._accept import DEFAULT, PHASES, TABLED, Served, judged
-from vllm_fl.settings.table import Table, Verdict, read_table
+from vllm_fl.settings.table import Row, Table, TunedOp, Verdict, read_table
 
 TABLE = Table(
     identity={"device": "A CPU, 2 threads"},
@@ -33,7 +34,7 @@ assert os.environ.get("VLLM_FL_TABLE_UNACCEPTED") == ("1" if tabled else None)
 options = json.loads(sys.argv[-1])["options"]
 assert options["enforce_eager"] and options["dtype"] == "bfloat16", options
 told = {"acts": {acts}, "reason": "The table has no effect: device is H200", "left_out": {left_out}}
-report = {"digest": "d" + {plan}, "table": told if tabled else None}
+report = {"digest": "d" + {plan}, "table": told if tabled else None, "ops": {ops}}
 ready = {"report": report, "vocabulary": 50, "graph_tokens": {graphs}}
 print(json.dumps(ready), flush=True)
 for line in sys.stdin:
@@ -91,6 +92,7 @@ def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "tabled": "0.005",
             "tokens": "0",
             "graphs": "0",
+            "ops": "{}",
         }
         text = ENGINE
         for name, value in (plain | behaviour).items():
@@ -150,6 +152,44 @@ def test_what_does_not_hold_here_is_refused_and_the_file_left(accept: Any) -> No
         path, done = accept(**behaviour)
         assert done.status == 1 and words in done.err
         assert path.read_text() == TABLE.text
+
+
+CHOSEN = {
+    op: TunedOp("0", "stock", (Row(8, "vendor.acme"), Row(64, "default")), ())
+    for op in ("rms_norm", "silu_and_mul")
+}
+STOCK = {"impl": "stock", "reason": "it was taken out"}
+ACME = {**STOCK, "rows": [{"up_to": 8, "impl": "vendor.acme", "reason": ""}]}
+
+
+@pytest.mark.parametrize(
+    ("ops", "status", "words"),
+    [
+        ({"rms_norm": ACME, "silu_and_mul": ACME}, 0, "of the default's speed. "),
+        ({"rms_norm": STOCK, "silu_and_mul": ACME}, 0, "rms_norm (it was taken out)"),
+        ({"silu_and_mul": ACME}, 0, "rms_norm (the model does not have it)"),
+        ({"rms_norm": STOCK, "silu_and_mul": STOCK}, 1, "'rms_norm': it was taken out. Nothing"),
+    ],
+)
+def test_what_did_not_serve_is_said_and_a_table_of_nothing_else_refused(
+    accept: Any, ops: Any, status: int, words: str
+) -> None:
+    path, _ = accept()
+    path.write_text(replace(TABLE, ops=CHOSEN).text)
+    _, done = accept(ops=repr(ops))
+    assert done.status == status and words in " ".join((done.out + done.err).split())
+
+
+def test_a_list_of_the_users_own_would_win_over_the_table(
+    accept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = accept()
+    path.write_text(replace(TABLE, ops=CHOSEN).text)
+    before = path.read_text()
+    monkeypatch.setenv("VLLM_FL_PER_OP", "rms_norm=reference")
+    path, done = accept()
+    assert done.status == 1 and "a list of your own orders it" in done.err
+    assert path.read_text() == before
 
 
 def test_usage(accept: Any, fl: Command, tmp_path: Path) -> None:

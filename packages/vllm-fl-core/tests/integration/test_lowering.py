@@ -271,6 +271,58 @@ def test_a_result_that_is_a_view_of_an_argument_becomes_a_tensor_of_its_own(
     assert result.is_contiguous() and result.data_ptr() != x.data_ptr()
 
 
+def writes_into_its_copy(x: torch.Tensor) -> torch.Tensor:
+    """SiluAndMul on a copy of its own, in place and through a view."""
+    own = x.clone()
+    width = own.shape[-1] // 2
+    own[..., :width].mul_(torch.sigmoid(own[..., :width]))
+    return own[..., :width] * own[..., width:]
+
+
+def test_what_writes_into_a_copy_of_its_own_leaves_the_argument_alone(planned: Planned) -> None:
+    """A graph has no writes, and torch's passes remove copies that nothing seems to need."""
+    first = silu("vendor.acme", fn=writes_into_its_copy, traceable=True)
+    plan = planned({"<=4": "vendor", "rest": "flagos"}, first, three()[2])
+    bound = plan.bind(OP, object(), NOTHING)
+    x = torch.randn(3, 8)
+    before = x.clone()
+    (result, read), left = lowered(plan, (1, 4), lambda x: (bound(x), x + 0), x)
+    assert not left
+    torch.testing.assert_close(result, torch.nn.functional.silu(before[:, :4]) * before[:, 4:])
+    assert torch.equal(x, before) and torch.equal(read, before)
+
+
+@pytest.mark.usefixtures("our_provider")
+def test_nor_does_a_norm_that_vllm_lowers_itself(planned: Planned) -> None:
+    def half_of_it(
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Any:
+        own = x.clone()
+        own[..., :4].mul_(2)
+        return own + 1 if residual is None else (own + 1, residual * 1)
+
+    kind, vendor = kind_of("vendor.acme")
+    first = OpImpl("rms_norm", "vendor.acme", kind, half_of_it, vendor, traceable=True)
+    plan = planned("vendor", first)
+    seams.bind_provider(plan, "0123", by_range=True)
+    passes = [each(VllmConfig()) for each in (VllmIRLoweringPass, UnsafeCloneEliminationPass)]
+    x = torch.randn(3, 8)
+    before = x.clone()
+
+    def model(x: torch.Tensor) -> Any:
+        return ir.ops.rms_norm(x, None, 1e-6), x + 0
+
+    (result, read), _ = lowered(plan, (1, 4), model, x, afterwards=passes)
+    expected = before.clone()
+    expected[:, :4] *= 2
+    torch.testing.assert_close(result, expected + 1)
+    assert torch.equal(x, before) and torch.equal(read, before)
+
+
 def test_vllms_own_form_is_inlined_where_a_row_is_stock(planned: Planned) -> None:
     plan = planned({"<=4": "stock", "rest": "flagos"}, three()[2])
     own = OpImpl(OP, "stock.vllm", three()[1].kind, lambda x: half(x) + 9, traceable=True)
@@ -397,6 +449,19 @@ def test_vllms_ranges_are_split_at_the_edges_of_rows(
 ) -> None:
     found = split(planned(order, *three()), endpoints=[64], sizes=[])
     assert (found.compile_ranges_endpoints, found.compile_sizes) == (endpoints, sizes)
+
+
+def test_a_size_that_the_user_has_compiled_apart_is_no_end_of_a_range(planned: Planned) -> None:
+    """vLLM's range goes on beyond it, and no row would hold for all of that."""
+    found = split(planned(ROWS, *three()), endpoints=[64], sizes=[4, 1])
+    assert (found.compile_ranges_endpoints, found.compile_sizes) == ([4, 16, 64], [4, 1])
+
+
+def test_where_encoders_are_compiled_no_size_is_compiled_apart_for_us(planned: Planned) -> None:
+    """vLLM would put 1 in the place of each of their sizes, which not every shape allows."""
+    plan = planned({"<=1": "vendor", "<=8": "reference", "rest": "flagos"}, *three())
+    found = split(plan, endpoints=[64], sizes=[], compile_mm_encoder=True)
+    assert (found.compile_ranges_endpoints, found.compile_sizes) == ([8, 64], [])
 
 
 def test_of_more_rows_those_are_split_off_by_which_the_most_is_inlined(planned: Planned) -> None:

@@ -25,7 +25,9 @@ from typing import Any
 
 from ..errors import VllmFLError
 from ..integration.workload import Visit
+from ..settings.loading import load_settings
 from ..settings.schema import CONFIG, Settings
+from ..settings.table import DEFAULT as UNCHANGED
 from ..settings.table import Table, Verdict, read_table
 from ._engines import Engine, running
 from ._report import ReportFile
@@ -73,12 +75,14 @@ class Served:
             and while it was timed.
         digests: for each start of it, the digest of its plan.
         phases: what they were asked to do, by name.
+        idle: op -> why what the table chose for it did not serve.
     """
 
     seconds: Mapping[tuple[str, str], Sequence[float]]
     tokens: Sequence[object]
     digests: Sequence[str]
     phases: Mapping[str, Visit] = field(default_factory=lambda: PHASES)
+    idle: Mapping[str, str] = field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +122,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--model {model}: it has no config.json")
     if rounds < STARTS:
         raise UsageError(f"--rounds {rounds}: at least {STARTS}")
+    for op in filter(load_settings().policy.names, table.ops):
+        raise AcceptError(
+            f"The table's rows of op '{op}' have no effect: a list of your own orders it. "
+            f"`vllm-fl explain {op}` says where it stands; unset it. Nothing was written"
+        )
     with ReportFile(path, "--accept") as file:
         started = time.monotonic()
         served = _serve(table, path, model, -(-rounds // STARTS))
@@ -156,6 +165,9 @@ def judged(served: Served) -> Verdict:
     else:
         least = min(statistics.median(values) for values in ratios.values())
         reason = f"reproduced, and at every phase at least {least:.3f} of the default's speed"
+        if served.idle:
+            told = ", ".join(f"{op} ({why})" for op, why in served.idle.items())
+            reason += f"; without effect in this engine: {told}"
         return Verdict(True, reason, _now(), figures)
     return Verdict(False, reason, _now(), figures)
 
@@ -192,6 +204,7 @@ def _show(served: Served, verdict: Verdict) -> None:
 def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
     seconds: dict[tuple[str, str], list[float]] = {}
     tokens, digests = [], []
+    idle: dict[str, str] = {}
     phases: Mapping[str, Visit] = PHASES
     for start in range(STARTS):
         with contextlib.ExitStack() as stack:
@@ -200,6 +213,7 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
                 name: stack.enter_context(_running(name, table, path, model)) for name in order
             }
             digests.append(_checked(engines))
+            idle |= _idle(table, engines[TABLED].report["ops"])
             phases = {**phases, **_beyond_graphs(engines)}
             warm = {name: _warmed_up(engine, phases) for name, engine in engines.items()}
             if start == 0:
@@ -224,7 +238,7 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
                             answered.append((again["tokens"], done["tokens"]))
                 say(f"start {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
             tokens.append(answered)
-    return Served(seconds, tokens, digests, phases)
+    return Served(seconds, tokens, digests, phases, idle)
 
 
 def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
@@ -254,6 +268,31 @@ def _checked(engines: Mapping[str, Engine]) -> str:
             "`vllm-fl tune --model DIR`; nothing was written"
         )
     return str(engines[TABLED].report["digest"])
+
+
+def _idle(table: Table, planned: Mapping[str, Any]) -> dict[str, str]:
+    """Op -> why what the table chose for it does not serve in the engine that has the table.
+
+    Args:
+        table: the table.
+        planned: op -> what the engine's report says of it.
+
+    Raises:
+        AcceptError: nothing of what the table chose serves.
+    """
+    chosen = {op: {row.impl for row in tuned.rows} - {UNCHANGED} for op, tuned in table.ops.items()}
+    idle = {}
+    for op, impls in chosen.items():
+        told = planned.get(op, {"impl": "", "reason": "the model does not have it"})
+        if impls - {told["impl"], *(row["impl"] for row in told.get("rows", ()))}:
+            idle[op] = told["reason"]
+    if idle and not any(impls for op, impls in chosen.items() if op not in idle):
+        op, why = next(iter(idle.items()))
+        raise AcceptError(
+            f"Nothing of what the table chose serves in this engine; of op '{op}': {why}. Nothing "
+            "was written"
+        )
+    return idle
 
 
 def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:

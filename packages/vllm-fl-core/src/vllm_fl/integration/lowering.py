@@ -130,7 +130,10 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
         assert impl is not None and self._now is not None
         site = self.sites[node.target]
         try:
-            match.replace_by_example(site.inlined(impl), node.args)
+            # The passes that torch runs on what takes its place remove copies, and with them what
+            # keeps an argument from what the implementation writes into its copy.
+            pure = torch.func.functionalize(site.inlined(impl), remove="mutations")
+            match.replace_by_example(pure, node.args)
         except Exception as error:  # it may raise anything; the operator serves as well
             log.warning(
                 "Op '%s': '%s' cannot be traced for %d to %d tokens, where the operator that looks "

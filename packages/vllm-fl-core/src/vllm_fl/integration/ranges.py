@@ -22,7 +22,7 @@ from .bindings import installed_bindings, places, stock_form
 from .seams.ir import chain_of, ir_ops, natives
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CompilationConfig, VllmConfig
 
 __all__ = [
     "compiled",
@@ -99,15 +99,28 @@ def split(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]) 
     if not chains:
         return
     largest = vllm_config.scheduler_config.max_num_batched_tokens
-    known = {*(compilation.compile_ranges_endpoints or ()), *(compilation.compile_sizes or ())}
-    added = [n for n in edges(chains.values(), largest) if n not in known]
+    ends = compilation.compile_ranges_endpoints
+    added = [
+        n
+        for n in edges(chains.values(), largest)
+        if (_can_be_alone(compilation) if n == 1 else n not in (ends or ()))
+    ]
     if not added:
         return
     entry["edges"] = added
-    endpoints = compilation.compile_ranges_endpoints or ()
-    compilation.compile_ranges_endpoints = sorted({*endpoints, *(n for n in added if n > 1)})
+    compilation.compile_ranges_endpoints = sorted({*(ends or ()), *(n for n in added if n > 1)})
     if 1 in added:
         compilation.compile_sizes = [1, *(compilation.compile_sizes or ())]
+
+
+def _can_be_alone(compilation: CompilationConfig) -> bool:
+    """Whether vLLM may be told to compile for a single token apart.
+
+    It would compile encoders for that, too, with 1 in the place of each of their sizes, which not
+    every one of their shapes allows.
+    """
+    sizes = compilation.compile_sizes or ()
+    return 1 not in sizes and not getattr(compilation, "compile_mm_encoder", False)
 
 
 def compiled(vllm_config: VllmConfig) -> list[Range]:

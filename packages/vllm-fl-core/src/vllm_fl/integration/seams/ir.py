@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
 from ...contracts.binding import IrPlace, LayerPlace
 from ...dispatch.guard import Chain
 from ...engine.opaque import is_opaque, opaque_op
@@ -213,4 +216,18 @@ def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
     first = chain.impls[0]
     if chain.rows or is_opaque(first):
         return opaque_op(chain, plan.counting, plan.place, rest_is_inlined=by_range)
-    return dataclasses.replace(first, fn=plan.counting(first.fn, chain.op, first.impl_id))
+    return dataclasses.replace(first, fn=_pure(plan.counting(first.fn, chain.op, first.impl_id)))
+
+
+def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, without writes where vLLM traces it into a graph that has been functionalised.
+
+    vLLM then removes copies of activations whose copy nothing writes to, and does not see what
+    writes to a part of one.
+    """
+    pure = torch.func.functionalize(function, remove="mutations")
+
+    def traced_or_called(*args: Any) -> Any:
+        return (pure if isinstance(args[0], FakeTensor) else function)(*args)
+
+    return traced_or_called
