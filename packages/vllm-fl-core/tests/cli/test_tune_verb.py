@@ -336,11 +336,9 @@ def fast(x):
         os.kill(os.getpid(), signal.SIGKILL)
     if len(x) == 16 and os.environ["HOW"] == "told to end":
         os.kill(os.getpid(), signal.SIGTERM)
-    while len(x) == 16 and os.environ["HOW"] == "stuck":
-        try:
-            time.sleep(0.01)
-        except BaseException:
-            pass
+    if len(x) == 16 and os.environ["HOW"] == "stuck":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # native code sees none
+        time.sleep(99)
     time.sleep(0.002)
     return silu_and_mul(x)
 
