@@ -106,12 +106,6 @@ def empty_builds(session: nox.Session, vllm: str, *args: str) -> None:
     tests_in_parallel(session, env, tests, *args, STOCK_PYTHON=stock.python, **ENGINE)
 
 
-def deletions(session: nox.Session, env: envs.Env, name: str, **variables: str) -> None:
-    """Delete each statement of a backend's operators: its conformance tests must notice."""
-    folder = envs.distributions()[name].relative_to(ROOT)
-    python(session, env, "tools/deletions.py", str(folder), **variables)
-
-
 def standing_in(name: str, module: str, **variables: str) -> dict[str, str]:
     """The variables with which a module of a backend's tests stands in for its hardware."""
     tests = envs.distributions()[name] / "tests"
@@ -121,6 +115,15 @@ def standing_in(name: str, module: str, **variables: str) -> dict[str, str]:
 ON_CPU_KERNELS = standing_in(CUDA, "on_cpu_kernels")
 ON_EMULATION = standing_in(ASCEND, "emulated.plugin")
 ON_INTERPRETER = standing_in(FLAGGEMS, "on_interpreter", TRITON_INTERPRET="1")
+
+KITS: dict[str, dict[str, str]] = {
+    REFERENCE: {},
+    CPU: {},
+    CUDA: ON_CPU_KERNELS,
+    ASCEND: ON_EMULATION,
+    FLAGGEMS: ON_INTERPRETER,
+}
+"""Backends with operators -> the variables with which their kits run here."""
 
 CHOSEN = {
     REFERENCE: "bfloat16 or not float16",
@@ -284,7 +287,10 @@ def bench(session: nox.Session) -> None:
 @timed("full", default=False)
 @nox.parametrize("vllm", envs.VLLM_RANGE)
 def full(session: nox.Session, vllm: str) -> None:
-    """Run all engine tests on every supported vLLM, on the newest also what else is slow."""
+    """Run all engine tests on every supported vLLM, on the newest also what else is slow.
+
+    Behind it come `deletions`, and `pythons` on the further Pythons.
+    """
     env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
     engines_in_parallel(session, env)
     if vllm == envs.VLLM and not session.posargs:  # those are meant for the tests above
@@ -295,6 +301,11 @@ def full(session: nox.Session, vllm: str) -> None:
         tests_cuda(session, chosen=f"not ({CHOSEN[CUDA]})")
         tests_ascend(session, chosen=f"not ({CHOSEN[ASCEND]})")
         tests_flaggems(session, chosen=f"not ({CHOSEN[FLAGGEMS]})")
+        for backend in KITS:
+            session.notify(f"deletions(backend='{backend}')")
+        here = f"{sys.version_info.major}.{sys.version_info.minor}"
+        for further in (version for version in envs.PYTHONS if version != here):
+            session.notify(f"pythons(version='{further}')")
 
 
 @timed("newest", default=False)
@@ -330,17 +341,22 @@ def pythons(session: nox.Session, version: str) -> None:
 
 
 @timed("deletions", default=False)
-def slow_deletions(session: nox.Session) -> None:
-    """Delete each statement of every backend's operators: conformance tests must notice."""
-    deletions(session, over(session, with_torch(session), CORE, REFERENCE), REFERENCE)
-    deletions(session, over(session, with_vllm(session), CORE, REFERENCE, CPU), CPU)
-    deletions(session, over(session, with_vllm(session), CORE, CUDA), CUDA, **ON_CPU_KERNELS)
-    wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
-    env = over(session, with_vllm(session), CORE, ASCEND)
-    deletions(session, env, ASCEND, **ON_EMULATION, **wheel)
-    cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
-    env = over(session, envs.flaggems(), CORE, FLAGGEMS)
-    deletions(session, env, FLAGGEMS, **ON_INTERPRETER, **cache)
+@nox.parametrize("backend", list(KITS))
+def deletions(session: nox.Session, backend: str) -> None:
+    """Delete each statement of a backend's operators: its conformance tests must notice."""
+    if backend == FLAGGEMS:
+        base = envs.flaggems()
+    else:
+        base = with_torch(session) if backend == REFERENCE else with_vllm(session)
+    variables = dict(KITS[backend])
+    if backend == ASCEND:
+        variables["TORCH_NPU_WHEEL"] = str(envs.torch_npu_wheel())
+    if backend == FLAGGEMS:
+        variables["FLAGGEMS_CACHE_DIR"] = session.create_tmp()
+    beside = (REFERENCE,) if backend == CPU else ()
+    env = over(session, base, CORE, *beside, backend)
+    folder = envs.distributions()[backend].relative_to(ROOT)
+    python(session, env, "tools/deletions.py", str(folder), *session.posargs, **variables)
 
 
 @timed("wrong-kernels", default=False)
