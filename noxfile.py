@@ -352,7 +352,7 @@ def deletions(session: nox.Session, backend: str) -> None:
     if backend == ASCEND:
         variables["TORCH_NPU_WHEEL"] = str(envs.torch_npu_wheel())
     if backend == FLAGGEMS:
-        variables["FLAGGEMS_CACHE_DIR"] = session.create_tmp()
+        variables["FLAGGEMS_CACHE_DIR"] = str(Path(session.create_tmp()).resolve())
     beside = (REFERENCE,) if backend == CPU else ()
     env = over(session, base, CORE, *beside, backend)
     folder = envs.distributions()[backend].relative_to(ROOT)

@@ -82,6 +82,10 @@ def test_the_list_of_survivors_is_held_to_both_ways() -> None:
     assert "does not survive: m.py: f: x = 0" in problem
     (problem,) = deletions.problems(found, {**listed, ("m.py", "f", "x = 9"): "why"}, 0.6)
     assert "no such statement: m.py: f: x = 9" in problem
+    gpu = {("gpu.py", "f", "x = 9"): "why"}
+    assert deletions.problems(found, {**listed, **gpu}, 0.6, {"gpu.py"}) == []
+    (problem,) = deletions.problems(found, {**listed, **gpu}, 0.6, {"m"})
+    assert "no such statement: gpu.py" in problem
     assert deletions.problems(found, listed, 0.95) == ["2 of 3 noticed; at least 95% must be"]
 
 

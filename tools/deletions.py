@@ -10,9 +10,10 @@ that dies or hangs has noticed, too. Prints killed and total, and exits with 1 w
 - fewer than 95 % are noticed, or
 - tests/survivors.toml does not list exactly those that are not, each with its reason.
 
-What the kit cannot judge is not counted: modules without an implementation of an op, and the
-functions that tests/survivors.toml names under [[elsewhere]]. There the pytest arguments in `tests`
-are run instead, and hold to the same.
+What the kit cannot judge is not counted: modules without an implementation of an op that can run
+here, and the functions that tests/survivors.toml names under [[elsewhere]]. There the pytest
+arguments in `tests` are run instead, and hold to the same. What is listed of modules left out is
+not checked, and named. While you mend one module, `--only FILE` judges it alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import os
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.util import module_from_spec, spec_from_file_location
@@ -37,8 +38,12 @@ __all__ = ["ENOUGH", "Deletion", "Listed", "deletions", "problems", "read_listed
 ENOUGH = 0.95
 """The share that must be noticed."""
 
-PATIENCE = 150.0
-"""Seconds for one child; every check of every op takes a fraction of it."""
+PATIENCE = 900.0
+"""Seconds for the checks of one module with nothing deleted."""
+
+HANGS, AT_LEAST = 3.0, 60.0
+"""A child without a statement has hung after so many times what the module takes whole, and not
+before so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,10 @@ def _replace(tree: ast.Module, old: ast.stmt) -> None:
 
 
 def problems(
-    outcomes: Mapping[Deletion, bool], listed: Mapping[tuple[str, str, str], str], enough: float
+    outcomes: Mapping[Deletion, bool],
+    listed: Mapping[tuple[str, str, str], str],
+    enough: float,
+    left_out: Collection[str] = (),
 ) -> list[str]:
     """What is wrong with a run.
 
@@ -159,6 +167,7 @@ def problems(
         outcomes: deletion -> whether it was noticed.
         listed: the known survivors, with reasons.
         enough: the share that must be noticed.
+        left_out: files of which nothing was deleted; what is listed of them may be right.
     """
     survived = {deletion.key: deletion for deletion, killed in outcomes.items() if not killed}
     known = {deletion.key for deletion in outcomes}
@@ -167,6 +176,8 @@ def problems(
     ]
     for key in listed:
         what = ": ".join(key)
+        if key[0] in left_out:
+            continue
         if key not in known:
             found.append(f"listed, but there is no such statement: {what}")
         elif key not in survived:
@@ -178,9 +189,22 @@ def problems(
 
 
 class Backend:
-    """An installed backend and its conformance class; imported anew for each mutant."""
+    """An installed backend and its conformance class; imported anew for each mutant.
 
-    def __init__(self, folder: Path) -> None:
+    Attributes:
+        modules: name -> file of those that implement ops that can run here, and of their package.
+        away: the ops that cannot run here, such as a vendor's without its hardware.
+        left_out: name -> file of the modules of those alone, or that nobody asked for.
+
+    Args:
+        folder: the distribution.
+        only: the files' names to judge; all where there are none.
+
+    Raises:
+        ValueError: there is no such file, or no op of it can run here.
+    """
+
+    def __init__(self, folder: Path, only: Collection[str] = ()) -> None:
         from vllm_fl.testing import OpConformance
 
         self.folder = folder
@@ -198,18 +222,25 @@ class Backend:
             and issubclass(value, OpConformance)
             and value is not OpConformance
         )
-
-    def modules(self) -> dict[str, Path]:
-        """The backend's modules that implement ops, and their package, by name."""
         from vllm_fl.testing.processes import installed
 
-        names = {impl.fn.__module__ for impl in installed(self.cls.backend)}
-        names |= {name.rpartition(".")[0] for name in names}
-        return {name: Path(str(sys.modules[name].__file__)) for name in sorted(names)}
+        impls = installed(self.cls.backend)
+        self.away = frozenset(i.op_name for i in impls if i.availability() is not True)
+        here = {i.fn.__module__ for i in impls if i.op_name not in self.away}
+        self.modules = _files(here | {name.rpartition(".")[0] for name in here})
+        self.left_out = _files({i.fn.__module__ for i in impls} - here)
+        if unknown := set(only) - {path.name for path in self.modules.values()}:
+            names = ", ".join(sorted(path.name for path in self.modules.values())) or "none"
+            raise ValueError(f"no op of {', '.join(sorted(unknown))} can run here; of {names} can")
+        if not self.modules:
+            raise ValueError(f"no op of {self.cls.backend} can run here")
+        asked = {n: path for n, path in self.modules.items() if not only or path.name in only}
+        self.left_out |= {n: path for n, path in self.modules.items() if n not in asked}
+        self.modules = asked
 
     def package(self) -> str:
         """The import name of the whole distribution."""
-        return next(iter(self.modules())).partition(".")[0]
+        return next(iter(self.modules)).partition(".")[0]
 
     def first_failure(self, module: str | None = None) -> str | None:
         """Run the kit: what fails first, or None. With `module`, its own ops come first."""
@@ -220,13 +251,15 @@ class Backend:
         suite = _Suite(self.cls)
         for subject in suite.subjects.values():
             verdict = subject.impl.availability()
-            if verdict is not True:
+            if verdict is not True and subject.impl.op_name not in self.away:
                 return f"{subject.impl.op_name} is not available: {verdict}"
         own = {s.impl.op_name for s in suite.subjects.values() if s.impl.fn.__module__ == module}
         cases = [case for check in CHECKS for case in suite.cases[check]]
         for case in sorted(cases, key=lambda case: case.op not in own):
             if case.check in ("spawn", "engine") or any(x.matches(case) for x in suite.xfails):
                 continue  # a fresh process would import the backend as it is installed
+            if case.op in self.away:
+                continue
             if own and case.op not in own:
                 break  # a module's statements reach its own ops only
             try:
@@ -245,6 +278,10 @@ class Backend:
         for name in [n for n in sys.modules if n == package or n.startswith(f"{package}.")]:
             del sys.modules[name]
         reset_default_manager()
+
+
+def _files(names: Collection[str]) -> dict[str, Path]:
+    return {name: Path(str(sys.modules[name].__file__)) for name in sorted(names)}
 
 
 class _Edited(MetaPathFinder, Loader):
@@ -283,14 +320,21 @@ def _judge(
     return None if status == 0 else f"pytest: {status!r}"
 
 
-def _forked(jobs: Sequence[Callable[[], str | None]]) -> list[str | None]:
-    """What each job gives, run in a forked child; two at a time."""
+def _forked(
+    jobs: Sequence[tuple[Callable[[], str | None], float]],
+) -> Iterator[tuple[int, str | None, float]]:
+    """(which job, what it gives, its seconds), as they end: in forked children, two at a time.
+
+    Args:
+        jobs: each with the seconds that it may take.
+    """
     from multiprocessing import get_context
     from multiprocessing.connection import Connection, wait
 
+    from vllm_fl.plugins import breadcrumb
+
     context = get_context("fork")
-    answers: list[str | None] = [None] * len(jobs)
-    running: dict[Connection, tuple[int, Any, float]] = {}
+    running: dict[Connection, tuple[int, Any, float]] = {}  # which, where, since when
     waiting = list(enumerate(jobs))
 
     def run(job: Callable[[], str | None], out: Connection) -> None:
@@ -298,35 +342,41 @@ def _forked(jobs: Sequence[Callable[[], str | None]]) -> list[str | None]:
         os.dup2(sink, 1)
         os.dup2(sink, 2)
         os.setsid()  # a grandchild that hangs ends with it
+        breadcrumb.keep_in(sink)  # no later start of this user's is told of what ends here
         try:
             out.send(job())
         except BaseException as error:
             out.send(f"{type(error).__name__}: {error}")
 
-    while waiting or running:
-        while waiting and len(running) < 2:
-            number, job = waiting.pop(0)
-            ours, theirs = context.Pipe(duplex=False)
-            child = context.Process(target=run, args=(job, theirs))
-            child.start()
-            theirs.close()
-            running[ours] = (number, child, time.monotonic() + PATIENCE)
-        soonest = min(until for _, _, until in running.values())
-        ready = wait(list(running), timeout=max(0.0, soonest - time.monotonic()))
-        for pipe, (number, child, until) in list(running.items()):
-            if pipe in ready:
-                try:
-                    answers[number] = pipe.recv()
-                except EOFError:
-                    answers[number] = "died"
-            elif time.monotonic() >= until:
-                answers[number] = f"no answer within {PATIENCE:.0f} s"
-            else:
-                continue
+    try:
+        while waiting or running:
+            while waiting and len(running) < 2:
+                number, (job, _) = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                child = context.Process(target=run, args=(job, theirs))
+                child.start()
+                theirs.close()
+                running[ours] = (number, child, time.monotonic())
+            soonest = min(since + jobs[number][1] for number, _, since in running.values())
+            ready = wait(list(running), timeout=max(0.0, soonest - time.monotonic()))
+            for pipe, (number, child, since) in list(running.items()):
+                seconds, patience = time.monotonic() - since, jobs[number][1]
+                if pipe in ready:
+                    try:
+                        answer = pipe.recv()
+                    except EOFError:
+                        answer = "died"
+                elif seconds >= patience:
+                    answer = f"no answer within {patience:.0f} s"
+                else:
+                    continue
+                _end(child)
+                pipe.close()
+                del running[pipe]
+                yield number, answer, seconds
+    finally:
+        for _, child, _ in running.values():
             _end(child)
-            pipe.close()
-            del running[pipe]
-    return answers
 
 
 def _end(child: Any) -> None:
@@ -343,50 +393,74 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one distribution's."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the distribution")
+    parser.add_argument("--only", nargs="+", default=(), metavar="FILE", help="of `impl` alone")
     parser.add_argument("--verbose", action="store_true", help="say what noticed each deletion")
     arguments = parser.parse_args(argv)
 
     import torch
 
     torch.set_num_threads(1)  # a fork cannot use its parent's threads
-    backend = Backend(arguments.folder.resolve())
-    failure = backend.first_failure()  # also imports what every child needs
+    try:
+        backend = Backend(arguments.folder.resolve(), arguments.only)
+    except ValueError as error:
+        parser.error(str(error))
+    failure = backend.first_failure(list(backend.modules)[-1])  # imports what every child needs
     if failure:
         print(f"The backend as it is fails its kit: {failure}")
         return 1
+    if backend.left_out:
+        print(f"Left out (not asked for, or unable to run here): {', '.join(backend.left_out)}")
+    left_out = {path.name for path in backend.left_out.values()}
     listed = read_listed(backend.tests / "survivors.toml")
+    for place in (*listed.survivors, *listed.elsewhere):
+        if place[0] in left_out:
+            print(f"listed, and not checked here: {': '.join(place)}")
     found = [
         (deletion, name, path, tree, listed.elsewhere.get((deletion.file, deletion.function), ()))
-        for name, path in backend.modules().items()
+        for name, path in backend.modules.items()
         for deletion, tree in deletions(path.read_text("utf-8"), path.name)
     ]
     start = time.monotonic()
     sources = {name: (path, ast.parse(path.read_text("utf-8"))) for _, name, path, *_ in found}
     whole = list(dict.fromkeys((name, tuple(tests)) for _, name, _, _, tests in found))
-    failures = _forked(
-        [functools.partial(_judge, backend, name, *sources[name], tests) for name, tests in whole]
-    )
-    for (name, tests), failure in zip(whole, failures, strict=True):
+    untouched = [
+        (functools.partial(_judge, backend, name, *sources[name], tests), PATIENCE)
+        for name, tests in whole
+    ]
+    takes: dict[tuple[str, tuple[str, ...]], float] = {}
+    for number, failure, seconds in _forked(untouched):
+        takes[whole[number]] = seconds
         if failure:  # imported anew, which would count as noticing every deletion
+            name, tests = whole[number]
             print(
                 f"{name} fails with nothing deleted, {' '.join(tests) or 'by the kit'}: {failure}"
             )
             return 1
-    noticed = _forked(
-        [
-            functools.partial(_judge, backend, name, path, tree, tests)
-            for _, name, path, tree, tests in found
-        ]
-    )
+    for (name, tests), seconds in takes.items():
+        print(f"{' '.join((name, *tests))}: {seconds:.0f} s with nothing deleted")
+    print(f"{len(found)} statements; {time.monotonic() - start:.0f} s", flush=True)
+    edited = [
+        (
+            functools.partial(_judge, backend, name, path, tree, tests),
+            max(AT_LEAST, HANGS * takes[name, tests]),
+        )
+        for _, name, path, tree, tests in found
+    ]
     by_kit: dict[Deletion, bool] = {}
     by_tests: dict[Deletion, bool] = {}
-    for (deletion, *_, tests), what in zip(found, noticed, strict=True):
+    for done, (number, what, _) in enumerate(_forked(edited), start=1):
+        deletion, *_, tests = found[number]
         (by_tests if tests else by_kit)[deletion] = what is not None
-        if arguments.verbose:
-            print(f"{deletion}\n    {' '.join((what or 'SURVIVES').split())[:200]}")
-    wrong = problems({**by_kit, **by_tests}, listed.survivors, 0.0)
+        if arguments.verbose or what is None:
+            noticed = " ".join((what or "SURVIVES").split())[:200]
+            print(f"{done}/{len(found)} {deletion}\n    {noticed}", flush=True)
+        elif done % 50 == 0:
+            print(f"{done}/{len(found)}; {time.monotonic() - start:.0f} s", flush=True)
+    wrong = problems({**by_kit, **by_tests}, listed.survivors, 0.0, left_out)
     wrong += problems(by_kit, {d.key: "" for d, k in by_kit.items() if not k}, ENOUGH)
     for function in listed.elsewhere:
+        if function[0] in left_out:
+            continue
         if function not in {(d.file, d.function) for d in by_tests}:
             wrong.append(f"[[elsewhere]] names no function: {': '.join(function)}")
     for line in wrong:
