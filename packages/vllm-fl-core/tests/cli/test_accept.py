@@ -65,13 +65,27 @@ def test_it_is_accepted_where_no_phase_is_slower() -> None:
 
 def test_it_is_not_where_one_is_slower_or_it_is_not_reproduced() -> None:
     for case, words in (
-        (served(1 / 0.97), f"slower: {SLOWEST} at 0.970"),
+        (
+            served(1 / 0.97),
+            f"slower: {SLOWEST} at 0.970",
+        ),
         (served(1.0, tokens=[[[1, 2]], [[1, 3]]]), "with different tokens"),
         (served(1.0, digests=["aa", "bb"]), r"different plans (aa, bb)"),
     ):
         verdict = judged(case)
         assert not verdict.accepted and words in verdict.reason
         assert f"{SLOWEST}: ratio" in verdict.figures
+
+
+def test_where_the_rounds_differ_too_much_to_be_sure_it_says_so() -> None:
+    sure = judged(served(1 / 0.97))
+    assert "more --rounds" not in sure.reason
+    seconds = served(1 / 0.97).seconds
+    noisy = {**seconds, (TABLED, SLOWEST): [1.1, 1.05, 1.03, 0.9]}
+    verdict = judged(replace(served(1.0), seconds=noisy))
+    assert not verdict.accepted
+    assert verdict.reason.startswith(f"slower: {SLOWEST}")
+    assert f"to be sure of it in {SLOWEST}: a quieter machine, or more --rounds" in verdict.reason
 
 
 @pytest.fixture
@@ -123,6 +137,19 @@ def test_where_graphs_are_captured_a_prompt_is_larger_than_any(
     verdict = read_table(str(path)).accepted
     assert verdict is not None
     assert verdict.figures[f"prefill, {prompt} tokens: ratio"] == pytest.approx(2.0)
+
+
+def test_the_engines_take_turns_within_a_round(accept: Any, tmp_path: Path) -> None:
+    """What changes a machine's speed for half a second must not fall on one of them alone."""
+    log = tmp_path / "visits"
+    noted = f"open({str(log)!r}, 'a').write(f\"{{tabled:d}} {{visit['seed']}}\\n\") and 0"
+    _, done = accept(tokens=noted)
+    assert done.status == 0, done.err
+    visits = [line.split(" ", 1) for line in log.read_text().splitlines()]
+    for number, first in ((0, "0"), (1, "1")):
+        turns = [who for who, seed in visits if seed.startswith(f"{SLOWEST} {number} ")][:8]
+        other = {"0": "1", "1": "0"}[first]
+        assert turns == [first, other, other, first] * 2
 
 
 def test_a_slower_one_is_not_accepted(accept: Any) -> None:

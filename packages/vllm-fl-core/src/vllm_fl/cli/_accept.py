@@ -1,11 +1,11 @@
 """Accepting a table: a model served with it and without it, in turns.
 
 Two engines lie side by side, each in a process of its own, and one of them works at a time. Every
-round visits both with each phase, beginning with the other one each time. A ratio is taken inside a
-round, so that what else the machine does meanwhile falls on both sides. While they are timed, both
-decode the same tokens, and so compute the same steps. Where a process happens to
-lie in memory makes it faster or slower for as long as it lives: half of the rounds are those of a
-second pair of engines, which also shows whether the table gives the same plan and the same tokens
+round visits both with each phase, in short turns, beginning with the other one each time. A ratio
+is taken inside a round, so that what else the machine does meanwhile falls on both sides. While
+they are timed, both decode the same tokens, and so compute the same steps. Where a process happens
+to lie in memory makes it faster or slower for as long as it lives: half of the rounds are those of
+a second pair of engines, which also shows whether the table gives the same plan and the same tokens
 again.
 """
 
@@ -42,8 +42,12 @@ LEAST = 0.98
 """The smallest share of the default's speed at which a table is not slower: engines of one kind
 differ by a percent or two from start to start."""
 
-VISIT = 1.0
-"""Seconds that a decoding visit shall take."""
+ROUND = 1.0
+"""Seconds that an engine shall decode in a round of a phase."""
+
+TURNS = 4
+"""Visits of a round and phase that are timed. A machine's speed may change within a second: each
+engine's visits stand between the other's."""
 
 LENGTH = 2048
 """The longest prompt, with one token more for the answer."""
@@ -52,7 +56,7 @@ PHASES = {
     # A prompt of one token: every step has the shape of a decoding step.
     "decode, batch 1": Visit("", 1, 1, 16, repeated=True),
     "decode, batch 8": Visit("", 8, 1, 16, repeated=True),
-    "prefill, 256 tokens": Visit("", 1, 256, 1, repeats=4),
+    "prefill, 256 tokens": Visit("", 1, 256, 1),
 }
 """On every machine; `_beyond_graphs` adds one."""
 
@@ -71,8 +75,7 @@ class Served:
 
     Args:
         seconds: (engine, phase) -> the seconds of a step, for each round.
-        tokens: for each start of the engine with the table, what it answered in each visit, freely
-            and while it was timed.
+        tokens: for each start of the engine with the table, what it answered freely in each round.
         digests: for each start of it, the digest of its plan.
         phases: what they were asked to do, by name.
         idle: op -> why what the table chose for it did not serve.
@@ -149,12 +152,10 @@ def judged(served: Served) -> Verdict:
     for phase, values in ratios.items():
         low, median, high = _quartiles(values)
         figures |= {f"{phase}: ratio": median, f"{phase}: low": low, f"{phase}: high": high}
+    below = {p: _quartiles(v) for p, v in ratios.items() if statistics.median(v) < LEAST}
     slower = [
-        "{0} at {2:.3f} of the default's speed (quartiles {1:.3f} to {3:.3f})".format(
-            phase, *_quartiles(values)
-        )
-        for phase, values in ratios.items()
-        if statistics.median(values) < LEAST
+        f"{phase} at {median:.3f} of the default's speed (quartiles {low:.3f} to {high:.3f})"
+        for phase, (low, median, high) in below.items()
     ]
     if len({*served.digests}) > 1:
         reason = f"two starts made different plans ({', '.join(served.digests)})"
@@ -162,6 +163,11 @@ def judged(served: Served) -> Verdict:
         reason = "two starts answered the same prompts with different tokens"
     elif slower:
         reason = f"slower: {', '.join(slower)}"
+        if unsure := [phase for phase, (*_, high) in below.items() if high >= 1.0]:
+            reason += (
+                f"; the rounds differ too much to be sure of it in {', '.join(unsure)}: a quieter "
+                "machine, or more --rounds, may tell"
+            )
     else:
         least = min(statistics.median(values) for values in ratios.values())
         reason = f"reproduced, and at every phase at least {least:.3f} of the default's speed"
@@ -223,22 +229,28 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
             answered = []
             for number in range(rounds):
                 for phase, visit in phases.items():
-                    seeded = dataclasses.replace(visit, seed=f"{phase} {number}")
-                    turn = number % len(order)
-                    for name in (*order[turn:], *order[:turn]):
-                        # An idle process's memory may have been reclaimed: its first tokens take
-                        # longer, and are not timed. They are the likeliest, as in service.
-                        free = dataclasses.replace(
-                            visit, seed=f"again {number}", repeats=1, repeated=False
-                        )
+                    # An idle process's memory may have been reclaimed: its first tokens take
+                    # longer, and are not timed. They are the likeliest, as in service.
+                    free = dataclasses.replace(visit, seed=f"again {number}", repeated=False)
+                    for name in order:
                         again = _visit(engines[name], free)
-                        done = _visit(engines[name], seeded)
-                        seconds.setdefault((name, phase), []).append(_of_steps(done["steps"]))
                         if name == TABLED:
-                            answered.append((again["tokens"], done["tokens"]))
+                            answered.append(again["tokens"])
+                    steps: dict[str, list[float]] = {name: [] for name in order}
+                    for turn in range(TURNS):
+                        timed = dataclasses.replace(_part(visit), seed=f"{phase} {number} {turn}")
+                        for name in order if (number + turn) % 2 == 0 else reversed(order):
+                            steps[name] += _visit(engines[name], timed)["steps"]
+                    for name, of_engine in steps.items():
+                        seconds.setdefault((name, phase), []).append(_of_steps(of_engine))
                 say(f"start {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
             tokens.append(answered)
     return Served(seconds, tokens, digests, phases, idle)
+
+
+def _part(visit: Visit) -> Visit:
+    """What one of a round's turns does of it."""
+    return dataclasses.replace(visit, new_tokens=-(-visit.new_tokens // TURNS))
 
 
 def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
@@ -249,7 +261,7 @@ def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
     """
     largest = max(engine.graph_tokens for engine in engines.values())
     tokens = min(2 * largest, LENGTH - 1)
-    return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1, repeats=4)} if largest else {}
+    return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1)} if largest else {}
 
 
 def _checked(engines: Mapping[str, Engine]) -> str:
@@ -308,12 +320,12 @@ def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
 def _fitted(
     phases: Mapping[str, Visit], warm: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Visit]:
-    """The phases with as many new tokens as a decoding visit has time for."""
+    """The phases with as many new tokens as a round has time for."""
     fitted = {}
     for phase, visit in phases.items():
         step = min(of_engine[phase] for of_engine in warm.values())
         is_decode = visit.new_tokens > 1
-        new = min(max(round(VISIT / step), 8), 64) if is_decode else visit.new_tokens
+        new = min(max(round(ROUND / step), 4 * TURNS), 64) if is_decode else visit.new_tokens
         fitted[phase] = dataclasses.replace(visit, new_tokens=new)
     return fitted
 

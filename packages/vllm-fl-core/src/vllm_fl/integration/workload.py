@@ -39,7 +39,6 @@ class Visit:
         batch: prompts that run together.
         prompt_tokens: of each prompt.
         new_tokens: that are generated for each.
-        repeats: how often, each time with other prompts.
         repeated: whether a prompt is answered with its last token. Engines that differ by a
             rounding then compute the same steps; otherwise one of them may be sent tokens whose
             steps take another time, as they do where experts are chosen by token.
@@ -49,18 +48,14 @@ class Visit:
     batch: int
     prompt_tokens: int
     new_tokens: int
-    repeats: int = 1
     repeated: bool = False
 
-    def prompts(self, vocabulary: int) -> list[list[list[int]]]:
-        """The token ids, by repetition and prompt. The first three ids often have a meaning."""
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        """The token ids by prompt. The first three ids often have a meaning."""
         pick = random.Random(self.seed)
         return [
-            [
-                [pick.randrange(3, vocabulary) for _ in range(self.prompt_tokens)]
-                for _ in range(self.batch)
-            ]
-            for _ in range(self.repeats)
+            [pick.randrange(3, vocabulary) for _ in range(self.prompt_tokens)]
+            for _ in range(self.batch)
         ]
 
 
@@ -86,20 +81,16 @@ class _Served:
             RuntimeError: vLLM answered with other tokens than those that shall be repeated.
         """
         visit = Visit(**told)
-        tokens: list[list[int]] = []
-        steps: list[float] = []
-        for batch in visit.prompts(self._llm.llm_engine.model_config.get_vocab_size()):
-            more = [{"logit_bias": {ids[-1]: CERTAIN}} if visit.repeated else {} for ids in batch]
-            sampling = [_sampling(visit.new_tokens, **of_prompt) for of_prompt in more]
-            self._ends[:] = [time.perf_counter()]
-            outputs = self._generate(batch, sampling)
-            steps += [after - before for before, after in pairwise(self._ends)]
-            answers = [list(output.outputs[0].token_ids) for output in outputs]
-            wanted = [[ids[-1]] * visit.new_tokens for ids in batch]
-            if visit.repeated and answers != wanted:
-                raise RuntimeError("vLLM did not repeat the tokens that it was told to repeat")
-            tokens += answers
-        return {"tokens": tokens, "steps": steps}
+        batch = visit.prompts(self._llm.llm_engine.model_config.get_vocab_size())
+        more = [{"logit_bias": {ids[-1]: CERTAIN}} if visit.repeated else {} for ids in batch]
+        sampling = [_sampling(visit.new_tokens, **of_prompt) for of_prompt in more]
+        self._ends[:] = [time.perf_counter()]
+        outputs = self._generate(batch, sampling)
+        steps = [after - before for before, after in pairwise(self._ends)]
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        if visit.repeated and answers != [[ids[-1]] * visit.new_tokens for ids in batch]:
+            raise RuntimeError("vLLM did not repeat the tokens that it was told to repeat")
+        return {"tokens": answers, "steps": steps}
 
     def score(
         self, prompts: list[list[int]], new_tokens: int, forced: list[list[int]] | None = None
