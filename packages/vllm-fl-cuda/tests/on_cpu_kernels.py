@@ -126,7 +126,8 @@ def _fp8_group(
         raise NotImplementedError("the layer has a least scale of its own, and no eps")
     value, found = _quant_fp8(False, (1, size), ue8m0)(x)
     out.copy_(value)
-    scale.copy_(found)
+    # The kernel counts x's groups, and writes on behind scales that are fewer.
+    scale.view(-1).copy_(found.reshape(-1)[: scale.numel()])
 
 
 _fp8_group._schema = torch._C.parse_schema(
@@ -193,7 +194,9 @@ def _add_norm(overload: Any) -> Callable[..., None]:
 def _int8(overload: Any) -> Callable[..., None]:
     def call(out: torch.Tensor, x: torch.Tensor, *scales: torch.Tensor | None) -> None:
         _reads_packed(x, *(scale for scale in scales if scale is not None))
-        overload(out, x, *scales)
+        rows = x.view(-1, x.shape[-1])  # the CUDA kernels count rows, in any number of dimensions
+        assert scales[0].numel() in (1, len(rows)), "the kernel writes a scale for each row"
+        overload(out.view(rows.shape), rows, *scales)
 
     return call
 
@@ -305,7 +308,8 @@ def _reshape(
 ) -> None:
     assert key_cache.stride() == value_cache.stride(), "the kernel writes both by one's strides"
     assert key_cache.stride(3) == 1, "heads in one piece"
-    for rows, held in ((key, key_cache), (value, value_cache)):
+    for x, held in ((key, key_cache), (value, value_cache)):
+        rows = x.as_strided(key.shape, x.stride())  # the kernel knows no other shape
         assert rows.stride()[1:] == (rows.shape[2], 1), "the kernel reads heads side by side"
         sizes = (held.data_ptr(), *(step * held.itemsize for step in held.stride()[:3]))
         assert not any(size % 16 for size in sizes), "the kernel stores 16 bytes"

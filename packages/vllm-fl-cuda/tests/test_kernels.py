@@ -49,7 +49,8 @@ REFUSED = {
         "fp32 weight, residual",
     },
     "rotary_embedding": {"cos and sin are separate tensors"},
-    "reshape_and_cache": {"odd sizes"},
+    "reshape_and_cache": {"features apart", "odd sizes", "two layouts"},
+    "concat_and_cache_mla": {"features apart"},
     "merge_attn_states": {"odd sizes"},
     "grouped_topk": {
         "1 token",
@@ -57,6 +58,8 @@ REFUSED = {
         "0 tokens",
         "odd sizes, plain",
         "every group, plain",
+        "groups of two",
+        "many small groups",
         "every other row of a slice",
     },  # without a bias
     "qk_norm_rope": {"three quarters of each head rotate", "odd sizes", "fp32 weights and table"},
@@ -126,6 +129,7 @@ def test_no_kernel_is_launched_for_no_tokens(op: str, recorder: Recorder) -> Non
     for sample in contracts()[op].samples(torch.bfloat16, CPU):
         if sample.name.startswith("0 token"):
             IMPLS[op].fn(*sample.args)
+    IMPLS["quant_fp8"].fn(torch.zeros(0, 64))  # no sample: vLLM's own form fails there
     assert recorder.calls == []
 
 
@@ -296,6 +300,9 @@ def test_other_dtypes_and_heads_are_refused() -> None:
     assert rope(query, query[:, :1], cos, sin, torch.arange(2)) is True
     cos, sin = torch.zeros(4, 16).double().chunk(2, dim=-1)
     assert "float64" in rope(query, None, cos, sin, torch.arange(2))
+    groups = IMPLS["quant_fp8_group"].supports
+    assert groups(torch.zeros(2, 1024).half(), 1024) is True
+    assert "shared memory" in groups(torch.zeros(2, 2048).half(), 2048)
 
 
 def normed_heads(**change: Any) -> tuple[Any, ...]:

@@ -39,9 +39,11 @@ def _exponentials_by_name() -> None:
     fused_recurrent.exp = lambda x: tl.exp(x)
 
 
-@cache
 def _look_for_positions() -> None:
-    """An error where the interpreter would read outside of tables, and end the process."""
+    """An error where the interpreter would read outside of tables, and end the process.
+
+    Asked at every load: the backend may have been imported anew.
+    """
     from vllm_fl_flaggems.triton_kernels import qk_norm_rope_kernel
 
     rotary = sys.modules["flag_gems.fused.rotary_embedding"].apply_rotary_pos_emb_kernel

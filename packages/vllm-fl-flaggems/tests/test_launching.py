@@ -5,6 +5,7 @@ The kit sees the kernels launched directly, and no tensor that is huge.
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
@@ -15,7 +16,7 @@ from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.verification import compare
 from vllm_fl_flaggems import kernels
-from vllm_fl_flaggems.impl import activation, normalization, rotary
+from vllm_fl_flaggems.impl import activation, experts, normalization, paging, rotary
 from vllm_fl_flaggems.loading import flag_gems, problem
 from vllm_fl_flaggems.plugin import register_ops
 
@@ -79,13 +80,26 @@ def test_layer_norms_of_every_length(
     assert torch.allclose(normalization.layer_norm(x + 3, *args, 1e-5).double(), exact, 1e-5, 2e-5)
 
 
-def test_heads_whose_features_lie_apart_are_copied(device: torch.device) -> None:
-    *_, sample = contracts()["qk_norm_rope"].samples(torch.bfloat16, device)
-    packed = sample.args[0].contiguous()
-    apart = packed.repeat_interleave(2, dim=1)[:, ::2]
-    op, rest = implementation("qk_norm_rope").fn, sample.args[1:]
-    result = op(apart, *rest)
-    assert torch.equal(apart, packed) and torch.equal(result, op(packed.clone(), *rest))
+def test_caches_in_rows_are_written_by_flag_gems(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paging, "_scatter", lambda *args: pytest.fail("the other kernel"))
+    sample = next(iter(contracts()["reshape_and_cache"].samples(torch.float16, device)))
+    key, value, key_cache, value_cache, slots = sample.args
+    implementation("reshape_and_cache").fn(*sample.args)
+    for row, cache in ((key, key_cache), (value, value_cache)):
+        assert torch.equal(cache.flatten(0, 1)[slots], row)
+
+
+def test_a_warning_of_the_experts_is_said_once(
+    device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("flag_gems.fused.fused_moe")
+    monkeypatch.setattr(logger, "filters", [])  # an earlier call's
+    assert callable(experts._kernels.__wrapped__().fused_experts_impl)
+    for warning in ("there is no tuned configuration", "the default one", "the default one"):
+        logger.warning(warning)
+    assert caplog.messages == ["there is no tuned configuration", "the default one"]
 
 
 @pytest.mark.parametrize("size", [(0,), (2, 3, 0), (0, 8)])

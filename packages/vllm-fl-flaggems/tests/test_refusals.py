@@ -12,13 +12,15 @@ from vllm_fl_flaggems import loading
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
-    "concat_and_cache_mla": {"odd sizes"},
+    "concat_and_cache_mla": {"features apart", "odd sizes"},
     "fused_experts": {
         "gelu, gates near -3",
         "gelu_tanh, gates near -3",
         "beyond the limit of swigluoai",
+        "weights on the input, biases",
     },
     "recurrent_gated_delta_rule": {"large epsilon"},
+    "reshape_and_cache": {"features apart"},
     "rms_norm": {
         "weight=None",
         "weight=None, residual",
@@ -38,7 +40,9 @@ REFUSED = {
         "0 tokens",
         "odd sizes, plain",
         "every group, plain",
-        "every other row of a slice",  # so far: without a bias
+        "every other row of a slice",
+        "groups of two",
+        "many small groups",  # so far: without a bias
         "one group",  # 6 experts of a token
     },
 }
@@ -94,3 +98,40 @@ def test_heads_are_refused_beyond_one_program_and_where_cuda_launches_nothing(
     assert verdict(1024) is True
     assert "not of 1025" in str(verdict(1025)) and "not of 1" in str(verdict(1))
     assert "through CUDA" in str(verdict(64, "meta"))
+
+
+def test_caches_of_other_layouts_are_refused_where_cuda_launches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (impl,) = (impl for impl in register_ops() if impl.op_name == "reshape_and_cache")
+    monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="meta")])
+    samples = contracts()["reshape_and_cache"].samples(torch.float16, torch.device("meta"))
+    verdicts = {sample.name: impl.supports(*sample.args) for sample in samples}
+    assert verdicts["16 tokens"] is True
+    assert "slots before heads" in str(verdicts["two layouts"])
+
+
+def test_groups_are_refused_beyond_32_bits_and_where_triton_has_no_fp8(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (impl,) = (impl for impl in register_ops() if impl.op_name == "quant_fp8_group")
+    monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="meta")])
+    assert impl.supports(torch.empty(2**23 - 1, 256, device="meta")) is True
+    assert "more elements" in str(impl.supports(torch.empty(2**23, 256, device="meta")))
+
+    monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="cuda")])
+    on_gpu = SimpleNamespace(
+        ndim=2,
+        shape=(4, 256),
+        numel=lambda: 1024,
+        stride=lambda dimension: 256,
+        is_cuda=True,
+        device=torch.device("cuda", 0),
+        dtype=torch.float16,
+    )
+    for capability, verdict in (
+        ((8, 9), True),
+        ((8, 0), "this GPU has no float8_e4m3fn in Triton"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert impl.supports(on_gpu) == verdict

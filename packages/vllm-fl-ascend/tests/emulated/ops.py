@@ -116,7 +116,7 @@ def npu_mrope(
 ) -> tuple[Tensor, Tensor]:
     name = "npu_mrope"
     demand(positions.dtype == torch.int64, name, "int64 positions")
-    sections = mrope_section if mrope_section and any(mrope_section) else None
+    sections = mrope_section if mrope_section and mrope_section[0] > 0 else None
     axes = positions.shape[:-1]
     demand(positions.shape[-1:] == query.shape[:1], name, "a position for each token")
     demand(axes == ((3,) if sections else ()), name, "three axes with sections, else one")
@@ -130,6 +130,7 @@ def npu_mrope(
     rotary = cos_sin_cache.shape[1]
     demand(head_size % step == rotary % step == 0, name, f"sizes that are multiples of {step}")
     demand(rotary <= head_size, name, "a cache no wider than a head")
+    demand(positions.min() >= 0 and positions.max() < len(cos_sin_cache), name, "known positions")
     cos, sin = cos_sin_cache.float()[positions].unsqueeze(-2).chunk(2, -1)
     if sections:
         demand(len(sections) == 3, name, "three sections")

@@ -30,6 +30,7 @@ __all__ = [
     "available",
     "block_pointers_work",
     "flag_gems",
+    "flag_gems_module",
     "problem",
     "unsuitable",
 ]
@@ -117,6 +118,19 @@ def flag_gems() -> Any:
     if isinstance(outcome, str):
         raise NotImplementedError(outcome)
     return outcome
+
+
+def flag_gems_module(name: str) -> Any:
+    """The module `flag_gems.NAME`.
+
+    Args:
+        name: below `flag_gems`, with dots.
+
+    Raises:
+        NotImplementedError: FlagGems cannot be used; the next candidate is then taken.
+    """
+    flag_gems()
+    return import_module(f"flag_gems.{name}")
 
 
 def unsuitable(name: str, x: torch.Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> str | None:

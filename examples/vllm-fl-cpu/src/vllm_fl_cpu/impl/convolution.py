@@ -67,8 +67,6 @@ def causal_conv1d(
         raise ValueError(f"query_start_loc must rise from 0 to {len(x)}, got {ends}")
     # It would write zeros into the state of an empty sequence.
     some = query_start_loc.diff() > 0
-    if not bool(some.any()):
-        return x.new_empty(x.shape), conv_states
     starts = torch.cat((query_start_loc[:1], query_start_loc[1:][some]))
     # It takes any cache for one whose features lie side by side, and says so in its strides.
     rows = cache_indices[some].long()
@@ -172,8 +170,6 @@ def supports_causal_conv1d_update(
         return reason
     if not x.dtype == weight.dtype == conv_state.dtype or conv_state_indices.is_floating_point():
         return "x, weight and conv_state are not of one dtype, or the indices no integers"
-    if x.ndim != 2 or weight.ndim != 2 or conv_state.ndim != 3:
-        return f"x has {x.ndim} dimensions, weight {weight.ndim} and conv_state {conv_state.ndim}"
     if conv_state.shape[-1] != weight.shape[-1] - 1:
         return f"states of {conv_state.shape[-1]} for {weight.shape[-1]} taps"
     if activation not in ("silu", None):

@@ -85,7 +85,15 @@ def chunk_gated_delta_rule(
 
     Returns:
         (out, final_state), of the shapes and dtypes of v and initial_state.
+
+    Raises:
+        ValueError: cu_seqlens does not rise from 0 to the number of tokens.
+        RuntimeError: the kernel refuses its arguments.
     """
+    ends = cu_seqlens.tolist()
+    # The kernel looks at none of these numbers before it follows them.
+    if [0, *sorted(ends[1:-1]), len(q)] != ends:
+        raise ValueError(f"cu_seqlens must rise from 0 to {len(q)}, got {ends}")
     states = initial_state.transpose(2, 3).to(
         torch.float32, copy=True, memory_format=torch.contiguous_format
     )
@@ -112,12 +120,16 @@ def supports_chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor,
     epsilon: float | None = None,
 ) -> Availability:
-    """True, or why the kernel would fail."""
+    """True, or why the kernel would fail, or round states or norm in silence."""
     reason = unsuitable("q", q)
     if reason:
         return reason
     if q.dtype != torch.bfloat16:
         return f"q is {q.dtype}: no chunked kernel but for bfloat16"
+    if not initial_state.is_floating_point() or cu_seqlens.is_floating_point():
+        return f"initial_state is {initial_state.dtype} and cu_seqlens {cu_seqlens.dtype}"
+    if epsilon is not None and not epsilon > 0:
+        return f"epsilon is {epsilon}, and must be None or above 0"
     sizes = q.shape[-1], v.shape[-1]
     if sizes[0] != sizes[1] or sizes[0] not in CHUNKED_SIZES:
         return f"keys and values of {sizes} features: no chunked kernel but for 64 or 128 of both"

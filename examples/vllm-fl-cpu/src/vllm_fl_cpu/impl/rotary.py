@@ -72,6 +72,8 @@ def supports_rotary_embedding(
     if joint_cos_sin(cos, sin) is None:
         return "cos and sin are not the two halves of one cache"
     half, head_size = cos.shape[-1], query.shape[-1]
+    if 2 * half > head_size:  # it would turn the features of the next head, too
+        return f"cos has {half} pairs and heads {head_size} features"
     if query.dtype != torch.bfloat16 or rotary_interleaved:
         return True
     if half % LANES or head_size % LANES:

@@ -58,6 +58,7 @@ def fused_experts(
         (tokens, hidden), bfloat16.
 
     Raises:
+        KeyError: `activation` is none of these.
         RuntimeError: one of CANN's kernels fails.
     """
     if not hidden_states.numel():
@@ -113,19 +114,15 @@ def supports_fused_experts(
 ) -> Availability:
     """True, or why the kernels would fail, or give something else."""
     x = hidden_states
-    reason = unsuitable("hidden_states", x)
-    if reason:
-        return reason
     if not x.dtype == w13.dtype == w2.dtype == torch.bfloat16:
         return f"npu_moe_token_unpermute takes bfloat16 alone, not {x.dtype} and {w13.dtype}"
     if expert_map is not None:
         return "experts of other ranks (an expert_map) are not left out here"
     if w13_bias is not None or w2_bias is not None:
         return "biases are not added here"
-    if activation not in ACTIVATIONS:
-        return f"there is no operator for the activation {activation!r}"
     reason = (
-        elsewhere("w13", w13, x)
+        unsuitable("hidden_states", x)
+        or elsewhere("w13", w13, x)
         or elsewhere("w2", w2, x)
         or elsewhere("topk_weights", topk_weights, x)
         or elsewhere("topk_ids", topk_ids, x)

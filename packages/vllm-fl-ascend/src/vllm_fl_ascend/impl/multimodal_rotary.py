@@ -8,7 +8,7 @@ from vllm_fl import Availability, OpImpl, joint_cos_sin
 
 from ..npu import available
 from . import VENDOR
-from .rotary import supports_rotary_embedding
+from .rotary import unturnable
 
 __all__ = ["OPS", "multimodal_rotary_embedding", "supports_multimodal_rotary_embedding"]
 
@@ -71,9 +71,10 @@ def supports_multimodal_rotary_embedding(
         return "the kernel deals the axes out in sections, not in turns"
     if position_ids.shape != (len(query), 3) or position_ids.is_floating_point():
         return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
-    if len(mrope_section) != 3 or sum(mrope_section) != cos.shape[-1]:
-        return f"the sections {mrope_section} do not add up to {cos.shape[-1]} pairs"
-    return supports_rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+    # Without a first part CANN turns by one position alone (aclnnRopeWithSinCosCache).
+    if len(mrope_section) != 3 or sum(mrope_section) != cos.shape[-1] or min(mrope_section) < 1:
+        return f"the sections {mrope_section} are no three parts of {cos.shape[-1]} pairs"
+    return unturnable(query, key, cos, sin, position_ids) or True
 
 
 OPS = (

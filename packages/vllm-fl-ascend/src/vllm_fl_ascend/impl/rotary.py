@@ -9,7 +9,7 @@ from vllm_fl import Availability, OpImpl, joint_cos_sin
 from ..npu import available
 from . import VENDOR, elsewhere, mixed, unsuitable
 
-__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
+__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding", "unturnable"]
 
 MULTIPLE = 64
 """Bytes of which a head and its rotating part are a multiple (CANN's aclnnRopeWithSinCosCache)."""
@@ -63,6 +63,22 @@ def supports_rotary_embedding(
     rotary_interleaved: bool = False,
 ) -> Availability:
     """True, or why the kernel would fail."""
+    if position_ids.shape != query.shape[:1] or position_ids.is_floating_point():
+        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
+    return unturnable(query, key, cos, sin, position_ids) or True
+
+
+def unturnable(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+) -> str | None:
+    """Why the kernel would fail, or take other heads; None if it does neither.
+
+    The shape of position_ids is left to the caller.
+    """
     reason = (
         unsuitable("query", query)
         or mixed("key", key, "query", query)
@@ -72,13 +88,15 @@ def supports_rotary_embedding(
     )
     if reason:
         return reason
+    tokens, _heads, head_size = query.shape
+    if key is not None and key.shape != (tokens, key.shape[1], head_size):  # it would be cut anew
+        return f"key is {tuple(key.shape)} and query {tuple(query.shape)}"
     step = MULTIPLE // query.itemsize
-    for what, features in (("head_size", query.shape[-1]), ("rotary size", 2 * cos.shape[-1])):
-        if features % step:
-            return f"the {what} {features} is no multiple of {step}"
-    if joint_cos_sin(cos, sin) is None:
-        return "cos and sin are not the two halves of one cache"
-    return True
+    for what, features in (("head_size", head_size), ("rotary size", 2 * cos.shape[-1])):
+        if features % step or features > head_size:
+            return f"the {what} {features} is no multiple of {step} up to {head_size}"
+    joint = joint_cos_sin(cos, sin) is not None
+    return None if joint else "cos and sin are not the two halves of one cache"
 
 
 OPS = (

@@ -44,6 +44,7 @@ def moe_topk(
         (weights, float32; ids, int32), both (tokens, topk).
 
     Raises:
+        KeyError: `scoring_func` is none of these.
         RuntimeError: CANN's kernel fails.
     """
     groups = (1, 1, 0)
@@ -61,7 +62,7 @@ def supports_moe_topk(
 ) -> Availability:
     """True, or why the kernel would fail, or renormalise unasked."""
     scale = (renormalize, scoring_func, routed_scaling_factor)
-    return _unfit(gating_output, topk, 1, 1, *scale, e_score_correction_bias) or True
+    return _unfit(gating_output, 1, *scale, e_score_correction_bias) or True
 
 
 def grouped_topk(
@@ -92,6 +93,7 @@ def grouped_topk(
         (weights, float32; ids, int32), both (tokens, topk).
 
     Raises:
+        KeyError: `scoring_func` is none of these.
         RuntimeError: CANN's kernel fails.
     """
     by_two = e_score_correction_bias is not None
@@ -112,10 +114,7 @@ def supports_grouped_topk(
 ) -> Availability:
     """True, or why the kernel would fail, or renormalise unasked."""
     scale = (renormalize, scoring_func, routed_scaling_factor)
-    reason = _unfit(
-        gating_output, topk, num_expert_group, topk_group, *scale, e_score_correction_bias
-    )
-    return reason or True
+    return _unfit(gating_output, num_expert_group, *scale, e_score_correction_bias) or True
 
 
 def _route(
@@ -151,9 +150,7 @@ def _route(
 
 def _unfit(
     logits: torch.Tensor,
-    topk: int,
     groups: int,
-    best: int,
     renormalize: bool,
     scoring_func: str,
     factor: float,
@@ -161,8 +158,6 @@ def _unfit(
 ) -> str | None:
     if logits.ndim != 2:
         return f"gating_output has {logits.ndim} dimensions"
-    if scoring_func not in SCORING:
-        return f"no kernel for {scoring_func}"
     if scoring_func == "sigmoid" and not renormalize:
         return "the kernel always renormalises a sigmoid's weights"
     if not math.isfinite(factor):
@@ -170,15 +165,10 @@ def _unfit(
     experts = logits.shape[1]
     if groups < 1 or experts % groups or experts < 3 * groups:
         return f"no kernel for {experts} experts in {groups} groups"
-    size = experts // groups
-    if -(-size // 32) * 32 * groups > MOST_EXPERTS:
+    if -(-experts // groups // 32) * 32 * groups > MOST_EXPERTS:
         return f"no kernel for as many as {experts} experts in {groups} groups"
-    if not 1 <= best <= groups or not 1 <= topk <= best * size:
-        return f"no kernel for {topk} experts of {best} groups"
     if bias is None:
         return unsuitable("gating_output", logits)
-    if bias.shape != logits.shape[1:]:
-        return f"e_score_correction_bias is {tuple(bias.shape)}"
     return unsuitable("gating_output", logits) or unsuitable("e_score_correction_bias", bias)
 
 

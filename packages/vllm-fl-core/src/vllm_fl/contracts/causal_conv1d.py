@@ -241,14 +241,14 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     import torch
 
     source = Source(dtype, device)
-    good = _call(source, (3, 5), dim=8, width=4)
+    good = _call(source, (3, 5), dim=64, width=4)  # of which every kernel has one
 
     def bad(name: str, **change: Any) -> BadInput:
         return BadInput(name, (*(good | change).values(),), next(iter(change)))
 
     x, weight, bias, cache, at, slot, has, _ = good.values()
     yield bad("x is not a tensor", x=[1.0])
-    yield bad("x of integers", x=torch.ones(5, 8, dtype=torch.int64, device=device))
+    yield bad("x of integers", x=x.long())
     yield bad("x of three dimensions", x=x[None])
     yield bad("weight of one feature, which would broadcast", weight=weight[:1])
     yield bad("weight of one tap", weight=weight[:, :1])
@@ -256,14 +256,17 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("weight of another dtype", weight=weight.to(other))
     yield bad("bias of one feature, which would broadcast", bias=bias[:1])
     yield bad("states of fewer columns", conv_states=cache[:, :, :2])
-    yield bad("states of other features", conv_states=cache[:, :4])
+    yield bad("states of other features", conv_states=cache[:, :32])
+    yield bad("states of another dtype", conv_states=cache.to(other))
     yield bad("query_start_loc of floats", query_start_loc=at.float())
     yield bad("query_start_loc of one sequence", query_start_loc=at[:2])
     yield bad("cache_indices of one sequence", cache_indices=slot[:1])
     yield bad("has_initial_state of integers", has_initial_state=has.int())
     if source.device.type == "cpu":  # an accelerator would be unusable after it
         yield bad("query_start_loc beyond the tokens", query_start_loc=at * 2)
+        yield bad("query_start_loc before the last token", query_start_loc=at.clamp(max=len(x) - 1))
         yield bad("cache_indices beyond the slots", cache_indices=slot + len(cache))
+        yield bad("cache_indices below the slots", cache_indices=slot - len(cache))
     yield bad("an activation that is not known", activation="gelu")
 
 

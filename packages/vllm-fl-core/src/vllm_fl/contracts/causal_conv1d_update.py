@@ -173,14 +173,14 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     import torch
 
     source = Source(dtype, device)
-    good = _call(source, 4, dim=8, width=4)
+    good = _call(source, 4, dim=64, width=4)  # of which every kernel has one
 
     def bad(name: str, **change: Any) -> BadInput:
         return BadInput(name, (*(good | change).values(),), next(iter(change)))
 
     x, cache, weight, bias, _, at = good.values()
     yield bad("x is not a tensor", x=[1.0])
-    yield bad("x of integers", x=torch.ones(4, 8, dtype=torch.int64, device=device))
+    yield bad("x of integers", x=x.long())
     yield bad("x of three dimensions", x=x[None])
     yield bad("weight of one feature, which would broadcast", weight=weight[:1])
     yield bad("weight of one tap", weight=weight[:, :1])

@@ -271,16 +271,17 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     import torch
 
     source = Source(dtype, device)
-    good = _call(source, (3, 5), heads=2, value_heads=4, key_size=8, value_size=6)
+    # Sizes of which every kernel has one.
+    good = _call(source, (3, 5), heads=2, value_heads=4, key_size=64, value_size=64)
 
     def bad(name: str, **change: Any) -> BadInput:
         return BadInput(name, (*(good | change).values(),), next(iter(change)))
 
     q, k, v, g, beta, state, at, _ = good.values()
     yield bad("q is not a tensor", q=[1.0])
-    yield bad("q of integers", q=torch.ones(5, 2, 8, dtype=torch.int64, device=device))
+    yield bad("q of integers", q=q.long())
     yield bad("q of two dimensions", q=q.flatten(1))
-    yield bad("k of another head size", k=k[..., :4])
+    yield bad("k of another head size", k=k[..., :32])
     yield bad("k of one token, which would broadcast", k=k[:1])
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
     yield bad("k of another dtype", k=k.to(other))
@@ -290,13 +291,14 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("g of one head, which would broadcast", g=g[:, :1])
     yield bad("beta of one head, which would broadcast", beta=beta[:, :1])
     yield bad("beta is not a tensor", beta=0.5)
-    yield bad("states of keys by values", initial_state=state.transpose(2, 3))
+    yield bad("states of half a key", initial_state=state[..., :32])
     yield bad("one state for two sequences", cu_seqlens=at, initial_state=state[:1])
     yield bad("states of integers", initial_state=state.long())
     yield bad("cu_seqlens of floats", cu_seqlens=at.float())
     yield bad("cu_seqlens of one sequence", cu_seqlens=at[:2])
     if source.device.type == "cpu":  # an accelerator would be unusable after it
         yield bad("cu_seqlens beyond the tokens", cu_seqlens=at * 2)
+        yield bad("cu_seqlens before the last token", cu_seqlens=at.clamp(max=len(q) - 1))
         yield bad("cu_seqlens that fall", cu_seqlens=at[[0, 2, 1]])
     yield bad("epsilon is no number", epsilon="1e-6")
     yield bad("epsilon is 0", epsilon=0.0)

@@ -134,6 +134,10 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         "gaps between blocks", (source.normal(7, 64), source.normal(7, 16), apart, mapping)
     )
 
+    sparse = source.normal(4, 8, 160)[..., ::2]
+    mapping = slots(7, 32, device)
+    yield Sample("features apart", (source.normal(7, 64), source.normal(7, 16), sparse, mapping))
+
     odd = source.normal(4, 5, 43)
     yield Sample(
         "odd sizes", (source.normal(7, 33), source.normal(7, 10), odd, slots(7, 20, device))
@@ -165,7 +169,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     import torch
 
     source = Source(dtype, device)
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16  # as wide, if one is
     good = {
         "kv_c": source.normal(4, 16),
         "k_pe": source.normal(4, 8),

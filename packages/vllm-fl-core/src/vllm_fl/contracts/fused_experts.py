@@ -349,6 +349,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("weights on the input", (*alone, "silu", True, -1, None, None, None))
 
     biases = source.normal(8, 64), source.normal(8, 64)
+    yield Sample("weights on the input, biases", (*alone, "silu", True, -1, None, *biases), 2.0)
     both = source.normal(12, 64), w13, w2, *_routing(source, 12, 8, 3)
     yield Sample("biases", (*both, "silu", False, -1, None, *biases), 2.0)
 
@@ -414,6 +415,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("not a tensor", "hidden_states", hidden_states=[1.0])
     yield bad("3-D", "hidden_states", hidden_states=source.normal(2, 2, 32))
     yield bad("weights of another dtype", "w13", w13=w13.to(other))
+    yield bad("w2 of another dtype", "w2", w2=w2.to(other))
     yield bad("w13 of another width", "w13", w13=source.normal(4, 64, 31))
     yield bad("w2 transposed", "w2", w2=source.normal(4, 32, 64))
     yield bad(
@@ -429,6 +431,8 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     )
     yield bad("more experts than there are", "global_num_experts", global_num_experts=8)
     yield bad("a list of experts", "expert_map", expert_map=[0, 1, 2, 3], global_num_experts=4)
+    here = torch.arange(4, dtype=torch.int32, device=source.device)
+    yield bad("a map of fewer experts", "global_num_experts", expert_map=here, global_num_experts=8)
     yield bad("a bias for every token", "w13_bias", w13_bias=source.normal(3, 64))
     yield bad("a bias of another width", "w2_bias", w2_bias=source.normal(4, 31))
 

@@ -224,6 +224,10 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     bias = bias_for_choice(source, 60, 0.3)
     one_group = router_logits(source, 5, 60)
     yield Sample("one group", (one_group, 6, True, 1, 1, "sigmoid", 1.0, bias))
+    pairs = router_logits(source, 5, 16)
+    yield Sample("groups of two", (pairs, 3, True, 8, 2, "softmax", 1.0, None))
+    small = router_logits(source, 4, 195)
+    yield Sample("many small groups", (small, 6, True, 65, 3, "softmax", 1.0, None))
 
 
 def _served(
@@ -254,23 +258,36 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield BadInput("not a tensor", ([[1.0, 2.0]], *sizes, *plain), "gating_output")
     yield BadInput("integers", (logits.long(), *sizes, *plain), "gating_output")
     yield BadInput("three dimensions", (source.normal(2, 4, 16), *sizes, *plain), "gating_output")
-    yield BadInput("no expert", (logits, 0, True, 4, 2, *plain), "topk")
-    yield BadInput("more than the groups have", (logits, 9, True, 4, 2, *plain), "topk")
-    yield BadInput("no group", (logits, 2, True, 0, 2, *plain), "num_expert_group")
-    yield BadInput("groups of other sizes", (logits, 2, True, 3, 2, *plain), "num_expert_group")
+    none = source.normal(4, 16, 0)
+    yield BadInput("three dimensions, the last empty", (none, *sizes, *plain), "gating_output")
+    for with_bias, how in (("", plain), (", with a bias", ("sigmoid", 1.0, bias))):
+        for name, topk, groups, topk_group, argument in (
+            ("no expert", 0, 4, 2, "topk"),
+            ("more than the groups have", 9, 4, 2, "topk"),
+            ("more than the group has", 8, 4, 1, "topk"),
+            ("no group", 2, 0, 2, "num_expert_group"),
+            ("groups of other sizes", 2, 3, 2, "num_expert_group"),
+            ("none of the groups", 2, 4, 0, "topk_group"),
+            ("more than all groups", 2, 4, 5, "topk_group"),
+        ):
+            args = (logits, topk, True, groups, topk_group, *how)
+            yield BadInput(f"{name}{with_bias}", args, argument)
+        args = (logits, *sizes, "tanh", *how[1:])
+        yield BadInput(f"unknown scores{with_bias}", args, "scoring_func")
     yield BadInput(
         "groups of one, with a bias",
         (logits, 2, True, 16, 2, "sigmoid", 1.0, bias),
         "num_expert_group",
     )
-    yield BadInput("none of the groups", (logits, 2, True, 4, 0, *plain), "topk_group")
-    yield BadInput("more than all groups", (logits, 2, True, 4, 5, *plain), "topk_group")
-    yield BadInput("unknown scores", (logits, *sizes, "tanh", 1.0, None), "scoring_func")
     for name, factor in (("no number", "2"), ("NaN", math.nan)):
         yield BadInput(
             f"factor is {name}", (logits, *sizes, "softmax", factor, None), "routed_scaling_factor"
         )
-    for name, other in (("a list", [0.0] * 16), ("one number, which would broadcast", bias[:1])):
+    for name, other in (
+        ("a list", [0.0] * 16),
+        ("one number, which would broadcast", bias[:1]),
+        ("of two dimensions", bias[None]),
+    ):
         yield BadInput(
             f"bias is {name}", (logits, *sizes, "sigmoid", 1.0, other), "e_score_correction_bias"
         )

@@ -145,6 +145,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("bias=None", (x, source.normal(256), None, 1e-3))
     wide = (source.normal(256, dtype=torch.float32) for _ in range(2))
     yield Sample("fp32 weight and bias", (x, *wide, 1e-6))
+    yield Sample("strided weight and bias", (x, *source.normal(256, 2).unbind(-1), 1e-5))
 
 
 def _served(

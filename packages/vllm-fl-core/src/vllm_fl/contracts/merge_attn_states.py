@@ -212,8 +212,11 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("prefix_output of two dimensions", "prefix_output", source.normal(4, 16))
     integers = torch.ones(4, 2, 8, dtype=torch.int64, device=device)
     yield bad("prefix_output of integers", "prefix_output", integers)
+    args = tuple((good | {"prefix_output": integers, "suffix_output": integers}).values())
+    yield BadInput("both outputs of integers", args, "prefix_output")
     yield bad("suffix_output is not a tensor", "suffix_output", None)
     yield bad("suffix_output of fewer tokens", "suffix_output", source.normal(3, 2, 8))
+    yield bad("suffix_output of heads, then tokens", "suffix_output", source.normal(2, 4, 8))
     yield bad("suffix_output that would broadcast", "suffix_output", source.normal(4, 1, 8))
     yield bad(
         "suffix_output of another dtype", "suffix_output", source.normal(4, 2, 8, dtype=other)

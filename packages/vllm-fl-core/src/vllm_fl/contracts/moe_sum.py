@@ -190,6 +190,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield BadInput("not a tensor", ([[[1.0]]], None, None), "input")
     yield BadInput("integers", (input.long(), None, None), "input")
     yield BadInput("two dimensions", (input[0], None, None), "input")
+    yield BadInput("four dimensions, no feature", (source.normal(4, 2, 0, 8), None, None), "input")
     yield BadInput("ids are a list", (input, [[0, 0]] * 4, None), "topk_ids")
     yield BadInput("ids are floating", (input, ids.float(), None), "topk_ids")
     yield BadInput("ids of one token, which would broadcast", (input, ids[:1], None), "topk_ids")

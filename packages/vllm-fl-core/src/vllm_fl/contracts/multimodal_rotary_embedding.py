@@ -238,6 +238,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("partial rotary", (q, k, *part, at, [4, 6, 6], False, False))
     wide = tables(source, 64, 64, torch.float32)
     yield Sample("fp32 tables", (q, k, *wide, at, section, False, False))
+    yield Sample("heights and widths alone", (q, k, cos, sin, at, [0, 16, 16], False, False))
     q, k = heads_of_qkv(source, 3, 5, 1, 38)
     odd = tables(source, 11, 38), _positions(source, 3, 11)
     yield Sample(
@@ -275,8 +276,8 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     import torch
 
     source = Source(dtype, device)
-    query, key = heads_of_qkv(source, 4, 2, 1, 8)
-    cos, sin = tables(source, 16, 8)
+    query, key = heads_of_qkv(source, 4, 2, 1, 64)
+    cos, sin = tables(source, 16, 64)
     at = _positions(source, 4, 16)
 
     def bad(name: str, argument: str, **change: Any) -> BadInput:
@@ -286,26 +287,28 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
             "cos": cos,
             "sin": sin,
             "position_ids": at,
-            "mrope_section": [2, 1, 1],
+            "mrope_section": [16, 8, 8],
         }
         return BadInput(name, (*(good | change).values(), False, False), argument)
 
     yield bad("query is not a tensor", "query", query=[1.0])
-    yield bad("query of two dimensions", "query", query=source.normal(4, 16))
+    yield bad("query of two dimensions", "query", query=source.normal(4, 64))
     yield bad("no key", "key", key=None)
-    yield bad("key of another head_size", "key", key=source.normal(4, 1, 6))
-    yield bad("key of one token, which would broadcast", "key", key=source.normal(1, 1, 8))
-    yield bad("cos wider than half a head", "cos", cos=source.normal(16, 6))
-    yield bad("sin of another width", "sin", sin=source.normal(16, 3))
+    yield bad("key of another head_size", "key", key=source.normal(4, 1, 128))
+    yield bad("key of one token, which would broadcast", "key", key=source.normal(1, 1, 64))
+    yield bad("cos wider than half a head", "cos", cos=source.normal(16, 48))
+    wide = dict(zip(("cos", "sin"), tables(source, 16, 128), strict=True))
+    yield bad("both wider than half a head", "cos", **wide, mrope_section=[32, 16, 16])
+    yield bad("sin of another width", "sin", sin=source.normal(16, 16))
     yield bad("one position a token", "position_ids", position_ids=at[:, 0])
     yield bad("two positions a token", "position_ids", position_ids=at[:, :2])
     four = torch.zeros(4, 4, dtype=torch.int64, device=source.device)
     yield bad("four positions a token", "position_ids", position_ids=four)
     yield bad("too few positions", "position_ids", position_ids=at[:3])
     yield bad("positions of floats", "position_ids", position_ids=at.float())
-    yield bad("a section is missing", "mrope_section", mrope_section=[2, 2])
-    yield bad("sections that leave a pair over", "mrope_section", mrope_section=[1, 1, 1])
-    yield bad("a negative section", "mrope_section", mrope_section=[6, -1, -1])
+    yield bad("a section is missing", "mrope_section", mrope_section=[16, 16])
+    yield bad("sections that leave a pair over", "mrope_section", mrope_section=[8, 8, 8])
+    yield bad("a negative section", "mrope_section", mrope_section=[48, -8, -8])
     if source.device.type == "cpu":  # an accelerator would be unusable after it
         yield bad("a position beyond the tables", "position_ids", position_ids=at + 16)
         yield bad("a negative position", "position_ids", position_ids=at - 16)

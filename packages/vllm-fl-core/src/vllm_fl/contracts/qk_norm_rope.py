@@ -302,6 +302,8 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample(
         "columns of a wider buffer, strided positions", (buffer[:, 8:-16], *some[1:], *rest)
     )
+    apart = source.normal(6, 4 * 64, 2)[..., 0]
+    yield Sample("features apart", (apart, *some[1:], *rest))
 
 
 def _served(

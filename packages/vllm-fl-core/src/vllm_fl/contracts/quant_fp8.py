@@ -178,6 +178,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield BadInput("not a tensor", ([1.0, 2.0], None, None, False), "x")
     yield BadInput("integers", (x.int(), None, None, False), "x")
     yield BadInput("3-D", (source.normal(2, 3, 8), None, None, True), "x")
+    yield BadInput("3-D, one scale", (source.normal(2, 3, 8), None, None, False), "x")
     yield BadInput("a scale for each token", (x, x[:, :1].float(), None, False), "scale")
     yield BadInput("a scale in double", (x, one.double(), None, False), "scale")
     yield BadInput("a bound for all of x", (x, None, one, False), "scale_ub")

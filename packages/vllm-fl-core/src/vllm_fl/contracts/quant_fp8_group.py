@@ -124,6 +124,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     exact.view(4, 2, 64)[:, :, 5] = exact.new_tensor([7.0, 3.5])  # 448 is 7 times a power of two
     exact.clamp_(-7.0, 7.0).view(4, 2, 64)[:, 1].clamp_(-3.5, 3.5)
     yield Sample("powers of two, of exact ones", (exact, 64, 1e-10, True))
+    yield Sample("features apart", (uneven(4, 4, 128)[:, ::2], 128, 1e-10, False))
 
 
 def _served(

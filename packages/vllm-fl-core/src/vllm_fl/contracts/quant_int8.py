@@ -191,6 +191,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield BadInput("not a tensor", ([1.0, 2.0], None, None, None), "x")
     yield BadInput("integers", (x.int(), None, None, None), "x")
     yield BadInput("3-D", (source.normal(2, 3, 8), None, None, None), "x")
+    yield BadInput("3-D, one scale", (source.normal(2, 3, 8), one, None, None), "x")
     yield BadInput("a scale for each token", (x, x[:, :1].float(), None, None), "scale")
     yield BadInput("a scale in double", (x, one.double(), None, None), "scale")
     yield BadInput("a zero point without scale", (x, None, one.int(), None), "azp")

@@ -252,7 +252,8 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     import torch
 
     source = Source(dtype, device)
-    good = _call(source, 4, heads=2, value_heads=4, key_size=8, value_size=6)
+    # Sizes of which every kernel has one.
+    good = _call(source, 4, heads=2, value_heads=4, key_size=64, value_size=64)
 
     def bad(name: str, **change: Any) -> BadInput:
         return BadInput(name, (*(good | change).values(),), next(iter(change)))
@@ -268,7 +269,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("b of one token, which would broadcast", b=b[:1])
     yield bad("A_log of one head, which would broadcast", A_log=A_log[:1])
     yield bad("dt_bias is not a tensor", dt_bias=0.5)
-    yield bad("states of keys by values", state=state.transpose(2, 3))
+    yield bad("states of half a key", state=state[..., :32])
     yield bad("states of integers", state=state.long())
     yield bad("indices of floats", state_indices=at.float())
     yield bad("too few indices", state_indices=at[:3])

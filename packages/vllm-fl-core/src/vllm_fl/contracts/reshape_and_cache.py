@@ -162,6 +162,17 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     caches = _separate(source, 4, 8, 2, 32)
     yield Sample("strided out of qkv", (key, value, *caches, slots(9, 32, device, skipped=4)))
 
+    key, value = source.normal(7, 2, 96).split(48, dim=-1)
+    key, value = key[..., :32], value[..., :32]
+    caches = _separate(source, 4, 8, 2, 32)
+    yield Sample("padded heads", (key, value, *caches, slots(7, 32, device)))
+    key, value = source.normal(7, 2, 32, 2).unbind(-1)  # features apart, too
+    caches = source.normal(4, 8, 2, 32), source.normal(4, 2, 8, 32).transpose(1, 2)
+    yield Sample("two layouts", (key, value, *caches, slots(7, 32, device)))
+    key, value = source.normal(7, 2, 32), source.normal(7, 2, 32)
+    sparse = source.normal(4, 8, 2, 32, 2).unbind(-1)
+    yield Sample("features apart", (key, value, *sparse, slots(7, 32, device)))
+
     key, value = source.normal(7, 3, 33), source.normal(7, 3, 33)
     caches = _separate(source, 4, 5, 3, 33)
     yield Sample("odd sizes", (key, value, *caches, slots(7, 20, device)))
@@ -196,7 +207,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     import torch
 
     source = Source(dtype, device)
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16  # as wide, if one is
     good = {
         "key": source.normal(4, 2, 8),
         "value": source.normal(4, 2, 8),
@@ -213,6 +224,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("key whose heads are not apart", "key", source.normal(4, 16))
     yield bad("value is not a tensor", "value", None)
     yield bad("value that would broadcast", "value", source.normal(4, 1, 8))
+    yield bad("value of fewer heads, before others", "value", source.normal(4, 2, 8)[:, :1])
     yield bad("value of fewer tokens", "value", source.normal(3, 2, 8))
     yield bad("value of another dtype", "value", source.normal(4, 2, 8, dtype=other))
     yield bad("key_cache is not a tensor", "key_cache", 0)

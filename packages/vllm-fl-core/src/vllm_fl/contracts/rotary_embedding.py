@@ -366,10 +366,10 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     import torch
 
     source = Source(dtype, device)
-    query, key = heads_of_qkv(source, 4, 2, 1, 8)
-    cos, sin = tables(source, 16, 8)
+    query, key = heads_of_qkv(source, 4, 2, 1, 64)
+    cos, sin = tables(source, 16, 64)
     at = _positions(source, 4, 16)
-    integers = torch.ones(4, 2, 8, dtype=torch.int64, device=source.device)
+    integers = torch.ones(4, 2, 64, dtype=torch.int64, device=source.device)
     good = {"query": query, "key": key, "cos": cos, "sin": sin, "position_ids": at}
 
     def bad(name: str, argument: str, **change: Any) -> BadInput:
@@ -379,20 +379,22 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield bad("query of integers", "query", query=integers)
     both = {"query": integers, "key": integers[:, :1]}
     yield bad("query and key of integers", "query", **both)
-    yield bad("query of two dimensions", "query", query=source.normal(4, 16))
+    yield bad("query of two dimensions", "query", query=source.normal(4, 64))
     yield bad("key is not a tensor", "key", key=[1.0])
     yield bad("key of integers", "key", key=integers)
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    yield bad("key of another dtype", "key", key=source.normal(4, 1, 8, dtype=other))
-    yield bad("key of other tokens", "key", key=source.normal(3, 1, 8))
-    yield bad("key of one token, which would broadcast", "key", key=source.normal(1, 1, 8))
-    yield bad("key of another head_size", "key", key=source.normal(4, 1, 6))
+    yield bad("key of another dtype", "key", key=source.normal(4, 1, 64, dtype=other))
+    yield bad("key of other tokens", "key", key=source.normal(3, 1, 64))
+    yield bad("key of one token, which would broadcast", "key", key=source.normal(1, 1, 64))
+    yield bad("key of another head_size", "key", key=source.normal(4, 1, 128))
     yield bad("cos is not a tensor", "cos", cos=1.0)
-    yield bad("cos wider than half a head", "cos", cos=source.normal(16, 6))
-    yield bad("cos so wide that it would broadcast", "cos", cos=source.normal(16, 7))
-    yield bad("cos of three dimensions", "cos", cos=source.normal(16, 1, 4))
+    yield bad("cos wider than half a head", "cos", cos=source.normal(16, 48))
+    wide = dict(zip(("cos", "sin"), tables(source, 16, 128), strict=True))
+    yield bad("both wider than half a head", "cos", **wide)
+    yield bad("cos so wide that it would broadcast", "cos", cos=source.normal(16, 63))
+    yield bad("cos of three dimensions", "cos", cos=source.normal(16, 1, 32))
     yield bad("sin is not a tensor", "sin", sin=1.0)
-    yield bad("sin of another width", "sin", sin=source.normal(16, 3))
+    yield bad("sin of another width", "sin", sin=source.normal(16, 16))
     yield bad("position_ids is not a tensor", "position_ids", position_ids=[0, 1, 2, 3])
     yield bad("positions of floats", "position_ids", position_ids=at.to(torch.float32))
     yield bad("too few positions", "position_ids", position_ids=at[:3])

@@ -70,6 +70,8 @@ def supports_rotary_embedding(
             return f"key is {key.dtype} {(*key.shape,)}, query {query.dtype} {(*query.shape,)}"
     if position_ids.shape != (tokens,) or position_ids.is_floating_point():
         return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
+    if 2 * cos.shape[-1] > head_size:  # it would turn the features of the next head, too
+        return f"cos has {cos.shape[-1]} pairs and heads {head_size} features"
     if joint_cos_sin(cos, sin) is None:
         return "cos and sin are not the two halves of one cache"
     return True if cos.dtype in DTYPES else f"no kernel for cos of {cos.dtype}"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from vllm_fl import Availability, OpImpl
 
-from ..loading import available, flag_gems, unsuitable
+from ..loading import available, flag_gems_module, unsuitable
 from . import DEFAULT
 
 __all__ = ["OPS", "fused_experts", "supports_fused_experts"]
@@ -70,8 +69,7 @@ def fused_experts(
 @cache
 def _kernels() -> Any:
     """FlagGems's module, of whose warnings each is said once: it gives them in every call."""
-    flag_gems()
-    module = import_module("flag_gems.fused.fused_moe")
+    module = flag_gems_module("fused.fused_moe")
     said: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -106,8 +104,7 @@ def supports_fused_experts(
         return f"the kernels have no activation {activation!r}"
     if apply_router_weight_on_input and w13_bias is not None:
         return "the kernels multiply the bias by the weight, too, that belongs on the input"
-    if not x.dtype == w13.dtype == w2.dtype or topk_ids.dtype not in (torch.int32, torch.int64):
-        return f"hidden_states are {x.dtype}, w13 {w13.dtype}, w2 {w2.dtype}, ids {topk_ids.dtype}"
+    # Of the dtypes of weights and ids Triton complains itself.
     experts, inner, hidden = w13.shape
     fitting = (
         x.shape == (topk_ids.shape[0], hidden)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from vllm_fl import Availability, OpImpl
 
-from ..loading import available, flag_gems, unsuitable
+from ..loading import available, flag_gems_module, unsuitable
 from . import DEFAULT
 
 __all__ = ["OPS", "recurrent_gated_delta_rule", "supports_recurrent_gated_delta_rule"]
@@ -60,15 +60,13 @@ def recurrent_gated_delta_rule(
     tokens = len(q)
     if not tokens:
         return v.new_empty(v.shape), state
-    flag_gems()  # which says why, where it does not load
-    from flag_gems.fused.FLA.fused_recurrent import fused_recurrent_gated_delta_rule_fwd
-
+    kernels = flag_gems_module("fused.FLA.fused_recurrent")
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     rows = state_indices.long()
     before = state.index_select(0, rows)
     keys_first = tokens <= MOST_WITH_KEYS_FIRST
     after = before.mT.contiguous() if keys_first else before.clone()
-    out, _ = fused_recurrent_gated_delta_rule_fwd(
+    out, _ = kernels.fused_recurrent_gated_delta_rule_fwd(
         *(x.contiguous()[None] for x in (q, k, v)),
         g[None],
         b.float().sigmoid()[None],

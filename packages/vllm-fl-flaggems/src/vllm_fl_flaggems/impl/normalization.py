@@ -172,11 +172,16 @@ def layer_norm(
     name = "layer_norm_persistent_kernel" if hidden <= LONGEST_ROW else "layer_norm_loop_kernel"
     kernel = launchable(name)
     x = contiguous(x)
-    if kernel is None:
-        # The mean and the spread, for gradients, come back too.
-        normed: torch.Tensor = flag_gems().layer_norm(x, x.shape[-1:], weight, bias, epsilon)[0]
-        return normed
-    return _launch_layer_norm(kernel, x, weight, bias, epsilon)
+    args = (x, weight, bias, epsilon)
+    return _public_layer_norm(*args) if kernel is None else _launch_layer_norm(kernel, *args)
+
+
+def _public_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
+    # The mean and the spread, for gradients, come back too.
+    normed: torch.Tensor = flag_gems().layer_norm(x, x.shape[-1:], weight, bias, epsilon)[0]
+    return normed
 
 
 def _launch_layer_norm(

@@ -53,14 +53,13 @@ def reshape_and_cache(
         NotImplementedError: FlagGems does not load.
     """
     store = flag_gems().reshape_and_cache_flash
-    if not key.numel():  # not every device's driver may run an empty grid
-        return key_cache, value_cache
-    slots = slot_mapping.contiguous()
-    if _in_rows(key_cache, value_cache):
-        one = _one(key.device)
-        store(_rows(key), _rows(value), key_cache, value_cache, slots, "auto", one, one)
-    else:
-        _scatter(key, value, key_cache, value_cache, slots)
+    if key.numel():  # not every device's driver may run an empty grid
+        slots = slot_mapping.contiguous()
+        if _in_rows(key_cache, value_cache):
+            one = _one(key.device)
+            store(_rows(key), _rows(value), key_cache, value_cache, slots, "auto", one, one)
+        else:
+            _scatter(key, value, key_cache, value_cache, slots)
     return key_cache, value_cache
 
 
@@ -167,10 +166,8 @@ def supports_concat_and_cache_mla(
         return reason
     if kv_c.ndim != 2 or k_pe.ndim != 2 or k_pe.shape[0] != kv_c.shape[0]:
         return f"kv_c is {tuple(kv_c.shape)} and k_pe {tuple(k_pe.shape)}"
-    width = kv_c.shape[1] + k_pe.shape[1]
-    if kv_cache.ndim != 3 or kv_cache.shape[2] != width:
-        return f"kv_cache is {tuple(kv_cache.shape)}, and rows have {width} elements"
-    if kv_cache.stride(2) != 1:
+    # FlagGems looks at the shape of kv_cache itself.
+    if kv_cache.stride(-1) != 1:
         return f"kv_cache has the strides {kv_cache.stride()}: FlagGems writes rows in one piece"
     piece = min(kv_c.shape[1], LONGEST_PIECE)
     if piece < 1 or piece & (piece - 1):
@@ -192,10 +189,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def _strangers(first: torch.Tensor, **others: torch.Tensor) -> str | None:
     """Which of the tensors is of another dtype or on another device than `first`."""
-    for name, x in others.items():
-        if x.dtype != first.dtype or x.device != first.device:
-            return f"{name} is {x.dtype} on {x.device}, not {first.dtype} on {first.device}"
-    return None
+    strange = (
+        f"{name} is {x.dtype} on {x.device}, not {first.dtype} on {first.device}"
+        for name, x in others.items()
+        if x.dtype != first.dtype or x.device != first.device
+    )
+    return next(strange, None)
 
 
 def _slots(slot_mapping: torch.Tensor, rows: torch.Tensor) -> str | None:

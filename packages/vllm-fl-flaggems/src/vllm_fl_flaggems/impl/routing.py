@@ -120,9 +120,8 @@ def grouped_topk(
     """
     gems = flag_gems()
     logits = contiguous(gating_output).float()  # the kernels round scores to the logits' dtype
-    if not logits.numel():
-        shape = (logits.shape[0], topk)
-        return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
+    if not len(logits):  # not every device's driver may run an empty grid
+        return logits.new_empty(0, topk), logits.new_empty(0, topk, dtype=torch.int32)
     routing: tuple[torch.Tensor, torch.Tensor] = gems.grouped_topk(
         logits.softmax(-1) if scoring_func == "softmax" else logits.sigmoid(),
         num_expert_group,

@@ -239,12 +239,11 @@ def gelu_and_mul_sparse(
         (..., d), of x's dtype.
 
     Raises:
-        TypeError: x is not floating, or std_multiplier no number.
+        TypeError: std_multiplier is no number.
         ValueError: the last dimension of x is odd, or std_multiplier is not finite.
-        RuntimeError: `approximate` is another word.
+        RuntimeError: x is not floating, or `approximate` is another word.
     """
     _refuse_silent_mistakes(x)
-    _refuse_integers(x)
     if not isinstance(std_multiplier, torch.Tensor) and not -math.inf < std_multiplier < math.inf:
         raise ValueError(f"std_multiplier must be finite, got {std_multiplier}")
     d = x.shape[-1] // 2

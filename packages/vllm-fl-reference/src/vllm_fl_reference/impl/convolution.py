@@ -52,7 +52,7 @@ def causal_conv1d(
         raise ValueError("query_start_loc, cache_indices, has_initial_state: one per sequence")
     taps = weight.shape[1] - 1
     out = x.new_empty(x.shape)
-    rows = zip(slots, has_initial_state.tolist(), pairwise(at), strict=True)
+    rows = zip(slots, has_initial_state.tolist(), pairwise(at), strict=False)
     for slot, has, (begin, end) in rows:
         if begin == end:
             continue
@@ -90,8 +90,6 @@ def causal_conv1d_update(
     """
     _refuse_silent_mistakes(x, weight, bias, conv_state, activation)
     _refuse_strange_slots(conv_state_indices, 0)
-    if conv_state_indices.shape != x.shape[:1]:
-        raise ValueError("conv_state_indices must be (tokens,)")
     taps, real = weight.shape[1] - 1, conv_state_indices != 0
     rows = conv_state_indices[real].long()
     inputs = torch.cat((conv_state[rows, :, :taps], x[real].unsqueeze(-1)), dim=-1)
@@ -121,10 +119,6 @@ def _refuse_silent_mistakes(
     refuse_other_devices("x", x, weight=weight, bias=bias, states=states)
     if x.ndim != 2 or weight.ndim != 2 or len(weight) != x.shape[1] or weight.shape[1] < 2:
         raise ValueError("x must be (tokens, dim), weight (dim, 2 or more)")
-    if bias is not None and (bias.shape != x.shape[1:] or bias.dtype != x.dtype):
-        raise ValueError("bias must be (dim,), of x's dtype")
-    if states.ndim != 3 or states.shape[1] != x.shape[1] or states.shape[2] < weight.shape[1] - 1:
-        raise ValueError("the states must be (slots, dim, width - 1 or more)")
     if activation not in ("silu", None):
         raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
 

@@ -74,8 +74,6 @@ def chunk_gated_delta_rule(
     q, k, v32 = _heads(q, k, v, epsilon)
     if g.shape != v.shape[:2] or beta.shape != g.shape or g.dtype != torch.float32:
         raise ValueError("g and beta must be (tokens, value_heads), g in float32")
-    if initial_state.shape[1:] != (*v.shape[1:], q.shape[-1]):
-        raise ValueError("initial_state must be (sequences, value_heads, value_size, key_size)")
     if not initial_state.is_floating_point() or cu_seqlens.is_floating_point():
         raise TypeError("initial_state must be floating, cu_seqlens integers")
     at = cu_seqlens.tolist()
@@ -126,10 +124,6 @@ def recurrent_gated_delta_rule(
     q, k, v = _heads(q, k, v, epsilon)
     if a.shape != v.shape[:2]:
         raise ValueError("a must be (tokens, value_heads)")
-    if state.shape[1:] != (*v.shape[1:], q.shape[-1]) or state_indices.shape != (len(q),):
-        raise ValueError(
-            "state must be (slots, value_heads, value_size, key_size), state_indices (tokens,)"
-        )
     if not state.is_floating_point() or state_indices.is_floating_point():
         raise TypeError("state must be floating, state_indices integers")
     if bool((state_indices < 0).any()):
@@ -151,8 +145,6 @@ def _heads(
         raise TypeError("q, k and v must be floating, of one dtype")
     if q.ndim != 3 or v.ndim != 3 or q.shape != k.shape or len(q) != len(v):
         raise ValueError("q and k must be (tokens, heads, size), v of as many tokens")
-    if v.shape[1] % q.shape[1]:
-        raise ValueError("the heads of v must be a multiple of those of q")
     if epsilon is not None and not epsilon > 0:
         raise ValueError(f"epsilon must be None or above 0, got {epsilon}")
     q, k = q.float(), k.float()

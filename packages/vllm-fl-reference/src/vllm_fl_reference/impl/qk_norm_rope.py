@@ -42,12 +42,8 @@ def qk_norm_rope(
         TypeError, ValueError: PyTorch would have broadcast or rounded to integers in silence.
         RuntimeError, IndexError: shapes, dtypes or positions that PyTorch cannot combine.
     """
-    if qkv.ndim != 2 or q_weight.shape != k_weight.shape:
-        raise ValueError("qkv must be (tokens, columns), q_weight and k_weight of one shape")
     if heads < 1 or kv_heads < 1:
         raise ValueError(f"heads and kv_heads must be at least 1, got {heads} and {kv_heads}")
-    if cos_sin_cache.ndim != 2 or cos_sin_cache.shape[1] % 2:
-        raise ValueError("cos_sin_cache must be (max_position, 2 * half)")
     head_size = q_weight.shape[0]
     if qkv.shape[1] % head_size:
         raise ValueError(f"qkv has {qkv.shape[1]} columns, which are no whole heads of {head_size}")

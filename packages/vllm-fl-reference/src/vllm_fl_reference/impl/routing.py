@@ -90,11 +90,6 @@ def grouped_topk(
     """
     logits = _logits(gating_output, topk, routed_scaling_factor, e_score_correction_bias)
     experts = logits.shape[-1]
-    if num_expert_group < 1 or experts % num_expert_group or topk_group < 1:
-        raise ValueError(
-            f"num_expert_group must divide the {experts} experts, and topk_group be at least 1, "
-            f"got {num_expert_group} and {topk_group}"
-        )
     if topk > topk_group * (experts // num_expert_group):  # experts of other groups would be taken
         raise ValueError(f"topk must not exceed the experts of {topk_group} groups, got {topk}")
     scores = _scores(logits, scoring_func)
@@ -176,10 +171,6 @@ def _check_alignment(
         raise TypeError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
     if topk_ids.ndim != 2:
         raise ValueError(f"topk_ids must be (tokens, topk), got {tuple(topk_ids.shape)}")
-    if block_size < 1 or num_experts < 1:
-        raise ValueError(
-            f"block_size and num_experts must be at least 1, got {block_size} and {num_experts}"
-        )
     if expert_map is None:
         return
     if expert_map.dtype != torch.int32:
@@ -226,8 +217,6 @@ def moe_sum(
     if expert_map is not None:
         if expert_map.dtype != torch.int32:
             raise TypeError(f"expert_map must be int32, got {expert_map.dtype}")
-        if expert_map.ndim != 1:
-            raise ValueError(f"expert_map must have one dimension, got {expert_map.ndim}")
         here = here & (expert_map[topk_ids.clamp(min=0).long()] >= 0)
     return input.masked_fill(~here.unsqueeze(-1), 0.0).sum(dim=1)
 
@@ -253,11 +242,9 @@ def _logits(
 
 
 def _scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
-    if scoring_func == "softmax":
-        return logits.softmax(-1)
-    if scoring_func == "sigmoid":
-        return logits.sigmoid()
-    raise ValueError(f"scoring_func must be softmax or sigmoid, got {scoring_func!r}")
+    if scoring_func not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring_func must be softmax or sigmoid, got {scoring_func!r}")
+    return logits.softmax(-1) if scoring_func == "softmax" else logits.sigmoid()
 
 
 def _scaled(weights: torch.Tensor, factor: float) -> torch.Tensor:
