@@ -468,7 +468,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{backend.cls.backend}: of {len(by_kit)} statements the kit misses "
         f"{len(by_kit) - sum(by_kit.values())}: {sum(by_kit.values())} killed "
-        f"({sum(by_kit.values()) / len(by_kit):.1%}); the distribution's own tests killed "
+        f"({sum(by_kit.values()) / max(1, len(by_kit)):.1%}); the distribution's own tests killed "
         f"{sum(by_tests.values())} of {len(by_tests)}; {time.monotonic() - start:.0f} s"
     )
     return 1 if wrong else 0
