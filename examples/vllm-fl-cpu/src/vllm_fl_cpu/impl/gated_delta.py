@@ -167,23 +167,13 @@ def recurrent_gated_delta_rule(
         (out, state): out of v's shape and dtype, 0 for padding; and the same state.
 
     Raises:
-        ValueError: an index is negative, or the sizes do not fit together.
+        ValueError: an index is negative, or there is not one for each token.
         IndexError: a slot that state does not have.
+        RuntimeError: the kernel refuses the sizes.
     """
     rows, tokens = state_indices.long(), len(q)
-    heads, key_size = v.shape[1], q.shape[2]
     if rows.shape != (tokens,) or bool((rows < 0).any()):
         raise ValueError("state_indices must be (tokens,) and not negative")
-    # The kernel reads and writes by these sizes, whatever those of its arguments are.
-    if (
-        state.shape[1:] != (heads, v.shape[2], key_size)
-        or k.shape != q.shape
-        or len(v) != tokens
-        or heads % q.shape[1]
-    ):
-        raise ValueError("q, k, v and state are not of one size")
-    if not a.shape == b.shape == (tokens, heads) or not A_log.shape == dt_bias.shape == (heads,):
-        raise ValueError("a and b must be (tokens, heads), A_log and dt_bias (heads,)")
     if not tokens:
         return v.new_empty(v.shape), state
     states = state[rows].transpose(2, 3).float().contiguous()

@@ -48,10 +48,7 @@ def supports_concat_and_cache_mla(
             return f"{name} is {x.dtype} and kv_c {kv_c.dtype}"
     if kv_c.ndim != 2 or k_pe.ndim != 2 or k_pe.shape[0] != kv_c.shape[0]:
         return f"kv_c is {tuple(kv_c.shape)} and k_pe {tuple(k_pe.shape)}"
-    width = kv_c.shape[1] + k_pe.shape[1]
-    if kv_cache.ndim != 3 or kv_cache.shape[2] != width:
-        return f"kv_cache is {tuple(kv_cache.shape)}, and rows have {width} elements"
-    block, row, inner = kv_cache.stride()
+    block, row, inner = kv_cache.stride()  # the kernel sees to the width of rows itself
     if inner != 1 or block != kv_cache.shape[1] * row:
         return f"kv_cache has the strides {kv_cache.stride()}: the kernel knows that of rows alone"
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != kv_c.shape[:1]:

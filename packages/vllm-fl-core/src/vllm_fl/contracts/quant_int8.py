@@ -164,6 +164,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("asymmetric", (both, None, None, True))
     above = _uneven(source.normal(4, 64).abs() + 4, 4.0, 9.0)[::2]
     yield Sample("asymmetric, all above 0, every other row", (above, None, None, True))
+    yield Sample("features apart", (source.normal(6, 64, 2)[..., 0], None, None, None))
 
 
 def _served(

@@ -266,6 +266,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
     yield bad("v of another dtype", v=v.to(other))
     yield bad("a of one head, which would broadcast", a=a[:, :1])
+    yield bad("a and b of one token, which would broadcast", a=a[:1], b=b[:1])
     yield bad("b of one token, which would broadcast", b=b[:1])
     yield bad("A_log of one head, which would broadcast", A_log=A_log[:1])
     yield bad("dt_bias is not a tensor", dt_bias=0.5)
