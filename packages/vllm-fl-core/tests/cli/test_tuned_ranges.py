@@ -16,6 +16,7 @@ from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.engine.timing import Measured
 from vllm_fl.engine.tuning import Contender
 from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.seams import fusions
 
 OP = "silu_and_mul"
 TOKENS = (1, 8, 64, 512)
@@ -111,6 +112,14 @@ def test_and_is_left_to_vllm_at_every_size_or_none(op: str) -> None:
     # At the sizes left to vLLM each call would still pass a function of the plan's.
     assert rows(work("cuda", "compiled", op, default="stock"), op) == FOR_ALL
     assert rows(work("cuda", "eager", op, default="stock"), op) == BY_RANGE
+
+
+def test_where_a_pass_of_vllms_finds_an_op_it_may_be_left_to_vllm_by_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done = work("cuda", "compiled", "qk_norm_rope", default="stock")
+    monkeypatch.setattr(fusions, "_is_there", lambda place: True)
+    assert rows(done, "qk_norm_rope") == BY_RANGE
 
 
 def test_an_activation_that_vllms_experts_call_is_left_to_vllm_at_every_size_or_none() -> None:

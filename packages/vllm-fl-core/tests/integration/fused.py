@@ -7,14 +7,18 @@ are there. They are defined here, without a kernel.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from builders import managing, planning
 from torch._dynamo.backends.common import aot_autograd
+from torch._guards import detect_fake_mode
+from torch._inductor.virtualized import V
 
 from vllm_fl.contracts import contracts
+from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.bindings import bindings
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -58,6 +62,7 @@ def attention(
     k_weight: torch.Tensor,
     table: torch.Tensor,
     epsilon: float,
+    rope: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """What precedes the attention of a model with norms of heads, as vLLM's layers trace it."""
     from vllm import ir
@@ -68,8 +73,73 @@ def attention(
     q = ir.ops.rms_norm(q_by_head, q_weight, epsilon).view(q.shape)
     k_by_head = k.view(*k.shape[:-1], k.shape[-1] // SIZE, SIZE)
     k = ir.ops.rms_norm(k_by_head, k_weight, epsilon).view(k.shape)
-    torch.ops._C.rotary_embedding(positions, q, k, SIZE, table, True)
+    if rope:
+        torch.ops._C.rotary_embedding(positions, q, k, SIZE, table, True)
     return q, k, v
+
+
+def take(plan: Plan) -> None:
+    """Override the operator, as an engine's start does."""
+    from vllm_fl.integration.seams import operators
+
+    cpu, of_op = torch.device("cpu"), {"qk_norm_rope": bindings()["qk_norm_rope"]}
+    operators.take(plan, operators.choose(plan, of_op, cpu, torch.bfloat16), cpu)
+
+
+def without_the_pass(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    table: torch.Tensor,
+    epsilon: float,
+) -> tuple[torch.Tensor, ...]:
+    """The same as vLLM traces it while its ropes are no custom ops."""
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    turn = RotaryEmbedding.forward_static
+    q, k, v = attention(qkv, positions, q_weight, k_weight, table, epsilon, rope=False)
+    return *turn(positions, q, k, SIZE, SIZE, table, True), v
+
+
+def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -> dict[str, Any]:
+    """What becomes of a graph where the op is planned for up to 16 tokens, and vLLM's beyond."""
+    from vllm_fl.integration import ranges, serving
+    from vllm_fl.integration.planning import Carried
+    from vllm_fl.integration.seams import fusions
+    from vllm_fl.integration.unfused import held_to_ranges
+
+    # What this CPU platform says of the pass is no matter here.
+    fusions._is_there = lambda place: True
+    rows = {"qk_norm_rope": {"<=16": "vendor", "rest": "stock"}}
+    plan = planning(managing(impl, per_op_order=rows), "compiled")
+    passes = {}
+    for whose, entry in (("ours", {"enabled": ["+rotary_embedding"]}), ("theirs", {})):
+        config.additional_config = {"vllm_fl": Carried(plan="0123", **entry)}
+        (passes[whose],) = held_to_ranges([pass_(config)], plan, config)
+    fusions.watch(plan)
+    take(plan)
+    edges = ranges._chains(plan)["qk_norm_rope"]
+    with serving.calling(plan):
+        fused = run([passes["ours"]], 1e-6, (1, 16))
+        beyond = run([passes["ours"]], 1e-6, (17, 64))
+        across = run([passes["ours"]], 1e-6, (1, 64))
+        left = run([passes["theirs"]], 1e-6, (17, 64))
+        stock = run([], 1e-6, (17, 64), without_the_pass)
+    return {
+        "edges": list(ranges.edges([edges], 64)),
+        "fused": ["fused_qk_norm_rope" in code for code in codes[-5:]],
+        "ropes": ["_C.rotary_embedding" in code for code in codes[-5:]],
+        "as stock": [
+            all(torch.equal(a, b) for a, b in zip(result, stock, strict=True))
+            for result in (fused, beyond, across, left, stock)
+        ],
+        "graphs": fusions.sites(plan)["qk_norm_rope"].graphs,
+        "inlined": [
+            [str(sizes), impl_id, count] for (_, sizes, impl_id), count in ranges.seen(plan).items()
+        ],
+        "same pass": passes["ours"].uuid() == passes["theirs"].uuid(),
+    }
 
 
 def main() -> None:
@@ -77,9 +147,11 @@ def main() -> None:
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from vllm import ir
     from vllm.compilation.passes.fusion import qk_norm_rope_fusion as fusion
+    from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass
     from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.config.utils import Range
 
     from vllm_fl.integration import serving
     from vllm_fl.integration.seams import fusions, operators
@@ -98,38 +170,48 @@ def main() -> None:
     config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["+rotary_embedding"]))
     layer = SimpleNamespace(head_size=SIZE, num_heads=HEADS, num_kv_heads=KV_HEADS)
     fusion.get_layers_from_vllm_config = lambda *_: {"layer": layer}
-    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    bf16 = torch.bfloat16
     # vLLM makes the pattern's own inputs on a GPU.
     fusion.empty_bf16 = lambda *size: torch.empty(*size, dtype=bf16)
     fusion.empty_i64 = lambda *size: torch.empty(*size, dtype=torch.int64)
     config.model_config = SimpleNamespace(dtype=bf16)
 
-    chosen = operators.choose(plan, {"qk_norm_rope": bindings()["qk_norm_rope"]}, cpu, bf16)
-    operators.take(plan, chosen, cpu)
+    take(plan)
     torch.manual_seed(0)
     qkv = torch.randn(TOKENS, (HEADS + 2 * KV_HEADS) * SIZE, dtype=bf16)
     weights, table = torch.randn(2, SIZE, dtype=bf16), torch.randn(16, SIZE).to(bf16)
     codes: list[str] = []
 
-    def run(passes: list[Any], epsilon: float) -> tuple[torch.Tensor, ...]:
-        """Compiled with these passes, and those that vLLM always has behind them."""
+    def run(
+        passes: list[Any],
+        epsilon: float,
+        sizes: tuple[int, int] = (1, 64),
+        model: Callable[..., tuple[torch.Tensor, ...]] = attention,
+    ) -> tuple[torch.Tensor, ...]:
+        """Compiled for these sizes with these passes, and those that vLLM has behind them."""
 
         def lower(gm: torch.fx.GraphModule, _: Any) -> Any:
             view_to_reshape(gm)
-            for each in (*passes, VllmIRLoweringPass(config), FixFunctionalizationPass(config)):
-                each(gm.graph)
+            values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+            with V.set_fake_mode(detect_fake_mode(values)), pass_context(Range(*sizes)):
+                for each in (*passes, VllmIRLoweringPass(config), FixFunctionalizationPass(config)):
+                    if each.is_applicable_for_range(Range(*sizes)):
+                        each(gm.graph)
             gm.recompile()
             codes.append(gm.code)
             return gm.forward
 
         torch._dynamo.reset()
         compiled = torch.compile(
-            lambda *args: attention(*args, epsilon),
+            lambda *args: model(*args, epsilon),
             backend=aot_autograd(fw_compiler=lower),
             fullgraph=True,
         )
+        given = qkv.clone(), torch.arange(TOKENS)
+        for each in given:
+            torch._dynamo.mark_dynamic(each, 0)
         with torch._inductor.config.patch(enable_auto_functionalized_v2=False):
-            return compiled(qkv.clone(), torch.arange(TOKENS), *weights, table)
+            return compiled(*given, *weights, table)
 
     told = []
     with set_current_vllm_config(config), ir.enable_torch_wrap(), torch.no_grad():
@@ -148,6 +230,7 @@ def main() -> None:
                     "said": said.pop(),
                 }
             )
+        told.append(by_size(run, config, codes, impl, fusion.QKNormRoPEFusionPass))
     print(json.dumps(told))
     operators.remove(plan)
     library._destroy()

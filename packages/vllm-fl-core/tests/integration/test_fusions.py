@@ -227,13 +227,23 @@ def told_by(script: str) -> Any:
 
 
 def test_vllms_own_pass_finds_it_and_ours_runs_or_is_said_not_to() -> None:
-    there, elsewhere = told_by("fused.py")
+    there, elsewhere, by_size = told_by("fused.py")
     assert there["sites"] == {"graphs": 1, "found": 1} and there["fused"] == [False, True]
     assert 0 < there["apart"] < 0.04, "two roundings of bfloat16 less"
     assert "1 place, by 'vendor.acme'" in there["said"]
     assert elsewhere["sites"] == {"graphs": 1, "found": 0} and elsewhere["fused"] == [False, False]
     assert elsewhere["apart"] == 0
     assert "found no place for it in 1 graph, so that 'vendor.acme'" in elsewhere["said"]
+
+    # Planned for up to 16 tokens: graphs of those sizes, of others, of both; of others where the
+    # user turned the rope on; and what vLLM compiles of others without us.
+    assert by_size["edges"] == [16]
+    assert by_size["fused"] == [True, False, True, False, False]
+    assert by_size["ropes"] == [False, False, False, True, False]
+    assert by_size["as stock"] == [False, True, False, False, True]
+    assert by_size["graphs"] == 2, "the others were not asked for places"
+    assert by_size["inlined"] == [["17-64", "stock.vllm", 1]]
+    assert not by_size["same pass"], "nor may a cache take one for the other"
 
 
 FOUND = {

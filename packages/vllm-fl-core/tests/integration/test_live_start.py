@@ -157,7 +157,7 @@ def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
     assert told["bound"] == [True, True] and told["right"]
     assert told["calls"] == [256, 17, 1] * 2, "once more for the plan without it"
-    assert told["entry"] == {"plan": report["digest"]}
+    assert told["entry"] == {"plan": report["digest"], "enabled": ["+silu_and_mul"]}
     (line,) = [line for line in log.splitlines() if "ops planned" in line]
     assert "silu_and_mul=vendor.acme" in line and f"digest {report['digest']}" in line
     assert "; silu_and_mul: vendor.wrong was taken out [FL410]; verified" in line

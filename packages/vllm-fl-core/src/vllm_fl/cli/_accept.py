@@ -147,12 +147,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def judged(served: Served) -> Verdict:
     """The verdict on what the engines did."""
-    ratios = {phase: _ratios(served, phase) for phase in served.phases}
-    figures: dict[str, float] = {"rounds": len(ratios[next(iter(PHASES))])}
-    for phase, values in ratios.items():
-        low, median, high = _quartiles(values)
+    quartiles = {phase: _quartiles(_ratios(served, phase)) for phase in served.phases}
+    figures: dict[str, float] = {"rounds": len(next(iter(served.seconds.values())))}
+    for phase, (low, median, high) in quartiles.items():
         figures |= {f"{phase}: ratio": median, f"{phase}: low": low, f"{phase}: high": high}
-    below = {p: _quartiles(v) for p, v in ratios.items() if statistics.median(v) < LEAST}
+    below = {phase: of for phase, of in quartiles.items() if of[1] < LEAST}
     slower = [
         f"{phase} at {median:.3f} of the default's speed (quartiles {low:.3f} to {high:.3f})"
         for phase, (low, median, high) in below.items()
@@ -169,7 +168,7 @@ def judged(served: Served) -> Verdict:
                 "machine, or more --rounds, may tell"
             )
     else:
-        least = min(statistics.median(values) for values in ratios.values())
+        least = min(median for _, median, _ in quartiles.values())
         reason = f"reproduced, and at every phase at least {least:.3f} of the default's speed"
         if served.idle:
             told = ", ".join(f"{op} ({why})" for op, why in served.idle.items())

@@ -363,16 +363,22 @@ class Work:
         return [self._found[op, tokens] for tokens in self.subject.tokens]
 
     def _is_by_range(self, op: str, tuning: OpTuning) -> bool:
-        """Whether an engine inlines the op by range of sizes.
+        """Whether an engine inlines the op by range of sizes, or a pass of vLLM's finds it so.
 
         Not on a CPU, whose model vLLM traces and compiles once; nor where an operator writes over
         its arguments, but in vLLM's IR; nor where vLLM's experts may call the op's operator.
         """
+        from ..integration.seams import fusions
+
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False
         places = self._bindings[op].places if op in self._bindings else ()
         if any(isinstance(place, IrPlace) for place in places):
             return True
+        fused = [place for place in places if isinstance(place, FusionPlace)]
+        if fused:
+            has_vllm = any(contender.name == STOCK for contender in tuning.contenders)
+            return has_vllm and any(map(fusions.is_by_range, fused))
         if EXPERTS not in self.subject.absent and any(isinstance(p, OperatorPlace) for p in places):
             return False
         layers = [place for place in places if isinstance(place, LayerPlace)]

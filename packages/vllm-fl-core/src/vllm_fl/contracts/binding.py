@@ -8,8 +8,8 @@ read bindings where neither is installed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .spec import OpSpec
@@ -167,6 +167,9 @@ class FusionPlace:
         native: what vLLM computes where the pass is off, by the contract's parameters.
         apart: the same with the results as vLLM's graph has them, where the op's are more than that
             (put together in one tensor, say): what `vllm-fl tune` takes the time of.
+        unfused: operator -> the code that vLLM compiles in its place while `layers` are off, by the
+            operator's parameters. It returns what the operator writes over, in the order of its
+            schema. Graphs have it, of sizes at which the op is left to vLLM.
         own: the class of a pass of ours that does the same on a plugin's device, where vLLM lacks
             the pass; empty for none. It is made with the op's operator and a count of places, and
             finds `parts` as ops of vLLM's IR or as operators of ours.
@@ -178,6 +181,7 @@ class FusionPlace:
     layers: tuple[str, ...] = ()
     native: Bound | None = None
     apart: Bound | None = None
+    unfused: Mapping[str, Bound] = field(default_factory=dict)
     own: str = ""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -227,32 +228,36 @@ class OpTuning:
         return found
 
     def _slower_to_launch(self, bench: _Bench, found: Measured) -> dict[str, str]:
-        """Who saves the device less than its launches cost the host, where no graph serves.
+        """Who saves the device less than its launch costs the host, where no graph serves.
 
         What limits such a step may be the host. It launches a kernel that the compiler made as fast
-        as an operator of PyTorch's, and what the compiler takes whole through Python.
+        as an operator of PyTorch's, and what the compiler takes whole through Python. Each form is
+        held to that by itself: what is saved in one that the model has not is worth nothing to it.
         """
         inlined = {
             c.name
             for c in self.contenders
             if self._is_traced(c) and (c.bare or not any(map(is_opaque, c.impls)))
         }
-        plain = bench.launch_of_pytorch() * len(self.forms)
-        hosts: dict[str, float] = {}
+        plain = [bench.launch_of_pytorch()] * len(self.forms)
+        hosts: dict[str, Sequence[float]] = {}
         for name in found.finals:
             with self._rejecting(name, found.tokens, found, "was launched"):
                 hosts[name] = plain if name in inlined else bench.launches[name]()
-        slower = {}
-        for name, host in hosts.items():
-            if name == self.default or self.default not in hosts:
-                continue
-            saved = quartiles(found.finals[self.default])[1] - quartiles(found.finals[name])[1]
-            cost = host - hosts[self.default]
-            if saved < cost:
-                slower[name] = (
-                    f"no graph of {found.tokens} tokens: {cost:.0f} µs more to launch, and "
-                    f"{saved:.0f} µs less on the device"
-                )
+        slower: dict[str, str] = {}
+        if self.default not in hosts:
+            return slower
+        of_default = _of_forms(bench.parts[self.default])
+        for name in hosts.keys() - {self.default}:
+            saved = map(operator.sub, of_default, _of_forms(bench.parts[name]))
+            costs = map(operator.sub, hosts[name], hosts[self.default])
+            for form, less, more in zip(self.forms, saved, costs, strict=True):
+                if more > 0 and less < more:
+                    slower[name] = (
+                        f"no graph of {found.tokens} tokens: {form.name}: {more:.0f} µs more to "
+                        f"launch, and {less:.0f} µs less on the device"
+                    )
+                    break
         return slower
 
     # Whether it is right.
@@ -589,7 +594,7 @@ class _Bench:
         self.timers: dict[str, Timer] = {}
         self.parts: dict[str, list[list[float]]] = {}
         self.copy: Timer | None = None
-        self.launches: dict[str, Timer] = {}
+        self.launches: dict[str, Callable[[], list[float]]] = {}
         self._wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
         self._flushed = torch.zeros(cold_bytes(device), dtype=torch.uint8, device=device)
 
@@ -665,12 +670,12 @@ class _Bench:
 
     def launch(
         self, forms: Sequence[tuple[Callable[..., Any], Sequence[tuple[Any, ...]]]]
-    ) -> float:
-        """How long the host takes to launch one call of each form, µs: the sum of the medians.
+    ) -> list[float]:
+        """How long the host takes to launch a call, the median of each form, µs.
 
         Nobody waits for the device meanwhile. What the calls overwrite is not renewed.
         """
-        total = 0.0
+        medians = []
         for call, sets in forms:
             times: list[float] = []
             self._wait()
@@ -680,13 +685,14 @@ class _Bench:
                     call(*args)
                     times.append(self.clock() - start)
             self._wait()
-            total += statistics.median(times) * 1e6
-        return total
+            medians.append(statistics.median(times) * 1e6)
+        return medians
 
     def launch_of_pytorch(self) -> float:
         """The same of an operator of PyTorch's that has little to do."""
         one = torch.zeros(1, device=self.device)
-        return self.launch([(one.add_, [(1,)])])
+        (median,) = self.launch([(one.add_, [(1,)])])
+        return median
 
     def copying(self, moved: int, calls: int) -> Timer:
         """A copy that reads half of so many bytes and writes the other half."""
@@ -765,6 +771,11 @@ def _laid_out(args: Sequence[Any], result: Any) -> Any:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _of_forms(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """The median time of each form, of rounds with a time for each."""
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def _parts(result: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 from torch.fx.experimental.symbolic_shapes import free_symbols
-from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ..dispatch.guard import Chain
 from ..engine.opaque import inlined, ordered, tokens_of
@@ -79,9 +79,7 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
 
     def __call__(self, graph: fx.Graph) -> None:
         """Put code in the place of the operators of one graph, as far as its range allows."""
-        compiled = get_pass_context().compile_range
-        sizes = Range(compiled.start, compiled.end)
-        sizes = sizes.without(self.config.compilation_config.compile_sizes or ())
+        sizes = ranges.now(self.config)
         # Inputs that no traced operation has joined have unknowns of their own. To vLLM each is its
         # number of tokens: it puts that in the place of all of them where it compiles for a single
         # size (create_concrete_args).

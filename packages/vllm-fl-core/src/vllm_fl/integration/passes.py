@@ -3,7 +3,8 @@
 vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
 own, and adds those that the plan of the compiling engine needs: first those that find a planned op
 where vLLM has no pass for it (`seams/graphs.py`), then the one that inlines what is ordered by size
-(`lowering.py`). Both come before vLLM lowers the ops of its IR.
+(`lowering.py`). Both come before vLLM lowers the ops of its IR. A pass of vLLM's that finds a
+planned op is run for the ranges of sizes in which it is planned (`unfused.py`).
 
 Imported where vLLM makes its pass manager, which is in a worker that compiles.
 """
@@ -11,13 +12,14 @@ Imported where vLLM makes its pass manager, which is in a worker that compiles.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..logs import get_logger
 from . import ranges
 from .lowering import RangeLowering
 from .seams import fusions
 from .serving import plan_now
+from .unfused import held_to_ranges
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,6 +51,8 @@ class _WithOurPasses:
             return
         passes = fusions.ours(plan)
         if ranges.is_compiled_by_range(config):
+            if hasattr(self, "passes"):
+                self.passes: list[Any] = held_to_ranges(self.passes, plan, config)
             lowering = RangeLowering(plan, config)
             passes = [*passes, *([lowering] if lowering.sites else ())]
         if hasattr(self, "add"):

@@ -41,6 +41,7 @@ __all__ = [
     "plan_for",
     "refuse_batch_invariance",
     "seal",
+    "turned_on",
 ]
 
 KEY = "vllm_fl"
@@ -335,6 +336,8 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
         return lambda: None
     before = extra.get(KEY)
     extra[KEY] = Carried(plan=digest)
+    if enabled := (before or {}).get("enabled"):
+        extra[KEY]["enabled"] = enabled
 
     def unseal() -> None:
         if before is None:
@@ -348,6 +351,13 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 def is_sealed(vllm_config: VllmConfig) -> bool:
     """Whether a worker of this engine has sealed its plan: nothing of it may change any more."""
     return "plan" in (_entry(vllm_config) or {})
+
+
+def turned_on(vllm_config: VllmConfig) -> set[str]:
+    """The layers, by the names in `custom_ops`, that are on because of the plan alone."""
+    entry = _entry(vllm_config)
+    enabled = () if entry is None else entry.get("enabled", ())
+    return {name.removeprefix("+") for name in enabled}
 
 
 def digest_of(vllm_config: VllmConfig) -> str:

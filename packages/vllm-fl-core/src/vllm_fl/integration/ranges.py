@@ -19,6 +19,7 @@ from ..engine.opaque import mutated
 from ..engine.plan import Plan
 from ..engine.ranges import Range, choice, edges
 from .bindings import installed_bindings, places, stock_form
+from .seams import fusions
 from .seams.ir import chain_of, ir_ops, natives
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "inlined",
     "is_compiled_by_range",
     "left",
+    "now",
     "planned",
     "report",
     "seen",
@@ -57,8 +59,8 @@ def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
 
 def _chains(plan: Plan) -> dict[str, Chain]:
     """Op -> its candidates, of those that are ordered by size and stand in compiled graphs as an
-    operator that writes over no argument."""
-    found = {}
+    operator that writes over no argument, or that vLLM's passes put there."""
+    found = {op: chain for op, (_, chain) in fusions.by_range(plan).items()}
     in_ir, own = ir_ops(), natives()
     grants: dict[str, frozenset[str]] = {}
     for op, place in places(installed_bindings(), LayerPlace):
@@ -133,6 +135,15 @@ def compiled(vllm_config: VllmConfig) -> list[Range]:
     singles = [Range(n, n) for n in sizes]
     others = (range_.without(sizes) for range_ in ranges)
     return sorted({*singles, *others})
+
+
+def now(vllm_config: VllmConfig) -> Range:
+    """The token counts of the graph that is being compiled, as it serves."""
+    from vllm.compilation.passes.inductor_pass import get_pass_context
+
+    compiled = get_pass_context().compile_range
+    sizes = vllm_config.compilation_config.compile_sizes or ()
+    return Range(compiled.start, compiled.end).without(sizes)
 
 
 def planned(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[tuple[Range, str | None]]]:

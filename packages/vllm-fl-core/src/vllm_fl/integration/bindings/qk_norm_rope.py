@@ -47,6 +47,26 @@ def _native(qkv: Tensor, *rest: Any) -> Tensor:
     return qkv
 
 
+def _rope(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What vLLM compiles in the place of the operator that its rope calls as a custom op."""
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    # In a graph the two token counts may be two unknowns, which the layer's own code has as one.
+    positions = positions.flatten().view(query.shape[0])
+    rotary = cos_sin_cache.shape[-1]
+    turned: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
+        positions, query, key, head_size, rotary, cos_sin_cache, is_neox
+    )
+    return turned
+
+
 def _to_operator(op: Bound) -> Bound:
     """(qkv, heads and their size, weights, table, pairing, positions) over the contract's order."""
 
@@ -126,6 +146,7 @@ BINDING = Binding(
             layers=("rotary_embedding",),
             native=_native,
             apart=_apart,
+            unfused={"_C::rotary_embedding": _rope, "vllm::flashinfer_rotary_embedding": _rope},
             own="vllm_fl.integration.seams.graphs.QKNormRopePass",
         ),
     ),

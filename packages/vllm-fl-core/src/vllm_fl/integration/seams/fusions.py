@@ -10,6 +10,7 @@ On a plugin's device, which has none of these passes, one of ours takes their pl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ...contracts.binding import FusionPlace
+from ...dispatch.guard import Chain
 from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = [
     "VLLMS_MANAGER",
     "Sites",
+    "by_range",
+    "is_by_range",
     "layers",
     "left",
     "notes",
@@ -125,6 +129,38 @@ def _is_ours(place: FusionPlace, facts: EngineFacts) -> bool:
         and "rms_norm" in ir_ops()
         and current_platform.vllm_fl_stock_pass_manager() == VLLMS_MANAGER
     )
+
+
+def is_by_range(place: FusionPlace) -> bool:
+    """Whether graphs can have the op at some sizes, and vLLM's own code at others.
+
+    That is where the pass is vLLM's, which we run for the ranges of sizes in which the op is
+    planned (`../unfused.py`). A pass of ours puts the op in all graphs.
+    """
+    return _is_there(place) and bool(place.unfused)
+
+
+def by_range(plan: Plan) -> dict[str, tuple[FusionPlace, Chain]]:
+    """Op -> (its place, its candidates by rows), of ops that are left to vLLM at some sizes.
+
+    Of the candidates the code of vLLM's own form alone stands in graphs: the others run inside the
+    operator that the pass puts there.
+    """
+    found = {}
+    for op, place in _planned(plan):
+        if plan.is_partly_stock(op) and is_by_range(place):
+            chain = plan.chain(op, last=stock_form(op, place.native))
+            rows = tuple((ceiling, _taken_whole(row)) for ceiling, row in chain.rows)
+            found[op] = place, dataclasses.replace(_taken_whole(chain), rows=rows)
+    return found
+
+
+def _taken_whole(chain: Chain) -> Chain:
+    """The chain with candidates that no compiler looks into, but for vLLM's own form alone."""
+    if chain.bare:
+        return chain
+    impls = tuple(dataclasses.replace(impl, traceable=False) for impl in chain.impls)
+    return dataclasses.replace(chain, impls=impls)
 
 
 def left(plan: Plan) -> dict[str, str]:

@@ -1,0 +1,151 @@
+"""A pass of vLLM's that finds an op, in the ranges of sizes where the plan has the op.
+
+The pass is on for a whole engine, and so are the layers whose operators it looks for. Where the
+op is ordered by size and left to vLLM in a range, the graphs of that range have what vLLM compiles
+while the pass and those layers are off.
+
+Imported where vLLM makes its pass manager, which is in a worker that compiles.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import (
+    CallFunctionVarArgs,
+    Match,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
+from torch.utils import _pytree as pytree
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from ..contracts.binding import FusionPlace
+from ..dispatch.guard import Chain
+from ..engine.plan import Plan
+from ..engine.ranges import choice
+from ..logs import get_logger
+from ..plugins.types import OpImpl
+from ..text import quote
+from . import ranges
+from .planning import digest_of, turned_on
+from .seams import fusions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["held_to_ranges"]
+
+log = get_logger("engine")
+
+
+def held_to_ranges(passes: Sequence[Any], plan: Plan, vllm_config: VllmConfig) -> list[Any]:
+    """`passes`, with those that find an op which is left to vLLM at some sizes run elsewhere only.
+
+    Args:
+        passes: vLLM's, in their order.
+        plan: the engine's.
+        vllm_config: the engine's.
+    """
+    known = {place.path.rpartition(".")[2]: op for op, (place, _) in fusions.by_range(plan).items()}
+    return [
+        HeldToRanges(each, plan, known[name], vllm_config)
+        if (name := type(each).__name__) in known
+        else each
+        for each in passes
+    ]
+
+
+class HeldToRanges(InductorPass):  # type: ignore[misc]
+    """A pass of vLLM's; in ranges of sizes that are left to vLLM, its own code in its stead.
+
+    Args:
+        run: vLLM's pass.
+        plan: the engine's.
+        op: what the pass finds.
+        vllm_config: the engine's.
+    """
+
+    def __init__(self, run: Any, plan: Plan, op: str, vllm_config: VllmConfig) -> None:
+        self.run, self.plan, self.op, self.config = run, plan, op, vllm_config
+        found: tuple[FusionPlace, Chain] = fusions.by_range(plan)[op]
+        self.place, self.chain = found
+        # Layers that the user turned on stay as they are.
+        is_ours = {*self.place.layers} <= turned_on(vllm_config)
+        self.unfused = dict(self.place.unfused) if is_ours else {}
+        self._patterns = PatternMatcherPass(pass_name=f"vllm_fl_unfused_{op}")
+        register_graph_pattern(
+            CallFunctionVarArgs(torch.ops.higher_order.auto_functionalized),
+            extra_check=lambda match: _operator(match).name() in self.unfused,
+            pass_dict=self._patterns,
+        )(self._replace)
+
+    def is_applicable_for_range(self, compile_range: Any) -> bool:
+        """Where vLLM's is; and everywhere that the op is left to vLLM."""
+        return self._left() is not None or self.run.is_applicable_for_range(compile_range)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._left() is None:
+            self.run(graph)
+        else:
+            self._patterns.apply(graph)
+
+    def uuid(self) -> str:
+        """What the compiler's caches know the pass by: both passes' source, the plan's digest."""
+        ours = InductorPass.hash_source(self), digest_of(self.config), *sorted(self.unfused)
+        return "|".join((str(self.run.uuid()), *ours))
+
+    def _left(self) -> OpImpl | None:
+        """vLLM's own form of the op, where the graph that is being compiled is left to it."""
+        return choice(self.chain, ranges.now(self.config))
+
+    def _replace(self, match: Match, *args: Any, **kwargs: Any) -> None:
+        """Put the operator's code in its place. A functional operator's first result is its own,
+        of which there is none, and the others are what it writes over."""
+        operator = _operator(match)
+        sizes, left = ranges.now(self.config), self._left()
+        (_, *flat), structure = pytree.tree_flatten((args, kwargs))
+
+        def code(*values: Any) -> tuple[Any, ...]:
+            _, given = pytree.tree_unflatten([None, *values], structure)
+            return (None, *self._run_code(operator, given))
+
+        try:
+            match.replace_by_example(code, flat)
+        except Exception as error:  # it may raise anything; the operator serves as well
+            log.warning(
+                "Op '%s' is left to vLLM for %s tokens, where its operator %s stays all the same, "
+                "since the code in its place cannot be traced: %s",
+                self.op,
+                sizes,
+                operator.name(),
+                quote(error),
+            )
+        else:
+            assert left is not None  # as `__call__` has found
+            ranges.inlined(self.plan, self.op, sizes, left.impl_id)
+
+    def _run_code(self, operator: Any, given: Mapping[str, Any]) -> Sequence[Any]:
+        """What the operator's code returns for these arguments.
+
+        Raises:
+            ValueError: it does not know one of them, whose value is not its default.
+        """
+        code = self.unfused[operator.name()]
+        known = inspect.signature(code).parameters
+        for argument in operator._schema.arguments:
+            name = argument.name
+            if name in given and name not in known and given[name] != argument.default_value:
+                raise ValueError(f"{name}={given[name]}")
+        found: Sequence[Any] = code(**{name: given[name] for name in known})
+        return found
+
+
+def _operator(match: Match) -> Any:
+    """The operator of which the node is the functional form."""
+    (node,) = match.nodes
+    return node.args[0]
