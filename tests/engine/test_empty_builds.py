@@ -106,6 +106,7 @@ def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: R
     impls = {op: told["impl"] for op, told in report["ops"].items()}
     assert impls.pop("attention_backend") == "vendor.bare_cpu"
     assert impls.pop("qk_norm_rope") == "stock"  # no pass of vLLM's puts it into graphs here
+    assert impls.pop("linear") == "stock"  # eager code and graphs have PyTorch's own already
     assert set(impls.values()) == {"reference.torch"}
     mode = "eager" if eager else "compiled"
     assert f"attention_backend=vendor.bare_cpu ({mode}; " in ours["log"]
@@ -122,22 +123,24 @@ def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: R
 
 
 def one_kernel() -> dict[str, str]:
-    """The variables that load a plugin which has norms of heads with rope in one kernel."""
+    """The variables that load a plugin which has a kernel for each op that passes find."""
     path = os.pathsep.join([str(PLUGINS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"VLLM_FL_PLUGIN_MODULES": "one_kernel", "PYTHONPATH": path}
 
 
-def test_a_pass_of_ours_joins_norms_of_heads_and_rope_in_one_kernel(start: Runner) -> None:
-    one = "qk_norm_rope=vendor:one"
+def test_passes_of_ours_put_kernels_in_the_place_of_what_they_find(start: Runner) -> None:
+    one = "qk_norm_rope=vendor:one;linear=vendor:one"
     ours = start("qwen3", eager=False, VLLM_FL_PER_OP=one, **one_kernel())
     stock = start("qwen3", stock=True)
 
     (report,) = ours["report"]
-    assert report["ops"]["qk_norm_rope"]["impl"] == "vendor.one"
     assert report["demotions"] == report["fallbacks"] == {}
-    assert report["fusions"]["qk_norm_rope"]["found"] == 2  # layers
-    assert "Op 'qk_norm_rope': 2 places, by 'vendor.one'" in ours["log"]
-    assert report["calls"]["qk_norm_rope"]["vendor.one"] >= 2 * ours["steps"]
+    # Two layers; of products each has those of q, k and v, of the output, of gate and up, and down.
+    for op, found in (("qk_norm_rope", 2), ("linear", 8)):
+        assert report["ops"][op]["impl"] == "vendor.one"
+        assert report["fusions"][op]["found"] == found
+        assert f"Op '{op}': {found} places, by 'vendor.one'" in ours["log"]
+        assert report["calls"][op]["vendor.one"] >= found * ours["steps"]
 
     assert ours["tokens"] == stock["tokens"]
     worst, magnitude = largest_difference(stock, ours)
@@ -152,6 +155,9 @@ op_backends:
   rms_norm:
     <=8: reference
     rest: [stock]
+  linear:
+    <=8: vendor:one
+    rest: stock
 """
 OTHER_ROWS = ROWS.replace("<=8: reference", "<=1: reference")
 ONE_KERNEL = "  qk_norm_rope: [vendor:one]\n  rotary_embedding: [reference]\n"
@@ -186,7 +192,9 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
     assert inlined(first, "silu_and_mul") == [(8, "stock.vllm"), (largest, "reference.torch")]
     assert inlined(first, "rms_norm") == [(8, "reference.torch"), (largest, "stock.vllm")]
     (report,) = first["report"]
-    assert all(told["places"] for op in report["ranges"].values() for told in op)
+    assert report["fusions"]["linear"] == {"graphs": 3, "found": 8}, "in none of the larger range"
+    inlined_ops = (report["ranges"][op] for op in ("silu_and_mul", "rms_norm"))
+    assert all(told["places"] for op in inlined_ops for told in op)
     told = f"silu_and_mul inlined in 2 of 2 ranges (1-8, 9-{largest} tokens)"
     assert told in first["log"]
     assert "cannot be traced" not in first["log"]
@@ -196,7 +204,8 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
     other = served(OTHER_ROWS + ONE_KERNEL)
     (report,) = other["report"]
     assert report["fusions"]["qk_norm_rope"]["found"] == 2 * 3  # layers, ranges
-    for told in (told for op in report["ranges"].values() for told in op):
+    assert report["fusions"]["linear"]["found"] == 2 * 8  # of the two smaller ranges
+    for told in (t for op in ("silu_and_mul", "rms_norm") for t in report["ranges"][op]):
         assert told["places"] > 0 and told["operators"] == 0, report["ranges"]
     assert [last for last, _ in inlined(other, "silu_and_mul")] == [1, 8, largest]
 

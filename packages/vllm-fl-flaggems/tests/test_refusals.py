@@ -9,6 +9,7 @@ import torch
 
 from vllm_fl.contracts import contracts
 from vllm_fl_flaggems import loading
+from vllm_fl_flaggems.impl.linear import _parts
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
@@ -19,6 +20,7 @@ REFUSED = {
         "beyond the limit of swigluoai",
         "weights on the input, biases",
     },
+    "linear": {"weight transposed", "square weight, transposed"},
     "recurrent_gated_delta_rule": {"large epsilon"},
     "reshape_and_cache": {"features apart"},
     "rms_norm": {
@@ -48,7 +50,7 @@ REFUSED = {
 }
 """What FlagGems has no kernel for."""
 
-HALVES_ALONE = {"fused_experts"}
+HALVES_ALONE = {"fused_experts", "linear"}
 """Ops whose kernels multiply float32 in TF32."""
 
 
@@ -81,6 +83,40 @@ def test_blocks_of_rows_are_refused_for_other_ids_and_maps(
         ((ids, 16, 9, here), "expert_map is (8,)"),
     ):
         assert reason in str(impl.supports(*args))
+
+
+def test_products_are_refused_where_the_kernels_would_read_beyond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (impl,) = (impl for impl in register_ops() if impl.op_name == "linear")
+
+    def verdict(device: str = "cpu", **change: torch.Tensor) -> object:
+        monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device=device)])
+        good = {
+            "x": torch.ones(2, 64, dtype=torch.bfloat16, device=device),
+            "weight": torch.ones(32, 64, dtype=torch.bfloat16, device=device),
+            "bias": torch.ones(32, dtype=torch.bfloat16, device=device),
+        }
+        return impl.supports(*(good | change).values())
+
+    half = torch.bfloat16
+    assert verdict() is True
+    assert "through CUDA" in str(verdict("meta"))
+    assert "float32" in str(verdict(x=torch.ones(2, 64)))
+    assert "weight is" in str(verdict(weight=torch.ones(64, 32, dtype=half).t()))
+    assert "x is (2, 0)" in str(
+        verdict(x=torch.ones(2, 0, dtype=half), weight=torch.ones(32, 0, dtype=half))
+    )
+    assert "bias is" in str(verdict(bias=torch.ones(33, dtype=half)))
+
+
+@pytest.mark.parametrize(
+    ("programs", "features", "parts"),
+    [(64, 4096, 1), (64, 12288, 2), (32, 4096, 4), (48, 4096, 2), (96, 4096, 1), (2, 2048, 4)],
+)
+def test_few_programs_share_the_features(programs: int, features: int, parts: int) -> None:
+    """As measured on an H200: 4096 x 4096, 12288 -> 4096, 4096 -> 2048, 3072 and 6144, a router."""
+    assert _parts(programs, features) == parts
 
 
 def test_heads_are_refused_beyond_one_program_and_where_cuda_launches_nothing(

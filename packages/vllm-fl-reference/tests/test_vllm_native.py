@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+from vllm.model_executor.layers.utils import default_unquantized_gemm
 
 from vllm_fl.integration.seams.layers import layer_for
 
@@ -149,6 +150,12 @@ def layer_norm(
     return layer.forward_native(x)
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What a layer that is not quantised calls; the layer itself has no part in it."""
+    result: torch.Tensor = default_unquantized_gemm(torch.nn.Module(), x, weight, bias)
+    return result
+
+
 def merge_attn_states(
     prefix_output: torch.Tensor,
     prefix_lse: torch.Tensor,
@@ -204,6 +211,7 @@ LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)} - {"chunk_gated
 OWN = (
     grouped_topk,
     layer_norm,
+    linear,
     merge_attn_states,
     moe_sum,
     moe_topk,

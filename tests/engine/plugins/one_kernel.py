@@ -1,4 +1,4 @@
-"""Norms of query and key heads with rotary embedding as one kernel that no compiler looks into."""
+"""Ops that passes put into graphs, each as one kernel that no compiler looks into."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ def qk_norm_rope(
     return result.to(qkv.dtype)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = contracts()["linear"].oracle(x, weight, bias)
+    return result.to(x.dtype)
+
+
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    return [OpImpl("qk_norm_rope", "vendor.one", BackendImplKind.VENDOR, qk_norm_rope, "one")]
+    ops = {"qk_norm_rope": qk_norm_rope, "linear": linear}
+    kind = BackendImplKind.VENDOR
+    return [OpImpl(op, "vendor.one", kind, function, "one") for op, function in ops.items()]

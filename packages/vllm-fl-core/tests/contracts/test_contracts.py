@@ -48,7 +48,8 @@ def addresses(tensor: torch.Tensor) -> set[int]:
 
 def within(spec: OpSpec, got: torch.Tensor, want: torch.Tensor) -> bool:
     bound = spec.tolerance(got.dtype)
-    return torch.allclose(got.double(), want.double(), rtol=bound.rtol, atol=bound.atol)
+    pair = got.double(), want.double()
+    return torch.allclose(*pair, rtol=bound.rtol, atol=bound.atol, equal_nan=True)
 
 
 def test_the_contracts_are_the_modules_that_are_named_after_them() -> None:
@@ -337,8 +338,62 @@ def mutants() -> Iterator[tuple[str, str, Op]]:
         (lambda q, k, c, s, p, i: rotary(q, k, c, s, (p + 1) % c.shape[0], i)),
     )
     yield "rotary_embedding", "key untouched", lambda q, k, *a: (rotary(q, None, *a)[0], k)
+    yield from linear_mutants(oracle["linear"])
     yield from norm_rope_mutants(oracle["qk_norm_rope"])
     yield from hybrid_mutants(oracle)
+
+
+def linear_mutants(right: Op) -> Iterator[tuple[str, str, Op]]:
+    """The same of projections."""
+    op = "linear"
+
+    def packed(matrix: torch.Tensor) -> torch.Tensor:
+        """Read as if its rows had no gaps, and one began where the last one ends."""
+        memory = matrix.untyped_storage().nbytes() // matrix.element_size()
+        at = matrix.storage_offset() + torch.arange(matrix.numel())
+        elements = matrix.as_strided((memory,), (1,), 0)
+        return elements[at % max(memory, 1)].view(matrix.shape)
+
+    def untransposed(x: Any, w: Any, b: Any) -> Any:
+        return right(x, w.t() if w.shape[0] == w.shape[1] else w, b)
+
+    def whole_blocks(x: Any, w: Any, b: Any) -> Any:
+        whole = x.shape[1] // 128 * 128 or x.shape[1]
+        return right(x[:, :whole], w[:, :whole], b)
+
+    def last_is_the_one_before(x: Any, w: Any, b: Any) -> Any:
+        result = right(x, w, b)
+        return torch.cat((result[:, :-1], result[:, -2:][:, :1]), dim=1)
+
+    def whole_tiles(x: Any, w: Any, b: Any) -> Any:
+        """The output features beyond a multiple of 32 are never written."""
+        result = right(x, w, b)
+        result[:, w.shape[0] // 32 * 32 :] = 0.0
+        return result
+
+    def bias_by_row(x: Any, w: Any, b: Any) -> Any:
+        if b is None or not len(x):
+            return right(x, w, b)
+        return right(x, w, None) + b.double()[torch.arange(len(x)) % len(b), None]
+
+    def rows_beyond_a_tile(x: Any, w: Any, b: Any) -> Any:
+        """Past 64 tokens the first tile's are computed again."""
+        return right(x[torch.arange(len(x)) % 64], w, b)
+
+    yield op, "square weight not transposed", untransposed
+    yield op, "no bias", lambda x, w, b: right(x, w, None)
+    yield op, "bias twice", lambda x, w, b: right(x, w, None if b is None else 2 * b)
+    yield op, "bias by row", bias_by_row
+    yield op, "last block of features left out", whole_blocks
+    yield op, "last feature left out", lambda x, w, b: right(x[:, :-1], w[:, :-1], b)
+    yield op, "last output feature is the one before", last_is_the_one_before
+    yield op, "output features beyond whole tiles left out", whole_tiles
+    yield op, "the next token's", lambda x, w, b: right(x.roll(-1, 0), w, b)
+    yield op, "the first token's for all", lambda x, w, b: right(x[:1].expand_as(x), w, b)
+    yield op, "the first 64 tokens' for all", rows_beyond_a_tile
+    yield op, "x taken as contiguous", lambda x, w, b: right(packed(x), w, b)
+    yield op, "weight taken as contiguous", lambda x, w, b: right(x, packed(w), b)
+    yield op, "no weight's sign", lambda x, w, b: right(x, w.abs(), b)
 
 
 def norm_rope_mutants(right: Op) -> Iterator[tuple[str, str, Op]]:
@@ -479,8 +534,10 @@ def test_samples_and_tolerances_tell_a_wrong_op(
 ) -> None:
     spec = contracts()[op]
 
-    def passes(sample: Sample) -> bool:
-        pairs = zip(tensors(mutant(*sample.args)), tensors(spec.oracle(*sample.args)), strict=True)
+    def passes(op: Op, sample: Sample) -> bool:
+        pairs = zip(tensors(op(*sample.args)), tensors(spec.oracle(*sample.args)), strict=True)
         return all(within(spec, got.to(dtype), want) for got, want in pairs)
 
-    assert not all(passes(sample) for sample in spec.samples(dtype, CPU)), wrong
+    samples = list(spec.samples(dtype, CPU))
+    assert all(passes(spec.oracle, sample) for sample in samples), "the oracle, rounded, is right"
+    assert not all(passes(mutant, sample) for sample in samples), wrong

@@ -8,7 +8,13 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-__all__ = ["qk_norm_rope_kernel", "reshape_and_cache_kernel"]
+__all__ = [
+    "linear_kernel",
+    "linear_of_one_row_kernel",
+    "qk_norm_rope_kernel",
+    "reshape_and_cache_kernel",
+    "sum_of_parts_kernel",
+]
 
 
 @triton.jit
@@ -138,3 +144,109 @@ def reshape_and_cache_kernel(
     )
     at = block * value_block_step + within * value_slot_step + head * value_cache_head_step
     tl.store(value_cache_ptr + at + feature, value, mask=here)
+
+
+@triton.jit
+def linear_of_one_row_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    outputs,
+    features,
+    weight_step,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,
+):
+    """The next ROWS outputs of one token, by products of BLOCK features at a time."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < outputs
+    feature = tl.arange(0, BLOCK)
+    rows = weight_ptr + row.to(tl.int64)[:, None] * weight_step
+    products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in tl.range(0, features, BLOCK, num_stages=3):
+        at = start + feature
+        if WHOLE_ROWS and WHOLE_BLOCKS:
+            w = tl.load(rows + at[None, :], eviction_policy="evict_first")
+            x = tl.load(x_ptr + at)
+        else:
+            is_feature = at < features
+            here = is_row[:, None] & is_feature[None, :]
+            w = tl.load(rows + at[None, :], mask=here, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr + at, mask=is_feature, other=0.0)
+        products += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    total = tl.sum(products, axis=1)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    tokens,
+    outputs,
+    features,
+    x_step,
+    weight_step,
+    features_of_a_part,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The next ROWS outputs of all tokens, of which there are at most TOKENS.
+
+    The weight is the left factor: it has the rows that a tensor core's instruction takes, and few
+    tokens have not. IN_PARTS: each program of the second axis sums up a part of the features, in
+    fp32 and without the bias, which is `sum_of_parts_kernel`'s.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(1)
+    is_row = row < outputs
+    token = tl.arange(0, TOKENS)
+    is_token = token < tokens
+    feature = tl.arange(0, BLOCK)
+    rows = weight_ptr + row.to(tl.int64)[:, None] * weight_step + feature[None, :]
+    xs = x_ptr + token.to(tl.int64)[:, None] * x_step + feature[None, :]
+    total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    first = part * features_of_a_part
+    for start in tl.range(first, first + features_of_a_part, BLOCK, num_stages=STAGES):
+        if WHOLE_ROWS and WHOLE_BLOCKS:
+            w = tl.load(rows + start, eviction_policy="evict_first")
+            x = tl.load(xs + start, mask=is_token[:, None], other=0.0)
+        else:
+            is_feature = (start + feature < features)[None, :]
+            here = is_row[:, None] & is_feature
+            w = tl.load(rows + start, mask=here, other=0.0, eviction_policy="evict_first")
+            x = tl.load(xs + start, mask=is_token[:, None] & is_feature, other=0.0)
+        total = tl.dot(w, tl.trans(x), total)
+    place = token.to(tl.int64)[None, :] * outputs + row[:, None]
+    here = is_row[:, None] & is_token[None, :]
+    if IN_PARTS:
+        place += part.to(tl.int64) * tokens * outputs
+    elif bias_ptr is not None:
+        bias = tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+        total += bias[:, None]
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["elements"])
+def sum_of_parts_kernel(parts_ptr, bias_ptr, out_ptr, elements, outputs, parts, SIZE: tl.constexpr):
+    """The next SIZE elements of (tokens, outputs), of which each part has a summand, in order."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    here = at < elements
+    total = tl.load(parts_ptr + at, mask=here, other=0.0)
+    for part in range(1, parts):
+        total += tl.load(parts_ptr + part * elements + at, mask=here, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + at % outputs, mask=here, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=here)

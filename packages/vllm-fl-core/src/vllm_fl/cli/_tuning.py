@@ -15,7 +15,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import ModelSizes
-from ..contracts.binding import Binding, FusionPlace, IrPlace, LayerPlace, OperatorPlace
+from ..contracts.binding import (
+    Binding,
+    FusionPlace,
+    GraphPlace,
+    IrPlace,
+    LayerPlace,
+    OperatorPlace,
+)
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import Stock
 from ..plugins.calling import rejections
@@ -333,12 +340,12 @@ class Work:
     def _traced(self, op: str, contenders: Sequence[Contender]) -> frozenset[str]:
         """Whose calls stand in the graph that a compiler traces of the model.
 
-        What a layer runs does. Operators and functions that vLLM's own code calls inside an
-        operator do not; and of an op that one of vLLM's passes finds, what vLLM computes without
-        that pass does.
+        What a layer runs does, and what stands for an operator of PyTorch's. Operators and
+        functions that vLLM's own code calls inside an operator do not; and of an op that one of
+        vLLM's passes finds, what vLLM computes without that pass does.
         """
         places = self._bindings[op].places if op in self._bindings else ()
-        if any(isinstance(place, LayerPlace | IrPlace) for place in places):
+        if any(isinstance(place, LayerPlace | IrPlace | GraphPlace) for place in places):
             return frozenset(contender.name for contender in contenders)
         if any(isinstance(place, FusionPlace) for place in places):
             return frozenset({STOCK})
@@ -363,7 +370,7 @@ class Work:
         return [self._found[op, tokens] for tokens in self.subject.tokens]
 
     def _is_by_range(self, op: str, tuning: OpTuning) -> bool:
-        """Whether an engine inlines the op by range of sizes, or a pass of vLLM's finds it so.
+        """Whether an engine inlines the op by range of sizes, or a pass finds it so.
 
         Not on a CPU, whose model vLLM traces and compiles once; nor where an operator writes over
         its arguments, but in vLLM's IR; nor where vLLM's experts may call the op's operator.
@@ -375,9 +382,11 @@ class Work:
         places = self._bindings[op].places if op in self._bindings else ()
         if any(isinstance(place, IrPlace) for place in places):
             return True
+        has_vllm = any(contender.name == STOCK for contender in tuning.contenders)
+        if any(isinstance(place, GraphPlace) for place in places):
+            return has_vllm
         fused = [place for place in places if isinstance(place, FusionPlace)]
         if fused:
-            has_vllm = any(contender.name == STOCK for contender in tuning.contenders)
             return has_vllm and any(map(fusions.is_by_range, fused))
         if EXPERTS not in self.subject.absent and any(isinstance(p, OperatorPlace) for p in places):
             return False

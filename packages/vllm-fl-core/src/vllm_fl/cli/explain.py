@@ -13,6 +13,7 @@ from ..contracts.binding import (
     Binding,
     FunctionPlace,
     FusionPlace,
+    GraphPlace,
     IrPlace,
     LayerPlace,
     OperatorPlace,
@@ -228,6 +229,8 @@ def places_of(binding: Binding) -> list[str]:
                 told.append(f"vllm.ir.{place.name}, in the releases that have it")
             case AttentionPlace():
                 told.append("the attention layers, by class path")
+            case GraphPlace():
+                told.append(f"{', '.join(place.operators)} of PyTorch's, in compiled graphs")
             case FusionPlace():
                 ours = ", or one of ours on a plugin's device" * bool(place.own)
                 told.append(f"where vLLM's pass {place.path.rpartition('.')[2]} finds it{ours}")

@@ -24,6 +24,7 @@ __all__ = [
     "Contract",
     "FunctionPlace",
     "FusionPlace",
+    "GraphPlace",
     "IrPlace",
     "LayerPlace",
     "OperatorPlace",
@@ -185,7 +186,28 @@ class FusionPlace:
     own: str = ""
 
 
-Place = LayerPlace | OperatorPlace | FunctionPlace | IrPlace | AttentionPlace | FusionPlace
+@dataclass(frozen=True)
+class GraphPlace:
+    """An operator of PyTorch's in graphs that vLLM compiles: a pass of ours puts the op there.
+
+    In the graphs of sizes at which the op is planned, an implementation stands in the operator's
+    place; in all others, and in eager mode, PyTorch's own stays.
+
+    Args:
+        operators: PyTorch's, as `aten.mm.default`.
+        find: a node of a graph (`torch.fx.Node`) that calls one of them -> the op's arguments, by
+            the contract's parameters: nodes, numbers and None; None for a call that is not the op.
+        native: what PyTorch computes there, by the contract's parameters.
+    """
+
+    operators: tuple[str, ...]
+    find: Callable[[Any], tuple[Any, ...] | None]
+    native: Bound
+
+
+Place = (
+    LayerPlace | OperatorPlace | FunctionPlace | IrPlace | AttentionPlace | FusionPlace | GraphPlace
+)
 
 
 @dataclass(frozen=True)

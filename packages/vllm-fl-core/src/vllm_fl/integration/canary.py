@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import FusionPlace
+from ..contracts.binding import FusionPlace, GraphPlace
 from ..engine.metrics import of_worker
 from ..engine.plan import Plan
 from ..engine.shadow import Shadow, Tally
@@ -145,7 +145,7 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
     found = {}
     for op in plan.entries:
         places = table[op].places if op in table else ()
-        if places and all(isinstance(place, FusionPlace) for place in places):
+        if places and all(isinstance(p, FusionPlace | GraphPlace) for p in places):
             found[op] = "only compiled code has it, and a sampled step is eager"
     return found
 

@@ -2,8 +2,9 @@
 
 vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
 own, and adds those that the plan of the compiling engine needs: first those that find a planned op
-where vLLM has no pass for it (`seams/graphs.py`), then the one that inlines what is ordered by size
-(`lowering.py`). Both come before vLLM lowers the ops of its IR. A pass of vLLM's that finds a
+where vLLM has no pass for it (`seams/graphs.py`), then the one that puts planned ops in the place
+of PyTorch's operators (`replacing.py`), and the one that inlines what is ordered by size
+(`lowering.py`). All come before vLLM lowers the ops of its IR. A pass of vLLM's that finds a
 planned op is run for the ranges of sizes in which it is planned (`unfused.py`).
 
 Imported where vLLM makes its pass manager, which is in a worker that compiles.
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ..logs import get_logger
 from . import ranges
 from .lowering import RangeLowering
-from .seams import fusions
+from .replacing import TorchOperators
+from .seams import fusions, torch_operators
 from .serving import plan_now
 from .unfused import held_to_ranges
 
@@ -53,6 +55,8 @@ class _WithOurPasses:
         if ranges.is_compiled_by_range(config):
             if hasattr(self, "passes"):
                 self.passes: list[Any] = held_to_ranges(self.passes, plan, config)
+            if replaced := torch_operators.replaced(plan):
+                passes = [*passes, TorchOperators(replaced, config)]
             lowering = RangeLowering(plan, config)
             passes = [*passes, *([lowering] if lowering.sites else ())]
         if hasattr(self, "add"):

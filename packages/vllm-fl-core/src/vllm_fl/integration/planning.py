@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import Binding, FunctionPlace, OperatorPlace
+from ..contracts.binding import Binding, FunctionPlace, GraphPlace, OperatorPlace
 from ..contracts.sizes import model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
@@ -22,7 +22,7 @@ from ..settings.loading import Settings, check_names
 from . import ranges
 from .bindings import installed_bindings
 from .compat import hide_our_variables
-from .seams import attention, communicator, fusions, whole_layers
+from .seams import attention, communicator, fusions, torch_operators, whole_layers
 from .seams.ir import ir_ops
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table
 
@@ -287,10 +287,15 @@ def plan_for(
             **unmeasured(facts, get_default_manager().registry.snapshot()),
             **(demoted or {}),
         },
-        notes=notes | fusions.notes(facts) | _user_notes(facts) | _whole_layer_notes(facts),
+        notes=notes
+        | fusions.notes(facts)
+        | torch_operators.notes(facts)
+        | _user_notes(facts)
+        | _whole_layer_notes(facts),
         kept_layers=kept,
     )
-    left = {op: replace(plan.entries[op], note=why) for op, why in fusions.left(plan).items()}
+    why_left = {**fusions.left(plan), **torch_operators.left(plan)}
+    left = {op: replace(plan.entries[op], note=why) for op, why in why_left.items()}
     plan = replace(plan, entries={**plan.entries, **left})
     return replace(plan, whole=fusions.whole(plan))
 
@@ -418,11 +423,12 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
 def _without_place() -> dict[str, str]:
     """The ops that this vLLM has no place for."""
     placed = {layer.op for layer in layer_table()} | set(ir_ops())
+    anywhere = OperatorPlace | FunctionPlace | GraphPlace
     return {
         op: "this vLLM has no place for it"
         for op in get_default_manager().registry.snapshot().contracts
         if op not in placed
-        and not any(isinstance(p, OperatorPlace | FunctionPlace) for p in _binding(op).places)
+        and not any(isinstance(place, anywhere) for place in _binding(op).places)
     }
 
 

@@ -19,7 +19,7 @@ from ..engine.opaque import mutated
 from ..engine.plan import Plan
 from ..engine.ranges import Range, choice, edges
 from .bindings import installed_bindings, places, stock_form
-from .seams import fusions
+from .seams import fusions, torch_operators
 from .seams.ir import chain_of, ir_ops, natives
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
 
 def _chains(plan: Plan) -> dict[str, Chain]:
     """Op -> its candidates, of those that are ordered by size and stand in compiled graphs as an
-    operator that writes over no argument, or that vLLM's passes put there."""
+    operator that writes over no argument, or that passes put there."""
     found = {op: chain for op, (_, chain) in fusions.by_range(plan).items()}
+    found |= torch_operators.by_range(plan)
     in_ir, own = ir_ops(), natives()
     grants: dict[str, frozenset[str]] = {}
     for op, place in places(installed_bindings(), LayerPlace):

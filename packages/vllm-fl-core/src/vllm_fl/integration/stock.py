@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..contracts.binding import Binding, FunctionPlace, FusionPlace, LayerPlace, OperatorPlace
+from ..contracts.binding import (
+    Binding,
+    FunctionPlace,
+    FusionPlace,
+    GraphPlace,
+    LayerPlace,
+    OperatorPlace,
+)
 from ..settings.policy import Mode
 from .bindings import stock_form
 from .seams import functions, operators
@@ -47,7 +54,7 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
         for name in place.grants
     )
     for place in binding.places:
-        if isinstance(place, LayerPlace):
+        if isinstance(place, LayerPlace | GraphPlace):
             natives.append(stock_form(op, place.native))
         elif isinstance(place, FusionPlace):
             natives.append(stock_form(op, place.native, granted))
@@ -60,7 +67,7 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
             (on_cpu if device.type == "cpu" and used else kernels).append(form)
     if mode == "compiled":
         ordered = [*natives, *on_cpu, *kernels]
-    elif any(isinstance(place, FusionPlace) for place in binding.places):
+    elif any(isinstance(place, FusionPlace | GraphPlace) for place in binding.places):
         return ()
     elif device.type == "cpu":
         ordered = [*on_cpu, *natives, *kernels]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import Binding, IrPlace, LayerPlace
+from ..contracts.binding import Binding, GraphPlace, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
 from ..engine.determinism import find_variant
 from ..engine.digest import fingerprint
@@ -334,7 +334,7 @@ def verify_live(
     left_out = {op: f"{op} ({why})" for op, why in live.left_out.items()}
     table = installed_bindings()
     for op, entry in plan.entries.items():  # of a layer's op the model may have none
-        if entry.impls and op not in live.called and not meets_a_compiler(table.get(op)):
+        if entry.impls and op not in live.called and not _has(table.get(op), LayerPlace, IrPlace):
             left_out[op] = f"{op} (not called)"
     told = f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}"
     return [
@@ -431,5 +431,8 @@ def _lack_of(lack: tuple[tuple[str, str], tuple[int, str]]) -> str:
 
 def meets_a_compiler(binding: Binding | None) -> bool:
     """Whether compiled code calls the op: operators and functions are called behind a compiler."""
-    places = binding.places if binding else ()
-    return any(isinstance(place, LayerPlace | IrPlace) for place in places)
+    return _has(binding, LayerPlace, IrPlace, GraphPlace)
+
+
+def _has(binding: Binding | None, *kinds: type) -> bool:
+    return binding is not None and any(isinstance(place, kinds) for place in binding.places)

@@ -23,7 +23,15 @@ from ..plugins.types import OpImpl, WorkerContext
 from . import ranges, serving
 from .bindings import installed_bindings
 from .planning import apply, facts_of, load_plugins, seal
-from .seams import attention, communicator, functions, fusions, operators, whole_layers
+from .seams import (
+    attention,
+    communicator,
+    functions,
+    fusions,
+    operators,
+    torch_operators,
+    whole_layers,
+)
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     bind_anew,
@@ -140,6 +148,7 @@ class PlannedWorker:
         _name_overriders(self)
         if self.rank == 0 and hasattr(self, "vllm_fl_plan"):
             fusions.say(self.vllm_fl_plan)
+            torch_operators.say(self.vllm_fl_plan)
         if hasattr(self, "vllm_fl_plan"):
             self.vllm_fl_canary = _canary(self)
         return times
@@ -154,7 +163,7 @@ class PlannedWorker:
             `refusals` {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted
             under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
             `seams.operators.report` says; `functions` {op: {function: the same}}. `fusions` {op:
-            {graphs, found}}: how many graphs vLLM's pass for the op went through, and in how many
+            {graphs, found}}: how many graphs the pass for the op went through, and in how many
             places it found the op. `ranges` {op: [{first, last, impl, places}]}: of an op that is
             ordered by size, whose code is inlined in the graphs of so many tokens, and in how many
             places (0 where vLLM had them in its cache); impl None where an operator looks its row
@@ -178,7 +187,11 @@ class PlannedWorker:
             "demotions": _nested(plan.record.demotions),
             "operators": operators.report(plan, self.vllm_fl_operators),
             "functions": functions.report(plan, self.vllm_fl_functions),
-            "fusions": {op: dataclasses.asdict(s) for op, s in fusions.sites(plan).items()},
+            "fusions": {
+                op: dataclasses.asdict(known)
+                for found in (fusions.sites(plan), torch_operators.sites(plan))
+                for op, known in found.items()
+            },
             "ranges": ranges.report(plan, self.vllm_config),
             "defined": self.vllm_fl_operators.schemas,
             "groups": dict(self.vllm_fl_groups.served) if self.vllm_fl_groups else {},
@@ -284,6 +297,7 @@ def _take_places(worker: PlannedWorker) -> None:
     operators.take(plan, worker.vllm_fl_operators, worker.device)
     functions.take(plan, worker.vllm_fl_functions)
     fusions.watch(plan)
+    torch_operators.watch(plan)
 
 
 def _verify_live(worker: PlannedWorker, preflight: Preflight, *, alone: bool) -> list[str]:

@@ -17,6 +17,7 @@ from ...contracts.binding import (
     Binding,
     FunctionPlace,
     FusionPlace,
+    GraphPlace,
     IrPlace,
     LayerPlace,
     OperatorPlace,
@@ -25,9 +26,21 @@ from ...dispatch import get_default_manager
 from ...plugins.registry import RegistrySnapshot
 from ...plugins.types import BackendImplKind, OpImpl
 
-__all__ = ["all_bindings", "bindings", "installed_bindings", "places", "stock_form"]
+__all__ = ["STOCK", "all_bindings", "bindings", "installed_bindings", "places", "stock_form"]
 
-P = TypeVar("P", LayerPlace, OperatorPlace, FunctionPlace, IrPlace, AttentionPlace, FusionPlace)
+STOCK = "stock.vllm"
+"""The id of vLLM's own form of an op."""
+
+P = TypeVar(
+    "P",
+    LayerPlace,
+    OperatorPlace,
+    FunctionPlace,
+    IrPlace,
+    AttentionPlace,
+    FusionPlace,
+    GraphPlace,
+)
 
 
 @cache
@@ -72,4 +85,4 @@ def stock_form(
     if native is None:
         return None
     kind = BackendImplKind.REFERENCE
-    return OpImpl(op, "stock.vllm", kind, native, consumes=consumes, traceable=traceable)
+    return OpImpl(op, STOCK, kind, native, consumes=consumes, traceable=traceable)

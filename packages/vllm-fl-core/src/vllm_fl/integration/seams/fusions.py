@@ -39,10 +39,13 @@ __all__ = [
     "layers",
     "left",
     "notes",
+    "operator_of",
     "ours",
     "say",
+    "say_found",
     "sites",
     "switch",
+    "taken_whole",
     "turned_off",
     "watch",
     "whole",
@@ -149,18 +152,17 @@ def by_range(plan: Plan) -> dict[str, tuple[FusionPlace, Chain]]:
     found = {}
     for op, place in _planned(plan):
         if plan.is_partly_stock(op) and is_by_range(place):
-            chain = plan.chain(op, last=stock_form(op, place.native))
-            rows = tuple((ceiling, _taken_whole(row)) for ceiling, row in chain.rows)
-            found[op] = place, dataclasses.replace(_taken_whole(chain), rows=rows)
+            found[op] = place, taken_whole(plan.chain(op, last=stock_form(op, place.native)))
     return found
 
 
-def _taken_whole(chain: Chain) -> Chain:
+def taken_whole(chain: Chain) -> Chain:
     """The chain with candidates that no compiler looks into, but for vLLM's own form alone."""
+    rows = tuple((ceiling, taken_whole(row)) for ceiling, row in chain.rows)
     if chain.bare:
-        return chain
+        return dataclasses.replace(chain, rows=rows)
     impls = tuple(dataclasses.replace(impl, traceable=False) for impl in chain.impls)
-    return dataclasses.replace(chain, impls=impls)
+    return dataclasses.replace(chain, impls=impls, rows=rows)
 
 
 def left(plan: Plan) -> dict[str, str]:
@@ -235,7 +237,9 @@ def watch(plan: Plan) -> None:
     for op, place in _planned(plan):
         if _finds_ours(plan, place):
             known = _counted.setdefault(plan, {})[op] = Sites()
-            _ours[plan].append(_named(place.own)(_operator(plan, op, place), known))
+            last = stock_form(op, place.native, plan.contracts[op].consumable)
+            operator = operator_of(plan, plan.chain(op, last=last))
+            _ours[plan].append(_named(place.own)(operator, known))
             continue
         try:
             cls = _named(place.path)
@@ -254,12 +258,15 @@ def _named(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _operator(plan: Plan, op: str, place: FusionPlace) -> Any:
-    """The op as one operator of torch, which leaves its arguments as they are."""
+def operator_of(plan: Plan, chain: Chain) -> Any:
+    """The op of these candidates as one operator of torch, which leaves its arguments as they are.
+
+    Args:
+        plan: the plan.
+        chain: the candidates of an op of it that has one variant.
+    """
     from torch.fx import symbolic_trace
 
-    last = stock_form(op, place.native, plan.contracts[op].consumable)
-    chain = plan.chain(op, last=last)
     calls = symbolic_trace(opaque_op(chain, plan.counting, plan.place).fn).graph.nodes
     return next(call.target for call in calls if call.op == "call_function")
 
@@ -293,27 +300,38 @@ def say(plan: Plan) -> None:
     """Log what the passes found, once the model is compiled: none is worth a warning."""
     by_ours = {op for op, place in _planned(plan) if _finds_ours(plan, place)}
     for op, known in sites(plan).items():
-        label, whose = plan.entries[op].label, "the" if op in by_ours else "vLLM's"
-        if known.found:
-            log.info("Op '%s': %s, by '%s'", op, _counted_as(known.found, "place"), label)
-        elif known.graphs:
-            log.warning(
-                "Op '%s': %s pass found no place for it in %s, so that '%s' does not run. Its "
-                "parts may be of other sizes, or of a form that the pass does not know "
-                "(`vllm-fl explain %s`)",
-                op,
-                whose,
-                _counted_as(known.graphs, "graph"),
-                label,
-                op,
-            )
-        else:
-            log.info(
-                "Op '%s': no graph was compiled, as where vLLM has them in its cache: in how many "
-                "places '%s' runs is not counted",
-                op,
-                label,
-            )
+        say_found(plan, op, known, "the" if op in by_ours else "vLLM's")
+
+
+def say_found(plan: Plan, op: str, known: Sites, whose: str) -> None:
+    """Log what the pass for one op found.
+
+    Args:
+        plan, op: the plan, and an op of it.
+        known: what was counted.
+        whose: whose pass it is.
+    """
+    label = plan.entries[op].label
+    if known.found:
+        log.info("Op '%s': %s, by '%s'", op, _counted_as(known.found, "place"), label)
+    elif known.graphs:
+        log.warning(
+            "Op '%s': %s pass found no place for it in %s, so that '%s' does not run. Its "
+            "parts may be of other sizes, or of a form that the pass does not know "
+            "(`vllm-fl explain %s`)",
+            op,
+            whose,
+            _counted_as(known.graphs, "graph"),
+            label,
+            op,
+        )
+    else:
+        log.info(
+            "Op '%s': no graph was compiled, as where vLLM has them in its cache: in how many "
+            "places '%s' runs is not counted",
+            op,
+            label,
+        )
 
 
 def _counted_as(number: int, noun: str) -> str:

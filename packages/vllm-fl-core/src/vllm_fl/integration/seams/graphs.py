@@ -21,7 +21,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 
 from .fusions import Sites
 
-__all__ = ["QKNormRopePass"]
+__all__ = ["QKNormRopePass", "new_node"]
 
 VIEWS = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)
 SPLITS: dict[Any, dict[str, Any]] = {
@@ -91,12 +91,12 @@ def _replace(
 ) -> None:
     """Put the op before `rope`, and its columns in the place of what that has turned."""
     with graph.inserting_before(rope):
-        result = _node(graph, fused, *args)
+        result = new_node(graph, fused, *args)
         turned = []
         for x in normed:
-            columns = _node(graph, torch.ops.aten.slice.Tensor, result, 1, x.start, x.stop)
+            columns = new_node(graph, torch.ops.aten.slice.Tensor, result, 1, x.start, x.stop)
             heads = [-1, (x.stop - x.start) // x.size, x.size]
-            turned.append(_node(graph, torch.ops.aten.reshape.default, columns, heads))
+            turned.append(new_node(graph, torch.ops.aten.reshape.default, columns, heads))
     for user in list(rope.users):
         _, which = user.args
         user.replace_all_uses_with(turned[which])  # type: ignore[index]
@@ -186,7 +186,7 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def _node(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+def new_node(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
     """A node with the fake value that the passes behind this one read."""
     node = graph.call_function(target, args)
     values: Any = fx.node.map_arg(args, lambda of: of.meta["val"])

@@ -1,0 +1,117 @@
+"""The pass of ours that puts a planned op in the place of an operator of PyTorch's.
+
+In the graphs of a range of sizes that is left to PyTorch nothing changes: they are compiled as
+without us. Nor where every candidate refuses a call: what it is refused for, its dtype or layout,
+the graph tells already.
+
+Imported where vLLM makes its pass manager, which is in a worker that compiles.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from ..dispatch.guard import Chain
+from ..engine.ranges import choice
+from ..logs import get_logger
+from ..plugins.forms import asked_for
+from ..plugins.types import OpImpl
+from ..text import clean
+from . import ranges
+from .bindings import STOCK
+from .planning import digest_of
+from .seams.graphs import new_node
+from .seams.torch_operators import Replaced
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["TorchOperators"]
+
+log = get_logger("engine")
+
+
+class TorchOperators(InductorPass):  # type: ignore[misc]
+    """The pass, for one engine.
+
+    Args:
+        replaced: what it puts into graphs.
+        vllm_config: the engine's.
+    """
+
+    def __init__(self, replaced: Sequence[Replaced], vllm_config: VllmConfig) -> None:
+        self.replaced, self.config = replaced, vllm_config
+        self._said: set[tuple[str, str]] = set()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Put the ops into one graph, as far as its range of sizes has them."""
+        sizes = ranges.now(self.config)
+        for each in self.replaced:
+            if choice(each.chain, sizes) is not None:
+                continue
+            each.sites.graphs += 1
+            for name in each.place.operators:
+                for node in graph.find_nodes(op="call_function", target=_operator(name)):
+                    args = each.place.find(node)
+                    if args is not None and not self._is_refused(each, args):
+                        _replace(graph, node, each, args)
+                        each.sites.found += 1
+
+    def _is_refused(self, each: Replaced, args: tuple[Any, ...]) -> bool:
+        """Whether every candidate refuses such calls, each reason said once."""
+        values = fx.node.map_arg(args, lambda of: of.meta["val"])
+        whys = {impl.impl_id: _refusal(each.chain, impl, values) for impl in _asked(each.chain)}
+        if not all(whys.values()):
+            return False
+        for impl_id, why in whys.items():
+            if (impl_id, why) not in self._said:
+                self._said.add((impl_id, why))
+                log.info(
+                    "Op '%s': '%s' refuses a call that the model's graphs have, in whose place "
+                    "PyTorch's own stays: %s",
+                    each.op,
+                    impl_id,
+                    why,
+                )
+        return True
+
+    def uuid(self) -> str:
+        """What the compiler's caches know the pass by: its source, and the plan's digest."""
+        source = InductorPass.hash_source(inspect.getsource(sys.modules[__name__]))
+        return f"{source}|{digest_of(self.config)}"
+
+
+def _asked(chain: Chain) -> Iterator[OpImpl]:
+    """The candidates of all rows, vLLM's own form apart."""
+    for one in (chain, *(row for _, row in chain.rows)):
+        yield from (impl for impl in one.impls if not one.bare and impl.impl_id != STOCK)
+
+
+def _refusal(chain: Chain, impl: OpImpl, values: Any) -> str:
+    """Why an implementation takes no such call; empty if it may."""
+    assert chain.spec is not None  # only ops with a contract have places
+    supports = asked_for(impl, chain.spec)
+    try:
+        verdict = True if supports is None else supports(*values)
+    except Exception:  # it is asked about tensors without memory: the call itself will tell
+        return ""
+    return "" if verdict is True else clean(str(verdict) or "its supports gave no reason")
+
+
+def _operator(name: str) -> Any:
+    namespace, operator, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, each: Replaced, args: tuple[Any, ...]) -> None:
+    with graph.inserting_before(node):
+        result = new_node(graph, each.operator, *args)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)

@@ -1,0 +1,113 @@
+"""Places that we take: PyTorch's own operators, in graphs of vLLM's compiler.
+
+What no layer of vLLM's stands for, its compiler still has as an operator of PyTorch's, as the
+product of a linear layer. A pass of ours (`../replacing.py`) puts a planned op in its place, in the
+graphs of the sizes at which it is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ...contracts.binding import GraphPlace
+from ...dispatch.guard import Chain
+from ...engine.facts import EngineFacts
+from ...engine.plan import Plan
+from ...plugins.types import BackendImplKind
+from ..bindings import installed_bindings, places, stock_form
+from .fusions import Sites, operator_of, say_found, taken_whole
+
+__all__ = ["Replaced", "by_range", "left", "notes", "replaced", "say", "sites", "watch"]
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What a plan does with one place.
+
+    Args:
+        op: the op.
+        place: the place.
+        chain: its candidates, by rows; of their code vLLM's own form alone stands in graphs.
+        operator: the op's operator, of the contract's schema.
+        sites: what is counted.
+    """
+
+    op: str
+    place: GraphPlace
+    chain: Chain
+    operator: Callable[..., Any]
+    sites: Sites
+
+
+_watched: WeakKeyDictionary[Plan, list[Replaced]] = WeakKeyDictionary()
+"""Plan -> what its pass puts into graphs."""
+
+
+def _planned(plan: Plan) -> Iterator[tuple[str, GraphPlace]]:
+    table = places(installed_bindings(), GraphPlace)
+    return ((op, place) for op, place in table if not plan.is_stock(op))
+
+
+def notes(facts: EngineFacts) -> dict[str, str]:
+    """op -> why it is left to PyTorch in this engine, whatever the policy says."""
+    if facts.mode == "eager":
+        why = "eager mode does not reach it: a pass of ours puts it into graphs"
+    elif not facts.by_range:
+        why = "this engine's compiler runs no pass of ours over its graphs"
+    elif facts.batch_invariant:
+        why = "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"
+    else:
+        return {}
+    return {op: why for op, _ in places(installed_bindings(), GraphPlace)}
+
+
+def left(plan: Plan) -> dict[str, str]:
+    """Planned op -> why it is left to PyTorch all the same: a reference is what stands there."""
+    why = "PyTorch's own operator is in the graphs already"
+    reference = BackendImplKind.REFERENCE
+    return {
+        op: why
+        for op, _ in _planned(plan)
+        if all(impl.kind is reference for impl in plan.entries[op].firsts)
+    }
+
+
+def _chain(plan: Plan, op: str, place: GraphPlace) -> Chain:
+    return plan.chain(op, last=stock_form(op, place.native))
+
+
+def by_range(plan: Plan) -> dict[str, Chain]:
+    """Op -> its candidates by rows, of ops that are left to PyTorch at some sizes."""
+    return {
+        op: taken_whole(_chain(plan, op, place))
+        for op, place in _planned(plan)
+        if plan.is_partly_stock(op)
+    }
+
+
+def watch(plan: Plan) -> None:
+    """Make what the pass puts into graphs; those that vLLM has in its cache call it, too."""
+    _watched[plan] = [
+        Replaced(op, place, taken_whole(chain), operator_of(plan, chain), Sites())
+        for op, place in _planned(plan)
+        for chain in [_chain(plan, op, place)]
+    ]
+
+
+def replaced(plan: Plan) -> list[Replaced]:
+    """What the pass of the plan's engine puts into graphs."""
+    return _watched.get(plan, [])
+
+
+def sites(plan: Plan) -> Mapping[str, Sites]:
+    """Op -> what the pass has done so far for the plan's engine."""
+    return {each.op: each.sites for each in replaced(plan)}
+
+
+def say(plan: Plan) -> None:
+    """Log in how many places it was put, once the model is compiled: none is worth a warning."""
+    for op, known in sites(plan).items():
+        say_found(plan, op, known, "the")

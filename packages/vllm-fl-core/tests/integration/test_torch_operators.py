@@ -1,0 +1,288 @@
+"""Ops in the place of PyTorch's own operators, in graphs that vLLM compiles."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import vllm.platforms
+from builders import kind_of, managing, planning
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.config import CompilationMode
+from vllm.config.utils import Range as VllmRange
+
+from vllm_fl.contracts.binding import GraphPlace
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import Plan
+from vllm_fl.integration import ranges, replacing
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.planning import Carried
+from vllm_fl.integration.seams import torch_operators
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.settings.loading import load_settings
+
+OP, LARGEST = "linear", 64
+ROWS = {"<=16": "vendor", "rest": "stock"}
+
+
+def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
+    """A `linear` that is 1 too large."""
+
+    def fn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        return linear(x, weight, bias) + 1
+
+    kind, vendor = kind_of(impl_id)
+    return OpImpl(OP, impl_id, kind, fn, vendor, **fields)
+
+
+def planned(order: Any, *impls: OpImpl) -> Plan:
+    return planning(managing(*(impls or (product(),)), per_op_order={OP: order}), "compiled")
+
+
+def config(ends: list[int] | None = None) -> Any:
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            compile_ranges_endpoints=ends,
+            compile_sizes=None,
+            mode=CompilationMode.VLLM_COMPILE,
+            backend="inductor",
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=LARGEST),
+        additional_config={"vllm_fl": Carried(plan="0123")},
+    )
+
+
+def passed(
+    plan: Plan, function: Callable[..., Any], *args: Any, sizes: tuple[int, int] = (1, 16)
+) -> tuple[Any, bool]:
+    """(what the graph of a range returns behind the pass, whether an operator of ours is in it)."""
+    rows = DimDynamic.STATIC if sizes[0] == sizes[1] else DimDynamic.DYNAMIC
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
+        fakes = [
+            mode.from_tensor(
+                arg,
+                static_shapes=False,
+                symbolic_context=StatelessSymbolicContext(
+                    dynamic_sizes=[rows if number == 0 else DimDynamic.STATIC]
+                    + [DimDynamic.STATIC] * (arg.ndim - 1)
+                ),
+            )
+            for number, arg in enumerate(args)
+        ]
+        traced = make_fx(function)(*fakes)
+        torch_operators.watch(plan)
+        run = replacing.TorchOperators(torch_operators.replaced(plan), config([16]))
+        with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
+            run(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    ours = any(str(node.target).startswith("vllm_fl.") for node in traced.graph.nodes)
+    return traced(*args), ours
+
+
+X, WEIGHT, BIAS = torch.randn(5, 24), torch.randn(32, 24), torch.randn(32)
+
+
+def by_factors(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One row's product, as Inductor takes it apart for a single size."""
+    return (x.unsqueeze(2) * weight.t().unsqueeze(0)).sum(dim=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (linear, (X, WEIGHT)),
+        (linear, (X, WEIGHT, BIAS)),
+        (lambda x, w: linear(x * 2, w).relu() - 1, (X, WEIGHT)),
+        (lambda x, w: torch.mm(x, w.permute(1, 0)), (X, WEIGHT)),
+        (lambda x, w: linear(linear(x, w), w[:, :].new_ones(3, 32)), (X, WEIGHT)),
+    ],
+)
+def test_products_of_a_graph_are_the_plans(function: Any, args: Any) -> None:
+    result, ours = passed(planned(["vendor"]), function, *args)
+    assert ours and not torch.allclose(result, function(*args))
+    right = planned(["vendor"], OpImpl(OP, "vendor.acme", *_vendor(), linear, "acme"))
+    result, ours = passed(right, function, *args)
+    assert ours
+    torch.testing.assert_close(result, function(*args))
+
+
+def _vendor() -> tuple[Any]:
+    return (kind_of("vendor.acme")[0],)
+
+
+def test_a_row_that_inductor_has_taken_apart_is_found_too() -> None:
+    result, ours = passed(planned(["vendor"]), by_factors, X[:1], WEIGHT, sizes=(1, 1))
+    assert ours
+    torch.testing.assert_close(result, linear(X[:1], WEIGHT) + 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        pytest.param(torch.mm, (X, WEIGHT.t().contiguous()), id="a weight that is not turned"),
+        pytest.param(lambda x, w: torch.mm(x, (w * 2).t()), (X, WEIGHT), id="no input"),
+        pytest.param(lambda x, w: torch.mm(x, w.t()), (X, WEIGHT.t().contiguous().t()), id="rows"),
+        pytest.param(
+            lambda x, w, b: torch.addmm(b, x, w.t()), (X, WEIGHT, torch.ones(5, 32)), id="a sum"
+        ),
+        pytest.param(
+            lambda x, w, b: torch.addmm(b, x, w.t(), alpha=2), (X, WEIGHT, BIAS), id="a factor"
+        ),
+        pytest.param(lambda x, w: (x * w[:5]).sum(dim=1), (X, WEIGHT), id="another sum"),
+        pytest.param(
+            lambda x, w: (x.unsqueeze(1) * w.unsqueeze(0)).sum(dim=[1]), (X, WEIGHT), id="weights"
+        ),
+        pytest.param(
+            lambda x, w: (x.unsqueeze(2) * w.t().unsqueeze(0)).sum(dim=1, keepdim=True),
+            (X, WEIGHT),
+            id="a sum that keeps its dimension",
+        ),
+        pytest.param(lambda x, w: x.sum(dim=1), (X, WEIGHT), id="no product"),
+    ],
+)
+def test_what_is_no_product_with_a_turned_weight_stays(function: Any, args: Any) -> None:
+    plan = planned(["vendor"])
+    result, ours = passed(plan, function, *args)
+    assert not ours and torch.equal(result, function(*args))
+    (known,) = torch_operators.sites(plan).values()
+    assert (known.graphs, known.found) == (1, 0)
+
+
+@pytest.mark.parametrize(("sizes", "ours"), [((1, 16), True), ((1, 64), True), ((17, 64), False)])
+def test_a_range_that_is_left_to_vllm_is_as_without_us(sizes: tuple[int, int], ours: bool) -> None:
+    plan = planned(ROWS)
+    for rows in (5, 40):
+        x = torch.randn(rows, 24)
+        result, there = passed(plan, linear, x, WEIGHT, sizes=sizes)
+        assert there is ours
+        # An operator that stands for several rows looks a call's row up.
+        torch.testing.assert_close(result, linear(x, WEIGHT) + (ours and rows <= 16))
+    (known,) = torch_operators.sites(plan).values()
+    assert (known.graphs, known.found) == ((1, 1) if ours else (0, 0))
+
+
+def test_ranges_are_split_where_vllm_takes_over_and_the_start_line_says_so() -> None:
+    plan, engine = planned(ROWS), config()
+    ranges.split(plan, engine, {})
+    assert engine.compilation_config.compile_ranges_endpoints == [16]
+    told = {op: ranges.told(chosen) for op, chosen in ranges.planned(plan, engine).items()}
+    assert told == {OP: "inlined in 1 of 2 ranges (17-64 tokens)"}
+
+
+def test_what_all_refuse_by_what_the_graph_tells_stays_and_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def supports(x: Any, weight: Any, bias: Any = None) -> Any:
+        return True if x.dtype is torch.bfloat16 else f"x is {x.dtype}"
+
+    def twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return linear(x, w) + linear(x * 2, w)
+
+    plan = planned(["vendor"], product(supports=supports))
+    with caplog.at_level(logging.INFO):
+        result, ours = passed(plan, twice, X, WEIGHT)
+    assert not ours and torch.equal(result, twice(X, WEIGHT))
+    assert [r.getMessage() for r in caplog.records].count(
+        "Op 'linear': 'vendor.acme' refuses a call that the model's graphs have, in whose place "
+        "PyTorch's own stays: x is torch.float32"
+    ) == 1
+    both = planned(["vendor", "flagos"], product(supports=supports), product("default.flagos"))
+    result, ours = passed(both, linear, X, WEIGHT)
+    assert ours
+    torch.testing.assert_close(result, linear(X, WEIGHT) + 1)
+
+
+def test_who_refuses_when_it_is_called_leaves_it_to_pytorch() -> None:
+    def fn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        raise NotImplementedError("not today")
+
+    plan = planned(["vendor"], OpImpl(OP, "vendor.acme", *_vendor(), fn, "acme"))
+    result, ours = passed(plan, linear, X, WEIGHT, BIAS)
+    assert ours and torch.equal(result, linear(X, WEIGHT, BIAS))
+    assert sum(plan.record.refusals.values()) == 1
+
+
+def test_the_pass_is_known_by_its_source_and_the_plan() -> None:
+    engine = config()
+    one = replacing.TorchOperators([], engine).uuid()
+    engine.additional_config["vllm_fl"]["plan"] = "4567"
+    assert one.endswith("|0123") and replacing.TorchOperators([], engine).uuid().endswith("|4567")
+
+
+def facts(mode: Any = "compiled", **fields: Any) -> EngineFacts:
+    return replace(EngineFacts(load_settings({}), mode), **{"by_range": True, **fields})
+
+
+def test_where_no_pass_of_ours_runs_it_is_left_to_pytorch_and_says_why() -> None:
+    assert torch_operators.notes(facts()) == {}
+    for told, word in (
+        (facts("eager"), "eager"),
+        (facts(by_range=False), "compiler"),
+        (facts(batch_invariant=True), "VLLM_BATCH_INVARIANT"),
+    ):
+        assert word in torch_operators.notes(told)[OP]
+
+
+def test_a_reference_is_what_the_graph_has_already() -> None:
+    reference, vendor = product("reference.torch", traceable=True), product()
+    assert OP in torch_operators.left(planned(["reference"], reference, vendor))
+    assert not torch_operators.left(planned(["vendor"], reference, vendor))
+    assert not torch_operators.left(
+        planned({"<=16": "vendor", "rest": "reference"}, reference, vendor)
+    )
+
+
+def test_nothing_found_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    plan = planned(["vendor"])
+    passed(plan, lambda x: x + 1, X)
+    with caplog.at_level(logging.WARNING):
+        torch_operators.say(plan)
+    assert "found no place for it in 1 graph, so that 'vendor.acme' does not run" in caplog.text
+
+
+def test_quantised_models_and_those_with_experts_have_other_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    binding = bindings()[OP]
+    assert binding.when is not None
+    plain, quantised = (
+        SimpleNamespace(model_config=SimpleNamespace(quantization=how)) for how in (None, "fp8")
+    )
+    assert binding.when(plain) is False, "vLLM's CPU platform packs its weights"
+    monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
+    assert binding.when(plain) is True and binding.when(quantised) is False
+
+    def width(told: dict[str, Any]) -> Any:
+        text = SimpleNamespace(to_dict=lambda: told, **told)
+        model = SimpleNamespace(hf_config=text, hf_text_config=text)
+        asked = SimpleNamespace(
+            model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=2)
+        )
+        (rule,) = (rule for rule in binding.sizes if rule.name == "dense_intermediate")
+        return rule.ask(asked)
+
+    assert width({"intermediate_size": 96}) == 48
+    with pytest.raises(ValueError, match="experts"):
+        width({"intermediate_size": 96, "num_experts": 8})
+
+
+def test_every_operator_of_the_binding_is_one_of_pytorchs() -> None:
+    for place in bindings()[OP].places:
+        assert isinstance(place, GraphPlace)
+        assert [str(replacing._operator(name)) for name in place.operators] == [*place.operators]
