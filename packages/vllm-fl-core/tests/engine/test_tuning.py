@@ -463,6 +463,23 @@ class TestWhoDoesNotRun:
             op.measure(8)
 
 
+def test_calls_in_turn_have_weights_that_no_cache_holds(machine: Machine) -> None:
+    """In a step each layer reads its own. 1024 bytes stand for the caches here."""
+    fast = machine.kernel("vendor.fast", 30.0, op="linear")
+    tuning = machine.tuning(machine.kernel("vendor.default", 100.0, op="linear"), fast)
+    found = tuning.measure(2)
+    assert found.promoted == "vendor.fast" and found.copied, "all of a weight is read"
+
+    (form,) = (form for form in tuning.forms if form.name == "32 -> 16")
+    sets = tuning._with_own([tuning._laid(form, 2, number) for number in range(8)])
+    weights = [laid.args[1] for laid in sets]
+    distinct = dict.fromkeys(weight.data_ptr() for weight in weights)
+    assert next(iter(distinct)) == form.static.arguments["weight"].data_ptr()
+    assert (len(distinct) - 1) * weights[0].nbytes >= 1024 > (len(distinct) - 2) * weights[0].nbytes
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
+    assert len({laid.args[0].data_ptr() for laid in sets}) == 8
+
+
 def test_what_is_consumed_is_fresh_at_every_call(machine: Machine) -> None:
     seen: list[float] = []
 

@@ -197,6 +197,7 @@ SPEC = OpSpec(
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
+    read_whole=frozenset({"weight"}),
     bad_inputs=_bad_inputs,
     second_form=_by_features,
     tolerances={

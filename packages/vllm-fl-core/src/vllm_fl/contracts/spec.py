@@ -192,6 +192,9 @@ class OpSpec:
             any order, gives each of them the same results, and the same numbers that belong to no
             row (a maximum; not a sum, an order or a place). Large batches of the start repeat a few
             hundred rows, and for those alone the oracle is then computed.
+        read_whole: the parameters beside those with a row per token of which every call reads all,
+            as a weight of which each layer has its own: `vllm-fl tune` counts their bytes, and
+            gives calls in turn other ones where caches would hold them from call to call.
 
     Raises:
         ValueError: the parts contradict each other: a parameter that no call can pass by position,
@@ -219,6 +222,7 @@ class OpSpec:
     outputs: tuple[Output, ...] = ()
     whole_batch: bool = False
     ignores_repeats: bool = False
+    read_whole: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         who = f"OpSpec({self.name})"

@@ -469,7 +469,7 @@ class OpTuning:
         calls = 1 if math.isinf(least) else math.ceil(ROUND / max(least, 1e-7))
         calls = max(1, min(calls, MOST_CALLS, MOST_BYTES // max(1, 2 * size)))
         sets = [
-            [laid, *(self._laid(form, tokens, n) for n in range(1, calls))]
+            self._with_own([laid, *(self._laid(form, tokens, n) for n in range(1, calls))])
             for form, laid in zip(self.forms, first, strict=True)
         ]
         for name, served in sound.items():
@@ -489,8 +489,23 @@ class OpTuning:
                     bench.launches[name] = partial(bench.launch, calls_of)
         moved = [_moved(self.spec, laid.args) for laid in first]
         if moved and all(moved):
-            bench.copy = bench.copying(sum(moved), calls)
+            fitting = max(1, min(calls, MOST_BYTES // sum(moved)))
+            bench.copy = bench.copying(sum(moved), fitting)
         return bench
+
+    def _with_own(self, sets: Sequence[_Laid]) -> list[_Laid]:
+        """The calls, with weights of their own in turn, so many that caches hold none of them until
+        it is its turn again: in a model each layer has another one."""
+        places = [n for n, name in enumerate(self.spec.parameters) if name in self.spec.read_whole]
+        size = sum(_bytes(sets[0].args[place]) for place in places)
+        if not size:
+            return list(sets)
+        others = min(len(sets), 1 + -(-cold_bytes(self.device) // size)) - 1
+        turns = [sets[0].args, *(_with_copies(sets[0].args, places) for _ in range(others))]
+        return [
+            dataclasses.replace(laid, args=_put(laid.args, turns[n % len(turns)], places))
+            for n, laid in enumerate(sets)
+        ]
 
     @contextmanager
     def _rejecting(self, name: str, tokens: int, found: Measured, when: str) -> Iterator[None]:
@@ -725,18 +740,28 @@ def cold_bytes(device: torch.device) -> int:
 def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
     """The bytes that a call must read and write; 0 where they are not known.
 
-    Each activation and result once. Of weights and tables a call may read any part: where they are
-    larger than the activations, nothing is known.
+    Each activation and result once, and what the contract says is read as a whole. Of other weights
+    and tables a call may read any part: where they are larger, nothing is known.
     """
     tensors = {
         name: arg
         for name, arg in zip(spec.parameters, args, strict=True)
         if isinstance(arg, torch.Tensor)
     }
-    activations = sum(_bytes(arg) for name, arg in tensors.items() if name in spec.by_token)
-    others = sum(_bytes(arg) for name, arg in tensors.items() if name not in spec.by_token)
+    whole = spec.by_token | spec.read_whole
+    read = sum(_bytes(arg) for name, arg in tensors.items() if name in whole)
+    others = sum(_bytes(arg) for name, arg in tensors.items() if name not in whole)
     results = sum(_bytes(part) for part in _parts(spec.fake(*args)) if part is not None)
-    return activations + results if others <= activations else 0
+    return read + results if others <= read else 0
+
+
+def _with_copies(args: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
+    return _put(args, [arg.clone() if n in places else arg for n, arg in enumerate(args)], places)
+
+
+def _put(args: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
+    """`args` with those of `others` at these places."""
+    return tuple(others[n] if n in places else arg for n, arg in enumerate(args))
 
 
 def _within(args: Sequence[Any], result: Any) -> Any:
