@@ -148,10 +148,22 @@ def definitions(
     samples = list(spec.served(served, getattr(torch, dtype), torch.device("meta")))
     if not samples:
         raise Unsayable("its contract names no call of a model of these sizes")
-    whole = {name: int(size) for name, size in sizes.items() if size == int(size) > 1}
-    counts = Counter(whole.values())
-    names = {size: name for name, size in whole.items() if counts[size] == 1}
+    names = _axes(sizes)
     return [_definition(spec, s.name, s.args, names, dtype, served.tokens[0]) for s in samples]
+
+
+def _axes(sizes: Mapping[str, float]) -> dict[int, str]:
+    """Size -> the name of its axis, where one alone has it. Sizes that only some binding asks for
+    name none that another one has."""
+    whole = {name: int(size) for name, size in sizes.items() if size == int(size) > 1}
+    own = {field.name for field in fields(ModelSizes)}
+    held = Counter(size for name, size in whole.items() if name in own)
+    further = Counter(size for name, size in whole.items() if name not in own)
+    return {
+        size: name
+        for name, size in whole.items()
+        if (held if name in own else held + further)[size] == 1
+    }
 
 
 def _model(sizes: Mapping[str, float]) -> ModelSizes:

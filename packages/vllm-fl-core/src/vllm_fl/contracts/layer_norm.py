@@ -205,6 +205,7 @@ SPEC = OpSpec(
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
+    read_whole=frozenset({"weight", "bias"}),
     bad_inputs=_bad_inputs,
     second_form=_by_moments,
     tolerances={

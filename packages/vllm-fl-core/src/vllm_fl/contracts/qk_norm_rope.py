@@ -403,6 +403,7 @@ SPEC = OpSpec(
     samples=_samples,
     served=_served,
     by_token=frozenset({"qkv", "position_ids"}),
+    read_whole=frozenset({"q_weight", "k_weight"}),
     bad_inputs=_bad_inputs,
     second_form=_by_parts,
     tolerances={

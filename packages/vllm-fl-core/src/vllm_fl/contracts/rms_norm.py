@@ -301,6 +301,7 @@ SPEC = OpSpec(
     samples=_samples,
     served=_served,
     by_token=frozenset({"x", "residual"}),
+    read_whole=frozenset({"weight"}),
     bad_inputs=_bad_inputs,
     second_form=_by_sums,
     tolerances={

@@ -288,6 +288,7 @@ SPEC = OpSpec(
     samples=_samples,
     served=_served,
     by_token=frozenset({"x", "z"}),
+    read_whole=frozenset({"weight"}),
     bad_inputs=_bad_inputs,
     second_form=_by_groups,
     tolerances={

@@ -496,10 +496,15 @@ class OpTuning:
     def _with_own(self, sets: Sequence[_Laid]) -> list[_Laid]:
         """The calls, with weights of their own in turn, so many that caches hold none of them until
         it is its turn again: in a model each layer has another one."""
-        places = [n for n, name in enumerate(self.spec.parameters) if name in self.spec.read_whole]
-        size = sum(_bytes(sets[0].args[place]) for place in places)
-        if not size:
+        given = zip(self.spec.parameters, sets[0].args, strict=True)
+        places = [
+            place
+            for place, (name, arg) in enumerate(given)
+            if name in self.spec.read_whole and isinstance(arg, torch.Tensor) and arg.numel()
+        ]
+        if not places:
             return list(sets)
+        size = sum(_bytes(sets[0].args[place]) for place in places)
         others = min(len(sets), 1 + -(-cold_bytes(self.device) // size)) - 1
         turns = [sets[0].args, *(_with_copies(sets[0].args, places) for _ in range(others))]
         return [
