@@ -9,7 +9,7 @@ import torch
 
 from vllm_fl.contracts import contracts
 from vllm_fl_flaggems import loading
-from vllm_fl_flaggems.impl.linear import _parts
+from vllm_fl_flaggems.impl.linear import _blocks, _parts
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
@@ -101,6 +101,7 @@ def test_products_are_refused_where_the_kernels_would_read_beyond(
 
     half = torch.bfloat16
     assert verdict() is True
+    assert impl.supports(torch.ones(2, 64, dtype=half), torch.ones(32, 64, dtype=half)) is True
     assert "through CUDA" in str(verdict("meta"))
     assert "float32" in str(verdict(x=torch.ones(2, 64)))
     assert "weight is" in str(verdict(weight=torch.ones(64, 32, dtype=half).t()))
@@ -117,6 +118,15 @@ def test_products_are_refused_where_the_kernels_would_read_beyond(
 def test_few_programs_share_the_features(programs: int, features: int, parts: int) -> None:
     """As measured on an H200: 4096 x 4096, 12288 -> 4096, 4096 -> 2048, 3072 and 6144, a router."""
     assert _parts(programs, features) == parts
+
+
+@pytest.mark.parametrize(
+    ("outputs", "blocks"), [(4096, (4, 512, 4)), (6144, (8, 256, 2)), (24576, (16, 256, 4))]
+)
+def test_one_token_has_the_blocks_that_were_the_fastest(
+    outputs: int, blocks: tuple[int, int, int]
+) -> None:
+    assert _blocks(outputs) == blocks
 
 
 def test_heads_are_refused_beyond_one_program_and_where_cuda_launches_nothing(

@@ -66,12 +66,7 @@ def _one_row(
     from ..triton_kernels import linear_of_one_row_kernel as kernel
 
     outputs, features = weight.shape
-    if outputs < 5120:
-        rows, block, warps = 4, 512, 4
-    elif outputs < 16384:
-        rows, block, warps = 8, 256, 2
-    else:
-        rows, block, warps = 16, 256, 4
+    rows, block, warps = _blocks(outputs)
     kernel[(-(-outputs // rows),)](
         x,
         weight,
@@ -86,6 +81,15 @@ def _one_row(
         features % block == 0,
         num_warps=warps,
     )
+
+
+def _blocks(outputs: int) -> tuple[int, int, int]:
+    """(rows of the weight, features, warps) of a program, the fastest for one token."""
+    if outputs < 5120:
+        return 4, 512, 4
+    if outputs < 16384:
+        return 8, 256, 2
+    return 16, 256, 4
 
 
 def _rows(
