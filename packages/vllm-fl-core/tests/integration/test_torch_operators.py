@@ -26,6 +26,7 @@ from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config import CompilationMode
 from vllm.config.utils import Range as VllmRange
 
+from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.contracts.binding import GraphPlace
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
@@ -268,18 +269,22 @@ def test_quantised_models_and_those_with_experts_have_other_products(
     monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
     assert binding.when(plain) is True and binding.when(quantised) is False
 
-    def width(told: dict[str, Any]) -> Any:
+    def asked(name: str, **told: Any) -> Any:
         text = SimpleNamespace(to_dict=lambda: told, **told)
-        model = SimpleNamespace(hf_config=text, hf_text_config=text)
-        asked = SimpleNamespace(
-            model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=2)
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(hf_config=text, hf_text_config=text),
+            parallel_config=SimpleNamespace(tensor_parallel_size=2),
         )
-        (rule,) = (rule for rule in binding.sizes if rule.name == "dense_intermediate")
-        return rule.ask(asked)
+        (rule,) = (rule for rule in binding.sizes if rule.name == name)
+        return rule.ask(config)
 
-    assert width({"intermediate_size": 96}) == 48
-    with pytest.raises(ValueError, match="experts"):
-        width({"intermediate_size": 96, "num_experts": 8})
+    dense, sparse = {"intermediate_size": 96}, {"intermediate_size": 96, "num_experts": 8}
+    assert asked("dense_intermediate", **dense) == 48
+    assert asked("dense_intermediate", **sparse) == 0, "told, and none: a start does not miss it"
+    assert asked("router_experts", **dense) == 0 and asked("router_experts", **sparse) == 8
+    model = ModelSizes(hidden=64, more={"dense_intermediate": 0, "router_experts": 8})
+    samples = contracts()[OP].served(model, torch.float32, torch.device("cpu"))
+    assert [sample.name for sample in samples] == ["1 x 64 -> 8"]
 
 
 def test_every_operator_of_the_binding_is_one_of_pytorchs() -> None:

@@ -152,11 +152,11 @@ def _projections(sizes: ModelSizes) -> Iterator[tuple[int, int]]:
         if sizes.kv_heads is not None:
             found.append((hidden, (sizes.heads + 2 * sizes.kv_heads) * size))
         found.append((sizes.heads * size, hidden))
-    if dense is not None:
+    if dense:
         found += [(hidden, 2 * dense), (dense, hidden)]
     found.append((hidden, experts))
     for features, out in dict.fromkeys(found):
-        if features is not None and out is not None:
+        if features and out:  # told, and there
             yield int(features), int(out)
 
 

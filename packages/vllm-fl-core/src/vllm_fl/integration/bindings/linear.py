@@ -69,14 +69,14 @@ def _transposed(turned: Any) -> Any:
 
 
 def _dense_intermediate(config: Any) -> int:
-    """Features of one half of the MLP, in a model that has one in every layer.
+    """Features of one half of the MLP; 0 where experts, beside which some layers may have an MLP,
+    take its place."""
+    return 0 if may_have_experts(config) else int(INTERMEDIATE.ask(config))
 
-    Raises:
-        ValueError: the model has experts, beside which some layers may have an MLP.
-    """
-    if may_have_experts(config):
-        raise ValueError("the model has experts in the place of MLPs")
-    return int(INTERMEDIATE.ask(config))
+
+def _router_experts(config: Any) -> int:
+    """Among how many experts a router chooses; 0 for a model without any."""
+    return int(EXPERT_COUNT.ask(config)) if may_have_experts(config) else 0
 
 
 def _may_have(config: Any) -> bool:
@@ -94,7 +94,7 @@ BINDING = Binding(
         KV_HEADS,
         HEAD_SIZE,
         SizeRule("dense_intermediate", _dense_intermediate, INTERMEDIATE.typical),
-        SizeRule("router_experts", EXPERT_COUNT.ask, EXPERT_COUNT.typical),
+        SizeRule("router_experts", _router_experts, EXPERT_COUNT.typical),
     ),
     not_reached=(
         "eager mode, vLLM's CPU platform, whose layers hold packed weights, and devices of plugins "
