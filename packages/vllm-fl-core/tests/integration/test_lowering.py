@@ -19,9 +19,7 @@ import vllm.model_executor.layers.layernorm  # while the platform is still vLLM'
 import vllm.platforms
 from builders import half, kind_of, managing, planning, silu
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from tracing import traced
 from vllm import ir
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.compilation.passes.ir.clone_elimination import UnsafeCloneEliminationPass
@@ -120,29 +118,17 @@ def lowered(
         apart: `compile_sizes`.
         afterwards: vLLM's passes that follow ours.
     """
-    rows = DimDynamic.STATIC if sizes[0] == sizes[1] else DimDynamic.DYNAMIC
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
-        fakes = [
-            mode.from_tensor(
-                arg,
-                static_shapes=False,
-                symbolic_context=StatelessSymbolicContext(
-                    dynamic_sizes=[rows if arg.ndim > 1 else DimDynamic.STATIC]
-                    + [DimDynamic.STATIC] * (arg.ndim - 1)
-                ),
-            )
-            for arg in args
-        ]
-        traced = make_fx(function)(*fakes)
+    unknown = [arg.ndim > 1 and sizes[0] != sizes[1] for arg in args]
+    with traced(function, args, unknown) as (mode, module):
         run = lowering.RangeLowering(plan, config([LARGEST], apart))
         with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
             for each in (run, *afterwards):
-                each(traced.graph)
-    traced.graph.lint()
-    traced.recompile()
+                each(module.graph)
+    module.graph.lint()
+    module.recompile()
     counted = ("vllm_", "aten.clone") if afterwards else "vllm_"
-    left = [str(n.target) for n in traced.graph.nodes if str(n.target).startswith(counted)]
-    return traced(*args), left
+    left = [str(n.target) for n in module.graph.nodes if str(n.target).startswith(counted)]
+    return module(*args), left
 
 
 @pytest.mark.parametrize(

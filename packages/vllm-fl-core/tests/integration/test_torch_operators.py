@@ -19,9 +19,7 @@ if find_spec("vllm") is None:
 import vllm.platforms
 from builders import kind_of, managing, planning
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from tracing import traced
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config import CompilationMode
 from vllm.config.utils import Range as VllmRange
@@ -30,6 +28,7 @@ from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.contracts.binding import GraphPlace
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
+from vllm_fl.errors import AllFailedError
 from vllm_fl.integration import ranges, replacing
 from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.planning import Carried
@@ -72,28 +71,16 @@ def passed(
     plan: Plan, function: Callable[..., Any], *args: Any, sizes: tuple[int, int] = (1, 16)
 ) -> tuple[Any, bool]:
     """(what the graph of a range returns behind the pass, whether an operator of ours is in it)."""
-    rows = DimDynamic.STATIC if sizes[0] == sizes[1] else DimDynamic.DYNAMIC
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
-        fakes = [
-            mode.from_tensor(
-                arg,
-                static_shapes=False,
-                symbolic_context=StatelessSymbolicContext(
-                    dynamic_sizes=[rows if number == 0 else DimDynamic.STATIC]
-                    + [DimDynamic.STATIC] * (arg.ndim - 1)
-                ),
-            )
-            for number, arg in enumerate(args)
-        ]
-        traced = make_fx(function)(*fakes)
+    is_range = sizes[0] < sizes[1]
+    with traced(function, args, [is_range, *[False] * (len(args) - 1)]) as (mode, module):
         torch_operators.watch(plan)
         run = replacing.TorchOperators(torch_operators.replaced(plan), config([16]))
         with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
-            run(traced.graph)
-    traced.graph.lint()
-    traced.recompile()
-    ours = any(str(node.target).startswith("vllm_fl.") for node in traced.graph.nodes)
-    return traced(*args), ours
+            run(module.graph)
+    module.graph.lint()
+    module.recompile()
+    ours = any(str(node.target).startswith("vllm_fl.") for node in module.graph.nodes)
+    return module(*args), ours
 
 
 X, WEIGHT, BIAS = torch.randn(5, 24), torch.randn(32, 24), torch.randn(32)
@@ -207,6 +194,16 @@ def test_what_all_refuse_by_what_the_graph_tells_stays_and_is_said_once(
     result, ours = passed(both, linear, X, WEIGHT)
     assert ours
     torch.testing.assert_close(result, linear(X, WEIGHT) + 1)
+
+
+def test_strict_a_refusal_is_raised_and_not_passed_over() -> None:
+    manager = managing(
+        product(supports=lambda x, weight, bias=None: "odd"),
+        per_op_order={OP: ["vendor"]},
+        strict=True,
+    )
+    with pytest.raises(AllFailedError, match="refused op .linear.: odd"):
+        passed(planning(manager, "compiled"), linear, X, WEIGHT)
 
 
 def test_who_refuses_when_it_is_called_leaves_it_to_pytorch() -> None:

@@ -23,7 +23,15 @@ from ..plugins.types import OpImpl, parameters_of
 from ..text import spelt
 from .record import Record, Skipped
 
-__all__ = ["NEEDS_LAYER", "Chain", "Counting", "call_guard", "method_guard", "uncounted"]
+__all__ = [
+    "NEEDS_LAYER",
+    "Chain",
+    "Counting",
+    "call_guard",
+    "method_guard",
+    "refusal",
+    "uncounted",
+]
 
 NEEDS_LAYER = (
     "it takes the calling layer first (self), which only call_method_op and eager layers pass"
@@ -81,7 +89,7 @@ class Chain:
 
     def refuse(self, verdict: object, call: Call) -> Any:
         """Go on after the first candidate's `supports` said no."""
-        return self._try_others(_reason(verdict), call)
+        return self._try_others(refusal(verdict), call)
 
     def recover(self, error: Exception, call: Call) -> Any:
         """Go on after the first candidate raised, or was passed over."""
@@ -127,7 +135,7 @@ class Chain:
         if asked is not None:
             verdict = asked(*call.args, **keywords)
             if verdict is not True:
-                return _reason(verdict), None
+                return refusal(verdict), None
         if impl.needs_layer:
             return None, impl.fn(call.layer, *self._for_layer(self._safe(impl, call)), **keywords)
         return None, impl.fn(*self._safe(impl, call), **keywords)
@@ -441,7 +449,8 @@ def _poisons_the_device(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(mark in spelt(error) for mark in marks)
 
 
-def _reason(verdict: object) -> str:
+def refusal(verdict: object) -> str:
+    """What a `supports` that did not say True has said."""
     return verdict if isinstance(verdict, str) and verdict else "its supports gave no reason"
 
 

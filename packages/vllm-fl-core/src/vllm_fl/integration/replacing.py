@@ -2,7 +2,8 @@
 
 In the graphs of a range of sizes that is left to PyTorch nothing changes: they are compiled as
 without us. Nor where every candidate refuses a call: what it is refused for, its dtype or layout,
-the graph tells already.
+the graph tells already. In strict mode a refusal is an error: the operator that raises it stands
+there.
 
 Imported where vLLM makes its pass manager, which is in a worker that compiles.
 """
@@ -18,14 +19,14 @@ import torch
 from torch import fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from ..dispatch.guard import Chain
+from ..dispatch.guard import Chain, refusal
+from ..dispatch.resolver import STOCK
 from ..engine.ranges import choice
 from ..logs import get_logger
 from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl
 from ..text import clean
 from . import ranges
-from .bindings import STOCK
 from .planning import digest_of
 from .seams.graphs import new_node
 from .seams.torch_operators import Replaced
@@ -60,9 +61,10 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
             for name in each.place.operators:
                 for node in graph.find_nodes(op="call_function", target=_operator(name)):
                     args = each.place.find(node)
-                    if args is not None and not self._is_refused(each, args):
-                        _replace(graph, node, each, args)
-                        each.sites.found += 1
+                    if args is None or (not each.chain.strict and self._is_refused(each, args)):
+                        continue
+                    _replace(graph, node, each, args)
+                    each.sites.found += 1
 
     def _is_refused(self, each: Replaced, args: tuple[Any, ...]) -> bool:
         """Whether every candidate refuses such calls, each reason said once."""
@@ -91,7 +93,7 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
 def _asked(chain: Chain) -> Iterator[OpImpl]:
     """The candidates of all rows, vLLM's own form apart."""
     for one in (chain, *(row for _, row in chain.rows)):
-        yield from (impl for impl in one.impls if not one.bare and impl.impl_id != STOCK)
+        yield from (impl for impl in one.impls if not one.bare and impl.impl_id != STOCK.impl_id)
 
 
 def _refusal(chain: Chain, impl: OpImpl, values: Any) -> str:
@@ -102,7 +104,7 @@ def _refusal(chain: Chain, impl: OpImpl, values: Any) -> str:
         verdict = True if supports is None else supports(*values)
     except Exception:  # it is asked about tensors without memory: the call itself will tell
         return ""
-    return "" if verdict is True else clean(str(verdict) or "its supports gave no reason")
+    return "" if verdict is True else clean(refusal(verdict))
 
 
 def _operator(name: str) -> Any:

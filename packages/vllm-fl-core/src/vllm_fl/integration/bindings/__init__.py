@@ -26,10 +26,7 @@ from ...dispatch import get_default_manager
 from ...plugins.registry import RegistrySnapshot
 from ...plugins.types import BackendImplKind, OpImpl
 
-__all__ = ["STOCK", "all_bindings", "bindings", "installed_bindings", "places", "stock_form"]
-
-STOCK = "stock.vllm"
-"""The id of vLLM's own form of an op."""
+__all__ = ["all_bindings", "bindings", "installed_bindings", "places", "stock_form"]
 
 P = TypeVar(
     "P",
@@ -85,4 +82,4 @@ def stock_form(
     if native is None:
         return None
     kind = BackendImplKind.REFERENCE
-    return OpImpl(op, STOCK, kind, native, consumes=consumes, traceable=traceable)
+    return OpImpl(op, "stock.vllm", kind, native, consumes=consumes, traceable=traceable)
