@@ -13,10 +13,11 @@ import torch
 
 from vllm_fl import OpImpl
 from vllm_fl.contracts import contracts
+from vllm_fl.contracts.spec import Sample
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.verification import compare
 from vllm_fl_flaggems import kernels
-from vllm_fl_flaggems.impl import activation, experts, normalization, paging, rotary
+from vllm_fl_flaggems.impl import activation, experts, linear, normalization, paging, rotary
 from vllm_fl_flaggems.loading import flag_gems, problem
 from vllm_fl_flaggems.plugin import register_ops
 
@@ -113,6 +114,40 @@ def test_of_nothing_comes_nothing(size: tuple[int, ...], device: torch.device) -
     tables = torch.ones(4, 4, device=device), torch.zeros(4, 4, device=device)
     q, k = rotary.rotary_embedding(none, none, *tables, torch.arange(4, device=device))
     assert q.shape == none.shape and k is not None and k.shape == none.shape
+
+
+@pytest.mark.parametrize("tokens", [2, 17, 64])
+@pytest.mark.parametrize("processors", [1, 2, 3])
+def test_products_are_right_on_tiles_of_every_size(
+    tokens: int, processors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one, two and three pieces of 64 rows, which on a whole GPU only large weights have."""
+    monkeypatch.setattr(linear, "PROCESSORS", processors)
+    outputs, features = 184, 200
+    assert linear._tile(outputs, 64)[:2] == {1: (128, 64), 2: (128, 0), 3: (64, 0)}[processors]
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, features, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(outputs, features, dtype=torch.bfloat16, device=device)
+    bias = torch.randn(outputs, dtype=torch.bfloat16, device=device)
+    spec = contracts()["linear"]
+    for args in ((x, weight, None), (x, weight, bias)):
+        found = compare(implementation("linear"), spec, Sample("tiles", args), torch.bfloat16)
+        assert found.status == "ok", found
+
+
+def test_products_of_rows_that_begin_anywhere_are_pytorchs(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hopper's copies of blocks cannot take such weights; an x that lies so is copied before."""
+    asked: list[str] = []
+    monkeypatch.setattr(linear, "by_torch", lambda *args: asked.append("PyTorch"))
+    apart = torch.zeros(5, 65, dtype=torch.float16, device=device)[:, :64]
+    plain = torch.zeros(5, 64, dtype=torch.float16, device=device)
+    linear.linear(apart, plain)
+    linear.linear(apart[:1], apart)
+    assert not asked
+    linear.linear(plain, apart)
+    assert asked == ["PyTorch"]
 
 
 def implementation(op: str) -> OpImpl:

@@ -9,7 +9,7 @@ import torch
 
 from vllm_fl.contracts import contracts
 from vllm_fl_flaggems import loading
-from vllm_fl_flaggems.impl.linear import _blocks, _parts
+from vllm_fl_flaggems.impl.linear import _blocks, _most_stages, _parts, _tile
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
@@ -113,11 +113,30 @@ def test_products_are_refused_where_the_kernels_would_read_beyond(
 
 @pytest.mark.parametrize(
     ("programs", "features", "parts"),
-    [(64, 4096, 1), (64, 12288, 2), (32, 4096, 4), (48, 4096, 2), (96, 4096, 1), (2, 2048, 4)],
+    [(64, 4096, 1), (64, 12288, 1), (32, 4096, 4), (48, 4096, 2), (96, 4096, 1), (2, 2048, 4)],
 )
 def test_few_programs_share_the_features(programs: int, features: int, parts: int) -> None:
     """As measured on an H200: 4096 x 4096, 12288 -> 4096, 4096 -> 2048, 3072 and 6144, a router."""
     assert _parts(programs, features) == parts
+
+
+@pytest.mark.parametrize(
+    ("outputs", "tokens", "tile"),
+    [
+        (4096, 64, (64, 0, 6)),
+        (8448, 16, (64, 0, 6)),
+        (8449, 16, (128, 0, 4)),
+        (24576, 64, (128, 64, 3)),
+        (28672, 32, (64, 0, 4)),
+        (28672, 64, (64, 0, 3)),
+    ],
+)
+def test_each_multiprocessor_has_one_program_where_it_can(
+    outputs: int, tokens: int, tile: tuple[int, int, int]
+) -> None:
+    assert _tile(outputs, tokens) == tile
+    rows, more, stages = tile
+    assert stages <= _most_stages(torch.device("cpu"), rows + more + tokens)
 
 
 @pytest.mark.parametrize(

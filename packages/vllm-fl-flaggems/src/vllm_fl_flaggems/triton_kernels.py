@@ -183,59 +183,73 @@ def linear_of_one_row_kernel(
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "blocks", "blocks_of_a_part"])
 def linear_kernel(
-    x_ptr,
-    weight_ptr,
+    x,
+    weight,
+    more_weight,
     bias_ptr,
     out_ptr,
     tokens,
     outputs,
-    features,
-    x_step,
-    weight_step,
-    features_of_a_part,
+    blocks,
+    blocks_of_a_part,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
+    MORE: tl.constexpr,
     BLOCK: tl.constexpr,
     IN_PARTS: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,
-    WHOLE_BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The next ROWS outputs of all tokens, of which there are at most TOKENS.
+    """The next ROWS and MORE outputs of all tokens, of which there are at most TOKENS.
 
-    The weight is the left factor: it has the rows that a tensor core's instruction takes, and few
-    tokens have not. IN_PARTS: each program of the second axis sums up a part of the features, in
-    fp32 and without the bias, which is `sum_of_parts_kernel`'s.
+    x, weight and more_weight describe the same features in blocks of TOKENS, ROWS and MORE rows;
+    beyond the matrices they have zeros. MORE may be 0. The weight is the left factor: it has the
+    rows that a tensor core's instruction takes, and few tokens have not. IN_PARTS: each program of
+    the second axis sums up a part of the features, in fp32 and without the bias, which is
+    `sum_of_parts_kernel`'s.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * (ROWS + MORE)
     part = tl.program_id(1)
-    is_row = row < outputs
-    token = tl.arange(0, TOKENS)
-    is_token = token < tokens
-    feature = tl.arange(0, BLOCK)
-    rows = weight_ptr + row.to(tl.int64)[:, None] * weight_step + feature[None, :]
-    xs = x_ptr + token.to(tl.int64)[:, None] * x_step + feature[None, :]
+    first = part * blocks_of_a_part
+    last = min(blocks, first + blocks_of_a_part)
     total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
-    first = part * features_of_a_part
-    for start in tl.range(first, first + features_of_a_part, BLOCK, num_stages=STAGES):
-        if WHOLE_ROWS and WHOLE_BLOCKS:
-            w = tl.load(rows + start, eviction_policy="evict_first")
-            x = tl.load(xs + start, mask=is_token[:, None], other=0.0)
-        else:
-            is_feature = (start + feature < features)[None, :]
-            here = is_row[:, None] & is_feature
-            w = tl.load(rows + start, mask=here, other=0.0, eviction_policy="evict_first")
-            x = tl.load(xs + start, mask=is_token[:, None] & is_feature, other=0.0)
-        total = tl.dot(w, tl.trans(x), total)
-    place = token.to(tl.int64)[None, :] * outputs + row[:, None]
-    here = is_row[:, None] & is_token[None, :]
+    if MORE > 0:
+        more = tl.zeros((MORE, TOKENS), dtype=tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        of_tokens = tl.trans(x.load([0, block * BLOCK]))
+        total = tl.dot(weight.load([row, block * BLOCK]), of_tokens, total)
+        if MORE > 0:
+            more = tl.dot(more_weight.load([row + ROWS, block * BLOCK]), of_tokens, more)
+    base = out_ptr
     if IN_PARTS:
-        place += part.to(tl.int64) * tokens * outputs
-    elif bias_ptr is not None:
-        bias = tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+        base += part.to(tl.int64) * tokens * outputs
+    _store_product(total, base, bias_ptr, row, tokens, outputs, TOKENS, ROWS, IN_PARTS)
+    if MORE > 0:
+        _store_product(more, base, bias_ptr, row + ROWS, tokens, outputs, TOKENS, MORE, IN_PARTS)
+
+
+@triton.jit
+def _store_product(
+    total,
+    out_ptr,
+    bias_ptr,
+    row,
+    tokens,
+    outputs,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+):
+    """(ROWS, TOKENS) sums, with the bias where they are whole, as rows of tokens."""
+    rows = row + tl.arange(0, ROWS)
+    token = tl.arange(0, TOKENS)
+    is_row = rows < outputs
+    if bias_ptr is not None and not IN_PARTS:
+        bias = tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)
         total += bias[:, None]
+    place = token.to(tl.int64)[None, :] * outputs + rows[:, None]
+    here = is_row[:, None] & (token < tokens)[None, :]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=here)
 
 

@@ -1,10 +1,13 @@
 """Linear layers' products for few tokens, on Triton kernels of this package's own.
 
 Such a product reads each weight once, and how fast that goes decides. For more tokens PyTorch's own
-is called, which is FlagGems's where its `mm` replaces ATen's.
+is called, which is FlagGems's where its `mm` replaces ATen's; and for two tokens and more
+where rows do not begin at multiples of 16 bytes, or the GPU is older than Hopper.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch.nn.functional import linear as by_torch
@@ -17,21 +20,26 @@ from . import DEFAULT
 
 __all__ = ["MOST_TOKENS", "OPS", "linear", "supports_linear"]
 
-MOST_TOKENS = 32
+MOST_TOKENS = 64
 """Beyond that PyTorch's product is the faster one, or as fast."""
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
-ROWS_OF_A_PROGRAM = 64
-"""Rows of the weight in one program, as in one instruction of Hopper's tensor cores."""
+ROWS_OF_AN_INSTRUCTION = 64
+"""Rows of the weight that one instruction of Hopper's tensor cores takes."""
 
-PROGRAMS = 132
-"""How many programs such a device runs at once, one on each of its processors."""
+FEATURES_OF_A_BLOCK = 128
 
-ENOUGH, LONG = 64, 4096
-"""So many programs keep the memory busy, if each has no more features than that."""
+PROCESSORS, SHARED_BYTES = 132, 227 * 1024
+"""A Hopper GPU's multiprocessors, and the shared memory that a program may have there."""
+
+ENOUGH = 64
+"""So many programs keep the memory busy."""
 
 MOST_PARTS = 4
+
+ALIGNED = 16
+"""Bytes: where tensors and their rows must begin for Hopper's copies of blocks."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,12 +60,30 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     tokens = x.shape[0]
     if not 0 < tokens <= MOST_TOKENS:
         return by_torch(x, weight, bias)
+    x = x if x.stride(1) == 1 and _is_aligned(x) else x.contiguous()
+    in_blocks = _copies_blocks(x.device) and _is_aligned(x) and _is_aligned(weight)
+    if tokens > 1 and not in_blocks:
+        return by_torch(x, weight, bias)
     out = x.new_empty((tokens, weight.shape[0]))
-    x = x if x.stride(1) == 1 else x.contiguous()
     bias = None if bias is None else bias.contiguous()
     with torch.cuda.device(x.device):
         (_one_row if tokens == 1 else _rows)(x, weight, bias, out)
     return out
+
+
+@cache
+def _copies_blocks(device: torch.device) -> bool:
+    """Whether it is a Hopper GPU or a later one, whose copies the kernel for several tokens needs.
+
+    Elsewhere Triton would load the blocks one after the other. The interpreter knows them, too.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _is_aligned(matrix: torch.Tensor) -> bool:
+    """Whether each row begins where the copies of blocks may."""
+    step = matrix.stride(0) * matrix.itemsize
+    return matrix.data_ptr() % ALIGNED == 0 and step % ALIGNED == 0
 
 
 def _one_row(
@@ -95,34 +121,39 @@ def _blocks(outputs: int) -> tuple[int, int, int]:
 def _rows(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     from ..triton_kernels import linear_kernel, sum_of_parts_kernel
 
     (tokens, outputs), features = out.shape, weight.shape[1]
-    programs = -(-outputs // ROWS_OF_A_PROGRAM)
+    held = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    rows, more, stages = _tile(outputs, held)
+    programs = -(-outputs // (rows + more))
+    blocks = -(-features // FEATURES_OF_A_BLOCK)
     parts = _parts(programs, features)
-    block = 128
     # A whole number of blocks each; the last part may have fewer.
-    each = -(-features // (parts * block)) * block
+    each = -(-blocks // parts)
     sums = x.new_empty((parts, tokens, outputs), dtype=torch.float32) if parts > 1 else out
+
+    def in_blocks(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(matrix, [rows, FEATURES_OF_A_BLOCK])
+
     linear_kernel[(programs, parts)](
-        x,
-        weight,
+        in_blocks(x, held),
+        in_blocks(weight, rows),
+        in_blocks(weight, more) if more else None,
         bias,
         sums,
         tokens,
         outputs,
-        features,
-        x.stride(0),
-        weight.stride(0),
+        blocks,
         each,
-        16 if tokens <= 16 else 32,
-        ROWS_OF_A_PROGRAM,
-        block,
+        held,
+        rows,
+        more,
+        FEATURES_OF_A_BLOCK,
         parts > 1,
-        outputs % ROWS_OF_A_PROGRAM == 0,
-        features % each == 0,
-        # More blocks in flight leave a processor room for fewer programs.
-        5 if programs <= PROGRAMS else 4 if programs <= 2 * PROGRAMS else 3,
+        min(stages, _most_stages(x.device, rows + more + held)),
         num_warps=4,
     )
     if parts > 1:
@@ -131,12 +162,35 @@ def _rows(
         sum_of_parts_kernel[grid](sums, bias, out, out.numel(), outputs, parts, size, num_warps=4)
 
 
+def _tile(outputs: int, tokens: int) -> tuple[int, int, int]:
+    """(rows of the weight, further rows, blocks in flight) of a program, the fastest.
+
+    Each multiprocessor has one program, of up to three times 64 rows: so the tokens are read as few
+    times as can be, and the blocks in flight fill its shared memory. Rows are powers of two to
+    Triton, so that the third 64 are a block of their own. Of larger weights several programs of 64
+    rows share a multiprocessor.
+    """
+    pieces = -(-outputs // ROWS_OF_AN_INSTRUCTION)
+    whole = {1: (64, 0, 6), 2: (128, 0, 4), 3: (128, 64, 3)}
+    return whole.get(-(-pieces // PROCESSORS), (64, 0, 4 if tokens <= 32 else 3))
+
+
+@cache
+def _most_stages(device: torch.device, rows: int) -> int:
+    """How many blocks of so many rows the shared memory of a device's processor holds."""
+    held = SHARED_BYTES
+    if device.type == "cuda":
+        held = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    barriers = 1024
+    return max(1, (held - barriers) // (rows * FEATURES_OF_A_BLOCK * 2))
+
+
 def _parts(programs: int, features: int) -> int:
     """Into how many parts the features are divided, whose sums are added up afterwards."""
-    if programs >= ENOUGH and features <= LONG:
+    if programs >= ENOUGH:
         return 1
     parts = 1
-    while parts < MOST_PARTS and 2 * parts * programs <= PROGRAMS and features >= 1024 * parts:
+    while parts < MOST_PARTS and 2 * parts * programs <= PROCESSORS and features >= 1024 * parts:
         parts *= 2
     return parts
 
