@@ -6,7 +6,8 @@
 
 Answers are lines of JSON on what was its standard output; everything that it logs goes to standard
 error. It answers once when it is ready, then once per line that it reads: `seconds` for all of it,
-and in `steps` for each of the engine's steps; to `{"memory": true}`, with `peak_mib`.
+and in `steps` for each of the engine's steps; to `{"memory": true}`, with `peak_mib`. A job with
+`"profile": true` is profiled in the first worker: `kernels` has for each the µs and the calls.
 """
 
 from __future__ import annotations
@@ -25,6 +26,30 @@ def memory(worker: Any) -> dict[str, float]:
     import torch
 
     return {"peak_mib": torch.cuda.max_memory_allocated() / 2**20}
+
+
+def begin_profile(worker: Any) -> None:
+    """Let PyTorch's profiler see what the GPU does."""
+    from torch.profiler import ProfilerActivity, profile
+
+    worker.profiled = profile(activities=[ProfilerActivity.CUDA])
+    worker.profiled.start()
+
+
+def end_profile(worker: Any) -> dict[str, list[float]]:
+    """Kernel -> its µs and calls since `begin_profile`."""
+    import torch
+
+    torch.cuda.synchronize()
+    profiled = worker.__dict__.pop("profiled")
+    profiled.stop()
+    kernels: dict[str, list[float]] = {}
+    for event in profiled.events():
+        if event.device_type.name == "CUDA":
+            figures = kernels.setdefault(event.name, [0.0, 0])
+            figures[0] += event.device_time
+            figures[1] += 1
+    return kernels
 
 
 def main() -> None:
@@ -68,6 +93,11 @@ def main() -> None:
             temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
         )
         prompts: Any = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+        if "profile" in job:
+            llm.collective_rpc(begin_profile)
+            llm.generate(prompts, sampling, use_tqdm=False)
+            answer(kernels=llm.collective_rpc(end_profile)[0])
+            continue
         ends = [time.perf_counter()]
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - ends[0]

@@ -1,7 +1,7 @@
 """vLLM's engine on a GPU, a model's shapes with dummy weights: stock, shipped and FlagGems.
 
     python benchmarks/gpu/engine.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
-        [--rounds 6] [--tensor-parallel 2]
+        [--rounds 6] [--kernels 5] [--tensor-parallel 2]
 
 The engines of one mode are loaded side by side, each in a process of its own with a quarter of the
 memory or less, and work in turn: every round visits all of them with each workload, in another
@@ -10,6 +10,9 @@ ratio is taken inside a round; over twice as many rounds as engines, of each pai
 first equally often. `steady` is the speed of the fastest quarter of a visit's decode steps: what
 else the host does only ever makes a step longer. JSON goes to $OUT/engine.json after every round,
 with the µs of each step.
+
+`--kernels` adds rounds in which PyTorch's profiler sees what the GPU does in single steps: the sum
+of all kernels' times, as a ratio inside a round, and the longest kernels.
 """
 
 from __future__ import annotations
@@ -95,6 +98,18 @@ ALONE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 WORKLOADS = {"batch 1": (1, 128, 128), "batch 64": (64, 128, 128), "prefill": (16, 1024, 1)}
 """Name -> (prompts, tokens of each, new tokens of each)."""
 
+STEPS = {
+    "decode, batch 1": (1, 1, 33),
+    "decode, batch 8": (8, 1, 33),
+    "decode, batch 64": (64, 1, 33),
+    "prefill of 1024": (1, 1024, 1),
+    "prefill": (16, 1024, 1),
+}
+"""What is profiled: name -> (prompts, tokens of each, new tokens of each: as many steps)."""
+
+SHOWN = 16
+"""How many of an engine's kernels are printed."""
+
 STOCK = {"VLLM_PLUGINS": ""}
 ONLY_LAYERS = {"VLLM_FL_PREFER": "flagos", "VLLM_FL_PER_OP": "attention_backend=stock"}
 VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
@@ -171,6 +186,16 @@ class Engine:
         decoding = sorted(answer["steps"][1:])
         steady = batch / decoding[len(decoding) // 4] if len(decoding) > 4 else None
         return batch * (length + new) / float(answer["seconds"]), steady, answer["steps"]
+
+    def kernels(self, step: str, seed: int) -> dict[str, list[float]]:
+        """Kernel -> its µs and calls in one step, the longest first."""
+        batch, length, new = STEPS[step]
+        for part in ("before", "seen"):  # what comes after an idle moment is slower at first
+            job = {"prompts": prompts(f"{step} {seed} {part}", batch, length), "new_tokens": new}
+            answer = self.ask({**job, "profile": True} if part == "seen" else job)
+        found: dict[str, list[float]] = answer["kernels"]
+        per_step = {name: [us / new, calls / new] for name, (us, calls) in found.items()}
+        return dict(sorted(per_step.items(), key=lambda item: -item[1][0]))
 
     def peak_mib(self) -> float:
         """The most device memory that its tensors have taken; the driver's count has slack, too."""
@@ -304,6 +329,56 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
         }
 
 
+def profiled(engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, Any]]:
+    """What is known of the GPU's kernels after each round.
+
+    Returns:
+        Engine -> step -> `us`, the sum of all kernels' times, round by round; `of_stock`, the
+        quartiles of its ratio to stock's in the same round; `kernels`, name -> [µs, calls] of the
+        last round.
+    """
+    sums: dict[str, dict[str, list[float]]] = {name: {s: [] for s in STEPS} for name in engines}
+    last: dict[str, dict[str, Any]] = {name: {} for name in engines}
+    for number in range(rounds):
+        for step in STEPS:
+            for name in reversed(engines) if number % 2 else engines:
+                last[name][step] = engines[name].kernels(step, number)
+                sums[name][step].append(sum(us for us, _ in last[name][step].values()))
+        yield {
+            name: {
+                step: {
+                    "us": found,
+                    "of_stock": quartiles([m / s for m, s in zip(found, stock, strict=True)]),
+                    "kernels": last[name][step],
+                }
+                for step, found in sums[name].items()
+                for stock in [sums["stock"][step]]
+            }
+            for name in engines
+        }
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    """The lower quartile, the median and the upper one."""
+    few = len(values) < 2
+    low, median, high = values * 3 if few else statistics.quantiles(values, method="inclusive")
+    return {"median": median, "low": low, "high": high}
+
+
+def kernel_table(found: dict[str, Any]) -> str:
+    """The GPU's time in each step, and the longest kernels of each engine in it."""
+    lines = []
+    for step in STEPS:
+        for name, of_engine in found.items():
+            us, share = statistics.median(of_engine[step]["us"]), of_engine[step]["of_stock"]
+            lines.append(f"{step:18}{name:18}{us:>12.1f} µs of kernels  {spread(share)} of stock's")
+        for name, of_engine in found.items():
+            lines.append(f"  {name}, the last round's longest, µs and calls a step:")
+            for kernel, (us, calls) in list(of_engine[step]["kernels"].items())[:SHOWN]:
+                lines.append(f"  {us:12.1f} {calls:7.1f}  {kernel[:100]}")
+    return "\n".join(lines)
+
+
 def ratios(speeds: Speeds, name: str, other: str, workload: str) -> dict[str, float]:
     """Median, smallest and largest ratio to another engine, round by round."""
     pairs = zip(speeds[name][workload], speeds[other][workload], strict=True)
@@ -340,6 +415,12 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def keep(out: Path, results: dict[str, Any]) -> None:
+    """Write what is known so far."""
+    text = json.dumps({"host": facts(), "results": results}, indent=1)
+    (out / "engine.json").write_text(text)
+
+
 def main() -> None:
     """Measure the modes that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -348,6 +429,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=modes, choices=modes)
     parser.add_argument("--variants", nargs="+", default=variants, choices=VARIANTS)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--kernels", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS")
     options = parser.parse_args()
     if "direct" in options.variants and "compiled" in options.modes:
@@ -356,6 +438,8 @@ def main() -> None:
         parser.error("the variant table takes its file from the variable TABLE")
     if "stock" not in options.variants or len(options.variants) < 2:
         parser.error("--variants takes stock, with which the others are compared, and one more")
+    if options.rounds < 1:
+        parser.error("--rounds takes 1 or more")
     if shutil.which("nvidia-smi") is None:
         print("skipped: no NVIDIA GPU here (there is no nvidia-smi)")
         return
@@ -386,10 +470,13 @@ def main() -> None:
                     continue  # nothing to compare: spend no more time on the device
                 for result in compare(mode, engines, options.rounds):
                     results[mode] = {"model": options.model, **result}
-                    text = json.dumps({"host": facts(), "results": results}, indent=1)
-                    (out / "engine.json").write_text(text)
-            if mode in results:
+                    keep(out, results)
                 print(table(results[mode]), flush=True)
+                for kernels in profiled(engines, options.kernels):
+                    results[mode]["kernels"] = kernels
+                    keep(out, results)
+            if "kernels" in results.get(mode, {}):
+                print(kernel_table(results[mode]["kernels"]), flush=True)
         for log in folder.glob("*.log"):
             shutil.copy(log, out / f"engine-{log.name}")
 
