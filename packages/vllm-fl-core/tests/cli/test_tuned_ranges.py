@@ -107,10 +107,25 @@ def test_what_is_called_when_a_graph_runs_may_differ_by_size_among_implementatio
     assert rows(work("cuda", "compiled", op), op) == BY_RANGE
 
 
-@pytest.mark.parametrize("op", ["moe_sum", "qk_norm_rope"])
-def test_and_is_left_to_vllm_at_every_size_or_none(op: str) -> None:
-    # At the sizes left to vLLM each call would still pass a function of the plan's.
-    assert rows(work("cuda", "compiled", op, default="stock"), op) == FOR_ALL
+@pytest.mark.parametrize("op", ["moe_sum", "reshape_and_cache"])
+def test_and_may_be_left_to_vllm_at_some_sizes_where_each_call_tells_its_own(op: str) -> None:
+    done = work("cuda", "compiled", op, default="stock")
+    assert done._bound_to_all(op, done._tunings[op]) == frozenset()
+    assert rows(done, op) == BY_RANGE
+
+
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [
+        ("causal_conv1d", "its function has features before tokens"),
+        ("fused_experts", "an operator of it wants packed weights"),
+        ("qk_norm_rope", "vLLM's own form is in the graph"),
+    ],
+)
+def test_and_elsewhere_at_every_size_or_none(op: str, why: str) -> None:
+    done = work("cuda", "compiled", op, default="stock", absent=())
+    assert done._bound_to_all(op, done._tunings[op]) == {"stock"}, why
+    assert rows(done, op) == FOR_ALL
     assert rows(work("cuda", "eager", op, default="stock"), op) == BY_RANGE
 
 

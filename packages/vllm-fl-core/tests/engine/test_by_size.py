@@ -255,6 +255,53 @@ def test_without_a_layer_those_that_take_one_are_left_out_of_every_row() -> None
     assert marks(plan.without_layer(OP, last=stock()), 4, 5) == [9, 3]
 
 
+def left_at(plan: Plan, *tokens: int) -> list[bool]:
+    """What `stock_at` says, which must be what a caller without a layer meets."""
+    is_left = plan.stock_at(OP)
+    assert is_left is not None
+    told = [is_left(n) for n in tokens]
+    assert told == [mark == 9 for mark in marks(plan.without_layer(OP, last=stock()), *tokens)]
+    return told
+
+
+def test_a_plan_tells_which_sizes_are_left_to_vllm() -> None:
+    plan = planned({"<=4": "vendor", "<=16": "stock", "<=32": "flagos", "rest": "stock"})
+    assert left_at(plan, 1, 4, 5, 16, 17, 32, 33) == [False, False, True, True, False, False, True]
+    plan = planned({"<=4": ["stock", "vendor"], "rest": "flagos"})
+    assert left_at(plan, 1, 4, 5) == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "vendor",
+        "stock",
+        {"<=4": "vendor", "rest": "flagos"},
+        {"<=4": ["stock", "vendor"], "rest": "stock"},
+    ],
+)
+def test_it_tells_no_sizes_where_none_or_every_one_is_left(order: Any) -> None:
+    assert planned(order).stock_at(OP) is None
+
+
+def test_nor_under_a_note_nor_of_an_op_that_is_not_planned() -> None:
+    order = {"<=4": "vendor", "rest": "stock"}
+    assert planned(order, notes={OP: "the user says so"}).stock_at(OP) is None
+    assert planned(order).stock_at("no_such_op") is None
+
+
+def test_a_size_whose_candidates_all_take_a_layer_is_left_by_who_has_none() -> None:
+    def with_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return half(x) + 7
+
+    impls = silu("vendor.acme", fn=with_layer), *three()[1:]
+    plan = planned({"<=4": "vendor", "rest": "flagos"}, "eager", *impls)
+    assert left_at(plan, 4, 5) == [True, False]
+    plan = planned({"<=4": ["vendor", "reference"], "rest": "stock"}, "eager", *impls)
+    assert left_at(plan, 4, 5) == [False, True]
+    assert planned({"<=4": "vendor", "rest": "stock"}, "eager", *impls).stock_at(OP) is None
+
+
 def test_strict_is_strict_in_a_row() -> None:
     impls = refusing("vendor.acme", "no"), *three()[1:]
     order = {"<=4": ["vendor", "reference"], "rest": "flagos"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import LayerPlace
+from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
 from vllm_fl.contracts.sizes import RULES
 from vllm_fl.integration.bindings import bindings, places
 from vllm_fl.plugins.attention import ATTENTION
@@ -46,6 +46,45 @@ def test_each_field_of_the_models_sizes_is_asked_and_each_name_has_one_rule() ->
     asked = {rule for binding in bindings().values() for rule in binding.sizes}
     assert asked >= set(RULES)
     assert len({rule.name for rule in asked}) == len(asked)
+
+
+class Called(Exception):
+    """What stands for vLLM's kernel was called."""
+
+
+TELLING = [
+    (op, place)
+    for kind in (OperatorPlace, FunctionPlace)
+    for op, place in places(bindings(), kind)
+    if place.tokens and op != "fused_experts"  # its native is no call of the contract's alone
+]
+
+
+@pytest.mark.parametrize(("op", "place"), TELLING, ids=lambda value: getattr(value, "name", value))
+def test_the_tokens_of_a_place_are_the_ops(op: str, place: Any) -> None:
+    """As its native hands the samples to vLLM's kernel, which gets calls of vLLM's as they came."""
+    import torch
+
+    given: dict[str, Any] = {}
+
+    def kernel(*args: Any, **named: Any) -> Any:
+        given.update(zip(place.parameters, args, strict=False), **named)
+        raise Called
+
+    spec = contracts()[op]
+    first = next(name for name in spec.parameters if name in spec.by_token)
+    for sample in spec.samples(getattr(torch, spec.dtypes[0]), torch.device("cpu")):
+        with pytest.raises(Called):
+            place.native(kernel)(*sample.args)
+        tokens = len(dict(zip(spec.parameters, sample.args, strict=True))[first])
+        assert given[place.tokens].shape[0] == tokens, sample.name
+
+
+@pytest.mark.parametrize("kind", [OperatorPlace, FunctionPlace])
+def test_tokens_that_are_no_parameter_are_an_error(kind: Any) -> None:
+    name: Any = "acme::op" if kind is OperatorPlace else ("acme.op",)
+    with pytest.raises(ValueError, match=r"acme.*tokens is 'y'.*its parameters, x"):
+        kind(name, ("x",), None, None, tokens="y")
 
 
 def served(multimodal: bool = False, **settings: Any) -> Any:

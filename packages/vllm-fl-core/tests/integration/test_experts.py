@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import managing, planning
 
 pytest.importorskip("vllm", reason="vllm is not installed: there are no calls to take")
 
@@ -20,6 +21,9 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.seams import operators
+from vllm_fl.integration.serving import calling
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 SPEC = contracts()["fused_experts"]
 BINDING = bindings()["fused_experts"]
@@ -212,6 +216,31 @@ def test_what_stock_means_on_the_cpu_packs_first(kernels: Any) -> None:
     kernels.cpu_fused_moe(*stock)
     ours = cpu_call(call)
     KERNEL.route(KERNEL.native(kernels.cpu_fused_moe))(*ours)
+    assert torch.equal(ours[0], stock[0])
+
+
+def test_so_it_does_at_a_size_that_is_left_to_vllm(kernels: Any) -> None:
+    """The kernel must not have such a call as it came: its weights are not packed."""
+    call = sample("biases")
+    stock = cpu_call(call)
+    stock[2:4] = packing(kernels.prepack_moe_weight, call["w13"], call["w2"])
+    kernels.cpu_fused_moe(*stock)
+
+    def never(*args: Any) -> torch.Tensor:
+        raise AssertionError("the size is vLLM's")
+
+    never.__signature__ = SPEC.signature  # type: ignore[attr-defined]
+    impl = OpImpl(SPEC.name, "vendor.acme", BackendImplKind.VENDOR, never, "acme")
+    order = {f"<={len(call['hidden_states'])}": "stock", "rest": "vendor"}
+    plan = planning(managing(impl, per_op_order={SPEC.name: order}))
+    chosen = operators.Overrides({SPEC.name: (KERNEL, PACKING)}, {})
+    operators.take(plan, chosen, torch.device("cpu"))
+    try:
+        with calling(plan):
+            ours = cpu_call(call)
+            kernels.cpu_fused_moe(*ours)
+    finally:
+        operators.remove(plan)
     assert torch.equal(ours[0], stock[0])
 
 

@@ -199,6 +199,60 @@ def test_calls_are_counted_where_the_user_asked_for_it(home: ModuleType) -> None
     assert plan.calls == {("silu_and_mul", "vendor.a"): 1}
 
 
+SMALL = {"<=2": "stock", "rest": "vendor"}
+
+
+def by_size(order: Any, *impls: Any) -> Plan:
+    return planning(managing(*impls, per_op_order={"silu_and_mul": order}))
+
+
+def never(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x: pytest.fail("vLLM's function is called through the binding")
+
+
+DIRECT = replace(PLACE, tokens="input", native=never)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_function_as_it_came(
+    monkeypatch: pytest.MonkeyPatch, home: ModuleType, by_name: bool
+) -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    def gated(input: Tensor, quantised: bool = False, scale: float = 1.0) -> Tensor:
+        seen.append((input, scale))
+        return input[..., 4:] * scale
+
+    monkeypatch.setattr(home, "gated", gated)
+    plan, few = by_size(SMALL, silu("vendor.a", 10.0)), X[:2]
+    place = replace(DIRECT, paths=("fl_home.gated",))
+    with serving(plan, binding(place)) as chosen:
+        call = (lambda x, **m: home.gated(input=x, **m)) if by_name else home.gated
+        assert torch.equal(call(few), STOCK[:2])
+        assert torch.equal(call(few, scale=3.0), STOCK[:2] * 3)
+        assert torch.equal(call(X), FIRST + 10)
+        assert told(plan, chosen)["fl_home.gated"]["other_arguments"] == 0
+    assert all(given is few for given, _ in seen) and [scale for _, scale in seen] == [1.0, 3.0]
+    assert not plan.fallbacks
+
+
+def test_and_so_does_a_methods(home: ModuleType) -> None:
+    method = replace(METHOD, tokens="input", native=never)
+    static = replace(STATIC, tokens="input", native=never)
+    with serving(by_size(SMALL, silu("vendor.a")), binding(method, static)):
+        for call in (home.Layer().apply, home.Heir().apply, home.Layer.plain):
+            assert torch.equal(call(X[:2]), STOCK[:2])
+            assert torch.equal(call(X), FIRST)
+
+
+def test_a_place_that_tells_no_tokens_has_such_calls_converted(home: ModuleType) -> None:
+    plan = by_size(SMALL, silu("vendor.a"))
+    plain = replace(DIRECT, tokens="", native=lambda own: lambda x: own(x, False) + 1)
+    with serving(plan, binding(plain)):
+        assert torch.equal(home.gated(X[:2]), STOCK[:2] + 1)
+        assert torch.equal(home.gated(X), FIRST)
+
+
 def test_a_compiler_traces_vllms_own_function(home: ModuleType) -> None:
     with serving(plan_of(silu("vendor.a"))):
         compiled = torch.compile(lambda x: home.gated(x) * 2, backend="eager", fullgraph=True)

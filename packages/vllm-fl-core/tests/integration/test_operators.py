@@ -403,6 +403,114 @@ def in_a_process(code: str) -> str:
     return done.stdout
 
 
+# Orders by size.
+
+
+def by_size(order: Any, *impls: Any, **options: Any) -> Plan:
+    manager = managing(*impls, per_op_order={"silu_and_mul": order})
+    return replace(planning(manager), **options)
+
+
+def direct(name: str = "gated") -> OperatorPlace:
+    """The place, with the number of a call's tokens and without a way back to the kernel."""
+
+    def native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
+        return lambda x: pytest.fail("vLLM's kernel is called through the binding")
+
+    return replace(place(name), tokens="input", native=native)
+
+
+SMALL = {"<=2": "stock", "rest": "vendor"}
+
+
+def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_kernel_as_it_came() -> None:
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def theirs(out: Tensor, input: Tensor) -> None:
+        seen.append((out, input))
+        _own(out, input)
+
+    plan = by_size(SMALL, silu("vendor.a", 10.0), counts_calls=True)
+    few = X[:2]
+    with overridden(theirs), serving(plan, binding(direct())) as chosen:
+        out = torch.empty(2, 4)
+        torch.ops.fl_test_operators.gated(out, few)
+        assert torch.equal(out, STOCK[:2])
+        assert torch.equal(call(), FIRST + 10)
+        torch.ops.fl_test_operators.gated(input=few, out=out)
+        assert [(a is out, b is few) for a, b in seen] == [(True, True)] * 2
+        found = told(plan, chosen)
+        assert found["without_engine"] == found["other_arguments"] == 0
+    assert plan.calls == {("silu_and_mul", "vendor.a"): 1}
+    assert not plan.fallbacks and not plan.record.refusals
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ({"<=1": "vendor", "<=3": "stock", "rest": "vendor"}, [FIRST, STOCK, STOCK, FIRST]),
+        ({"<=2": "vendor", "rest": "stock"}, [FIRST, FIRST, STOCK, STOCK]),
+    ],
+)
+def test_each_size_is_its_rows(order: Any, expected: list[Tensor]) -> None:
+    with serving(by_size(order, silu("vendor.a")), binding(direct("asking"))):
+        for tokens, whole in enumerate(expected, 1):
+            assert torch.equal(call("asking", x=X[:tokens]), whole[:tokens])
+
+
+def test_parameters_that_the_binding_does_not_know_reach_the_kernel_at_such_a_size() -> None:
+    plan = by_size(SMALL, silu("vendor.a"))
+    with serving(plan, binding(direct("longer"))) as chosen:
+        for args, more in (((), {}), ((2.0,), {}), ((1.0, True), {}), ((), {"n": 1})):
+            assert torch.equal(call("longer", *args, x=X[:2], **more), STOCK[:2])
+        assert told(plan, chosen, "longer")["other_arguments"] == 0
+        assert torch.equal(call("longer", n=1), STOCK)
+        assert told(plan, chosen, "longer")["other_arguments"] == 1
+
+
+def test_what_such_a_call_raises_is_raised_and_the_next_call_is_served() -> None:
+    with serving(by_size(SMALL, silu("vendor.a")), binding(direct())):
+        with pytest.raises(RuntimeError, match="size"):
+            torch.ops.fl_test_operators.gated(torch.empty(7), X[:2])
+        assert torch.equal(call(), FIRST)
+        assert torch.equal(call(x=X[:2]), STOCK[:2])
+
+
+def test_a_place_that_tells_no_tokens_has_such_calls_converted() -> None:
+    converted: list[int] = []
+
+    def native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
+        def silu_and_mul(x: Tensor) -> Tensor:
+            converted.append(len(x))
+            return _native(replaced)(x)
+
+        return silu_and_mul
+
+    with serving(by_size(SMALL, silu("vendor.a")), binding(replace(place(), native=native))):
+        assert torch.equal(call(x=X[:2]), STOCK[:2])
+        assert torch.equal(call(), FIRST)
+    assert converted == [2]
+
+
+def test_without_such_sizes_nobody_asks() -> None:
+    for order in ("vendor", {"<=2": "vendor", "rest": ["reference"]}):
+        plan = by_size(order, silu("vendor.a"), silu("reference.torch", 2.0))
+        with serving(plan, binding(direct())):
+            (override,) = operators._overrides.values()
+            assert override.routes[plan].leaves is None
+
+
+def test_of_two_engines_each_leaves_its_own_sizes() -> None:
+    small, large = (
+        by_size(order, silu("vendor.a", 1.0))
+        for order in (SMALL, {"<=2": "vendor", "rest": "stock"})
+    )
+    with serving(small, binding(direct())), serving(large, binding(direct())):
+        assert torch.equal(call(), STOCK) and torch.equal(call(x=X[:2]), FIRST[:2] + 1)
+        with calling(small):
+            assert torch.equal(call(), FIRST + 1) and torch.equal(call(x=X[:2]), STOCK[:2])
+
+
 # What a release may lack, and what it may have more.
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..contracts import ModelSizes
 from ..contracts.binding import (
     Binding,
+    FunctionPlace,
     FusionPlace,
     GraphPlace,
     IrPlace,
@@ -354,9 +355,11 @@ class Work:
     def _bound_to_all(self, op: str, tuning: OpTuning) -> frozenset[str]:
         """Who serves every size or none, where a graph is compiled for all sizes.
 
-        That is whose code a compiler takes into the model's graph, and not as one operator. It is
-        vLLM's own form, too, where a planned op stands before vLLM's calls: at the sizes that a row
-        leaves to vLLM, each call would go through Python for nothing.
+        That is whose code a compiler takes into the model's graph, and not as one operator; and
+        vLLM's own form where the graph has it, by whatever kernel. It is that form, too, where a
+        place of the op does not tell a call's size (`tokens`): at the sizes that a row leaves to
+        vLLM, each call would be converted to the contract's and back for nothing. Where it does, a
+        call that is left to vLLM costs the host a few microseconds, in which Python is asked.
         """
         from ..engine.opaque import is_opaque
 
@@ -364,7 +367,10 @@ class Work:
             return frozenset()
         traced = self._traced(op, tuning.contenders)
         code = {c.name for c in tuning.contenders if not any(map(is_opaque, c.impls))}
-        return frozenset({STOCK, *(code & traced)})
+        places = self._bindings[op].places if op in self._bindings else ()
+        all_tell = all(p.tokens for p in places if isinstance(p, OperatorPlace | FunctionPlace))
+        own = traced & {STOCK} if all_tell else {STOCK}
+        return frozenset({*own, *(code & traced)})
 
     def _measured(self, op: str) -> list[Measured]:
         return [self._found[op, tokens] for tokens in self.subject.tokens]

@@ -87,6 +87,10 @@ class OperatorPlace:
             runs when every candidate refused a call.
         grants: the contract's arguments that the operator overwrites, so that an implementation
             may, too.
+        tokens: the parameter whose first dimension is the op's number of tokens, in every call that
+            `route` takes. Calls of sizes that the plan leaves to vLLM then reach the replaced
+            kernel as they came. Empty where no parameter is so, or where the kernel must not have
+            vLLM's own calls while the op is planned: they go through `route` and `native`.
     """
 
     name: str
@@ -94,6 +98,10 @@ class OperatorPlace:
     route: Callable[[Bound], Bound]
     native: Callable[[Bound], Bound]
     grants: tuple[str, ...] = ()
+    tokens: str = ""
+
+    def __post_init__(self) -> None:
+        _check_tokens(self)
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,10 @@ class FunctionPlace:
             candidate refused a call.
         grants: the contract's arguments that the function overwrites, so that an implementation
             may, too.
+        tokens: the parameter whose first dimension is the op's number of tokens, in every call that
+            `route` takes. Calls of sizes that the plan leaves to vLLM then reach its function as
+            they came. Empty where no parameter is so, or where the function must not have vLLM's
+            own calls while the op is planned: they go through `route` and `native`.
     """
 
     paths: tuple[str, ...]
@@ -125,11 +137,23 @@ class FunctionPlace:
     route: Callable[[Bound], Bound]
     native: Callable[[Bound], Bound]
     grants: tuple[str, ...] = ()
+    tokens: str = ""
+
+    def __post_init__(self) -> None:
+        _check_tokens(self)
 
     @property
     def name(self) -> str:
         """The function, as the report and the digest name it."""
         return self.paths[0]
+
+
+def _check_tokens(place: OperatorPlace | FunctionPlace) -> None:
+    if place.tokens and place.tokens not in place.parameters:
+        raise ValueError(
+            f"{type(place).__name__} {place.name}: tokens is {place.tokens!r}; expected one of its "
+            f"parameters, {', '.join(place.parameters)}"
+        )
 
 
 @dataclass(frozen=True)

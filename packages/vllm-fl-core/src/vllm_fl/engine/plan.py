@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,11 @@ def _before_stock(trace: Trace) -> tuple[Impl, ...]:
 def _callable(impls: Iterable[Impl | Stock]) -> tuple[OpImpl, ...]:
     """Those that can be called: those that neither name a class nor stand for vLLM's own path."""
     return tuple(impl for impl in impls if isinstance(impl, OpImpl))
+
+
+def _without_layer(trace: Trace) -> tuple[OpImpl, ...]:
+    """The candidates before vLLM's own path that can be called by who has no layer."""
+    return tuple(impl for impl in _callable(_before_stock(trace)) if not impl.needs_layer)
 
 
 def _once(impls: Iterable[OpImpl]) -> tuple[OpImpl, ...]:
@@ -225,6 +231,23 @@ class Plan:
         entry = self.entries[op]
         return bool(entry.by_row) and not all((entry.candidates, *(i for _, i in entry.by_row)))
 
+    def stock_at(self, op: str) -> Callable[[int], bool] | None:
+        """Which calls of who has no layer are left to vLLM, by their size.
+
+        Returns:
+            The tokens of a call -> whether vLLM's own form is all that `without_layer` would run;
+            None where that is so at no size, or at every one.
+        """
+        entry = self.entries.get(op)
+        if entry is None or entry.note:
+            return None
+        ceilings = [ceiling for ceiling, _ in entry.rows]
+        traces = (*(trace for _, trace in entry.rows), entry.trace)
+        left = [not _without_layer(trace) for trace in traces]
+        if len(set(left)) == 1:
+            return None
+        return lambda tokens: left[bisect_left(ceilings, tokens)]
+
     def without_layer(
         self, op: str, grants: frozenset[str] = frozenset(), *, last: OpImpl | None = None
     ) -> Callable[..., Any] | None:
@@ -276,9 +299,7 @@ class Plan:
         entry = self.entries[op]
 
         def of(trace: Trace) -> Chain:
-            impls = _callable(_before_stock(trace))
-            if without_layer:
-                impls = tuple(impl for impl in impls if not impl.needs_layer)
+            impls = _without_layer(trace) if without_layer else _callable(_before_stock(trace))
             vllms = own or last
             bare = not impls and vllms is not None
             if bare and vllms is not None:

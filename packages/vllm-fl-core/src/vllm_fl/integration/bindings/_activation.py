@@ -54,4 +54,4 @@ def _place(
 
         return op
 
-    return OperatorPlace(name, parameters, route, native)
+    return OperatorPlace(name, parameters, route, native, tokens="input")

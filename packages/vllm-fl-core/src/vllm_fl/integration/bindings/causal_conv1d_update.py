@@ -168,6 +168,7 @@ BINDING = Binding(
                 _function,
                 _from_function,
                 grants=("x", "conv_state"),
+                tokens="x",
             )
             for blocks in (("block_idx_last_scheduled_token", "initial_state_idx"), ())
         ),
@@ -186,6 +187,7 @@ BINDING = Binding(
             _into,
             _from,
             grants=("conv_state",),
+            tokens="x",
         ),
     ),
     not_reached=(

@@ -112,6 +112,7 @@ BINDING = Binding(
             _into,
             _from,
             grants=("kv_cache",),
+            tokens="slot_mapping",  # the latent may be padded
         ),
         OperatorPlace(
             "_C::concat_and_cache_mla_cpu",
@@ -119,6 +120,7 @@ BINDING = Binding(
             _into_cpu,
             _from_cpu,
             grants=("kv_cache",),
+            tokens="slot_mapping",
         ),
         FunctionPlace(
             ("vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl.do_kv_cache_update",),
@@ -134,6 +136,7 @@ BINDING = Binding(
             _into_method,
             _from_method,
             grants=("kv_cache",),
+            tokens="slot_mapping",
         ),
     ),
     sizes=(

@@ -275,6 +275,7 @@ BINDING = Binding(
             ),
             _from_triton,
             _in_triton,
+            tokens="hidden_states",
         ),
         FunctionPlace(
             (
@@ -285,6 +286,8 @@ BINDING = Binding(
             _given,
             _prepares,
         ),
+        # It names no `tokens`: the replaced kernel wants packed weights, and no call brings them
+        # while the op is planned.
         OperatorPlace(
             "_C::cpu_fused_moe",
             (

@@ -31,7 +31,9 @@ def _from(replaced: Bound) -> Bound:
 
 BINDING = Binding(
     places=(
-        OperatorPlace("_C::fused_gdn_gating_cpu", ("A_log", "a", "b", "dt_bias"), _into, _from),
+        OperatorPlace(
+            "_C::fused_gdn_gating_cpu", ("A_log", "a", "b", "dt_bias"), _into, _from, tokens="a"
+        ),
     ),
     sizes=(LINEAR_VALUE_HEADS,),
     not_reached=(

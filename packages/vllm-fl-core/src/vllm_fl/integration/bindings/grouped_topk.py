@@ -119,9 +119,12 @@ BINDING = Binding(
             ("hidden_states", *_CPU),
             _function,
             _by_function,
+            tokens="gating_output",
         ),
         # The CPU build, from the release that has this module on.
-        FunctionPlace((f"{_ROUTER}.cpu_router._grouped_topk",), _CPU, _same, _same),
+        FunctionPlace(
+            (f"{_ROUTER}.cpu_router._grouped_topk",), _CPU, _same, _same, tokens="gating_output"
+        ),
     ),
     sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN, EXPERT_GROUPS, GROUPS_OF_A_TOKEN),
     not_reached=(

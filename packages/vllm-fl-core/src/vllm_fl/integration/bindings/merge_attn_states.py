@@ -127,10 +127,11 @@ BINDING = Binding(
             ),
             _into_operator,
             _from_operator,
+            tokens="prefix_output",
         ),
         # What `merge_attn_states` calls where that operator does not serve: Triton, or PyTorch.
         *(
-            FunctionPlace((path,), FUNCTION, _into, _from)
+            FunctionPlace((path,), FUNCTION, _into, _from, tokens="prefix_output")
             for path in (
                 f"{_OPS}.triton_merge_attn_states.merge_attn_states",
                 f"{_OPS}.merge_attn_states._merge_attn_states_torch",

@@ -60,6 +60,7 @@ BINDING = Binding(
             ),
             _of_signed_ids,
             _same,
+            tokens="topk_ids",
         ),
     ),
     sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN),

@@ -45,7 +45,11 @@ def _from(replaced: Bound) -> Bound:
 BINDING = Binding(
     places=(
         OperatorPlace(
-            "_moe_C::moe_sum", ("input", "output", "topk_ids", "expert_map"), _into, _from
+            "_moe_C::moe_sum",
+            ("input", "output", "topk_ids", "expert_map"),
+            _into,
+            _from,
+            tokens="input",
         ),
     ),
     sizes=(HIDDEN, EXPERTS_OF_A_TOKEN),

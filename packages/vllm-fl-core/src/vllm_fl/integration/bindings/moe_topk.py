@@ -138,6 +138,7 @@ BINDING = Binding(
             (*_COMMON, "is_padding"),
             _softmax,
             lambda replaced: _by_operator(replaced, scales=False, pads=True),
+            tokens="gating_output",
         ),
         # vLLM 0.26, whose operators know no padding.
         OperatorPlace(
@@ -145,18 +146,21 @@ BINDING = Binding(
             _COMMON,
             _softmax,
             lambda replaced: _by_operator(replaced, scales=False, pads=False),
+            tokens="gating_output",
         ),
         OperatorPlace(
             "_moe_C::topk_sigmoid",
             (*_COMMON, "routed_scaling_factor", "is_padding"),
             _sigmoid,
             lambda replaced: _by_operator(replaced, scales=True, pads=True),
+            tokens="gating_output",
         ),
         OperatorPlace(
             "_moe_C::topk_sigmoid",
             (*_COMMON, "routed_scaling_factor"),
             _sigmoid,
             lambda replaced: _by_operator(replaced, scales=True, pads=False),
+            tokens="gating_output",
         ),
         # The CPU build, from the release that has this module on.
         FunctionPlace(
@@ -164,6 +168,7 @@ BINDING = Binding(
             ("router_logits", "top_k", "renormalize"),
             _cpu,
             _by_cpu,
+            tokens="router_logits",
         ),
     ),
     sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN),

@@ -136,6 +136,7 @@ BINDING = Binding(
             _to_operator,
             _from_operator,
             grants=("qkv",),
+            tokens="qkv",
         ),
         # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph (Gemma 3);
         # vLLM's own kernel raises there, so that some candidate must take them.

@@ -176,16 +176,23 @@ BINDING = Binding(
         LayerPlace(LAYER, _native, adapt=_of_layer, enabled=False),
         *(
             OperatorPlace(
-                "_C::static_scaled_fp8_quant", names, _to_static, _from_operator(len(names))
+                "_C::static_scaled_fp8_quant",
+                names,
+                _to_static,
+                _from_operator(len(names)),
+                tokens="input",
             )
             for names in ((*_STATIC, "group_shape"), _STATIC)
         ),
-        OperatorPlace("_C::dynamic_scaled_fp8_quant", _STATIC, _to_dynamic, _from_operator(3)),
+        OperatorPlace(
+            "_C::dynamic_scaled_fp8_quant", _STATIC, _to_dynamic, _from_operator(3), tokens="input"
+        ),
         OperatorPlace(
             "_C::dynamic_per_token_scaled_fp8_quant",
             (*_STATIC, "scale_ub"),
             _to_per_token,
             _from_operator(4),
+            tokens="input",
         ),
     ),
     sizes=(HIDDEN,),

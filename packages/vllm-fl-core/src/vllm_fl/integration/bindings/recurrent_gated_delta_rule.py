@@ -293,6 +293,7 @@ BINDING = Binding(
             _as_packed,
             _by_packed,
             grants=("state",),
+            tokens="mixed_qkv",
         ),
         OperatorPlace(
             "_C::fused_sigmoid_gating_delta_rule_update_cpu",
@@ -314,6 +315,7 @@ BINDING = Binding(
             _into,
             _from,
             grants=("state",),
+            tokens="a",  # q, k and v have a dimension before the tokens
         ),
     ),
     not_reached=(

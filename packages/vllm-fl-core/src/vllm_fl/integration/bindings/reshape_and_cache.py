@@ -76,6 +76,7 @@ BINDING = Binding(
             _into,
             _from,
             grants=("key_cache", "value_cache"),
+            tokens="slot_mapping",  # keys may be padded
         ),
         FunctionPlace(
             (
@@ -88,6 +89,7 @@ BINDING = Binding(
             _into,
             _from,
             grants=("key_cache", "value_cache"),
+            tokens="slot_mapping",  # keys may be padded
         ),
     ),
     sizes=(KV_HEADS, HEAD_SIZE),

@@ -140,6 +140,7 @@ BINDING = Binding(
                 (target, "input", "weight", "epsilon"),
                 _to_operator,
                 _from_operator,
+                tokens="input",
             )
             for target in ("result", "out")
         ),
@@ -149,6 +150,7 @@ BINDING = Binding(
             _to_fused_operator,
             _from_fused_operator,
             grants=("x", "residual"),
+            tokens="input",
         ),
     ),
     sizes=(HIDDEN, EPSILON),

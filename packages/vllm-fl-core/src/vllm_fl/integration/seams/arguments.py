@@ -2,10 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["known"]
+from ...contracts.binding import Bound, FunctionPlace, OperatorPlace
+
+__all__ = ["Leaves", "Route", "known", "leaving"]
+
+Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
+"""(what a call gave by position, what by name) -> whether the plan leaves it to vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How one plan answers the calls of a place.
+
+    Args:
+        run: the op, by the parameters that the binding knows.
+        leaves: asked before anything is made of a call's arguments; None where the plan leaves no
+            size to vLLM, or the place does not tell a call's.
+    """
+
+    run: Bound
+    leaves: Leaves | None
+
+
+def leaving(
+    place: OperatorPlace | FunctionPlace, is_stock: Callable[[int], bool] | None
+) -> Leaves | None:
+    """Which calls of a place are left to vLLM on account of their size.
+
+    Args:
+        place: the place.
+        is_stock: what `Plan.stock_at` gave for its op.
+    """
+    if is_stock is None or not place.tokens:
+        return None
+    name, position = place.tokens, place.parameters.index(place.tokens)
+
+    def leaves(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+        try:
+            tokens = (args[position] if position < len(args) else named[name]).shape[0]
+        except (AttributeError, IndexError, KeyError):  # no tensor: the route says what is wrong
+            return False
+        return is_stock(tokens)
+
+    return leaves
 
 
 def known(

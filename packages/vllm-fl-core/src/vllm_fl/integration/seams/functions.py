@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from ...contracts.binding import Binding, Bound, FunctionPlace
+from ...contracts.binding import Binding, FunctionPlace
 from ...engine.plan import Plan
 from ...errors import PlaceError
 from ...logs import get_logger
 from ...text import quote
 from ..bindings import stock_form
 from ..serving import plan_now
-from .arguments import known
+from .arguments import Route, known, leaving
 
 __all__ = ["Replacements", "choose", "own", "remove", "report", "take"]
 
@@ -197,7 +197,7 @@ class _Replacement:
     place: FunctionPlace
     own: Callable[..., Any]
     targets: tuple[_Target, ...]
-    routes: dict[Plan | None, Bound] = field(default_factory=dict)
+    routes: dict[Plan | None, Route] = field(default_factory=dict)
     inside: _Inside = field(default_factory=_Inside)
     other_arguments: int = 0
     standing: Callable[..., Any] | None = None
@@ -219,14 +219,14 @@ class _Replacement:
         def replaced(*args: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling():
                 return own(*args, **named)
-            run = None if inside.active else routes.get(plan_now())
-            if run is None:
+            route = None if inside.active else routes.get(plan_now())
+            if route is None or (route.leaves is not None and route.leaves(args, named)):
                 return own(*args, **named)
             plain = known(names, count, defaults, args, named)
             if plain is not None:
                 inside.active = True
                 try:
-                    result = run(*plain)
+                    result = route.run(*plain)
                 finally:
                     inside.active = False
                 if result is not NotImplemented:
@@ -272,7 +272,8 @@ def take(plan: Plan, chosen: Replacements) -> None:
                 last = stock_form(op, place.native(replacement.own), grants)
                 bound = plan.without_layer(op, grants, last=last)
                 assert bound is not None  # `choose` leaves other ops to vLLM
-                replacement.routes[plan] = place.route(bound)
+                leaves = leaving(place, plan.stock_at(op))
+                replacement.routes[plan] = Route(place.route(bound), leaves)
     for op, left in chosen.left.items():
         for name, why in left.items():
             log.debug("Op '%s': function %s is left to vLLM: %s", op, name, why)

@@ -34,7 +34,7 @@ from ..bindings import places as places_of
 from ..bindings import stock_form
 from ..serving import plan_now
 from . import empty
-from .arguments import known
+from .arguments import Route, known, leaving
 from .layers import layer_table
 
 __all__ = [
@@ -316,7 +316,7 @@ class _Override:
     replaced: Any
     before: tuple[str, ...]
     beneath: int
-    routes: dict[Plan | None, Bound] = field(default_factory=dict)
+    routes: dict[Plan | None, Route] = field(default_factory=dict)
     inside: _Inside = field(default_factory=_Inside)
     without_engine: int = 0
     other_arguments: int = 0
@@ -338,16 +338,18 @@ class _Override:
         routes, inside, count = self.routes, self.inside, self.count
 
         def overridden(keyset: Any, *args: Any, **more: Any) -> Any:
-            run = routes.get(plan_now())
-            if run is None or inside.keyset is not None:
+            route = routes.get(plan_now())
+            if route is None or inside.keyset is not None:
                 return self._not_planned(keyset, args, more)
+            if route.leaves is not None and route.leaves(args, more):
+                return self._call_replaced(keyset, *args, **more)
             plain: Sequence[Any] | None = args
             if more or len(args) != count:
                 plain = known(self.parameters, count, self.defaults, args, more)
             if plain is not None:
                 inside.keyset = keyset
                 try:
-                    result = run(*plain)
+                    result = route.run(*plain)
                 finally:
                     inside.keyset = None
                 if result is not NotImplemented:
@@ -446,12 +448,12 @@ def _installed(place: OperatorPlace, key: str) -> _Override:
     return override
 
 
-def _route(plan: Plan, op: str, place: OperatorPlace, override: _Override) -> Bound:
+def _route(plan: Plan, op: str, place: OperatorPlace, override: _Override) -> Route:
     """The op of `plan`, as a kernel of the operator."""
     grants = frozenset(place.grants)
     bound = plan.without_layer(op, grants, last=stock_form(op, place.native(override.call), grants))
     assert bound is not None  # `choose` leaves other ops to vLLM
-    return place.route(bound)
+    return Route(place.route(bound), leaving(place, plan.stock_at(op)))
 
 
 def remove(plan: Plan) -> None:
