@@ -246,7 +246,8 @@ def running(
         **os.environ,
         **ALONE,
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the worker
-        "VLLM_CACHE_ROOT": str(folder / f"cache-{mode}-{name}"),
+        # What two engines of one code differ by is not what they compiled.
+        "VLLM_CACHE_ROOT": str(folder / f"cache-{mode}-{name.removesuffix('-again')}"),
         **variables,
     }
     with log.open("w") as errors:
