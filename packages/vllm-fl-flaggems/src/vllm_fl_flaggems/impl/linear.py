@@ -33,8 +33,10 @@ FEATURES_OF_A_BLOCK = 128
 PROCESSORS, SHARED_BYTES = 132, 227 * 1024
 """A Hopper GPU's multiprocessors, and the shared memory that a program may have there."""
 
-ENOUGH = 64
-"""So many programs keep the memory busy."""
+ENOUGH, NEARLY_ALL = 64, 128
+"""So many programs keep the memory busy, and so many use nearly every multiprocessor."""
+
+FEW_TOKENS = 32
 
 MOST_PARTS = 4
 
@@ -62,7 +64,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return by_torch(x, weight, bias)
     x = x if x.stride(1) == 1 and _is_aligned(x) else x.contiguous()
     in_blocks = _copies_blocks(x.device) and _is_aligned(x) and _is_aligned(weight)
-    if tokens > 1 and not in_blocks:
+    if tokens > 1 and not (in_blocks and _is_even(tokens, weight.shape[0])):
         return by_torch(x, weight, bias)
     out = x.new_empty((tokens, weight.shape[0]))
     bias = None if bias is None else bias.contiguous()
@@ -78,6 +80,16 @@ def _copies_blocks(device: torch.device) -> bool:
     Elsewhere Triton would load the blocks one after the other. The interpreter knows them, too.
     """
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _is_even(tokens: int, outputs: int) -> bool:
+    """Whether the programs use a GPU as well as PyTorch's do.
+
+    Of more than half of its processors but not nearly all, cuBLAS makes more by smaller tiles. With
+    few tokens to read again and again these programs are the faster ones all the same.
+    """
+    programs = -(-outputs // ROWS_OF_AN_INSTRUCTION)
+    return tokens <= FEW_TOKENS or not ENOUGH < programs < NEARLY_ALL
 
 
 def _is_aligned(matrix: torch.Tensor) -> bool:
@@ -172,7 +184,7 @@ def _tile(outputs: int, tokens: int) -> tuple[int, int, int]:
     """
     pieces = -(-outputs // ROWS_OF_AN_INSTRUCTION)
     whole = {1: (64, 0, 6), 2: (128, 0, 4), 3: (128, 64, 3)}
-    return whole.get(-(-pieces // PROCESSORS), (64, 0, 4 if tokens <= 32 else 3))
+    return whole.get(-(-pieces // PROCESSORS), (64, 0, 4 if tokens <= FEW_TOKENS else 3))
 
 
 @cache
