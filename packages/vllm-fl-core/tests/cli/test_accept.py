@@ -11,7 +11,7 @@ import pytest
 from commands import Command
 
 from vllm_fl.cli import _engines
-from vllm_fl.cli._accept import DEFAULT, PHASES, TABLED, Served, judged
+from vllm_fl.cli._accept import DEFAULT, PHASES, TABLED, Served, _fitted, _part, judged
 from vllm_fl.settings.table import Row, Table, TunedOp, Verdict, read_table
 
 TABLE = Table(
@@ -43,7 +43,9 @@ for line in sys.stdin:
     seconds = {tabled} if tabled else 0.01
     assert visit["repeated"] == (visit["new_tokens"] > 1 and "again" not in visit["seed"])
     tokens = [visit["batch"], visit["seed"], {tokens}]
-    print(json.dumps({"tokens": tokens, "steps": [seconds] * visit["new_tokens"]}), flush=True)
+    assert visit["times"] == 1 or visit["new_tokens"] == 1 and "again" not in visit["seed"]
+    steps = [seconds] * visit["new_tokens"] * visit["times"]
+    print(json.dumps({"tokens": tokens, "steps": steps}), flush=True)
 """
 
 
@@ -150,6 +152,20 @@ def test_the_engines_take_turns_within_a_round(accept: Any, tmp_path: Path) -> N
         turns = [who for who, seed in visits if seed.startswith(f"{SLOWEST} {number} ")][:8]
         other = {"0": "1", "1": "0"}[first]
         assert turns == [first, other, other, first] * 2
+
+
+@pytest.mark.parametrize(
+    ("step", "decoded", "prefilled"), [(0.001, 64, 64), (0.05, 20, 20), (10.0, 16, 4)]
+)
+def test_a_round_has_as_many_steps_as_there_is_time_for(
+    step: float, decoded: int, prefilled: int
+) -> None:
+    """One prefill of some milliseconds says nothing: what else the host does takes as long."""
+    fitted = _fitted(PHASES, {name: dict.fromkeys(PHASES, step) for name in (DEFAULT, TABLED)})
+    decode, prefill = fitted["decode, batch 1"], fitted[SLOWEST]
+    assert (decode.new_tokens, decode.times) == (decoded, 1)
+    assert (prefill.new_tokens, prefill.times) == (1, prefilled)
+    assert _part(decode).new_tokens == decoded // 4 and _part(prefill).times == prefilled // 4
 
 
 def test_a_slower_one_is_not_accepted(accept: Any) -> None:

@@ -86,8 +86,10 @@ def answered(prompt, sampling):
 
 def test_prompts_follow_from_the_seed() -> None:
     visit = Visit("decode 3", 4, 16, 1)
-    prompts = visit.prompts(50)
-    assert prompts == visit.prompts(50) != Visit("decode 4", 4, 16, 1).prompts(50)
+    (prompts,) = visit.batches(50)
+    assert [prompts] == visit.batches(50) != Visit("decode 4", 4, 16, 1).batches(50)
+    first, second = Visit("decode 3", 4, 16, 1, times=2).batches(50)
+    assert first == prompts != second
     assert prompts[0] != prompts[1], "the second would find the first in the prefix cache"
     assert len(prompts) == 4 and {len(ids) for ids in prompts} == {16}
     assert all(3 <= token < 50 for ids in prompts for token in ids)
@@ -119,14 +121,15 @@ def answers(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_it_answers_with_tokens_and_steps_and_nothing_else(engine: Any, batch: int) -> None:
-    visits = [Visit("a", batch, 5, 7), Visit("b", batch, 2, 1)]
+    visits = [Visit("a", batch, 5, 7), Visit("b", batch, 2, 1), Visit("c", batch, 2, 1, times=3)]
     done = engine(*({"visit": vars(visit)} for visit in visits))
-    ready, first, second = answers(done)
+    ready, first, second, third = answers(done)
     assert ready["report"]["asked"] == "vllm_fl_report" and ready["vocabulary"] == 50
     assert ready["graph_tokens"] == 8
     assert ready["report"]["dtype"] == "bfloat16"
     assert first["tokens"] == [[5]] * batch and len(first["steps"]) == 7
     assert second["tokens"] == [[2]] * batch and len(second["steps"]) == 1
+    assert third["tokens"] == [[2]] * batch * 3 and len(third["steps"]) == 3
     assert "so does what it starts" in done.stderr
 
 
@@ -134,12 +137,12 @@ def test_it_lets_every_prompt_repeat_its_last_token(engine: Any) -> None:
     """So that two engines compute the same, though their results differ by a rounding."""
     visit = Visit("c", 3, 5, 4, repeated=True)
     _, done = answers(engine({"visit": vars(visit)}))
-    assert done["tokens"] == [[ids[-1]] * 4 for ids in visit.prompts(50)]
+    assert done["tokens"] == [[ids[-1]] * 4 for ids in visit.batches(50)[0]]
     assert len(done["steps"]) == 4
 
 
 def test_other_tokens_than_those_that_it_was_told_to_repeat_are_no_answer(engine: Any) -> None:
-    seed = next(s for s in map(str, range(999)) if Visit(s, 1, 1, 1).prompts(50) == [[49]])
+    seed = next(s for s in map(str, range(999)) if Visit(s, 1, 1, 1).batches(50) == [[[49]]])
     done = engine({"visit": vars(Visit(seed, 1, 1, 2, repeated=True))}, check=False)
     assert done.returncode and "did not repeat the tokens" in done.stderr
     assert len(answers(done)) == 1

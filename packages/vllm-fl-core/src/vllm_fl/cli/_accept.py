@@ -43,7 +43,8 @@ LEAST = 0.98
 differ by a percent or two from start to start."""
 
 ROUND = 1.0
-"""Seconds that an engine shall decode in a round of a phase."""
+"""Seconds that an engine shall work in a round of a phase, where so many steps are not too few or
+too many."""
 
 TURNS = 4
 """Visits of a round and phase that are timed. A machine's speed may change within a second: each
@@ -230,11 +231,12 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
                 for phase, visit in phases.items():
                     # An idle process's memory may have been reclaimed: its first tokens take
                     # longer, and are not timed. They are the likeliest, as in service.
-                    free = dataclasses.replace(visit, seed=f"again {number}", repeated=False)
+                    again = f"again {number}"
+                    free = dataclasses.replace(visit, seed=again, repeated=False, times=1)
                     for name in order:
-                        again = _visit(engines[name], free)
+                        done = _visit(engines[name], free)
                         if name == TABLED:
-                            answered.append(again["tokens"])
+                            answered.append(done["tokens"])
                     steps: dict[str, list[float]] = {name: [] for name in order}
                     for turn in range(TURNS):
                         timed = dataclasses.replace(_part(visit), seed=f"{phase} {number} {turn}")
@@ -249,7 +251,8 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
 
 def _part(visit: Visit) -> Visit:
     """What one of a round's turns does of it."""
-    return dataclasses.replace(visit, new_tokens=-(-visit.new_tokens // TURNS))
+    new, times = -(-visit.new_tokens // TURNS), -(-visit.times // TURNS)
+    return dataclasses.replace(visit, new_tokens=new, times=times)
 
 
 def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
@@ -319,13 +322,16 @@ def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
 def _fitted(
     phases: Mapping[str, Visit], warm: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Visit]:
-    """The phases with as many new tokens as a round has time for."""
+    """The phases with as many steps as a round has time for: new tokens, or prompts in a row."""
     fitted = {}
     for phase, visit in phases.items():
         step = min(of_engine[phase] for of_engine in warm.values())
         is_decode = visit.new_tokens > 1
-        new = min(max(round(ROUND / step), 4 * TURNS), 64) if is_decode else visit.new_tokens
-        fitted[phase] = dataclasses.replace(visit, new_tokens=new)
+        steps = min(max(round(ROUND / step), TURNS * (4 if is_decode else 1)), 64)
+        if is_decode:
+            fitted[phase] = dataclasses.replace(visit, new_tokens=steps)
+        else:
+            fitted[phase] = dataclasses.replace(visit, times=steps)
     return fitted
 
 

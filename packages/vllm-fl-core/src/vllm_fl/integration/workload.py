@@ -42,6 +42,7 @@ class Visit:
         repeated: whether a prompt is answered with its last token. Engines that differ by a
             rounding then compute the same steps; otherwise one of them may be sent tokens whose
             steps take another time, as they do where experts are chosen by token.
+        times: how often in a row, each time with other prompts.
     """
 
     seed: str
@@ -49,13 +50,17 @@ class Visit:
     prompt_tokens: int
     new_tokens: int
     repeated: bool = False
+    times: int = 1
 
-    def prompts(self, vocabulary: int) -> list[list[int]]:
-        """The token ids by prompt. The first three ids often have a meaning."""
+    def batches(self, vocabulary: int) -> list[list[list[int]]]:
+        """The token ids by prompt, each time. The first three ids often have a meaning."""
         pick = random.Random(self.seed)
         return [
-            [pick.randrange(3, vocabulary) for _ in range(self.prompt_tokens)]
-            for _ in range(self.batch)
+            [
+                [pick.randrange(3, vocabulary) for _ in range(self.prompt_tokens)]
+                for _ in range(self.batch)
+            ]
+            for _ in range(self.times)
         ]
 
 
@@ -81,15 +86,18 @@ class _Served:
             RuntimeError: vLLM answered with other tokens than those that shall be repeated.
         """
         visit = Visit(**told)
-        batch = visit.prompts(self._llm.llm_engine.model_config.get_vocab_size())
-        more = [{"logit_bias": {ids[-1]: CERTAIN}} if visit.repeated else {} for ids in batch]
-        sampling = [_sampling(visit.new_tokens, **of_prompt) for of_prompt in more]
-        self._ends[:] = [time.perf_counter()]
-        outputs = self._generate(batch, sampling)
-        steps = [after - before for before, after in pairwise(self._ends)]
-        answers = [list(output.outputs[0].token_ids) for output in outputs]
-        if visit.repeated and answers != [[ids[-1]] * visit.new_tokens for ids in batch]:
-            raise RuntimeError("vLLM did not repeat the tokens that it was told to repeat")
+        answers: list[list[int]] = []
+        steps: list[float] = []
+        for batch in visit.batches(self._llm.llm_engine.model_config.get_vocab_size()):
+            more = [{"logit_bias": {ids[-1]: CERTAIN}} if visit.repeated else {} for ids in batch]
+            sampling = [_sampling(visit.new_tokens, **of_prompt) for of_prompt in more]
+            self._ends[:] = [time.perf_counter()]
+            outputs = self._generate(batch, sampling)
+            steps += [after - before for before, after in pairwise(self._ends)]
+            answered = [list(output.outputs[0].token_ids) for output in outputs]
+            if visit.repeated and answered != [[ids[-1]] * visit.new_tokens for ids in batch]:
+                raise RuntimeError("vLLM did not repeat the tokens that it was told to repeat")
+            answers += answered
         return {"tokens": answers, "steps": steps}
 
     def score(
