@@ -139,6 +139,17 @@ def test_each_multiprocessor_has_one_program_where_it_can(
     assert stages <= _most_stages(torch.device("cpu"), rows + more + tokens)
 
 
+def test_fewer_blocks_are_in_flight_where_there_is_less_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: held)
+    stages = _most_stages.__wrapped__
+    assert stages(torch.device("cuda", 0), 64 + 64) == 3
+    assert stages(torch.device("cuda", 0), 4096) == 1
+    assert stages(torch.device("cpu"), 64 + 64) == 7
+
+
 @pytest.mark.parametrize(
     ("outputs", "blocks"), [(4096, (4, 512, 4)), (6144, (8, 256, 2)), (24576, (16, 256, 4))]
 )

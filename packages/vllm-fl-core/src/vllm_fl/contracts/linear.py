@@ -95,6 +95,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         ("1 feature", 5, 1, 259),
         ("1 output feature", 7, 2063, 1),
         ("odd sizes beyond one block", 3, 2063, 37),
+        ("many features", 40, 2184, 96),
     ):
         yield from _both(name, source, source.normal(tokens, features), out)
 
