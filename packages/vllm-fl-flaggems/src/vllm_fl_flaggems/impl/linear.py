@@ -8,6 +8,7 @@ where rows do not begin at multiples of 16 bytes, or the GPU is older than Hoppe
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch.nn.functional import linear as by_torch
@@ -192,7 +193,8 @@ def _most_stages(device: torch.device, rows: int) -> int:
     """How many blocks of so many rows the shared memory of a device's processor holds."""
     held = SHARED_BYTES
     if device.type == "cuda":
-        held = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        properties: Any = torch.cuda.get_device_properties(device)
+        held = properties.shared_memory_per_block_optin
     barriers = 1024
     return max(1, (held - barriers) // (rows * FEATURES_OF_A_BLOCK * 2))
 
