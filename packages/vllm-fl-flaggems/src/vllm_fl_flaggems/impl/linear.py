@@ -15,7 +15,7 @@ from torch.nn.functional import linear as by_torch
 
 from vllm_fl import Availability, OpImpl
 
-from ..kernels import CUDA
+from ..kernels import CUDA, power_of_two
 from ..loading import available, unsuitable
 from . import DEFAULT
 
@@ -139,7 +139,7 @@ def _rows(
     from ..triton_kernels import linear_kernel, sum_of_parts_kernel
 
     (tokens, outputs), features = out.shape, weight.shape[1]
-    held = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    held = max(16, power_of_two(tokens))  # as few as a tensor core's instruction takes
     rows, more, stages = _tile(outputs, held)
     programs = -(-outputs // (rows + more))
     blocks = -(-features // FEATURES_OF_A_BLOCK)
