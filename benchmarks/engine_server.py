@@ -95,11 +95,16 @@ def main() -> None:
         prompts: Any = [{"prompt_token_ids": ids} for ids in job["prompts"]]
         if "profile" in job:
             llm.collective_rpc(begin_profile)
-            llm.generate(prompts, sampling, use_tqdm=False)
+        # All wait before the first step, so that chance does not decide which are computed together
+        # and by which products.
+        llm.sleep(level=0)
+        llm.enqueue(prompts, sampling, use_tqdm=False)
+        ends = [time.perf_counter()]
+        llm.wake_up(tags=["scheduling"])
+        outputs = llm.wait_for_completion(use_tqdm=False)
+        if "profile" in job:
             answer(kernels=llm.collective_rpc(end_profile)[0])
             continue
-        ends = [time.perf_counter()]
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - ends[0]
         steps = [after - before for before, after in pairwise(ends)]
         answer(seconds=seconds, steps=steps, tokens=[list(o.outputs[0].token_ids) for o in outputs])

@@ -67,10 +67,11 @@ CUDA: Final = ("cuda", "cpu")
 """Devices on which kernels of this package's own are launched: through CUDA, and on the CPU by
 Triton's interpreter alone."""
 
-ELEMENTS: Final = 2048
+ELEMENTS: Final = 1024
 WARPS: Final = 4
-"""What one program of such a kernel takes, of all its heads together: 16 elements a thread, which
-are two of the widest loads."""
+"""What one program of such a kernel takes, of all its heads together: 8 elements a thread, which of
+two bytes are one of the widest loads. For norms of heads with rope on an H200 that is the fastest
+at every number of tokens, by 5 % at 16384 and by 20 % at 1 against twice as many."""
 
 ELEMENTS_A_WARP: Final = 512
 """Of a row: more warps than that wait for each other, fewer wait for memory."""

@@ -133,15 +133,16 @@ def reshape_and_cache_kernel(
     # In 64 bits: where heads lie before blocks, a step is a good part of the cache.
     head = (tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]).to(tl.int64)
     feature = tl.arange(0, FEATURES)[None, :]
-    here = (head < heads) & (feature < SIZE) & (slot >= 0)
+    here = (head < heads) & (feature < SIZE)
 
+    # Whether there is a slot is not waited for: a token without one is read and not written.
     key = tl.load(key_ptr + token * key_token_step + head * key_head_step + feature, mask=here)
-    at = block * key_block_step + within * key_slot_step + head * key_cache_head_step
-    tl.store(key_cache_ptr + at + feature, key, mask=here)
-
     value = tl.load(
         value_ptr + token * value_token_step + head * value_head_step + feature, mask=here
     )
+    here = here & (slot >= 0)
+    at = block * key_block_step + within * key_slot_step + head * key_cache_head_step
+    tl.store(key_cache_ptr + at + feature, key, mask=here)
     at = block * value_block_step + within * value_slot_step + head * value_cache_head_step
     tl.store(value_cache_ptr + at + feature, value, mask=here)
 
