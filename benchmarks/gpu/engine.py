@@ -99,9 +99,9 @@ WORKLOADS = {"batch 1": (1, 128, 128), "batch 64": (64, 128, 128), "prefill": (1
 """Name -> (prompts, tokens of each, new tokens of each)."""
 
 STEPS = {
-    "decode, batch 1": (1, 1, 33),
-    "decode, batch 8": (8, 1, 33),
-    "decode, batch 64": (64, 1, 33),
+    "decode, batch 1": (1, 1, 17),
+    "decode, batch 8": (8, 1, 17),
+    "decode, batch 64": (64, 1, 17),
     "prefill of 1024": (1, 1024, 1),
     "prefill": (16, 1024, 1),
 }
