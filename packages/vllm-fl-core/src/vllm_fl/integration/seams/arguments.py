@@ -58,7 +58,10 @@ def known(
     args: Sequence[Any],
     named: Mapping[str, Any],
 ) -> list[Any] | None:
-    """The arguments for the parameters that a binding knows; None if others were given a meaning.
+    """The arguments for the parameters that a binding knows; None for a call that is vLLM's.
+
+    That is one in which other parameters were given a meaning, or which is none of the function's:
+    vLLM raises its own error for it.
 
     Args:
         parameters: the names of all parameters, in order.
@@ -69,7 +72,10 @@ def known(
     """
     if len(args) > len(parameters) or not named.keys() <= set(parameters):
         return None  # something for its *args or **kwargs
-    given = {**defaults, **dict(zip(parameters, args, strict=False)), **named}
+    by_position = dict(zip(parameters, args, strict=False))
+    given = {**defaults, **by_position, **named}
+    if len(given) < len(parameters) or (named and not named.keys().isdisjoint(by_position)):
+        return None  # something is missing, or given twice
     for name in parameters[count:]:
         value, default = given[name], defaults[name]
         if value is not default and (type(value) is not type(default) or value != default):
