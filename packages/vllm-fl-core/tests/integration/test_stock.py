@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("vllm", reason="the forms are vLLM's own")
 
@@ -65,6 +66,24 @@ def test_what_vllms_graph_has_of_heads_is_query_and_key() -> None:
         parts = [part.flatten(1) for part in less(*sample.args)]
         whole = forms[0].fn(*sample.args)
         assert torch.equal(whole[:, : sum(part.shape[1] for part in parts)], torch.cat(parts, 1))
+
+
+def test_and_its_rope_reads_the_whole_table_as_a_layer_does() -> None:
+    """Rows that are gathered for it first are kernels that vLLM's graph does not have."""
+    (less,) = apart(
+        bindings()["qk_norm_rope"],
+        stock_forms("qk_norm_rope", bindings()["qk_norm_rope"], "compiled", CPU),
+    ).values()
+    spec = contracts()["qk_norm_rope"]
+    place = spec.parameters.index("cos_sin_cache")
+    for sample in spec.served(SIZES, torch.float32, CPU):
+        tensors = [arg for arg in sample.args if isinstance(arg, torch.Tensor)]
+        others = sample.args[len(tensors) :]
+        assert sample.args[: len(tensors)] == tuple(tensors) and place < len(tensors)
+        graph = make_fx(lambda *args, rest=others: less(*args, *rest))(*tensors).graph
+        table = [node for node in graph.nodes if node.op == "placeholder"][place]
+        assert [user.target for user in table.users] == [torch.ops.aten.index_select.default]
+        assert torch.ops.aten.arange.default not in {node.target for node in graph.nodes}
 
 
 def test_what_a_layer_runs_comes_first() -> None:

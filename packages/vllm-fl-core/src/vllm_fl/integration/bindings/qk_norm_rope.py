@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace, put
 from ...contracts.sizes import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
-from . import rms_norm, rotary_embedding
+from . import rms_norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +32,8 @@ def _apart(
     k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
     q = rms_norm.native(q, None, q_weight, epsilon)
     k = rms_norm.native(k, None, k_weight, epsilon)
-    cos, sin = cos_sin_cache.chunk(2, dim=-1)
-    return rotary_embedding.native(q, k, cos, sin, position_ids, rotary_interleaved)
+    # With the whole table, as layers have it: rows gathered first are kernels of their own.
+    return _rope(position_ids, q, k, size, cos_sin_cache, not rotary_interleaved)
 
 
 def _native(qkv: Tensor, *rest: Any) -> Tensor:
