@@ -152,6 +152,7 @@ def test_an_operator_is_there_while_an_engine_has_an_implementation_of_it(bare: 
         assert told == {
             "replaced": None,
             "overridden_by": None,
+            "callers": 0,
             "without_engine": 0,
             "other_arguments": 0,
         }

@@ -91,6 +91,10 @@ class OperatorPlace:
             `route` takes. Calls of sizes that the plan leaves to vLLM then reach the replaced
             kernel as they came. Empty where no parameter is so, or where the kernel must not have
             vLLM's own calls while the op is planned: they go through `route` and `native`.
+        callers: where a Python function of vLLM's is looked up that does nothing but call the
+            operator, as `vllm._custom_ops.reshape_and_cache_flash`, each module that imports it by
+            name included. Its calls are spared the way through torch's dispatcher. Of a release
+            whose function does more, or that lacks it, the calls go that way.
     """
 
     name: str
@@ -99,6 +103,7 @@ class OperatorPlace:
     native: Callable[[Bound], Bound]
     grants: tuple[str, ...] = ()
     tokens: str = ""
+    callers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_tokens(self)

@@ -13,7 +13,6 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ...text import quote
 from ..bindings import stock_form
 from ..serving import plan_now
 from .arguments import Route, known, leaving
+from .lookups import Target, target_of
 
 __all__ = ["Replacements", "choose", "own", "remove", "report", "take"]
 
@@ -94,61 +94,8 @@ def own(place: FunctionPlace) -> Callable[..., Any] | None:
     """The function of a place, as vLLM has it; None where this vLLM has none such."""
     if _misfit(place) or place.name in _replaced:
         return None
-    found: Callable[..., Any] = _target(place.name).function
+    found: Callable[..., Any] = target_of(place.name).function
     return found
-
-
-@dataclass(frozen=True)
-class _Target:
-    """Where a function is looked up.
-
-    Args:
-        owner: a module or a class.
-        attribute: its name there.
-        held: what is there, a staticmethod as such.
-    """
-
-    owner: Any
-    attribute: str
-    held: Any
-
-    @property
-    def function(self) -> Any:
-        """The function itself."""
-        return self.held.__func__ if isinstance(self.held, staticmethod) else self.held
-
-    def put(self, function: Callable[..., Any]) -> None:
-        """Put `function` there, as what was there."""
-        as_held = staticmethod(function) if isinstance(self.held, staticmethod) else function
-        setattr(self.owner, self.attribute, as_held)
-
-    def restore(self) -> None:
-        """Put back what was there."""
-        setattr(self.owner, self.attribute, self.held)
-
-
-def _target(path: str) -> _Target:
-    """Where `path` is looked up.
-
-    Raises:
-        Exception: this vLLM has no such thing, or importing it fails.
-    """
-    parts = path.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        try:
-            owner: Any = import_module(".".join(parts[:count]))
-        except ModuleNotFoundError as error:
-            if not ".".join(parts[:count]).startswith(str(error.name)):
-                raise  # the module is there, and something that it imports is not
-            continue
-        for name in parts[count:-1]:
-            owner = getattr(owner, name)
-        attribute = parts[-1]
-        found = inspect.getattr_static(owner, attribute)
-        if isinstance(owner, type) and attribute not in vars(owner):
-            raise AttributeError(f"{owner.__name__} inherits {attribute}")
-        return _Target(owner, attribute, found)
-    raise ModuleNotFoundError(f"there is no module {parts[0]}")
 
 
 def _misfit(place: FunctionPlace) -> str:
@@ -156,7 +103,7 @@ def _misfit(place: FunctionPlace) -> str:
     if place.name in _replaced:
         return ""  # for another engine of this process, with the same vLLM
     try:
-        function = _target(place.name).function
+        function = target_of(place.name).function
         parameters = _named(function)
     except Exception as error:
         return f"this vLLM has no such function: {quote(error)}"
@@ -196,7 +143,7 @@ class _Replacement:
 
     place: FunctionPlace
     own: Callable[..., Any]
-    targets: tuple[_Target, ...]
+    targets: tuple[Target, ...]
     routes: dict[Plan | None, Route] = field(default_factory=dict)
     inside: _Inside = field(default_factory=_Inside)
     other_arguments: int = 0
@@ -243,15 +190,10 @@ class _Replacement:
             (
                 f"{getattr(target.owner, '__name__', target.owner)}.{target.attribute}"
                 for target in self.targets
-                if _target_now(target) is not self.standing
+                if target.now is not self.standing
             ),
             "",
         )
-
-
-def _target_now(target: _Target) -> Any:
-    found = inspect.getattr_static(target.owner, target.attribute, None)
-    return found.__func__ if isinstance(found, staticmethod) else found
 
 
 _replaced: dict[str, _Replacement] = {}
@@ -280,12 +222,12 @@ def take(plan: Plan, chosen: Replacements) -> None:
 
 
 def _installed(place: FunctionPlace) -> _Replacement:
-    first = _target(place.name)
+    first = target_of(place.name)
     own = first.function
     targets = [first]
     for path in place.paths[1:]:
         try:
-            target = _target(path)
+            target = target_of(path)
         except Exception as error:  # a release without this module
             log.debug("Function %s is not looked up at %s: %s", place.name, path, quote(error))
             continue
@@ -313,7 +255,7 @@ def remove(plan: Plan) -> None:
                 continue
             del _replaced[name]
             for target in replacement.targets:
-                if _target_now(target) is replacement.standing:
+                if target.now is replacement.standing:
                     target.restore()
 
 

@@ -35,6 +35,7 @@ from ..bindings import stock_form
 from ..serving import plan_now
 from . import empty
 from .arguments import Route, known, leaving
+from .callers import ShortWay
 from .layers import layer_table
 
 __all__ = [
@@ -306,6 +307,7 @@ class _Override:
         replaced: the kernel that was there before.
         before: who had registered that, and those beneath it, the active one first.
         beneath: how many of them are for this key.
+        callers: where functions of vLLM's are looked up that only call the operator.
     """
 
     name: str
@@ -316,22 +318,37 @@ class _Override:
     replaced: Any
     before: tuple[str, ...]
     beneath: int
+    callers: tuple[str, ...] = ()
     routes: dict[Plan | None, Route] = field(default_factory=dict)
     inside: _Inside = field(default_factory=_Inside)
     without_engine: int = 0
     other_arguments: int = 0
     library: Any = None
+    short_way: ShortWay | None = None
 
-    def install(self) -> None:
+    def install(self, device: torch.device) -> None:
         """Put the override in front of the kernel that is there."""
+        kernel = self._kernel()
         namespace, _, operator = self.name.partition("::")
         self.library = torch.library.Library(namespace, "IMPL")
         with warnings.catch_warnings():
             # torch says so at the first override of a process, and never again.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-            self.library.impl(
-                operator, self._kernel(), self.key, with_keyset=True, allow_override=True
+            self.library.impl(operator, kernel, self.key, with_keyset=True, allow_override=True)
+        if self.callers:
+            self.short_way = ShortWay(
+                self.name,
+                self.parameters,
+                self.callers,
+                kernel,
+                device.type,
+                torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, self.key)),
             )
+
+    def leave_callers(self) -> None:
+        """From now on every call comes by torch's dispatcher, which knows who has overridden us."""
+        if self.short_way is not None:
+            self.short_way.close()
 
     def _kernel(self) -> Bound:
         """What torch calls. Trailing arguments that equal the schema's defaults are left out."""
@@ -414,14 +431,15 @@ def take(plan: Plan, chosen: Overrides, device: torch.device) -> None:
             for place in places:
                 override = _overrides.get((place.name, key))
                 if override is None:
-                    override = _overrides[place.name, key] = _installed(place, key)
+                    override = _overrides[place.name, key] = _installed(place, device)
                 override.routes[plan] = _route(plan, op, place, override)
     for op, left in chosen.left.items():
         for name, why in left.items():
             log.debug("Op '%s': operator %s is left to vLLM: %s", op, name, why)
 
 
-def _installed(place: OperatorPlace, key: str) -> _Override:
+def _installed(place: OperatorPlace, device: torch.device) -> _Override:
+    key = _dispatch_key(device)
     for former in list(_left_behind):
         if (former.name, former.key) == (place.name, key) and not former.after:
             former.library._destroy()
@@ -437,6 +455,7 @@ def _installed(place: OperatorPlace, key: str) -> _Override:
         torch.library.get_kernel(place.name, key),
         before or ("an unknown place",),
         len(before),
+        place.callers,
     )
     if len(override.before) > 1:
         log.warning(
@@ -444,7 +463,7 @@ def _installed(place: OperatorPlace, key: str) -> _Override:
             place.name,
             override.before[0],
         )
-    override.install()
+    override.install(device)
     return override
 
 
@@ -467,6 +486,7 @@ def remove(plan: Plan) -> None:
             if override.routes.pop(plan, None) is None or override.routes:
                 continue
             del _overrides[key]
+            override.leave_callers()
             after = override.after
             if after:
                 _left_behind.append(override)
@@ -482,12 +502,16 @@ def remove(plan: Plan) -> None:
 
 
 def overriders(plan: Plan) -> dict[str, str]:
-    """Operator -> who has overridden it after the engine of `plan` did."""
-    return {
-        override.name: override.after
-        for override in list(_overrides.values())
-        if plan in override.routes and override.after
-    }
+    """Operator -> who has overridden it after the engine of `plan` did.
+
+    From now on that gets the calls of functions that only call the operator, too.
+    """
+    found = {}
+    for override in list(_overrides.values()):
+        if plan in override.routes and (after := override.after):
+            override.leave_callers()
+            found[override.name] = after
+    return found
 
 
 def report(plan: Plan, chosen: Overrides) -> dict[str, dict[str, dict[str, Any]]]:
@@ -496,10 +520,11 @@ def report(plan: Plan, chosen: Overrides) -> dict[str, dict[str, dict[str, Any]]
     Returns:
         For an operator that is overridden: `replaced`, where the kernel was registered that `stock`
         means there, or None where this vLLM has none; `overridden_by`, who has overridden it after
-        us, or None; and, counted for all engines of the process, the calls left to that kernel:
-        `without_engine`, which no engine of ours made, and `other_arguments`, which are not the
-        op, or gave parameters that the binding does not know another value than their default. For
-        one that is left to vLLM: `left`, why.
+        us, or None; `callers`, how many lookups of a function of vLLM's that only calls the
+        operator find ours; and, counted for all engines of the process, the calls left to that
+        kernel: `without_engine`, which no engine of ours made, and `other_arguments`, which are not
+        the op, or gave parameters that the binding does not know another value than their default.
+        For one that is left to vLLM: `left`, why.
     """
     told: dict[str, dict[str, dict[str, Any]]] = {
         op: {name: {"left": why} for name, why in left.items()}
@@ -514,6 +539,7 @@ def report(plan: Plan, chosen: Overrides) -> dict[str, dict[str, dict[str, Any]]
                 told.setdefault(op, {})[name] = {
                     "replaced": None if empty.has_ours(name) else override.before[0],
                     "overridden_by": override.after or None,
+                    "callers": override.short_way.places if override.short_way else 0,
                     "without_engine": override.without_engine,
                     "other_arguments": override.other_arguments,
                 }

@@ -1,0 +1,70 @@
+"""Where Python code of vLLM's looks a function up, so that another one can stand there."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+__all__ = ["Target", "target_of"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a function is looked up, and what was found there.
+
+    Args:
+        owner: a module or a class.
+        attribute: its name there.
+        held: what is there, a staticmethod as such.
+    """
+
+    owner: Any
+    attribute: str
+    held: Any
+
+    @property
+    def function(self) -> Any:
+        """The function itself."""
+        return self.held.__func__ if isinstance(self.held, staticmethod) else self.held
+
+    @property
+    def now(self) -> Any:
+        """The function that stands there at present; None where there is nothing any more."""
+        found = inspect.getattr_static(self.owner, self.attribute, None)
+        return found.__func__ if isinstance(found, staticmethod) else found
+
+    def put(self, function: Callable[..., Any]) -> None:
+        """Put `function` there, as what was there."""
+        as_held = staticmethod(function) if isinstance(self.held, staticmethod) else function
+        setattr(self.owner, self.attribute, as_held)
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        setattr(self.owner, self.attribute, self.held)
+
+
+def target_of(path: str) -> Target:
+    """Where `path` is looked up.
+
+    Raises:
+        Exception: this vLLM has no such thing, or importing it fails.
+    """
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            owner: Any = import_module(".".join(parts[:count]))
+        except ModuleNotFoundError as error:
+            if not ".".join(parts[:count]).startswith(str(error.name)):
+                raise  # the module is there, and something that it imports is not
+            continue
+        for name in parts[count:-1]:
+            owner = getattr(owner, name)
+        attribute = parts[-1]
+        found = inspect.getattr_static(owner, attribute)
+        if isinstance(owner, type) and attribute not in vars(owner):
+            raise AttributeError(f"{owner.__name__} inherits {attribute}")
+        return Target(owner, attribute, found)
+    raise ModuleNotFoundError(f"there is no module {parts[0]}")
