@@ -257,6 +257,19 @@ class TestChoosing:
         (found,) = everything(op, 8)
         assert found.winner == "vendor.fast", "the default's launch takes as long as its kernel"
 
+    def test_what_a_graph_launches_itself_is_launched_as_an_operator_of_pytorchs(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        op = machine.tuning(
+            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
+            machine.kernel("vendor.fast", 25),
+            captured=0,
+            launched=frozenset({"vendor.fast"}),
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == "vendor.fast"
+
     @pytest.mark.parametrize("traced", [None, frozenset({"vendor.default"}), frozenset()])
     def test_only_what_is_traced_is_compiled(
         self, machine: Machine, monkeypatch: pytest.MonkeyPatch, traced: Any

@@ -6,6 +6,7 @@ are there. They are defined here, without a kernel.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -142,6 +143,84 @@ def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -
     }
 
 
+def traced(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """A traced form that writes over the projection: twice that, so that it is known again."""
+    return qkv.mul_(2)
+
+
+def traced_forms(
+    run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any, qkv: torch.Tensor
+) -> dict[str, dict[str, Any]]:
+    """What becomes of a graph where the op's implementation has a traced form."""
+    from vllm_fl.integration import launching, ranges, serving
+    from vllm_fl.integration.planning import Carried
+    from vllm_fl.integration.seams import fusions
+
+    said: list[str] = []
+    launching.log.addFilter(lambda record: bool(said.append(record.getMessage())))
+    ranges.is_compiled_by_range = lambda config: True
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    def of(**fields: Any) -> OpImpl:
+        fields = {"consumes": frozenset({"qkv"}), "traced": traced, **fields}
+        return dataclasses.replace(impl, **fields)
+
+    asked: list[Any] = []
+    turned = qkv[:, : (HEADS + KV_HEADS) * SIZE]
+
+    def supporting(verdict: Any) -> Callable[..., Any]:
+        def supports(*args: Any) -> Any:
+            asked.append(args)
+            return verdict
+
+        supports.__signature__ = FUSED.signature  # type: ignore[attr-defined]
+        return supports
+
+    for each in (traced, broken):
+        each.__signature__ = FUSED.signature  # type: ignore[attr-defined]
+    both, rows = ["vendor", "reference"], {"<=16": "vendor", "rest": "reference"}
+    reference = dataclasses.replace(
+        impl, impl_id="reference.torch", kind=BackendImplKind.REFERENCE, vendor=None
+    )
+    cases: dict[str, tuple[tuple[OpImpl, ...], Any]] = {
+        "taken": ((of(supports=supporting(True)),), both),
+        "none": ((impl,), both),
+        "refused": ((of(supports=supporting("heads of 64 are refused")), reference), both),
+        "broken": ((of(traced=broken),), both),
+        "one of two rows": ((of(), reference), rows),
+    }
+    told = {}
+    for name, (impls, order) in cases.items():
+        said.clear()
+        plan = planning(managing(*impls, per_op_order={"qk_norm_rope": order}), "compiled")
+        config.additional_config = {"vllm_fl": Carried(plan="0123", enabled=["+rotary_embedding"])}
+        fusions.watch(plan)
+        take(plan)
+        with serving.calling(plan):
+            passes = [pass_(config), launching.TracedForms(plan, config)]
+            sizes = [(1, 16), (1, 64)] if order is rows else [(1, 64)]
+            # The values are a view of what is given, and vLLM's compiler returns that.
+            results = [torch.cat(run(passes, 1e-6, each)[:2], dim=-1) for each in sizes]
+        told[name] = {
+            "twice": [torch.equal(result, 2 * turned) for result in results],
+            "operators": ["fused_qk_norm_rope" in code for code in codes[-len(sizes) :]],
+            "copies": sum(code.count("clone") for code in codes[-len(sizes) :]),
+            "launched": fusions.sites(plan)["qk_norm_rope"].launched,
+            "said": [line for line in said if "do not launch" in line],
+        }
+        release(plan)
+    told["taken"]["asked"] = [asked[0][0].shape[1], [*asked[0][5:]]]
+    return told
+
+
+def release(plan: Plan) -> None:
+    from vllm_fl.integration.seams import operators
+
+    operators.remove(plan)
+
+
 def main() -> None:
     library = define()
     from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -231,6 +310,7 @@ def main() -> None:
                 }
             )
         told.append(by_size(run, config, codes, impl, fusion.QKNormRoPEFusionPass))
+        told.append(traced_forms(run, config, codes, impl, fusion.QKNormRoPEFusionPass, qkv))
     print(json.dumps(told))
     operators.remove(plan)
     library._destroy()

@@ -227,11 +227,13 @@ def told_by(script: str) -> Any:
 
 
 def test_vllms_own_pass_finds_it_and_ours_runs_or_is_said_not_to() -> None:
-    there, elsewhere, by_size = told_by("fused.py")
-    assert there["sites"] == {"graphs": 1, "found": 1} and there["fused"] == [False, True]
+    there, elsewhere, by_size, traced = told_by("fused.py")
+    assert there["sites"] == {"graphs": 1, "found": 1, "launched": 0}
+    assert there["fused"] == [False, True]
     assert 0 < there["apart"] < 0.04, "two roundings of bfloat16 less"
     assert "1 place, by 'vendor.acme'" in there["said"]
-    assert elsewhere["sites"] == {"graphs": 1, "found": 0} and elsewhere["fused"] == [False, False]
+    assert elsewhere["sites"] == {"graphs": 1, "found": 0, "launched": 0}
+    assert elsewhere["fused"] == [False, False]
     assert elsewhere["apart"] == 0
     assert "found no place for it in 1 graph, so that 'vendor.acme'" in elsewhere["said"]
 
@@ -243,6 +245,21 @@ def test_vllms_own_pass_finds_it_and_ours_runs_or_is_said_not_to() -> None:
     assert by_size["as stock"] == [False, True, False, False, True]
     assert by_size["graphs"] == 2, "the others were not asked for places"
     assert by_size["inlined"] == [["17-64", "stock.vllm", 1]]
+
+    # A traced form takes the operator's place, and nothing is copied for what it writes over.
+    taken = traced.pop("taken")
+    assert taken.pop("asked") == [(4 + 2 * 2) * 64, [4, 2, 1e-6, False]]
+    inlined = {"twice": [True], "operators": [False], "copies": 0, "launched": 1, "said": []}
+    assert taken == inlined
+    # The operator stays where there is none, and where it cannot be taken, which is said.
+    whys = {"none": None, "refused": "heads of 64 are refused", "broken": "no such kernel"}
+    for name, why in whys.items():
+        case = traced.pop(name)
+        assert (case["twice"], case["operators"], case["launched"]) == ([False], [True], 0)
+        assert [why in line for line in case["said"]] == ([True] if why else [])
+    rows = traced.pop("one of two rows")
+    assert rows["twice"] == [True, False] and rows["operators"] == [False, True]
+    assert rows["launched"] == 1 and not rows["said"] and not traced
     assert not by_size["same pass"], "nor may a cache take one for the other"
 
 
@@ -259,6 +276,6 @@ def test_our_pass_finds_what_the_op_computes_and_nothing_else() -> None:
     assert len(told) > len(FOUND)
     for name, case in told.items():
         fused = name in FOUND
-        assert case["sites"] == {"graphs": 1, "found": int(fused)}, name
+        assert case["sites"] == {"graphs": 1, "found": int(fused), "launched": 0}, name
         assert case["in_graph"] == [fused, not fused], name
         assert case["apart"] <= 1e-5 * fused, f"{name}: float32 rounds a few products otherwise"

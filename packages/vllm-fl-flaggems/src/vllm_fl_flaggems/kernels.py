@@ -26,6 +26,7 @@ __all__ = [
     "WARPS",
     "contiguous",
     "heads_of_a_program",
+    "in_graph",
     "launchable",
     "power_of_two",
     "warps",
@@ -124,6 +125,15 @@ def _for_matrices(function: Any) -> Any:
     bare = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__)
     bare.__annotations__ = {k: v for k, v in fn.__annotations__.items() if v not in (int, "int")}
     return sys.modules["triton"].jit(bare)
+
+
+def in_graph(kernel: Any) -> Any:
+    """A kernel of this package's own, whose launch a compiler sees; called as the kernel is."""
+    from triton.runtime.jit import JITFunction
+
+    if not isinstance(kernel, JITFunction):  # Triton's interpreter has functions of another kind
+        return kernel
+    return torch.library.wrap_triton(kernel)
 
 
 def warps(elements: int) -> int:

@@ -77,7 +77,8 @@ def qk_norm_rope_kernel(
         there = is_head & is_rest[None, :]
         rest = tl.load(rows + beyond[None, :], mask=there, other=0.0).to(tl.float32)
         squares += tl.sum(rest * rest, axis=1)
-    norm = (1.0 / tl.sqrt(squares / SIZE + epsilon))[:, None]
+    # A graph's launch hands a number of Python's over as fp64.
+    norm = (1.0 / tl.sqrt(squares / SIZE + tl.cast(epsilon, tl.float32)))[:, None]
 
     position = tl.load(positions_ptr + token * position_step).to(tl.int64)
     row = table_ptr + position * table_step

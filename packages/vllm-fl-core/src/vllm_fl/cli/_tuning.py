@@ -196,6 +196,7 @@ class Work:
                 clock=CLOCK,
                 captured=subject.captured,
                 traced=self._traced(op, kept),
+                launched=self._launched(op, kept),
             )
             if tuning.forms:
                 owners = self.manager.registry.snapshot().owners
@@ -351,6 +352,16 @@ class Work:
         if any(isinstance(place, FusionPlace) for place in places):
             return frozenset({STOCK})
         return frozenset()
+
+    def _launched(self, op: str, contenders: Sequence[Contender]) -> frozenset[str]:
+        """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""
+        from ..integration.seams import fusions
+
+        places = self._bindings[op].places if op in self._bindings else ()
+        if not any(isinstance(p, FusionPlace) and fusions.is_by_range(p) for p in places):
+            return frozenset()
+        traced = (c for c in contenders if all(impl.traced is not None for impl in c.impls))
+        return frozenset(contender.name for contender in traced)
 
     def _bound_to_all(self, op: str, tuning: OpTuning) -> frozenset[str]:
         """Who serves every size or none, where a graph is compiled for all sizes.

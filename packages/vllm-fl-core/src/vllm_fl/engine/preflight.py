@@ -31,6 +31,7 @@ from ..plugins.forms import asked_for
 from ..text import quote
 from . import graphs, process_state
 from .guarded import Guarded, guarded, poisoned, rows_of
+from .traced import trial
 from .verification import (
     Comparison,
     LayerFactory,
@@ -122,6 +123,7 @@ def find_faults(
     seconds: float | None = None,
     warm: Mapping[tuple[str, str], Sequence[int]] = MappingProxyType({}),
     captured: Mapping[tuple[str, str], int] = MappingProxyType({}),
+    in_graphs: Collection[tuple[str, str]] = (),
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
@@ -147,6 +149,7 @@ def find_faults(
             the order of their weight. Those that were not tried are called without a comparison.
         captured: (op, impl id) -> the token count at which it is captured in a graph: for those
             that vLLM will capture.
+        in_graphs: (op, impl id) of those whose traced form compiled graphs may have.
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
@@ -183,6 +186,7 @@ def find_faults(
                     warm.get(key, ()),
                     warm_share / len(trials[impl.op_name]),
                     captured.get(key, 0),
+                    key in in_graphs,
                 )
                 what = f"the verification of {key[0]}={key[1]}{whose}"
                 with breadcrumb.running(what, named=False):
@@ -410,6 +414,7 @@ class _Run:
     warm: Sequence[int] = ()
     warm_seconds: float = 0.0
     captured: int = 0
+    in_graphs: bool = False
     tried: set[tuple[str, int]] = field(default_factory=set)
     cold: Sequence[int] = ()
     refusals: list[str] = field(default_factory=list)
@@ -431,6 +436,7 @@ class _Run:
                 self._run_served()
                 self._warm_up()
                 self._run_captured()
+                self._run_traced()
                 self._run_compiled()
                 self._check_state(before)
         except _Stop as stop:
@@ -667,6 +673,27 @@ class _Run:
                 time.monotonic() - begun,
                 where,
             )
+
+    def _run_traced(self) -> None:
+        """The traced form, which compiled graphs may have in its place: as it is traced, and run as
+        it is written."""
+        if not self.in_graphs or self.impl.traced is None:
+            return
+        traced = dataclasses.replace(self.impl, fn=self.impl.traced)
+        for form in (form for form in self.trials.forms if form.name in self.served):
+            form.switch(large=False)
+            for count in COMPILED_COUNTS[:2]:
+                order = self.trials.order(count, 0)[:count]
+                args = form.call(rows_of(form.pool(False), repeated(order, count))).args
+                where = f"traced, {count} x {form.name}, {dtype_name(self.trials.dtype)}"
+                if why := trial(self.impl, self.spec, args):
+                    raise _Stop(f"{why} ({where})")
+                sample = Sample(where, args)
+                wanted = form.wanted(False, order, count)
+                found = compare(traced, self.spec, sample, self.trials.dtype, wanted=wanted)
+                if found.status == "raised" or (found.status == "wrong" and self.compares):
+                    what = "it is wrong: " if found.status == "wrong" else ""
+                    raise _Stop(f"{what}{found.reason} ({where})", found.error)
 
     def _run_compiled(self) -> None:
         """The form that the compiler will get, in one graph for all batches."""

@@ -15,7 +15,7 @@ from ..dispatch.guard import Chain
 from ..plugins.types import OpImpl
 from .opaque import is_inlined
 
-__all__ = ["MOST", "Range", "choice", "edges", "lowers"]
+__all__ = ["MOST", "Range", "choice", "edges", "lowers", "sole"]
 
 MOST = 3
 """How many ranges a model is compiled for on account of orders by size: each is compiled anew."""
@@ -56,6 +56,17 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
         None where the rows differ, or the implementation must be taken whole or writes over its
         arguments.
     """
+    impl = sole(chain, sizes)
+    return impl if impl is not None and is_inlined(impl) else None
+
+
+def sole(chain: Chain, sizes: Range) -> OpImpl | None:
+    """The first choice for all calls of these sizes; None where the rows differ.
+
+    Args:
+        chain: the op's candidates, by rows.
+        sizes: the token counts of the calls.
+    """
     firsts = {}
     below = 0
     for ceiling, row in chain.rows:
@@ -65,7 +76,7 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
     if below < sizes.last:
         firsts[chain.impls[0].impl_id] = chain.impls[0]
     impls = list(firsts.values())
-    return impls[0] if len(impls) == 1 and is_inlined(impls[0]) else None
+    return impls[0] if len(impls) == 1 else None
 
 
 def lowers(chain: Chain, largest: int) -> bool:

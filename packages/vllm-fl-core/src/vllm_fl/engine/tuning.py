@@ -119,6 +119,8 @@ class OpTuning:
         traced: the names of those that stand in the graph which a compiled engine traces, as code
             or as an operator; None for all. The others are called when that graph runs, as in eager
             mode, since vLLM's own code calls the op inside an operator.
+        launched: the names of those whose kernels a compiled graph launches itself
+            (`OpImpl.traced`), wherever they are called here.
     """
 
     spec: OpSpec
@@ -134,6 +136,7 @@ class OpTuning:
     layer_for: LayerFactory | None = None
     captured: int | None = None
     traced: frozenset[str] | None = None
+    launched: frozenset[str] = frozenset()
     _functions: dict[tuple[str, Callable[..., Any], int], Callable[..., Any] | Exception] = field(
         default_factory=dict, init=False
     )
@@ -230,11 +233,12 @@ class OpTuning:
     def _slower_to_launch(self, bench: _Bench, found: Measured) -> dict[str, str]:
         """Who saves the device less than its launch costs the host, where no graph serves.
 
-        What limits such a step may be the host. It launches a kernel that the compiler made as fast
-        as an operator of PyTorch's, and what the compiler takes whole through Python. Each form is
+        What limits such a step may be the host. It launches a kernel that stands in a compiled
+        graph as fast as an operator of PyTorch's, and what the compiler takes whole through Python.
+        Each form is
         held to that by itself: what is saved in one that the model has not is worth nothing to it.
         """
-        inlined = {
+        inlined = self.launched | {
             c.name
             for c in self.contenders
             if self._is_traced(c) and (c.bare or not any(map(is_opaque, c.impls)))

@@ -3,9 +3,10 @@
 vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
 own, and adds those that the plan of the compiling engine needs: first those that find a planned op
 where vLLM has no pass for it (`seams/graphs.py`), then the one that puts planned ops in the place
-of PyTorch's operators (`replacing.py`), and the one that inlines what is ordered by size
-(`lowering.py`). All come before vLLM lowers the ops of its IR. A pass of vLLM's that finds a
-planned op is run for the ranges of sizes in which it is planned (`unfused.py`).
+of PyTorch's operators (`replacing.py`), the one that lets graphs launch kernels themselves
+(`launching.py`), and the one that inlines what is ordered by size (`lowering.py`). All come before
+vLLM lowers the ops of its IR. A pass of vLLM's that finds a planned op is run for the ranges of
+sizes in which it is planned (`unfused.py`).
 
 Imported where vLLM makes its pass manager, which is in a worker that compiles.
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..logs import get_logger
 from . import ranges
+from .launching import TracedForms
 from .lowering import RangeLowering
 from .replacing import TorchOperators
 from .seams import fusions, torch_operators
@@ -57,8 +59,8 @@ class _WithOurPasses:
                 self.passes: list[Any] = held_to_ranges(self.passes, plan, config)
             if replaced := torch_operators.replaced(plan):
                 passes = [*passes, TorchOperators(replaced, config)]
-            lowering = RangeLowering(plan, config)
-            passes = [*passes, *([lowering] if lowering.sites else ())]
+            launching, lowering = TracedForms(plan, config), RangeLowering(plan, config)
+            passes = [*passes, *(each for each in (launching, lowering) if each.sites)]
         if hasattr(self, "add"):
             for each in passes:
                 self.add(each)

@@ -28,7 +28,7 @@ from . import probe, serving
 from .bindings import installed_bindings
 from .planning import plan_for
 from .ranks import Verdict, agree, common_table, differences, lacking
-from .seams import attention, whole_layers
+from .seams import attention, fusions, whole_layers
 from .seams.layers import layer_for
 
 if TYPE_CHECKING:
@@ -106,8 +106,9 @@ class Preflight:
         serve."""
         if self.how == "off":
             return {}, {}
-        chosen, compiled, warm, captured = [], {}, {}, {}
+        chosen, compiled, warm, captured, in_graphs = [], {}, {}, {}, set()
         table = installed_bindings()
+        found_by_passes = {op for op, _, _ in fusions.operators(plan)}
         for op, entry in plan.entries.items():
             for impl in entry.impls:
                 is_traced = plan.mode == "compiled" and meets_a_compiler(table.get(op))
@@ -127,6 +128,8 @@ class Preflight:
                     warm[op, impl.impl_id] = counts
                 if tokens:
                     captured[op, impl.impl_id] = tokens
+                if op in found_by_passes and impl in entry.firsts and impl.traced is not None:
+                    in_graphs.add((op, impl.impl_id))
         assert self.facts.dtype is not None  # a worker has a model
         found = find_faults(
             chosen,
@@ -142,6 +145,7 @@ class Preflight:
             specs=plan.contracts,
             warm=warm,
             captured=captured,
+            in_graphs=in_graphs,
         )
         self.remarks += found.remarks
         asks = self.facts.wants_invariance

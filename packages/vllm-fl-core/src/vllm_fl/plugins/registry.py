@@ -341,7 +341,8 @@ def _check_parameters(
         if told is None:
             return
         wanted, source = told, f"{twin.impl_id}, which was registered first,"
-    for what, function in (("fn", impl.fn), ("supports", impl.supports)):
+    for what in ("fn", "supports", "traced"):
+        function = getattr(impl, what)
         got = parameters_of(function) if function is not None else None
         if got is not None and shape(got) != shape(wanted):
             raise _refusal(

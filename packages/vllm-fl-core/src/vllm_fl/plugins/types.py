@@ -78,13 +78,20 @@ class OpImpl:
         consumes: parameters that `fn` may overwrite, in calls whose variant has results to put
             there (`OpSpec.consumed`). Results are what it returns all the same.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
+        traced: `fn` once more, as code that a compiler may trace for calls which `supports` takes:
+            PyTorch's operators, and Triton kernels by `torch.library.wrap_triton`. It may write
+            over what `consumes` names. It must not depend on the batch size (`shape[0]` stays an
+            unknown; `len` makes it a number). Compiled graphs then launch the kernels themselves,
+            where a pass of vLLM's compiler puts the op into them (`qk_norm_rope`); `fn` is called
+            everywhere else.
         supported_dtypes, min_arch: deprecated and without effect: say it in `supports` and
             `available`.
 
     Raises:
         ValueError: a VENDOR without vendor, an id that is not `vendor.<vendor>`, a name that is
             no identifier.
-        TypeError: `fn`, `available` or `supports` is not callable, or a field has another type.
+        TypeError: `fn`, `available`, `supports` or `traced` is not callable, or a field has another
+            type.
     """
 
     op_name: str
@@ -97,6 +104,7 @@ class OpImpl:
     supports: Callable[..., Availability] | None = field(default=None, kw_only=True)
     consumes: frozenset[str] = field(default=frozenset(), kw_only=True)
     traceable: bool = field(default=False, kw_only=True)
+    traced: Callable[..., Any] | None = field(default=None, kw_only=True)
     supported_dtypes: object = field(default=None, kw_only=True)
     min_arch: object = field(default=None, kw_only=True)
 
@@ -108,7 +116,7 @@ class OpImpl:
                 warnings.warn(text, DeprecationWarning, stacklevel=3)
         if not isinstance(self.op_name, str) or not _is_name(self.op_name):
             raise ValueError(f"{who}: op_name must be an identifier such as 'rms_norm'")
-        for name in ("fn", "available", "supports"):
+        for name in ("fn", "available", "supports", "traced"):
             value = getattr(self, name)
             if (value is not None and not callable(value)) or (name == "fn" and value is None):
                 raise TypeError(f"{who}: {name} must be callable, got {value!r}")

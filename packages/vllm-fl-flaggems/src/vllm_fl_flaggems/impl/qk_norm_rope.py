@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_fl import Availability, OpImpl
 
-from ..kernels import CUDA, WARPS, contiguous, heads_of_a_program, power_of_two
+from ..kernels import CUDA, WARPS, contiguous, heads_of_a_program, in_graph, power_of_two
 from ..loading import available, unsuitable
 from . import DEFAULT
 
-__all__ = ["OPS", "qk_norm_rope", "supports_qk_norm_rope"]
+__all__ = ["OPS", "qk_norm_rope", "supports_qk_norm_rope", "traced_qk_norm_rope"]
 
 LARGEST_HEAD = 1024
 """Features of a head that one program holds."""
@@ -44,35 +46,70 @@ def qk_norm_rope(
     Returns:
         A tensor of qkv's shape and dtype.
     """
-    qkv = contiguous(qkv)
-    tokens, size = len(qkv), q_weight.shape[0]
-    half = cos_sin_cache.shape[1] // 2
-    pairs, rest = power_of_two(half), power_of_two(size - 2 * half)
-    group = heads_of_a_program(size, heads + kv_heads)
     from ..triton_kernels import qk_norm_rope_kernel as kernel
 
+    qkv = contiguous(qkv)
+    shared = (q_weight, k_weight, cos_sin_cache, position_ids)
     with torch.cuda.device(qkv.device):
-        kernel[(tokens, -(-(heads + kv_heads) // group))](
-            qkv,
-            q_weight,
-            k_weight,
-            cos_sin_cache,
-            position_ids,
-            qkv.stride(0),
-            cos_sin_cache.stride(0),
-            position_ids.stride(0),
-            heads,
-            heads + kv_heads,
-            epsilon,
-            size,
-            half,
-            group,
-            pairs,
-            rest,
-            rotary_interleaved,
-            num_warps=WARPS,
-        )
+        _launch(kernel, qkv, *shared, heads, kv_heads, epsilon, rotary_interleaved)
     return qkv
+
+
+def traced_qk_norm_rope(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> torch.Tensor:
+    """`qk_norm_rope` as a compiled graph has it, which launches the kernel itself."""
+    from ..triton_kernels import qk_norm_rope_kernel as kernel
+
+    qkv = contiguous(qkv)
+    shared = (q_weight, k_weight, cos_sin_cache, position_ids)
+    _launch(in_graph(kernel), qkv, *shared, heads, kv_heads, epsilon, rotary_interleaved)
+    return qkv
+
+
+def _launch(
+    kernel: Any,
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool,
+) -> None:
+    tokens, size = qkv.shape[0], q_weight.shape[0]
+    half = cos_sin_cache.shape[1] // 2
+    group = heads_of_a_program(size, heads + kv_heads)
+    kernel[(tokens, -(-(heads + kv_heads) // group))](
+        qkv,
+        q_weight,
+        k_weight,
+        cos_sin_cache,
+        position_ids,
+        qkv.stride(0),
+        cos_sin_cache.stride(0),
+        position_ids.stride(0),
+        heads,
+        heads + kv_heads,
+        epsilon,
+        size,
+        half,
+        group,
+        power_of_two(half),
+        power_of_two(size - 2 * half),
+        rotary_interleaved,
+        num_warps=WARPS,
+    )
 
 
 def supports_qk_norm_rope(
@@ -93,7 +130,7 @@ def supports_qk_norm_rope(
     if qkv.device.type not in CUDA:
         return f"the kernel is launched through CUDA, and qkv is on {qkv.device}"
     # The kernel checks no shape: it would read and write beyond a smaller tensor.
-    size, tokens = q_weight.shape[0], len(qkv)
+    size, tokens = q_weight.shape[0], qkv.shape[0]
     if not 1 < size <= LARGEST_HEAD:
         return f"the kernel takes heads of 2 to {LARGEST_HEAD} features, not of {size}"
     wanted = min(heads, kv_heads) >= 1 and (heads + kv_heads) * size
@@ -119,5 +156,6 @@ OPS = (
         available=available,
         supports=supports_qk_norm_rope,
         consumes=frozenset({"qkv"}),
+        traced=traced_qk_norm_rope,
     ),
 )

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from ...contracts.binding import FusionPlace
+from ...contracts.binding import FusionPlace, OperatorPlace
 from ...dispatch.guard import Chain
 from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op
@@ -40,6 +40,7 @@ __all__ = [
     "left",
     "notes",
     "operator_of",
+    "operators",
     "ours",
     "say",
     "say_found",
@@ -65,10 +66,13 @@ class Sites:
         graphs: how many graphs it went through: 0 where all compiled code came from vLLM's cache,
             and nothing is known of what it found when that was filled.
         found: how many places it found in them.
+        launched: in how many of these a traced form took the operator's place, whose kernels the
+            graphs launch themselves.
     """
 
     graphs: int = 0
     found: int = 0
+    launched: int = 0
 
 
 _counted: WeakKeyDictionary[Plan, dict[str, Sites]] = WeakKeyDictionary()
@@ -141,6 +145,18 @@ def is_by_range(place: FusionPlace) -> bool:
     planned (`../unfused.py`). A pass of ours puts the op in all graphs.
     """
     return _is_there(place) and bool(place.unfused)
+
+
+def operators(plan: Plan) -> list[tuple[str, OperatorPlace, Chain]]:
+    """(planned op, an operator that a pass of vLLM's puts into graphs for it, its candidates)."""
+    known = places(installed_bindings(), OperatorPlace)
+    return [
+        (op, operator, plan.chain(op, last=stock_form(op, place.native)))
+        for op, place in _planned(plan)
+        if _is_there(place)
+        for of_op, operator in known
+        if of_op == op
+    ]
 
 
 def by_range(plan: Plan) -> dict[str, tuple[FusionPlace, Chain]]:
@@ -313,7 +329,8 @@ def say_found(plan: Plan, op: str, known: Sites, whose: str) -> None:
     """
     label = plan.entries[op].label
     if known.found:
-        log.info("Op '%s': %s, by '%s'", op, _counted_as(known.found, "place"), label)
+        by_graphs = f"; graphs launch it themselves in {known.launched}" * bool(known.launched)
+        log.info("Op '%s': %s, by '%s'%s", op, _counted_as(known.found, "place"), label, by_graphs)
     elif known.graphs:
         log.warning(
             "Op '%s': %s pass found no place for it in %s, so that '%s' does not run. Its "
