@@ -9,6 +9,9 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +166,58 @@ def implementation(op: str) -> OpImpl:
     """The backend's."""
     (impl,) = (impl for impl in register_ops() if impl.op_name == op)
     return impl
+
+
+class Compiled:
+    """What Triton compiles at a launch, and is launched by itself afterwards."""
+
+    packed_metadata = ()
+
+    def __init__(self, launched: list[tuple[object, ...]], how: str) -> None:
+        self.launched, self.how = launched, how
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+        def launch(*args: object, **options: object) -> Compiled:
+            self.launched.append((self.how, grid, args, options))
+            return Compiled(self.launched, "compiled")
+
+        return launch
+
+
+def test_a_kernel_that_was_compiled_for_such_a_call_is_launched_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    launched: list[tuple[object, ...]] = []
+    launch = kernels.Launcher(Compiled(launched, "by Triton"), 4)
+    memory = torch.zeros(64, dtype=torch.bfloat16)
+    x, y = memory[:16], memory[16:32]
+    for grid in ((1, 2, 1), (3, 2, 1)):
+        launch(grid, (x, y), (7, 1e-6), (True,))
+    first, second = launched
+    assert first == ("by Triton", (1, 2, 1), (x, y, 7, 1e-6, True), {"num_warps": 4})
+    given = (x.data_ptr(), y.data_ptr(), 7, 1e-6, True)
+    assert second == ("compiled", (3, 2, 1), given, {})
+    others: list[tuple[Any, ...]] = [
+        ((x, memory[1:17]), (7, 1e-6), (True,)),
+        ((x, y.float()), (7, 1e-6), (True,)),
+        ((x, y), (1, 1e-6), (True,)),
+        ((x, y), (7, 1e-5), (True,)),
+        ((x, y), (7, 1e-6), (False,)),
+    ]
+    for how in ("by Triton", "compiled"):
+        launched.clear()
+        for other in others:
+            launch((1, 1, 1), *other)
+        assert [entry[0] for entry in launched] == [how] * len(others)
+
+
+def test_calls_that_are_ever_new_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    launch = kernels.Launcher(Compiled([], "by Triton"), 4)
+    for number in range(2 * kernels.MOST_COMPILED):
+        launch((1, 1, 1), (torch.zeros(1),), (number,), ())
+    assert len(launch.compiled) == kernels.MOST_COMPILED
 
 
 IN_GRAPHS = """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ __all__ = [
     "CUDA",
     "KERNELS",
     "WARPS",
+    "Launcher",
     "contiguous",
     "heads_of_a_program",
     "in_graph",
@@ -78,6 +80,13 @@ ELEMENTS_A_WARP: Final = 512
 """Of a row: more warps than that wait for each other, fewer wait for memory."""
 
 
+ALIGNED: Final = 16
+"""Bytes: a pointer that is a multiple of that is another case to Triton."""
+
+MOST_COMPILED: Final = 64
+"""Kinds of calls that a `Launcher` knows: a model has a few."""
+
+
 @cache
 def launchable(name: str) -> Any | None:
     """A kernel of `KERNELS`, to be called as `kernel[grid](..., num_warps=...)`.
@@ -125,6 +134,57 @@ def _for_matrices(function: Any) -> Any:
     bare = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__)
     bare.__annotations__ = {k: v for k, v in fn.__annotations__.items() if v not in (int, "int")}
     return sys.modules["triton"].jit(bare)
+
+
+class Launcher:
+    """Launches a kernel of this package's own for calls that are alike, again and again.
+
+    At each launch Triton works out anew for which dtypes, alignments and numbers it has compiled
+    the kernel. Here what it has compiled is found by these themselves, and called as Triton's
+    tutorial on softmax calls a kernel that was compiled beforehand.
+
+    Args:
+        kernel: a function of Triton's; its tensors come first, then numbers, then constants.
+        num_warps: warps of a program.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int) -> None:
+        self.kernel, self.num_warps = kernel, num_warps
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[torch.Tensor],
+        numbers: tuple[float, ...],
+        constants: tuple[Any, ...],
+    ) -> None:
+        """Launch it on the current stream of the device where the first tensor lies.
+
+        Args:
+            grid: programs.
+            tensors, numbers, constants: the kernel's arguments. An argument is a number of one type
+                in every call.
+        """
+        pointers = [x.data_ptr() for x in tensors]
+        device = tensors[0].device
+        key = (
+            device.index,
+            *[x.dtype for x in tensors],
+            *[pointer % ALIGNED == 0 for pointer in pointers],
+            *numbers,
+            *constants,
+        )
+        compiled = self.compiled.get(key)
+        with torch.cuda.device(device):
+            if compiled is not None:
+                compiled[grid](*pointers, *numbers, *constants)
+                return
+            given = (*tensors, *numbers, *constants)
+            compiled = self.kernel[grid](*given, num_warps=self.num_warps)
+        # Triton's interpreter compiles nothing. Numbers that are ever new are Triton's to sort.
+        if hasattr(compiled, "packed_metadata") and len(self.compiled) < MOST_COMPILED:
+            self.compiled[key] = compiled
 
 
 def in_graph(kernel: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from vllm_fl import Availability, OpImpl
 
-from ..kernels import CUDA, WARPS, contiguous, heads_of_a_program, power_of_two
+from ..kernels import CUDA, WARPS, Launcher, contiguous, heads_of_a_program, power_of_two
 from ..loading import available, flag_gems, unsuitable
 from . import DEFAULT
 
@@ -81,29 +81,28 @@ def _scatter(
     slots: torch.Tensor,
 ) -> None:
     """The same into caches of any layout, on a kernel of this package's own."""
-    from ..triton_kernels import reshape_and_cache_kernel as kernel
-
     key, value = (x if x.stride(2) == 1 else contiguous(x) for x in (key, value))
     tokens, heads, size = key.shape
     group = heads_of_a_program(size, heads)
-    with torch.cuda.device(key.device):
-        kernel[(tokens, -(-heads // group))](
-            key,
-            value,
-            key_cache,
-            value_cache,
-            slots,
-            *key.stride()[:2],
-            *value.stride()[:2],
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            key_cache.shape[1],
-            heads,
-            size,
-            group,
-            power_of_two(size),
-            num_warps=WARPS,
-        )
+    steps = (
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+    )
+    _scattering()(
+        (tokens, -(-heads // group), 1),
+        (key, value, key_cache, value_cache, slots),
+        (*steps, key_cache.shape[1], heads),
+        (size, group, power_of_two(size)),
+    )
+
+
+@cache
+def _scattering() -> Launcher:
+    from ..triton_kernels import reshape_and_cache_kernel
+
+    return Launcher(reshape_and_cache_kernel, WARPS)
 
 
 def supports_reshape_and_cache(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
 from vllm_fl import Availability, OpImpl
 
-from ..kernels import CUDA, WARPS, contiguous, heads_of_a_program, in_graph, power_of_two
+from ..kernels import (
+    CUDA,
+    WARPS,
+    Launcher,
+    contiguous,
+    heads_of_a_program,
+    in_graph,
+    power_of_two,
+)
 from ..loading import available, unsuitable
 from . import DEFAULT
 
@@ -46,12 +55,9 @@ def qk_norm_rope(
     Returns:
         A tensor of qkv's shape and dtype.
     """
-    from ..triton_kernels import qk_norm_rope_kernel as kernel
-
     qkv = contiguous(qkv)
     shared = (q_weight, k_weight, cos_sin_cache, position_ids)
-    with torch.cuda.device(qkv.device):
-        _launch(kernel, qkv, *shared, heads, kv_heads, epsilon, rotary_interleaved)
+    _launcher()(*_call(qkv, *shared, heads, kv_heads, epsilon, rotary_interleaved))
     return qkv
 
 
@@ -67,16 +73,22 @@ def traced_qk_norm_rope(
     rotary_interleaved: bool = False,
 ) -> torch.Tensor:
     """`qk_norm_rope` as a compiled graph has it, which launches the kernel itself."""
-    from ..triton_kernels import qk_norm_rope_kernel as kernel
-
     qkv = contiguous(qkv)
     shared = (q_weight, k_weight, cos_sin_cache, position_ids)
-    _launch(in_graph(kernel), qkv, *shared, heads, kv_heads, epsilon, rotary_interleaved)
+    call = _call(qkv, *shared, heads, kv_heads, epsilon, rotary_interleaved)
+    grid, tensors, numbers, constants = call
+    in_graph(_launcher().kernel)[grid](*tensors, *numbers, *constants, num_warps=WARPS)
     return qkv
 
 
-def _launch(
-    kernel: Any,
+@cache
+def _launcher() -> Launcher:
+    from ..triton_kernels import qk_norm_rope_kernel
+
+    return Launcher(qk_norm_rope_kernel, WARPS)
+
+
+def _call(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
@@ -86,29 +98,17 @@ def _launch(
     kv_heads: int,
     epsilon: float,
     rotary_interleaved: bool,
-) -> None:
-    tokens, size = qkv.shape[0], q_weight.shape[0]
-    half = cos_sin_cache.shape[1] // 2
+) -> tuple[tuple[int, int, int], tuple[torch.Tensor, ...], tuple[float, ...], tuple[Any, ...]]:
+    """The kernel's grid, tensors, numbers and constants."""
+    size, half = q_weight.shape[0], cos_sin_cache.shape[1] // 2
     group = heads_of_a_program(size, heads + kv_heads)
-    kernel[(tokens, -(-(heads + kv_heads) // group))](
-        qkv,
-        q_weight,
-        k_weight,
-        cos_sin_cache,
-        position_ids,
-        qkv.stride(0),
-        cos_sin_cache.stride(0),
-        position_ids.stride(0),
-        heads,
-        heads + kv_heads,
-        epsilon,
-        size,
-        half,
-        group,
-        power_of_two(half),
-        power_of_two(size - 2 * half),
-        rotary_interleaved,
-        num_warps=WARPS,
+    steps = (qkv.stride(0), cos_sin_cache.stride(0), position_ids.stride(0))
+    parts = (power_of_two(half), power_of_two(size - 2 * half))
+    return (
+        (qkv.shape[0], -(-(heads + kv_heads) // group), 1),
+        (qkv, q_weight, k_weight, cos_sin_cache, position_ids),
+        (*steps, heads, heads + kv_heads, float(epsilon)),
+        (size, half, group, *parts, rotary_interleaved),
     )
 
 
