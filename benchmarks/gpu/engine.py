@@ -3,8 +3,8 @@
     python benchmarks/gpu/engine.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
         [--rounds 6] [--kernels 5] [--tensor-parallel 2]
 
-The engines of one mode are loaded side by side, each in a process of its own with a quarter of the
-memory or less, and work in turn: every round visits all of them with each workload, in another
+The engines of one mode are loaded side by side, each in a process of its own with its part of the
+memory, and work in turn: every round visits all of them with each workload, in another
 order each time, since who comes after an idle moment finds the GPU cooler and its clocks higher. A
 ratio is taken inside a round; over twice as many rounds as engines, of each pair both have been
 first equally often. `steady` is the speed of the fastest quarter of a visit's decode steps: what
@@ -33,7 +33,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from host import facts
+from host import facts, memory_gib
 
 SERVER = Path(__file__).resolve().parents[1] / "engine_server.py"
 START_TIMEOUT, ANSWER_TIMEOUT = 400.0, 120.0
@@ -106,6 +106,9 @@ STEPS = {
     "prefill": (16, 1024, 1),
 }
 """What is profiled: name -> (prompts, tokens of each, new tokens of each: as many steps)."""
+
+MEMORY_GIB = 35.0
+"""What an engine is given of a GPU's memory, or an equal part of it where that is less."""
 
 SHOWN = 16
 """How many of an engine's kernels are printed."""
@@ -445,7 +448,7 @@ def main() -> None:
         print("skipped: no NVIDIA GPU here (there is no nvidia-smi)")
         return
     out = Path(os.environ.get("OUT", "."))
-    share = min(0.25, 0.9 / len(options.variants))
+    share = min(MEMORY_GIB / memory_gib(), 0.88 / len(options.variants))
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-__all__ = ["facts"]
+__all__ = ["facts", "memory_gib"]
 
 DISTRIBUTIONS = (
     "torch",
@@ -37,6 +37,13 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in DISTRIBUTIONS},
     }
+
+
+def memory_gib() -> float:
+    """The memory of the first GPU."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    asked = subprocess.run(query, capture_output=True, text=True, check=True)
+    return int(asked.stdout.splitlines()[0]) / 1024
 
 
 def _version(name: str) -> str | None:

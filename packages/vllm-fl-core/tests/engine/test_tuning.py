@@ -270,6 +270,20 @@ class TestChoosing:
         (found,) = everything(op, 8)
         assert found.winner == "vendor.fast"
 
+    @pytest.mark.parametrize(("products", "winner"), [(1999.0, "default"), (2001.0, "vendor.fast")])
+    def test_a_launch_costs_nothing_where_the_device_is_busy_with_products_alone(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch, products: float, winner: str
+    ) -> None:
+        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        op = machine.tuning(
+            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
+            machine.kernel("vendor.fast", 25),
+            captured=0,
+            products=lambda tokens: products if tokens == 8 else 0.0,
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == winner
+
     @pytest.mark.parametrize("traced", [None, frozenset({"vendor.default"}), frozenset()])
     def test_only_what_is_traced_is_compiled(
         self, machine: Machine, monkeypatch: pytest.MonkeyPatch, traced: Any

@@ -47,6 +47,9 @@ __all__ = ["EXPERTS", "STOCK", "Subject", "Work"]
 STOCK = "stock"
 """vLLM's own form of an op, in tables and options."""
 
+PRODUCTS = "linear"
+"""The op of a model's matrix products, which are most of what the device does in a large batch."""
+
 EXPERTS = "fused_experts"
 """The op inside whose stock form vLLM calls operators of other ops, activations among them."""
 
@@ -118,7 +121,8 @@ class Work:
         specs = manager.registry.snapshot().contracts
         self._tunings = {
             op: tuning
-            for op in specs
+            # What the products take says where launches cost nothing.
+            for op in sorted(specs, key=lambda op: op != PRODUCTS)
             if (not ops or op in ops) and (tuning := self._tuning(op, explicit=bool(ops)))
         }
         if self._without_stock:
@@ -197,6 +201,7 @@ class Work:
                 captured=subject.captured,
                 traced=self._traced(op, kept),
                 launched=self._launched(op, kept),
+                products=self._products,
             )
             if tuning.forms:
                 owners = self.manager.registry.snapshot().owners
@@ -352,6 +357,12 @@ class Work:
         if any(isinstance(place, FusionPlace) for place in places):
             return frozenset({STOCK})
         return frozenset()
+
+    def _products(self, tokens: int) -> float:
+        """How long the device takes for the matrix products of a layer, µs; 0 where it was not
+        measured. Each is a form of the op, and stands in a layer once."""
+        found = self._found.get((PRODUCTS, tokens))
+        return found.fastest if found is not None else 0.0
 
     def _launched(self, op: str, contenders: Sequence[Contender]) -> frozenset[str]:
         """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""

@@ -35,6 +35,7 @@ from ..text import quote
 from . import ranges
 from .planning import digest_of
 from .seams import fusions, operators
+from .unknowns import as_numbers, under_one
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,22 +108,23 @@ class TracedForms(InductorPass):  # type: ignore[misc]
         (_, *flat), structure = pytree.tree_flatten((args, kwargs))
 
         def code(*values: Any) -> tuple[Any, ...]:
-            _, given = pytree.tree_unflatten([None, *values], structure)
+            _, given = pytree.tree_unflatten([None, *under_one(values)], structure)
             own = {name: given[name].clone() for name in written}
             site.place.route(run)(*_known(site.place, operator, {**given, **own}))
             return (None, *own.values())
 
         try:
             values = fx.node.map_arg(node.kwargs, lambda of: of.meta["val"])
-            called = _contract_args(site.place, _known(site.place, operator, values))
+            known = as_numbers(_known(site.place, operator, values))
+            called = _contract_args(site.place, known)
             why = refused(impl, site.chain.spec, called)
             if not why:
                 match.replace_by_example(functional(code), flat)
         except Exception as error:  # it may raise anything; the operator serves as well
             why = quote(error)
-        known = fusions.sites(self.plan).get(site.op)
-        if known is not None and not why:
-            known.launched += 1
+        counted = fusions.sites(self.plan).get(site.op)
+        if counted is not None and not why:
+            counted.launched += 1
         elif why:
             log.warning(
                 "Op '%s': graphs for %s tokens do not launch '%s' themselves, but call an operator "

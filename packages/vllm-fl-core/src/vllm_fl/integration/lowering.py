@@ -28,12 +28,14 @@ from ..dispatch.guard import Chain
 from ..engine.opaque import inlined, ordered, tokens_of
 from ..engine.plan import Plan
 from ..engine.ranges import Range, choice
+from ..engine.traced import functional
 from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import ranges
 from .planning import digest_of
 from .seams.ir import chain_of, ir_ops
+from .unknowns import under_one
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -130,7 +132,8 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
         try:
             # The passes that torch runs on what takes its place remove copies, and with them what
             # keeps an argument from what the implementation writes into its copy.
-            pure = torch.func.functionalize(site.inlined(impl), remove="mutations")
+            run = site.inlined(impl)
+            pure = functional(lambda *args: run(*under_one(args)))
             match.replace_by_example(pure, node.args)
         except Exception as error:  # it may raise anything; the operator serves as well
             log.warning(

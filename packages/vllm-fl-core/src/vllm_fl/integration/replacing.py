@@ -30,6 +30,7 @@ from . import ranges
 from .planning import digest_of
 from .seams.graphs import new_node
 from .seams.torch_operators import Replaced
+from .unknowns import as_numbers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,7 +69,7 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
 
     def _is_refused(self, each: Replaced, args: tuple[Any, ...]) -> bool:
         """Whether every candidate refuses such calls, each reason said once."""
-        values = fx.node.map_arg(args, lambda of: of.meta["val"])
+        values = as_numbers(fx.node.map_arg(args, lambda of: of.meta["val"]))
         whys = {impl.impl_id: _refusal(each.chain, impl, values) for impl in _asked(each.chain)}
         if not all(whys.values()):
             return False

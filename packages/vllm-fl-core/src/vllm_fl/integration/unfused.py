@@ -34,6 +34,7 @@ from ..text import quote
 from . import ranges
 from .planning import digest_of, turned_on
 from .seams import fusions
+from .unknowns import under_one
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,7 +112,7 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
         (_, *flat), structure = pytree.tree_flatten((args, kwargs))
 
         def code(*values: Any) -> tuple[Any, ...]:
-            _, given = pytree.tree_unflatten([None, *values], structure)
+            _, given = pytree.tree_unflatten([None, *under_one(values)], structure)
             return (None, *self._run_code(operator, given))
 
         try:
