@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..contracts import Sample
 from ..engine.opaque import is_opaque, opaque_op
 from ..engine.plan import Plan, PlanEntry
+from ..engine.traced import trial
 from ..engine.verification import compare
 from ..plugins.types import BackendImplKind, OpImpl
 from .checks import judge
@@ -43,6 +45,31 @@ def tracing(subject: Subject, dtype: str, sample: str) -> None:
             continue
         compiled, _ = _compiled(subject)
         judge(compare(compiled, subject.spec, each, kind), each, skips=False)
+    if subject.impl.traced is not None:
+        _traced_form(subject, subject.impl.traced, dtype)
+
+
+def _traced_form(subject: Subject, traced: Callable[..., Any], dtype: str) -> None:
+    """The traced form gives what is wanted, and may stand in a graph for any number of tokens.
+
+    What Triton interprets is no launch that a compiler sees: there it is only run. Nor is it traced
+    for rows that lie apart, of which whether they are contiguous is asked of their number, too.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    form = dataclasses.replace(subject.impl, fn=traced)
+    for each in subject.samples(dtype):
+        if not subject.accepts(each):
+            continue
+        compared = compare(form, subject.spec, each, getattr(torch, dtype))
+        assert compared.status == "ok", f"its traced form, {each.name}: {compared.reason}"
+        rows = [
+            arg
+            for name, arg in zip(subject.spec.parameters, each.args, strict=True)
+            if name in subject.spec.by_token and isinstance(arg, torch.Tensor)
+        ]
+        if not interpreted and all(len(row) > 1 and row.is_contiguous() for row in rows):
+            problem = trial(subject.impl, subject.spec, each.args)
+            assert not problem, f"{each.name}: {problem}"
 
 
 def opcheck(subject: Subject, dtype: str, sample: str) -> None:
