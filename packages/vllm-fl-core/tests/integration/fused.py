@@ -148,6 +148,11 @@ def traced(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
     return qkv.mul_(2)
 
 
+def traced_anew(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The same in a tensor of its own."""
+    return 2 * qkv
+
+
 def traced_forms(
     run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any, qkv: torch.Tensor
 ) -> dict[str, dict[str, Any]]:
@@ -179,7 +184,7 @@ def traced_forms(
         supports.__signature__ = FUSED.signature  # type: ignore[attr-defined]
         return supports
 
-    for each in (traced, broken):
+    for each in (traced, traced_anew, broken):
         each.__signature__ = FUSED.signature  # type: ignore[attr-defined]
     both, rows = ["vendor", "reference"], {"<=16": "vendor", "rest": "reference"}
     reference = dataclasses.replace(
@@ -187,6 +192,7 @@ def traced_forms(
     )
     cases: dict[str, tuple[tuple[OpImpl, ...], Any]] = {
         "taken": ((of(supports=supporting(True)),), both),
+        "in a new tensor": ((of(traced=traced_anew),), both),
         "none": ((impl,), both),
         "refused": ((of(supports=supporting("heads of 64 are refused")), reference), both),
         "broken": ((of(traced=broken),), both),

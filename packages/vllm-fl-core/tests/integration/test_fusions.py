@@ -251,7 +251,7 @@ def test_vllms_own_pass_finds_it_and_ours_runs_or_is_said_not_to() -> None:
     taken = traced.pop("taken")
     assert taken.pop("asked") == [(4 + 2 * 2) * 64, [4, 2, 1e-6, False]]
     inlined = {"twice": [True], "operators": [False], "copies": 0, "launched": 1, "said": []}
-    assert taken == inlined
+    assert taken == inlined == traced.pop("in a new tensor")
     # The operator stays where there is none, and where it cannot be taken, which is said.
     whys = {"none": None, "refused": "heads of 64 are refused", "broken": "no such kernel"}
     for name, why in whys.items():

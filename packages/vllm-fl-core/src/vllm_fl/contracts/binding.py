@@ -345,9 +345,18 @@ def put(
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the two are one tensor, or two views of the same elements in the same order."""
-    return one is other or (
-        one.data_ptr() == other.data_ptr()
+    """Whether the two are one tensor, or two views of the same elements in the same order.
+
+    Tensors that are traced have no memory to compare: to all of them torch gives the address 0.
+    """
+    if one is other:
+        return True
+    import torch
+
+    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    return (
+        aliases(one, other)
+        and one.storage_offset() == other.storage_offset()
         and one.shape == other.shape
         and one.stride() == other.stride()
     )

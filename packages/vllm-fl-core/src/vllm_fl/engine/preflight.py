@@ -31,7 +31,6 @@ from ..plugins.forms import asked_for
 from ..text import quote
 from . import graphs, process_state
 from .guarded import Guarded, guarded, poisoned, rows_of
-from .traced import trial
 from .verification import (
     Comparison,
     LayerFactory,
@@ -679,6 +678,8 @@ class _Run:
         it is written."""
         if not self.in_graphs or self.impl.traced is None:
             return
+        from .traced import trial  # what traces is not loaded for an engine that compiles nothing
+
         traced = dataclasses.replace(self.impl, fn=self.impl.traced)
         for form in (form for form in self.trials.forms if form.name in self.served):
             form.switch(large=False)

@@ -245,8 +245,8 @@ class OpTuning:
 
         What limits such a step may be the host. It launches a kernel that stands in a compiled
         graph as fast as an operator of PyTorch's, and what the compiler takes whole through Python.
-        Each form is
-        held to that by itself: what is saved in one that the model has not is worth nothing to it.
+        Each form is held to that by itself: what is saved in one that the model has not is worth
+        nothing to it.
         """
         inlined = self.launched | {
             c.name

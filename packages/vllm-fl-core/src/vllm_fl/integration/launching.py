@@ -13,29 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
-from torch._inductor.pattern_matcher import (
-    CallFunctionVarArgs,
-    Match,
-    PatternMatcherPass,
-    register_graph_pattern,
-)
-from torch.utils import _pytree as pytree
+from torch._inductor.pattern_matcher import Match
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ..contracts.binding import OperatorPlace
 from ..dispatch.guard import Chain
 from ..engine.plan import Plan
 from ..engine.ranges import sole
-from ..engine.traced import functional, refused
+from ..engine.traced import refused
 from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import ranges
+from .functional_operators import arguments, operator_of, put_in_place, replacing, written
 from .planning import digest_of
 from .seams import fusions, operators
-from .unknowns import as_numbers, under_one
+from .unknowns import as_numbers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,12 +69,9 @@ class TracedForms(InductorPass):  # type: ignore[misc]
             for op, place, chain in fusions.operators(plan)
             if not operators.operator_note(plan, op)
         }
-        self._patterns = PatternMatcherPass(pass_name="vllm_fl_traced_forms")
-        register_graph_pattern(
-            CallFunctionVarArgs(torch.ops.higher_order.auto_functionalized),
-            extra_check=lambda match: self._impl(match) is not None,
-            pass_dict=self._patterns,
-        )(self._replace)
+        self._patterns = replacing(
+            "vllm_fl_traced_forms", lambda match: self._impl(match) is not None, self._replace
+        )
 
     def __call__(self, graph: fx.Graph) -> None:
         """Put traced forms into one graph, as far as its range of sizes has them."""
@@ -92,34 +83,30 @@ class TracedForms(InductorPass):  # type: ignore[misc]
 
     def _impl(self, match: Match) -> OpImpl | None:
         """Whose traced form takes the place of an operator; None where it stays."""
-        site = self.sites.get(_operator(match).name())
+        site = self.sites.get(operator_of(match).name())
         impl = None if site is None else sole(site.chain, ranges.now(self.config))
         return impl if impl is not None and impl.traced is not None else None
 
     def _replace(self, match: Match, *args: Any, **kwargs: Any) -> None:
-        """Put the traced form in its place. A functional operator's first result is its own, of
-        which there is none, and the others are what it writes over."""
-        (node,) = match.nodes
-        operator, impl = _operator(match), self._impl(match)
+        """Put the traced form in an operator's place, or say why that stays."""
+        operator, impl = operator_of(match), self._impl(match)
         site, sizes = self.sites[operator.name()], ranges.now(self.config)
-        assert impl is not None and impl.traced is not None and site.chain.spec is not None
-        run = self.plan.counting(impl.traced, site.op, impl.impl_id)
-        written = [a.name for a in operator._schema.arguments if _is_written(a)]
-        (_, *flat), structure = pytree.tree_flatten((args, kwargs))
+        place, spec = site.place, site.chain.spec
+        assert impl is not None and impl.traced is not None and spec is not None
+        run = place.route(self.plan.counting(impl.traced, site.op, impl.impl_id))
 
-        def code(*values: Any) -> tuple[Any, ...]:
-            _, given = pytree.tree_unflatten([None, *under_one(values)], structure)
-            own = {name: given[name].clone() for name in written}
-            site.place.route(run)(*_known(site.place, operator, {**given, **own}))
-            return (None, *own.values())
+        def code(given: Mapping[str, Any]) -> list[Any]:
+            own = {name: given[name].clone() for name in written(operator)}
+            run(*arguments(operator, {**given, **own}, place.parameters).values())
+            return list(own.values())
 
         try:
+            (node,) = match.nodes
             values = fx.node.map_arg(node.kwargs, lambda of: of.meta["val"])
-            known = as_numbers(_known(site.place, operator, values))
-            called = _contract_args(site.place, known)
-            why = refused(impl, site.chain.spec, called)
+            known = arguments(operator, values, place.parameters).values()
+            why = refused(impl, spec, _contract_args(place, as_numbers(known)))
             if not why:
-                match.replace_by_example(functional(code), flat)
+                put_in_place(match, code)
         except Exception as error:  # it may raise anything; the operator serves as well
             why = quote(error)
         counted = fusions.sites(self.plan).get(site.op)
@@ -159,28 +146,3 @@ def _contract_args(place: OperatorPlace, values: Sequence[Any]) -> tuple[Any, ..
     except _Called as called:
         return called.call
     raise ValueError(f"this call of {place.name} is not the op")
-
-
-def _known(place: OperatorPlace, operator: Any, given: Mapping[str, Any]) -> list[Any]:
-    """The operator's arguments that the binding knows, in its order.
-
-    Raises:
-        ValueError: another one is given, whose value is not its default.
-    """
-    found = {}
-    for argument in operator._schema.arguments:
-        name = argument.name
-        found[name] = given.get(name, argument.default_value)
-        if name not in place.parameters and found[name] != argument.default_value:
-            raise ValueError(f"{name}={found[name]}")
-    return [found[name] for name in place.parameters]
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
-
-
-def _operator(match: Match) -> Any:
-    """The operator of which the node is the functional form."""
-    (node,) = match.nodes
-    return node.args[0]

@@ -13,15 +13,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
-from torch._inductor.pattern_matcher import (
-    CallFunctionVarArgs,
-    Match,
-    PatternMatcherPass,
-    register_graph_pattern,
-)
-from torch.utils import _pytree as pytree
+from torch._inductor.pattern_matcher import Match
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ..contracts.binding import FusionPlace
@@ -32,9 +25,9 @@ from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import ranges
+from .functional_operators import arguments, operator_of, put_in_place, replacing
 from .planning import digest_of, turned_on
 from .seams import fusions
-from .unknowns import under_one
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,12 +71,11 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
         # Layers that the user turned on stay as they are.
         is_ours = {*self.place.layers} <= turned_on(vllm_config)
         self.unfused = dict(self.place.unfused) if is_ours else {}
-        self._patterns = PatternMatcherPass(pass_name=f"vllm_fl_unfused_{op}")
-        register_graph_pattern(
-            CallFunctionVarArgs(torch.ops.higher_order.auto_functionalized),
-            extra_check=lambda match: _operator(match).name() in self.unfused,
-            pass_dict=self._patterns,
-        )(self._replace)
+        self._patterns = replacing(
+            f"vllm_fl_unfused_{op}",
+            lambda match: operator_of(match).name() in self.unfused,
+            self._replace,
+        )
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
         """Where vLLM's is; and everywhere that the op is left to vLLM."""
@@ -105,18 +97,11 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
         return choice(self.chain, ranges.now(self.config))
 
     def _replace(self, match: Match, *args: Any, **kwargs: Any) -> None:
-        """Put the operator's code in its place. A functional operator's first result is its own,
-        of which there is none, and the others are what it writes over."""
-        operator = _operator(match)
+        """Put the operator's code in its place."""
+        operator = operator_of(match)
         sizes, left = ranges.now(self.config), self._left()
-        (_, *flat), structure = pytree.tree_flatten((args, kwargs))
-
-        def code(*values: Any) -> tuple[Any, ...]:
-            _, given = pytree.tree_unflatten([None, *under_one(values)], structure)
-            return (None, *self._run_code(operator, given))
-
         try:
-            match.replace_by_example(code, flat)
+            put_in_place(match, lambda given: self._run_code(operator, given))
         except Exception as error:  # it may raise anything; the operator serves as well
             log.warning(
                 "Op '%s' is left to vLLM for %s tokens, where its operator %s stays all the same, "
@@ -137,16 +122,6 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
             ValueError: it does not know one of them, whose value is not its default.
         """
         code = self.unfused[operator.name()]
-        known = inspect.signature(code).parameters
-        for argument in operator._schema.arguments:
-            name = argument.name
-            if name in given and name not in known and given[name] != argument.default_value:
-                raise ValueError(f"{name}={given[name]}")
-        found: Sequence[Any] = code(**{name: given[name] for name in known})
+        known = tuple(inspect.signature(code).parameters)
+        found: Sequence[Any] = code(**arguments(operator, given, known))
         return found
-
-
-def _operator(match: Match) -> Any:
-    """The operator of which the node is the functional form."""
-    (node,) = match.nodes
-    return node.args[0]
