@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,15 +172,14 @@ def implementation(op: str) -> OpImpl:
 class Compiled:
     """What Triton compiles at a launch, and is launched by itself afterwards."""
 
-    packed_metadata = ()
-
-    def __init__(self, launched: list[tuple[object, ...]], how: str) -> None:
-        self.launched, self.how = launched, how
+    def __init__(self, launched: list[tuple[object, ...]], how: str, backend: str = "cuda") -> None:
+        self.launched, self.how, self.backend = launched, how, backend
+        self.metadata = SimpleNamespace(target=SimpleNamespace(backend=backend))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
         def launch(*args: object, **options: object) -> Compiled:
             self.launched.append((self.how, grid, args, options))
-            return Compiled(self.launched, "compiled")
+            return Compiled(self.launched, "compiled", self.backend)
 
         return launch
 
@@ -210,6 +210,15 @@ def test_a_kernel_that_was_compiled_for_such_a_call_is_launched_by_itself(
         for other in others:
             launch((1, 1, 1), *other)
         assert [entry[0] for entry in launched] == [how] * len(others)
+
+
+def test_on_amds_gpus_every_launch_is_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    launched: list[tuple[object, ...]] = []
+    launch = kernels.Launcher(Compiled(launched, "by Triton", "hip"), 4)
+    for _ in range(3):
+        launch((1, 1, 1), (torch.zeros(1),), (7,), ())
+    assert [how for how, *_ in launched] == ["by Triton"] * 3
 
 
 def test_calls_that_are_ever_new_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,8 @@ class Launcher:
 
     At each launch Triton works out anew for which dtypes, alignments and numbers it has compiled
     the kernel. Here what it has compiled is found by these themselves, and called as Triton's
-    tutorial on softmax calls a kernel that was compiled beforehand.
+    tutorial on softmax calls a kernel that was compiled beforehand. That is so for NVIDIA's GPUs
+    alone: for AMD's a kernel also depends on how large a tensor is, and others may have more.
 
     Args:
         kernel: a function of Triton's; its tensors come first, then numbers, then constants.
@@ -183,7 +184,8 @@ class Launcher:
             given = (*tensors, *numbers, *constants)
             compiled = self.kernel[grid](*given, num_warps=self.num_warps)
         # Triton's interpreter compiles nothing. Numbers that are ever new are Triton's to sort.
-        if hasattr(compiled, "packed_metadata") and len(self.compiled) < MOST_COMPILED:
+        target = getattr(getattr(compiled, "metadata", None), "target", None)
+        if getattr(target, "backend", "") == "cuda" and len(self.compiled) < MOST_COMPILED:
             self.compiled[key] = compiled
 
 
