@@ -257,29 +257,25 @@ class TestChoosing:
         (found,) = everything(op, 8)
         assert found.winner == "vendor.fast", "the default's launch takes as long as its kernel"
 
-    def test_what_a_graph_launches_itself_is_launched_as_an_operator_of_pytorchs(
-        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("known", "winner"),
+        [
+            pytest.param({"launched": {"vendor.fast"}}, "vendor.fast", id="a graph launches it"),
+            pytest.param({"launched": {"vendor.other"}}, "default", id="it launches another"),
+            pytest.param({"products": lambda n: 2001.0 * (n == 8)}, "vendor.fast", id="busy"),
+            pytest.param({"products": lambda n: 1999.0}, "default", id="not busy for long"),
+            pytest.param({"products": lambda n: 2001.0 * (n != 8)}, "default", id="at other sizes"),
+        ],
+    )
+    def test_a_launch_through_python_counts_where_there_is_one_and_the_device_waits_for_it(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch, known: Any, winner: str
     ) -> None:
         monkeypatch.setattr(tuning, "_Bench", Capturing)
         op = machine.tuning(
             dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
             machine.kernel("vendor.fast", 25),
             captured=0,
-            launched=frozenset({"vendor.fast"}),
-        )
-        (found,) = everything(op, 8)
-        assert found.winner == "vendor.fast"
-
-    @pytest.mark.parametrize(("products", "winner"), [(1999.0, "default"), (2001.0, "vendor.fast")])
-    def test_a_launch_costs_nothing_where_the_device_is_busy_with_products_alone(
-        self, machine: Machine, monkeypatch: pytest.MonkeyPatch, products: float, winner: str
-    ) -> None:
-        monkeypatch.setattr(tuning, "_Bench", Capturing)
-        op = machine.tuning(
-            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
-            machine.kernel("vendor.fast", 25),
-            captured=0,
-            products=lambda tokens: products if tokens == 8 else 0.0,
+            **known,
         )
         (found,) = everything(op, 8)
         assert found.winner == winner
