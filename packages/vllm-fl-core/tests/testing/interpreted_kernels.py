@@ -194,6 +194,13 @@ def case_autotune() -> str:
     return same(out, x + 16, 1e-6) or ("" if tuned.__name__ == "tuned" else tuned.__name__)
 
 
+def case_wrapped() -> str:
+    """What a traced form launches is launched where it stands."""
+    x, out = torch.randn(33), torch.zeros(33)
+    torch.library.wrap_triton(plain)[(1,)](x, out, 33, BLOCK=64, num_warps=4)
+    return same(out, x)
+
+
 def case_function() -> str:
     if not isinstance(rounding, triton.JITFunction) or isinstance(rounding, int):
         return "no JITFunction"

@@ -28,7 +28,6 @@ __all__ = [
     "Launcher",
     "contiguous",
     "heads_of_a_program",
-    "in_graph",
     "launchable",
     "power_of_two",
     "warps",
@@ -187,15 +186,6 @@ class Launcher:
         target = getattr(getattr(compiled, "metadata", None), "target", None)
         if getattr(target, "backend", "") == "cuda" and len(self.compiled) < MOST_COMPILED:
             self.compiled[key] = compiled
-
-
-def in_graph(kernel: Any) -> Any:
-    """A kernel of this package's own, whose launch a compiler sees; called as the kernel is."""
-    from triton.runtime.jit import JITFunction
-
-    if not isinstance(kernel, JITFunction):  # Triton's interpreter has functions of another kind
-        return kernel
-    return torch.library.wrap_triton(kernel)
 
 
 def warps(elements: int) -> int:

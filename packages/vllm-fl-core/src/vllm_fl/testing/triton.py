@@ -38,6 +38,7 @@ arithmetic of bf16: of the bits        of the values, in fp32 and rounded once
 `libdevice`: an error, or None         numpy's functions; one that is missing is an error by name
 `triton.autotune`: looks for a GPU     the first configuration that is not pruned, unmeasured
 a kernel is no `JITFunction`           it is, with `src`, `cache_key` and `signature`
+`torch.library.wrap_triton`: an error  the kernel itself: it runs, and no compiler sees its launch
 =====================================  ============================================================
 
 It shows that the numbers are right. It does not show that a kernel compiles, that its programs do
@@ -202,6 +203,7 @@ def _close_gaps() -> None:
     _logical_operators()
     _float_arguments()
     _small_floats()
+    _wrapped_kernels_run()
 
 
 class _Launcher:
@@ -265,6 +267,12 @@ def _first_configuration() -> None:
     for name in ("triton", "triton.runtime", "triton.runtime.autotuner"):
         module: Any = import_module(name)
         module.autotune, module.heuristics = _autotune, _heuristics
+
+
+def _wrapped_kernels_run() -> None:
+    """What a graph would launch runs where it stands: PyTorch wraps compiled kernels only."""
+    library: Any = import_module("torch.library")
+    library.wrap_triton = lambda triton_kernel: triton_kernel
 
 
 def _interpreted_functions_look_compiled() -> None:

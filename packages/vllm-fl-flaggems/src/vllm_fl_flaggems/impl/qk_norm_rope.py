@@ -9,15 +9,7 @@ import torch
 
 from vllm_fl import Availability, OpImpl
 
-from ..kernels import (
-    CUDA,
-    WARPS,
-    Launcher,
-    contiguous,
-    heads_of_a_program,
-    in_graph,
-    power_of_two,
-)
+from ..kernels import CUDA, WARPS, Launcher, contiguous, heads_of_a_program, power_of_two
 from ..loading import available, unsuitable
 from . import DEFAULT
 
@@ -77,7 +69,8 @@ def traced_qk_norm_rope(
     shared = (q_weight, k_weight, cos_sin_cache, position_ids)
     call = _call(qkv, *shared, heads, kv_heads, epsilon, rotary_interleaved)
     grid, tensors, numbers, constants = call
-    in_graph(_launcher().kernel)[grid](*tensors, *numbers, *constants, num_warps=WARPS)
+    kernel = torch.library.wrap_triton(_launcher().kernel)
+    kernel[grid](*tensors, *numbers, *constants, num_warps=WARPS)
     return qkv
 
 
