@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import ModelSizes
+from vllm_fl.contracts.binding import put
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
@@ -145,3 +146,23 @@ def managing(*impls: Impl, **policy: Any) -> OpManager:
     registry = OpRegistry()
     registry.register_many(impls)
     return OpManager(registry, SelectionPolicy(**policy))
+
+
+def silu_kernel(op: Callable[..., torch.Tensor]) -> Callable[..., None]:
+    """`silu_and_mul` as a kernel of a test's operator, which writes its result."""
+
+    def kernel(out: torch.Tensor, input: torch.Tensor) -> None:
+        put(out, op(input))
+
+    return kernel
+
+
+def silu_of_kernel(replaced: Callable[..., None]) -> Callable[..., torch.Tensor]:
+    """Such a kernel as `silu_and_mul`."""
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+        replaced(out, x)
+        return out
+
+    return silu_and_mul

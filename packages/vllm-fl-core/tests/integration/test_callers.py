@@ -20,11 +20,11 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import half, managing, planning, silu
+from builders import half, managing, planning, silu, silu_kernel, silu_of_kernel
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_fl.contracts.binding import Binding, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.bindings import places as places_of
@@ -72,26 +72,10 @@ def two_modules() -> Iterator[tuple[str, ...]]:
         sys.modules.pop(name, None)
 
 
-def _routed(op: Callable[..., Tensor]) -> Callable[..., None]:
-    def kernel(out: Tensor, input: Tensor) -> None:
-        put(out, op(input))
-
-    return kernel
-
-
-def _native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-        replaced(out, x)
-        return out
-
-    return silu_and_mul
-
-
 @contextmanager
 def serving(plan: Plan, callers: tuple[str, ...]) -> Iterator[Callable[[], dict[str, Any]]]:
     place = OperatorPlace(
-        OPERATOR, ("out", "input"), _routed, _native, tokens="input", callers=callers
+        OPERATOR, ("out", "input"), silu_kernel, silu_of_kernel, tokens="input", callers=callers
     )
     chosen = operators.choose(plan, {"silu_and_mul": Binding((place,))}, CPU, torch.float32)
     operators.take(plan, chosen, CPU)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -26,11 +26,11 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import half, managing, planning, refusing, silu
+from builders import half, managing, planning, refusing, silu, silu_kernel, silu_of_kernel
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_fl.contracts.binding import Binding, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
 from vllm_fl.integration.bindings import bindings, places
@@ -85,24 +85,8 @@ def names() -> set[str]:
     return short
 
 
-def _routed(op: Callable[..., Tensor]) -> Callable[..., None]:
-    def kernel(out: Tensor, input: Tensor) -> None:
-        put(out, op(input))
-
-    return kernel
-
-
-def _native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-        replaced(out, x)
-        return out
-
-    return silu_and_mul
-
-
 def place(name: str = "gated") -> OperatorPlace:
-    return OperatorPlace(f"fl_test_bare::{name}", ("out", "input"), _routed, _native)
+    return OperatorPlace(f"fl_test_bare::{name}", ("out", "input"), silu_kernel, silu_of_kernel)
 
 
 def binding(*found: OperatorPlace) -> dict[str, Binding]:

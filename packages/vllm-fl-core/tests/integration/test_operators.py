@@ -25,11 +25,11 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import failing, half, managing, planning, refusing, silu
+from builders import failing, half, managing, planning, refusing, silu, silu_kernel, silu_of_kernel
 from torch import Tensor
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import Binding, FusionPlace, LayerPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, FusionPlace, LayerPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, CallError, VllmFLError
 from vllm_fl.integration.bindings import bindings
@@ -68,26 +68,10 @@ def _asking(keyset: Any, out: Tensor, input: Tensor) -> None:
 LIBRARY.impl("asking", _asking, "CPU", with_keyset=True)
 
 
-def _routed(op: Callable[..., Tensor]) -> Callable[..., None]:
-    def kernel(out: Tensor, input: Tensor) -> None:
-        put(out, op(input))
-
-    return kernel
-
-
-def _native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-        replaced(out, x)
-        return out
-
-    return silu_and_mul
-
-
 def place(name: str = "gated", *parameters: str) -> OperatorPlace:
     """An operator of this file's library as a place of silu_and_mul."""
     names = parameters or ("out", "input")
-    return OperatorPlace(f"fl_test_operators::{name}", names, _routed, _native)
+    return OperatorPlace(f"fl_test_operators::{name}", names, silu_kernel, silu_of_kernel)
 
 
 def binding(*places: Any) -> dict[str, Binding]:
@@ -219,7 +203,7 @@ def test_a_callers_mistake_is_the_callers() -> None:
 
 def test_an_implementation_that_falls_to_the_operator_itself_gets_the_replaced_kernel() -> None:
     """As a later candidate; for a first one the operator stays vLLM's (below)."""
-    own = silu("vendor.b", fn=_native(torch.ops.fl_test_operators.gated))
+    own = silu("vendor.b", fn=silu_of_kernel(torch.ops.fl_test_operators.gated))
     plan = plan_of(refusing("vendor.a", "no"), own, counts_calls=True)
     with serving(plan) as chosen:
         assert chosen.names == {"silu_and_mul": ["fl_test_operators::gated"]}
@@ -259,7 +243,7 @@ def test_entered_again_is_per_thread_and_per_operator() -> None:
 
 
 def test_nothing_is_overridden_by_what_calls_the_operator_itself() -> None:
-    own = silu("vendor.a", fn=_native(torch.ops.fl_test_operators.gated))
+    own = silu("vendor.a", fn=silu_of_kernel(torch.ops.fl_test_operators.gated))
     plan = plan_of(own)
     with serving(plan, binding(place(), place("asking"))) as chosen:
         assert chosen.names == {"silu_and_mul": ["fl_test_operators::asking"]}
@@ -270,7 +254,7 @@ def test_nothing_is_overridden_by_what_calls_the_operator_itself() -> None:
 def test_what_a_pass_puts_into_graphs_is_overridden_by_what_calls_the_operator_itself() -> None:
     """Its first candidate may refuse what the pass has found, and the next one is asked."""
     fusion = FusionPlace("vllm.no.such.Pass", "no_such_flag", parts=())
-    own = silu("vendor.a", fn=_native(torch.ops.fl_test_operators.gated), supports=only_few)
+    own = silu("vendor.a", fn=silu_of_kernel(torch.ops.fl_test_operators.gated), supports=only_few)
     plan = plan_of(own, silu("vendor.b"))
     with serving(plan, binding(place(), fusion)) as chosen:
         assert chosen.names == {"silu_and_mul": ["fl_test_operators::gated"]}
@@ -482,7 +466,7 @@ def test_a_place_that_tells_no_tokens_has_such_calls_converted() -> None:
     def native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
         def silu_and_mul(x: Tensor) -> Tensor:
             converted.append(len(x))
-            return _native(replaced)(x)
+            return silu_of_kernel(replaced)(x)
 
         return silu_and_mul
 
