@@ -115,6 +115,18 @@ def test_and_may_be_left_to_vllm_at_some_sizes_where_each_call_tells_its_own(op:
 
 
 @pytest.mark.parametrize(
+    ("op", "is_traced"),
+    [("reshape_and_cache", False), ("chunk_gated_delta_rule", False), ("silu_and_mul", True)],
+)
+def test_what_piecewise_graphs_leave_out_is_no_part_of_a_graph(op: str, is_traced: bool) -> None:
+    """Linear attention calls a layer of vLLM's inside the operator at which graphs are split."""
+    done = work("cuda", "compiled", op)
+    assert done._is_between_graphs(op) is not is_traced
+    names = {contender.name for contender in done._tunings[op].contenders}
+    assert done._traced(op, done._tunings[op].contenders) == (names if is_traced else set())
+
+
+@pytest.mark.parametrize(
     ("op", "why"),
     [
         ("causal_conv1d", "its function has features before tokens"),

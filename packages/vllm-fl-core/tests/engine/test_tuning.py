@@ -280,6 +280,75 @@ class TestChoosing:
         (found,) = everything(op, 8)
         assert found.winner == winner
 
+    @pytest.mark.parametrize(
+        ("us", "captured", "where"),
+        [
+            pytest.param(25, 8, "between the graphs of a prefill", id="a graph of that size"),
+            pytest.param(25, None, "between the graphs of a prefill", id="not known"),
+            pytest.param(25, 0, "no graph of 8 tokens", id="no graph of that size"),
+            pytest.param(10, 8, "", id="it saves more than its launch costs"),
+        ],
+    )
+    def test_between_the_graphs_the_launch_counts_at_every_size(
+        self,
+        machine: Machine,
+        monkeypatch: pytest.MonkeyPatch,
+        us: float,
+        captured: Any,
+        where: str,
+    ) -> None:
+        """A cache write stands in the graph of a decoding step, and in none of a prefill."""
+        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        op = machine.tuning(
+            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
+            machine.kernel("vendor.fast", us),
+            captured=captured,
+            between_graphs=True,
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == ("default" if where else "vendor.fast")
+        told = {figure.impl: figure.slower for figure in found.figures()}["vendor.fast"]
+        more = f"{us} µs more to launch, and 5 µs less on the device"
+        assert told == (f"{where}: {op.forms[0].name}: {more}" if where else "")
+
+    def test_a_launch_is_timed_without_the_graph_that_only_measuring_makes(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In a model one graph holds many calls; entering one costs the host more than a call."""
+
+        def compiled(self: OpTuning, function: Any, form: Any) -> Any:
+            def entered(*args: Any) -> Any:
+                before = machine.now
+                result = function(*args)
+                machine.entered += 1
+                if machine.launching:
+                    machine.now = before + 100e-6
+                return result
+
+            return entered
+
+        machine.entered, machine.launching = 0, False
+        launch = Capturing.launch
+
+        def launching(self: Any, forms: Any) -> Any:
+            machine.launching = True
+            try:
+                return launch(self, forms)
+            finally:
+                machine.launching = False
+
+        monkeypatch.setattr(OpTuning, "_compiled", compiled)
+        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        monkeypatch.setattr(Capturing, "launch", launching)
+        op = machine.tuning(
+            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
+            machine.kernel("vendor.fast", 10),
+            mode="compiled",
+            captured=0,
+        )
+        (found,) = everything(op, 8)
+        assert machine.entered and found.winner == "vendor.fast"
+
     @pytest.mark.parametrize("traced", [None, frozenset({"vendor.default"}), frozenset()])
     def test_only_what_is_traced_is_compiled(
         self, machine: Machine, monkeypatch: pytest.MonkeyPatch, traced: Any

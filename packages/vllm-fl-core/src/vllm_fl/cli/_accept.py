@@ -57,6 +57,7 @@ PHASES = {
     # A prompt of one token: every step has the shape of a decoding step.
     "decode, batch 1": Visit("", 1, 1, 16, repeated=True),
     "decode, batch 8": Visit("", 8, 1, 16, repeated=True),
+    "prefill, 32 tokens": Visit("", 1, 32, 1),
     "prefill, 256 tokens": Visit("", 1, 256, 1),
 }
 """On every machine; `_beyond_graphs` adds one."""

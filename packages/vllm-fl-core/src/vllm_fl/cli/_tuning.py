@@ -201,6 +201,7 @@ class Work:
                 captured=subject.captured,
                 traced=self._traced(op, kept),
                 launched=self._launched(op, kept),
+                between_graphs=self._is_between_graphs(op),
                 products=self._products,
             )
             if tuning.forms:
@@ -348,9 +349,12 @@ class Work:
         """Whose calls stand in the graph that a compiler traces of the model.
 
         What a layer runs does, and what stands for an operator of PyTorch's. Operators and
-        functions that vLLM's own code calls inside an operator do not; and of an op that one of
-        vLLM's passes finds, what vLLM computes without that pass does.
+        functions that vLLM's own code calls inside an operator do not, nor do layers that it calls
+        there; and of an op that one of vLLM's passes finds, what vLLM computes without that pass
+        does.
         """
+        if self._is_between_graphs(op):
+            return frozenset()
         places = self._bindings[op].places if op in self._bindings else ()
         if any(isinstance(place, LayerPlace | IrPlace | GraphPlace) for place in places):
             return frozenset(contender.name for contender in contenders)
@@ -363,6 +367,9 @@ class Work:
         measured. Each is a form of the op, and stands in a layer once."""
         found = self._found.get((PRODUCTS, tokens))
         return found.fastest if found is not None else 0.0
+
+    def _is_between_graphs(self, op: str) -> bool:
+        return op in self._bindings and self._bindings[op].between_graphs
 
     def _launched(self, op: str, contenders: Sequence[Contender]) -> frozenset[str]:
         """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""

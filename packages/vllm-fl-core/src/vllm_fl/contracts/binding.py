@@ -267,12 +267,16 @@ class Binding:
         when: vLLM's VllmConfig -> whether the served model may have the op; None for an op that any
             model may have. What it raises means that the model may have it. One that a model cannot
             have is neither planned nor verified, unless the user's settings name it.
+        between_graphs: whether vLLM calls the op in what its piecewise CUDA graphs leave out (its
+            `splitting_ops`: attention, linear attention). In a step that prefills the host launches
+            it then, at sizes of which graphs are captured, too, and `vllm-fl tune` counts that.
     """
 
     places: tuple[Place, ...] = ()
     sizes: tuple[SizeRule, ...] = ()
     not_reached: tuple[str, ...] = ()
     when: Callable[[Any], bool] | None = None
+    between_graphs: bool = False
 
 
 @dataclass(frozen=True)

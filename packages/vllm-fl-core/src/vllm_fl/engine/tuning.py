@@ -68,6 +68,9 @@ Over = Callable[[str], AbstractContextManager[None]]
 """(whose code runs) -> a block that raises TimeoutError where it takes too long."""
 
 
+_Ways = tuple[Callable[..., Any], Callable[..., Any]]
+
+
 @dataclass(frozen=True)
 class Contender:
     """Somebody who is compared.
@@ -95,12 +98,15 @@ class _Served:
         impl: the implementation.
         call: the same as it serves, by the contract's parameters.
         timed: what is timed of it; `call`, unless the contender says otherwise.
+        launched: the same as the host launches it, where the call stands in a compiled graph: a
+            graph that holds this call alone costs the host more than the call does.
         bare: whether it is vLLM's own, whose callers take its results in any layout.
     """
 
     impl: OpImpl
     call: Callable[..., Any]
     timed: Callable[..., Any]
+    launched: Callable[..., Any]
     bare: bool
 
 
@@ -126,6 +132,8 @@ class OpTuning:
             mode, since vLLM's own code calls the op inside an operator.
         launched: the names of those whose kernels a compiled graph launches itself
             (`OpImpl.traced`), wherever they are called here.
+        between_graphs: whether vLLM calls the op between the pieces of its piecewise graphs
+            (`Binding.between_graphs`).
         products: the tokens of a step -> how long the device takes for the matrix products of a
             layer, µs; 0 where that is not known.
     """
@@ -144,8 +152,9 @@ class OpTuning:
     captured: int | None = None
     traced: frozenset[str] | None = None
     launched: frozenset[str] = frozenset()
+    between_graphs: bool = False
     products: Callable[[int], float] = field(default=lambda tokens: 0.0)
-    _functions: dict[tuple[str, Callable[..., Any], int], Callable[..., Any] | Exception] = field(
+    _functions: dict[tuple[str, Callable[..., Any], int], _Ways | Exception] = field(
         default_factory=dict, init=False
     )
     _wholes: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
@@ -186,8 +195,8 @@ class OpTuning:
             dropped.pop("", None)
             found.rejected |= dropped
             found.slower = self._slower(bench.parts)
-            beyond = self.captured is not None and tokens > self.captured
-            if bench.captures and beyond and self.products(tokens) < HOST_OF_A_LAYER:
+            by_host = self.between_graphs or self._beyond_graphs(tokens)
+            if bench.captures and by_host and self.products(tokens) < HOST_OF_A_LAYER:
                 found.slower = {**self._slower_to_launch(bench, found), **found.slower}
         return found
 
@@ -239,9 +248,13 @@ class OpTuning:
                     break
         return found
 
+    def _beyond_graphs(self, tokens: int) -> bool:
+        """Whether the engine is known to capture no graph of so many tokens."""
+        return self.captured is not None and tokens > self.captured
+
     def _slower_to_launch(self, bench: _Bench, found: Measured) -> dict[str, str]:
-        """Who saves the device less than its launch costs the host, where no graph serves and the
-        device is not known to be what limits a step.
+        """Who saves the device less than its launch costs the host, where no graph serves, or not
+        in every step, and the device is not known to be what limits a step.
 
         What limits such a step may be the host. It launches a kernel that stands in a compiled
         graph as fast as an operator of PyTorch's, and what the compiler takes whole through Python.
@@ -261,6 +274,8 @@ class OpTuning:
         slower: dict[str, str] = {}
         if self.default not in hosts:
             return slower
+        beyond = f"no graph of {found.tokens} tokens"
+        where = beyond if self._beyond_graphs(found.tokens) else "between the graphs of a prefill"
         of_default = _of_forms(bench.parts[self.default])
         for name in hosts.keys() - {self.default}:
             saved = map(operator.sub, of_default, _of_forms(bench.parts[name]))
@@ -268,8 +283,8 @@ class OpTuning:
             for form, less, more in zip(self.forms, saved, costs, strict=True):
                 if more > 0 and less < more:
                     slower[name] = (
-                        f"no graph of {found.tokens} tokens: {form.name}: {more:.0f} µs more to "
-                        f"launch, and {less:.0f} µs less on the device"
+                        f"{where}: {form.name}: {more:.0f} µs more to launch, and {less:.0f} µs "
+                        "less on the device"
                     )
                     break
         return slower
@@ -335,11 +350,12 @@ class OpTuning:
         return refusals[0] if refusals and len(refusals) == len(served) else served
 
     def _served(self, contender: Contender, impl: OpImpl, form: int) -> _Served:
-        call = timed = self._function(contender, impl, form)
+        call, launched = self._function(contender, impl, form)
+        timed = call
         if impl.impl_id in contender.apart:
             less = dataclasses.replace(impl, fn=contender.apart[impl.impl_id], consumes=frozenset())
-            timed = self._function(contender, less, form)
-        return _Served(impl, call, timed, contender.bare)
+            timed, launched = self._function(contender, less, form)
+        return _Served(impl, call, timed, launched, contender.bare)
 
     def _fault(self, served: _Served, form: Form, tokens: int) -> str:
         """What is wrong with its results for fresh inputs, ordinary and large; or nothing."""
@@ -379,8 +395,9 @@ class OpTuning:
 
         return poisoned
 
-    def _function(self, contender: Contender, impl: OpImpl, form: int) -> Callable[..., Any]:
-        """The op as a layer of this mode calls the implementation in one form; made once."""
+    def _function(self, contender: Contender, impl: OpImpl, form: int) -> _Ways:
+        """The op as a layer of this mode calls the implementation in one form, and as the host
+        launches such a call; made once."""
         key = contender.name, impl.fn, form
         if key not in self._functions:
             try:
@@ -392,15 +409,18 @@ class OpTuning:
             raise found
         return found
 
-    def _made(self, contender: Contender, impl: OpImpl, form: Form) -> Callable[..., Any]:
+    def _made(self, contender: Contender, impl: OpImpl, form: Form) -> _Ways:
         op = self.spec.name
         trace = Trace(op, self.mode, (), (Candidate(impl, "selected", "measured"),))
         plan = Plan(self.mode, {op: PlanEntry(op, trace)}, strict=True, contracts={op: self.spec})
         if self.mode == "compiled" and self._is_traced(contender):
-            return self._compiled(plan.as_compiled(op, impl), form)
+            function = plan.as_compiled(op, impl)
+            return self._compiled(function, form), function
         if contender.bare or impl.needs_layer:
-            return as_call(impl, self.spec, self.layer_for)
-        return call_guard(plan.chain(op, self.spec.consumable))
+            function = as_call(impl, self.spec, self.layer_for)
+        else:
+            function = call_guard(plan.chain(op, self.spec.consumable))
+        return function, function
 
     def _is_traced(self, contender: Contender) -> bool:
         return self.traced is None or contender.name in self.traced
@@ -497,7 +517,7 @@ class OpTuning:
                     ]
                     bench.timers[name] = partial(self._sum, bench, name, parts)
                     calls_of = [
-                        (one.timed, [laid.args for laid in of_form])
+                        (one.launched, [laid.args for laid in of_form])
                         for one, of_form in zip(served, sets, strict=True)
                     ]
                     bench.launches[name] = partial(bench.launch, calls_of)

@@ -197,4 +197,5 @@ BINDING = Binding(
         "packed as it loaded them",
     ),
     when=has_states,
+    between_graphs=True,
 )

@@ -169,4 +169,5 @@ BINDING = Binding(
         "another op",
     ),
     when=has_states,
+    between_graphs=True,
 )

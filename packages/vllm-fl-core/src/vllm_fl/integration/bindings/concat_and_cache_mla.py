@@ -159,4 +159,5 @@ BINDING = Binding(
         "kernels of their own",
     ),
     when=lambda config: config.model_config.use_mla,
+    between_graphs=True,
 )

@@ -42,4 +42,5 @@ BINDING = Binding(
         "Kimi's delta attention, whose gates are per feature: another op",
     ),
     when=has_states,
+    between_graphs=True,
 )

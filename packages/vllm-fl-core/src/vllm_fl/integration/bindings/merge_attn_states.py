@@ -145,4 +145,5 @@ BINDING = Binding(
         "merging inside a kernel: cascade attention of FlashInfer, attention that splits its keys",
         "attention backends of plugins",
     ),
+    between_graphs=True,
 )

@@ -325,4 +325,5 @@ BINDING = Binding(
         "ROCm's AITER kernels, which split the convolution's result, too",
     ),
     when=has_states,
+    between_graphs=True,
 )

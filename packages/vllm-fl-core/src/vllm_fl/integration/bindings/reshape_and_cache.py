@@ -108,4 +108,5 @@ BINDING = Binding(
         "caches that are written together with a rope or a norm in one kernel: vLLM's fusion "
         "passes, and models with kernels of their own",
     ),
+    between_graphs=True,
 )
