@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,8 @@ from typing import Any
 import pytest
 from engine_run import EngineFailed, Job, run
 from measured_here import measured
+
+from vllm_fl.settings.table import Row, read_table
 
 OP = "silu_and_mul"
 COUNTED = {"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_TABLE_UNACCEPTED": "1"}
@@ -67,3 +72,38 @@ def test_strict_mode_ends_the_start_on_another_machine(
         run(Job(str(model("qwen3")), BATCHES), VLLM_FL_STRICT="1", **elsewhere)
     assert "vllm-fl ends the start" in failure.value.log
     assert "it was measured with NVIDIA H200" in failure.value.log
+
+
+@pytest.mark.slow
+def test_a_table_that_makes_decoding_slower_is_turned_down_and_does_not_act(
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    """`--accept` in engines: of a model that takes fewer tokens than it would like to send."""
+    folder, path = str(model("qwen3")), tmp_path / "table.json"
+    loaded = plugin("sleeping")
+    search = os.pathsep.join([loaded["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, **loaded, "PYTHONPATH": search}
+    whole = measured(folder, OP, env=env)
+    rows = (Row(16, "vendor.sleeping"), Row(256, "default"))
+    path.write_text(replace(whole, ops={OP: replace(whole.ops[OP], rows=rows)}).text)
+
+    command = ("tune", "--accept", str(path), "--model", folder, "--rounds", "2")
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_fl.cli", *command],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    verdict = read_table(str(path)).accepted
+    assert verdict is not None and not verdict.accepted, done.stderr
+    assert done.returncode == 1
+    assert verdict.reason.startswith("slower: decode, batch 1 at ")
+    phases = ["decode, batch 1", "decode, batch 8", "prefill, 32 tokens", "prefill, 256 tokens"]
+    assert [f.removesuffix(": ratio") for f in verdict.figures if f.endswith("ratio")] == phases
+    assert "prefill, 256 tokens " in done.stdout and "is not accepted" in done.stdout
+
+    served = run(Job(folder, BATCHES, logits=False), VLLM_FL_TABLE=str(path), **loaded)
+    told = served["report"][0]["table"]
+    assert not told["acts"] and "slower: decode, batch 1" in told["reason"], told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ options = json.loads(sys.argv[-1])["options"]
 assert options["enforce_eager"] and options["dtype"] == "bfloat16", options
 told = {"acts": {acts}, "reason": "The table has no effect: device is H200", "left_out": {left_out}}
 report = {"digest": "d" + {plan}, "table": told if tabled else None, "ops": {ops}}
-ready = {"report": report, "vocabulary": 50, "graph_tokens": {graphs}}
+ready = {"report": report, "vocabulary": 50, "graph_tokens": {graphs}, "length": {length}}
 print(json.dumps(ready), flush=True)
 for line in sys.stdin:
     visit = json.loads(line)["visit"]
@@ -108,6 +109,7 @@ def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "tabled": "0.005",
             "tokens": "0",
             "graphs": "0",
+            "length": "2048",
             "ops": "{}",
         }
         text = ENGINE
@@ -130,15 +132,39 @@ def test_the_verdict_goes_into_the_file(accept: Any) -> None:
     assert "is accepted" in done.out and "2.000" in done.out
 
 
-@pytest.mark.parametrize(("graphs", "prompt"), [(512, 1024), (4096, 2047)])
+@pytest.mark.parametrize(
+    ("graphs", "length", "prompt"), [(512, 2048, 1024), (4096, 2048, 2047), (512, 1000, 999)]
+)
 def test_where_graphs_are_captured_a_prompt_is_larger_than_any(
-    accept: Any, graphs: int, prompt: int
+    accept: Any, graphs: int, length: int, prompt: int
 ) -> None:
-    path, done = accept(graphs=str(graphs))
+    path, done = accept(graphs=str(graphs), length=str(length))
     assert done.status == 0, done.err
     verdict = read_table(str(path)).accepted
     assert verdict is not None
     assert verdict.figures[f"prefill, {prompt} tokens: ratio"] == pytest.approx(2.0)
+
+
+def test_a_model_of_short_sequences_gets_no_prompt_that_it_does_not_take(accept: Any) -> None:
+    path, done = accept(length="256")
+    assert done.status == 0, done.err
+    verdict = read_table(str(path)).accepted
+    assert verdict is not None
+    ratios = {name for name in verdict.figures if name.endswith(": ratio")}
+    assert ratios == {f"{phase}: ratio" for phase in PHASES if phase != SLOWEST}
+
+
+def test_both_starts_are_asked_for_the_same(accept: Any, tmp_path: Path) -> None:
+    """The second start's prefills beyond the graphs were single ones, of some milliseconds."""
+    log = tmp_path / "visits"
+    noted = f"open({str(log)!r}, 'a').write(json.dumps(visit) + chr(10)) and 0"
+    _, done = accept(tokens=noted, graphs="512")
+    assert done.status == 0, done.err
+    visits = [json.loads(line) for line in log.read_text().splitlines()]
+    for phase in (*PHASES, "prefill, 1024 tokens"):
+        timed = [visit for visit in visits if visit["seed"] == f"{phase} 0 0"]
+        assert len(timed) == 4, "two engines, started twice"
+        assert timed == [timed[0]] * 4 and max(timed[0]["times"], timed[0]["new_tokens"]) == 16
 
 
 def test_the_engines_take_turns_within_a_round(accept: Any, tmp_path: Path) -> None:

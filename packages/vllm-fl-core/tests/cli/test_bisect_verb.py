@@ -43,7 +43,7 @@ if text != "{}" and is_plan:
     ops |= {op: token[0].removeprefix("impl:") for op, token in lists.items()}
 {start}
 report = None if aside else {"ops": {op: {"impl": impl} for op, impl in ops.items()}}
-ready = {"report": report, "vocabulary": 50, "graph_tokens": 0}
+ready = {"report": report, "vocabulary": 50, "length": 99, "graph_tokens": 0}
 print(json.dumps(ready), flush=True)
 away = set()
 for line in sys.stdin:

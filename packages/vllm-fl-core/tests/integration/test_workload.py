@@ -26,7 +26,7 @@ class SamplingParams(SimpleNamespace):
 
 
 class Engine:
-    model_config = SimpleNamespace(get_vocab_size=lambda: 50)
+    model_config = SimpleNamespace(get_vocab_size=lambda: 50, max_model_len=512)
     vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 8, 4])
     )
@@ -39,6 +39,8 @@ class LLM:
     def __init__(self, model, **options):
         self.asleep, self.waiting, self.options = False, [], options
         self.llm_engine = Engine()
+        if "max_model_len" in options:
+            Engine.model_config.max_model_len = options["max_model_len"]
 
     def collective_rpc(self, name, args=()):
         if name == "vllm_fl_layers_of":
@@ -83,6 +85,16 @@ def answered(prompt, sampling):
     )
 """
 
+ARGUMENTS = """
+from types import SimpleNamespace
+
+
+class EngineArgs(SimpleNamespace):
+    def create_model_config(self):
+        assert self.model == "a model" and self.skip_tokenizer_init
+        return SimpleNamespace(max_model_len=512)
+"""
+
 
 def test_prompts_follow_from_the_seed() -> None:
     visit = Visit("decode 3", 4, 16, 1)
@@ -98,7 +110,9 @@ def test_prompts_follow_from_the_seed() -> None:
 @pytest.fixture
 def engine(tmp_path: Path) -> Any:
     """`engine(*asked)`: the process over a stand-in for vLLM that was asked these."""
-    (tmp_path / "vllm.py").write_text(VLLM)
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text(VLLM)
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(ARGUMENTS)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
     def run(*asked: dict[str, Any], check: bool = True, **fields: Any) -> Any:
@@ -131,6 +145,15 @@ def test_it_answers_with_tokens_and_steps_and_nothing_else(engine: Any, batch: i
     assert second["tokens"] == [[2]] * batch and len(second["steps"]) == 1
     assert third["tokens"] == [[2]] * batch * 3 and len(third["steps"]) == 3
     assert "so does what it starts" in done.stderr
+
+
+@pytest.mark.parametrize(("longest", "length"), [(100, 100), (512, 512), (2048, 512)])
+def test_sequences_are_no_longer_than_the_model_takes(
+    engine: Any, longest: int, length: int
+) -> None:
+    """vLLM refuses a length beyond the model's own, and the user did not ask for one."""
+    (ready,) = answers(engine(longest=longest))
+    assert ready["length"] == ready["report"]["max_model_len"] == length
 
 
 def test_it_lets_every_prompt_repeat_its_last_token(engine: Any) -> None:

@@ -51,7 +51,7 @@ TURNS = 4
 engine's visits stand between the other's."""
 
 LENGTH = 2048
-"""The longest prompt, with one token more for the answer."""
+"""The longest prompt, with one token more for the answer; of a model that takes less, its own."""
 
 PHASES = {
     # A prompt of one token: every step has the shape of a decoding step.
@@ -60,7 +60,7 @@ PHASES = {
     "prefill, 32 tokens": Visit("", 1, 32, 1),
     "prefill, 256 tokens": Visit("", 1, 256, 1),
 }
-"""On every machine; `_beyond_graphs` adds one."""
+"""On every machine, where the model takes so many tokens; `_beyond_graphs` adds one."""
 
 TABLED, DEFAULT = "with the table", "without it"
 
@@ -212,7 +212,7 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
     seconds: dict[tuple[str, str], list[float]] = {}
     tokens, digests = [], []
     idle: dict[str, str] = {}
-    phases: Mapping[str, Visit] = PHASES
+    phases: Mapping[str, Visit] = {}
     for start in range(STARTS):
         with contextlib.ExitStack() as stack:
             order = (DEFAULT, TABLED) if start % 2 == 0 else (TABLED, DEFAULT)
@@ -221,12 +221,12 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
             }
             digests.append(_checked(engines))
             idle |= _idle(table, engines[TABLED].report["ops"])
-            phases = {**phases, **_beyond_graphs(engines)}
-            warm = {name: _warmed_up(engine, phases) for name, engine in engines.items()}
             if start == 0:
+                phases = _that_fit({**PHASES, **_beyond_graphs(engines)}, engines)
+                warm = {name: _warmed_up(engine, phases) for name, engine in engines.items()}
                 phases = _fitted(phases, warm)
-                for engine in engines.values():
-                    _warmed_up(engine, phases)
+            for engine in engines.values():
+                _warmed_up(engine, phases)
             answered = []
             for number in range(rounds):
                 for phase, visit in phases.items():
@@ -263,8 +263,14 @@ def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
     to launch.
     """
     largest = max(engine.graph_tokens for engine in engines.values())
-    tokens = min(2 * largest, LENGTH - 1)
+    tokens = min(2 * largest, *(engine.length - 1 for engine in engines.values()))
     return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1)} if largest else {}
+
+
+def _that_fit(phases: Mapping[str, Visit], engines: Mapping[str, Engine]) -> dict[str, Visit]:
+    """The phases whose prompts, and a token more, the engines take."""
+    length = min(engine.length for engine in engines.values())
+    return {name: visit for name, visit in phases.items() if visit.prompt_tokens < length}
 
 
 def _checked(engines: Mapping[str, Engine]) -> str:
@@ -348,7 +354,6 @@ def _running(name: str, table: Table, path: str, model: str) -> Iterator[Engine]
     options = {
         "dtype": table.dtype,
         "enforce_eager": table.mode == "eager",
-        "max_model_len": LENGTH,
         "gpu_memory_utilization": 0.45,  # two engines side by side
     }
     named = {
@@ -356,7 +361,8 @@ def _running(name: str, table: Table, path: str, model: str) -> Iterator[Engine]
         Settings.table_unaccepted.variable: "1",
     }
     without = {key: value for key, value in os.environ.items() if key not in named}
-    with running(name, model, options, without | (named if name == TABLED else {})) as engine:
+    environment = without | (named if name == TABLED else {})
+    with running(name, model, options, environment, longest=LENGTH) as engine:
         yield engine
 
 

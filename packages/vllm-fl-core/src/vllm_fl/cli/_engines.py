@@ -53,6 +53,7 @@ class Engine:
         ready = self._answer(START_TIMEOUT, "starts")
         self.report: dict[str, Any] = ready["report"] or {}
         self.vocabulary: int = ready["vocabulary"]
+        self.length: int = ready["length"]
         self.graph_tokens: int = ready["graph_tokens"]
 
     def ask(self, kind: str, **what: Any) -> dict[str, Any]:
@@ -97,6 +98,7 @@ def running(
     environment: Mapping[str, str],
     *,
     steps_aside: bool = False,
+    longest: int | None = None,
 ) -> Iterator[Engine]:
     """Start an engine, and end all its processes at the end.
 
@@ -106,6 +108,8 @@ def running(
         options: further arguments of `vllm.LLM`.
         environment: all variables of its processes.
         steps_aside: whether they make vllm-fl step aside: the engine's report is empty.
+        longest: the most tokens of a sequence, where the model does not take fewer; None leaves it
+            to `options`.
 
     Raises:
         EngineError: it does not start.
@@ -115,6 +119,8 @@ def running(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         request = {"model": model, "options": options, "steps_aside": steps_aside}
+        if longest is not None:
+            request["longest"] = longest
         with log.open("w") as errors:
             process = subprocess.Popen(
                 [*COMMAND, json.dumps(request)],

@@ -2,11 +2,13 @@
 
     python -m vllm_fl.integration.workload '{"model": DIR, "options": {…}}'
 
-Answers are lines of JSON on what was its standard output, and logs go to standard error. It
-answers once when it is ready: `report`, what the worker runs with, or null where vllm-fl steps
-aside; `vocabulary`, how many tokens there are; and `graph_tokens`, those of the largest graph that
-was captured, 0 where none was. Then it answers each line that it reads: an object whose one key is
-a method of `_Served`, and whose value has that method's arguments.
+With `longest` in it, the engine takes sequences of so many tokens, or of as many as the model does
+where these are fewer. Answers are lines of JSON on what was its standard output, and logs go to
+standard error. It answers once when it is ready: `report`, what the worker runs with, or null where
+vllm-fl steps aside; `vocabulary`, how many tokens there are; `length`, of how many a sequence may
+be; and `graph_tokens`, those of the largest graph that was captured, 0 where none was. Then it
+answers each line that it reads: an object whose one key is a method of `_Served`, and whose value
+has that method's arguments.
 """
 
 from __future__ import annotations
@@ -179,6 +181,14 @@ def _of_tokens(by_position: Any, tokens: list[int]) -> list[float]:
     return [told[token].logprob for told, token in zip(by_position, tokens, strict=True)]
 
 
+def _length(options: dict[str, Any]) -> int:
+    """How many tokens a sequence of the model may have; vLLM refuses to be asked for more."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    length: int = EngineArgs(**options).create_model_config().max_model_len
+    return length
+
+
 def _main(request: dict[str, Any]) -> None:
     """Serve until standard input ends."""
     # What an engine starts inherits descriptor 1 and prints there: keep the answers apart.
@@ -190,13 +200,17 @@ def _main(request: dict[str, Any]) -> None:
 
     from vllm import LLM
 
-    llm = LLM(request["model"], skip_tokenizer_init=True, seed=0, **request["options"])
+    options = {"model": request["model"], "skip_tokenizer_init": True, **request["options"]}
+    if "longest" in request:
+        options["max_model_len"] = min(request["longest"], _length(options))
+    llm = LLM(seed=0, **options)
     served = _Served(llm)
     steps_aside = request.get("steps_aside", False)
     captured = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes
     answer(
         report=None if steps_aside else llm.collective_rpc("vllm_fl_report")[0],
         vocabulary=llm.llm_engine.model_config.get_vocab_size(),
+        length=llm.llm_engine.model_config.max_model_len,
         graph_tokens=max(captured or (0,)),
     )
     for line in sys.stdin:
