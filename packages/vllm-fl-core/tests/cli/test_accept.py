@@ -35,7 +35,8 @@ assert os.environ.get("VLLM_FL_TABLE_UNACCEPTED") == ("1" if tabled else None)
 options = json.loads(sys.argv[-1])["options"]
 assert options["enforce_eager"] and options["dtype"] == "bfloat16", options
 told = {"acts": {acts}, "reason": "The table has no effect: device is H200", "left_out": {left_out}}
-report = {"digest": "d" + {plan}, "table": told if tabled else None, "ops": {ops}}
+told["digest"] = {digest}
+report = {"digest": "d" + {plan}, "table": told if tabled or {both} else None, "ops": {ops}}
 ready = {"report": report, "vocabulary": 50, "graph_tokens": {graphs}, "length": {length}}
 print(json.dumps(ready), flush=True)
 for line in sys.stdin:
@@ -105,6 +106,8 @@ def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         plain = {
             "acts": "True",
             "left_out": "{}",
+            "digest": f"{read_table(str(path)).digest!r}",
+            "both": "False",
             "plan": "''",
             "tabled": "0.005",
             "tokens": "0",
@@ -174,7 +177,7 @@ def test_the_engines_take_turns_within_a_round(accept: Any, tmp_path: Path) -> N
     _, done = accept(tokens=noted)
     assert done.status == 0, done.err
     visits = [line.split(" ", 1) for line in log.read_text().splitlines()]
-    for number, first in ((0, "0"), (1, "1")):
+    for number, first in ((0, "1"), (1, "0")):
         turns = [who for who, seed in visits if seed.startswith(f"{SLOWEST} {number} ")][:8]
         other = {"0": "1", "1": "0"}[first]
         assert turns == [first, other, other, first] * 2
@@ -217,10 +220,17 @@ def test_what_does_not_hold_here_is_refused_and_the_file_left(accept: Any) -> No
         ({"acts": "False"}, "The table has no effect: device is H200"),
         ({"left_out": "{'rms_norm': 'gone'}"}, "rows of op 'rms_norm' have no effect: gone"),
         ({"acts": "sys.exit('no engine')"}, "no engine"),
+        ({"digest": "'another'", "acts": "False"}, "cannot be told apart: VLLM_FL_CONFIG"),
+        ({"both": "True"}, "cannot be told apart: VLLM_FL_CONFIG"),
     ):
         path, done = accept(**behaviour)
         assert done.status == 1 and words in done.err
         assert path.read_text() == TABLE.text
+
+
+def test_a_table_that_does_not_hold_is_told_after_one_start(accept: Any) -> None:
+    _, done = accept(acts="False")
+    assert done.err.count("starting an engine") == 1
 
 
 CHOSEN = {

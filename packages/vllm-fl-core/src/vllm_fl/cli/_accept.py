@@ -215,12 +215,15 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
     phases: Mapping[str, Visit] = {}
     for start in range(STARTS):
         with contextlib.ExitStack() as stack:
-            order = (DEFAULT, TABLED) if start % 2 == 0 else (TABLED, DEFAULT)
-            engines = {
-                name: stack.enter_context(_running(name, table, path, model)) for name in order
-            }
-            digests.append(_checked(engines))
-            idle |= _idle(table, engines[TABLED].report["ops"])
+            # A table that does not hold is told after one start, not after two.
+            order = (TABLED, DEFAULT) if start % 2 == 0 else (DEFAULT, TABLED)
+            engines: dict[str, Engine] = {}
+            for name in order:
+                engines[name] = stack.enter_context(_running(name, table, path, model))
+                _check(name, engines[name], table)
+            report = engines[TABLED].report
+            digests.append(str(report["digest"]))
+            idle |= _idle(table, report["ops"])
             if start == 0:
                 phases = _that_fit({**PHASES, **_beyond_graphs(engines)}, engines)
                 warm = {name: _warmed_up(engine, phases) for name, engine in engines.items()}
@@ -273,14 +276,16 @@ def _that_fit(phases: Mapping[str, Visit], engines: Mapping[str, Engine]) -> dic
     return {name: visit for name, visit in phases.items() if visit.prompt_tokens < length}
 
 
-def _checked(engines: Mapping[str, Engine]) -> str:
-    """The digest of the plan with the table; AcceptError where it is not the table's."""
-    told, other = (engines[name].report["table"] for name in (TABLED, DEFAULT))
-    if told is None or other is not None:
+def _check(name: str, engine: Engine, table: Table) -> None:
+    """AcceptError where the one engine does not have the table, whole, or the other has one."""
+    told = engine.report["table"]
+    if (told and told["digest"]) != (table.digest if name == TABLED else None):
         raise AcceptError(
             f"The engines cannot be told apart: {CONFIG} overrides VLLM_FL_TABLE. Unset it, or "
             "leave the table out of its file and set its other settings by variables"
         )
+    if told is None:
+        return
     if not told["acts"]:
         raise AcceptError(f"{told['reason']}. Nothing was written")
     for op, why in told["left_out"].items():
@@ -288,7 +293,6 @@ def _checked(engines: Mapping[str, Engine]) -> str:
             f"The table's rows of op '{op}' have no effect: {why}. Measure again with "
             "`vllm-fl tune --model DIR`; nothing was written"
         )
-    return str(engines[TABLED].report["digest"])
 
 
 def _idle(table: Table, planned: Mapping[str, Any]) -> dict[str, str]:
