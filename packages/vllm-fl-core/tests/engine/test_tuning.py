@@ -18,7 +18,7 @@ import torch
 
 import vllm_fl
 from vllm_fl.contracts import ModelSizes, contracts
-from vllm_fl.engine import tuning
+from vllm_fl.engine import bench, tuning
 from vllm_fl.engine.timing import Measured, rows_of
 from vllm_fl.engine.tuning import Contender, OpTuning
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -94,7 +94,8 @@ def rounded(result: Any, dtype: torch.dtype) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "cold_bytes", lambda device: 1024)
+    for module in (bench, tuning):
+        monkeypatch.setattr(module, "cold_bytes", lambda device: 1024)
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def everything(op: OpTuning, *counts: int) -> list[Measured]:
     return [op.measure_again(one) if one.promoted != "default" else one for one in measured]
 
 
-class Capturing(tuning._Bench):
+class Capturing(tuning.Bench):
     """Measures as if its calls were captured in graphs."""
 
     def __init__(self, *args: Any) -> None:
@@ -206,7 +207,7 @@ class TestChoosing:
         wins: bool,
     ) -> None:
         # The clock runs in kernels alone: an operator of PyTorch's takes no time to launch.
-        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        monkeypatch.setattr(tuning, "Bench", Capturing)
         op = machine.tuning(
             dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
             machine.kernel("vendor.fast", us),
@@ -229,7 +230,7 @@ class TestChoosing:
             machine.now += 0 if residual is not None else 990e-6
             return oracle(x, residual, *rest)
 
-        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        monkeypatch.setattr(tuning, "Bench", Capturing)
         op = machine.tuning(
             dataclasses.replace(
                 machine.kernel("vendor.default", 30, slow_without_a_residual, op="rms_norm"),
@@ -247,7 +248,7 @@ class TestChoosing:
     def test_what_no_compiler_traces_is_launched_through_python_be_it_vllms(
         self, machine: Machine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        monkeypatch.setattr(tuning, "Bench", Capturing)
         op = machine.tuning(
             dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
             machine.kernel("vendor.fast", 25),
@@ -270,7 +271,7 @@ class TestChoosing:
     def test_a_launch_through_python_counts_where_there_is_one_and_the_device_waits_for_it(
         self, machine: Machine, monkeypatch: pytest.MonkeyPatch, known: Any, winner: str
     ) -> None:
-        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        monkeypatch.setattr(tuning, "Bench", Capturing)
         op = machine.tuning(
             dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
             machine.kernel("vendor.fast", 25),
@@ -298,7 +299,7 @@ class TestChoosing:
         where: str,
     ) -> None:
         """A cache write stands in the graph of a decoding step, and in none of a prefill."""
-        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        monkeypatch.setattr(tuning, "Bench", Capturing)
         op = machine.tuning(
             dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
             machine.kernel("vendor.fast", us),
@@ -338,7 +339,7 @@ class TestChoosing:
                 machine.launching = False
 
         monkeypatch.setattr(OpTuning, "_compiled", compiled)
-        monkeypatch.setattr(tuning, "_Bench", Capturing)
+        monkeypatch.setattr(tuning, "Bench", Capturing)
         monkeypatch.setattr(Capturing, "launch", launching)
         op = machine.tuning(
             dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
@@ -703,7 +704,7 @@ class TestCompiled:
 
 class TestNeverAtBoot:
     ROOT = Path(vllm_fl.__file__).parent
-    MEASURING = ("tuning", "timing")
+    MEASURING = ("tuning", "timing", "bench")
 
     def test_only_the_verb_imports_it(self) -> None:
         importers = set()
@@ -713,7 +714,7 @@ class TestNeverAtBoot:
                     names = {(node.module or "").rpartition(".")[2], *(a.name for a in node.names)}
                     if names & {*self.MEASURING}:
                         importers.add(str(path.relative_to(self.ROOT)))
-        assert importers == {"cli/_tuning.py", "engine/tuning.py"}
+        assert importers == {"cli/_tuning.py", "engine/bench.py", "engine/tuning.py"}
 
     @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
     def test_an_engines_modules_do_not_load_it(self) -> None:

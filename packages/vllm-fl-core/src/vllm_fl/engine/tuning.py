@@ -7,7 +7,6 @@ another one at every start.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import operator
 import statistics
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
@@ -29,6 +27,7 @@ from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl
 from ..settings.policy import Mode
 from ..text import quote
+from .bench import Bench, cold_bytes
 from .guarded import Guarded, rows_of
 from .opaque import is_opaque
 from .plan import Plan, PlanEntry
@@ -36,7 +35,7 @@ from .preflight import Form, Trials, repeated
 from .timing import ROOM, Measured, Timer, in_turn, quartiles, ratios
 from .verification import LayerFactory, as_call, compare, refusal_of
 
-__all__ = ["Contender", "OpTuning", "cold_bytes"]
+__all__ = ["Contender", "OpTuning"]
 
 SCREENING, FINALS, FINALISTS = 5, 11, 3
 """Rounds in which everybody is timed; those of the finals; how many come into these, the default
@@ -45,17 +44,8 @@ apart."""
 ROUND = 400e-6
 """Seconds that a round of one form lasts at least: a clock's own noise must not count."""
 
-LONGEST = 10e-3
-"""Seconds after which a round on a CPU makes no further call: on a busy one a call that takes
-microseconds may take milliseconds, many times over."""
-
 MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
 """Calls in one round, each with arguments of its own, and what these may occupy."""
-
-WARM_UP = 3
-
-LAUNCHES = 50
-"""How many launches are timed, at least."""
 
 HOST_OF_A_LAYER = 2000.0
 """µs within which the host is through with a layer of a model: where the device works longer on
@@ -67,8 +57,8 @@ LOWERED_BY = "inductor"
 Over = Callable[[str], AbstractContextManager[None]]
 """(whose code runs) -> a block that raises TimeoutError where it takes too long."""
 
-
 _Ways = tuple[Callable[..., Any], Callable[..., Any]]
+"""(an op as it is timed, the same as the host launches it)."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +242,7 @@ class OpTuning:
         """Whether the engine is known to capture no graph of so many tokens."""
         return self.captured is not None and tokens > self.captured
 
-    def _slower_to_launch(self, bench: _Bench, found: Measured) -> dict[str, str]:
+    def _slower_to_launch(self, bench: Bench, found: Measured) -> dict[str, str]:
         """Who saves the device less than its launch costs the host, where no graph serves, or not
         in every step, and the device is not known to be what limits a step.
 
@@ -485,14 +475,12 @@ class OpTuning:
 
     # How long it takes.
 
-    def _bench(
-        self, tokens: int, sound: Mapping[str, Sequence[_Served]], found: Measured
-    ) -> _Bench:
+    def _bench(self, tokens: int, sound: Mapping[str, Sequence[_Served]], found: Measured) -> Bench:
         """Timers for everybody who is right, with arguments that they share.
 
         Who raises meanwhile is rejected.
         """
-        bench = _Bench(self.device, self.mode, self.clock)
+        bench = Bench(self.device, self.mode, self.clock)
         first = [self._laid(form, tokens, 0) for form in self.forms]
         least = math.inf
         for name, served in sound.items():
@@ -555,7 +543,7 @@ class OpTuning:
         except Exception as error:
             found.rejected[name] = f"raised: {quote(error)}, while it {when} ({tokens} tokens)"
 
-    def _sum(self, bench: _Bench, name: str, parts: Sequence[Timer]) -> float:
+    def _sum(self, bench: Bench, name: str, parts: Sequence[Timer]) -> float:
         with self.over(name):
             times = [part() for part in parts]
         bench.parts.setdefault(name, []).append(times)
@@ -627,153 +615,6 @@ class _Laid:
     form: Form
     activations: Guarded
     args: tuple[Any, ...]
-
-
-class _Bench:
-    """Times calls on a device with cold caches, as the mode serves them.
-
-    On a CPU, and in eager mode on a device, a call's time is from Python until the device is done,
-    the host's work included. In compiled mode on CUDA the calls are captured in a graph, and their
-    time is the device's when it is replayed.
-
-    Args:
-        device: where.
-        mode: how the engine runs the model.
-        clock: seconds.
-    """
-
-    def __init__(self, device: torch.device, mode: Mode, clock: Callable[[], float]) -> None:
-        self.device, self.clock = device, clock
-        self.captures = mode == "compiled" and device.type == "cuda"
-        self.timers: dict[str, Timer] = {}
-        self.parts: dict[str, list[list[float]]] = {}
-        self.copy: Timer | None = None
-        self.launches: dict[str, Callable[[], list[float]]] = {}
-        self._wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
-        self._flushed = torch.zeros(cold_bytes(device), dtype=torch.uint8, device=device)
-
-    def seconds_of(self, call: Callable[..., Any], args: tuple[Any, ...]) -> float:
-        """Roughly, after what it compiles and allocates at its first calls."""
-        seconds = 0.0
-        for _ in range(WARM_UP + 1):
-            self._wait()
-            start = self.clock()
-            call(*args)
-            self._wait()
-            seconds = self.clock() - start
-        return seconds
-
-    def timer(
-        self, call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], renew: Callable[[], None]
-    ) -> Timer:
-        """A call's time, from one call with each of these arguments.
-
-        On a CPU it is the median: another process may take the CPU away in the middle of one. A
-        device that the calls are queued for gives their mean.
-        """
-
-        def run() -> None:
-            for args in sets:
-                call(*args)
-
-        def mean() -> float:
-            renew()
-            self._cool()
-            start = self.clock()
-            run()
-            self._wait()
-            return (self.clock() - start) / len(sets) * 1e6
-
-        def median() -> float:
-            renew()
-            self._cool()
-            times: list[float] = []
-            for args in sets:
-                start = self.clock()
-                call(*args)
-                times.append(self.clock() - start)
-                if sum(times) > LONGEST:
-                    break
-            return statistics.median(times) * 1e6
-
-        if self.captures:
-            return self._captured(run, len(sets), renew)
-        return median if self.device.type == "cpu" else mean
-
-    def _captured(self, run: Callable[[], None], calls: int, renew: Callable[[], None]) -> Timer:
-        graph = torch.cuda.CUDAGraph()
-        gc.collect()
-        gc.disable()  # an older graph that is freed meanwhile spoils the capture
-        try:
-            with torch.cuda.graph(graph):
-                run()
-        finally:
-            gc.enable()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def once() -> float:
-            renew()
-            self._cool()
-            start.record()
-            graph.replay()
-            end.record()
-            self._wait()
-            return float(start.elapsed_time(end)) / calls * 1e3
-
-        return once
-
-    def launch(
-        self, forms: Sequence[tuple[Callable[..., Any], Sequence[tuple[Any, ...]]]]
-    ) -> list[float]:
-        """How long the host takes to launch a call, the median of each form, µs.
-
-        Nobody waits for the device meanwhile. What the calls overwrite is not renewed.
-        """
-        medians = []
-        for call, sets in forms:
-            times: list[float] = []
-            self._wait()
-            while len(times) < LAUNCHES:
-                for args in sets:
-                    start = self.clock()
-                    call(*args)
-                    times.append(self.clock() - start)
-            self._wait()
-            medians.append(statistics.median(times) * 1e6)
-        return medians
-
-    def launch_of_pytorch(self) -> float:
-        """The same of an operator of PyTorch's that has little to do."""
-        one = torch.zeros(1, device=self.device)
-        (median,) = self.launch([(one.add_, [(1,)])])
-        return median
-
-    def copying(self, moved: int, calls: int) -> Timer:
-        """A copy that reads half of so many bytes and writes the other half."""
-        pairs = [
-            tuple(
-                torch.zeros(max(1, moved // 2), dtype=torch.uint8, device=self.device) for _ in "ab"
-            )
-            for _ in range(calls)
-        ]
-        return self.timer(lambda to, source: to.copy_(source), pairs, lambda: None)
-
-    def _cool(self) -> None:
-        """Fill the caches with something else."""
-        self._flushed.add_(1)
-        self._wait()
-
-
-def cold_bytes(device: torch.device) -> int:
-    """The size of a buffer that displaces what a device's caches hold."""
-    if device.type == "cuda":
-        return 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
-    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    try:
-        sizes = [int(path.read_text().strip().removesuffix("K")) * 1024 for path in caches]
-    except (OSError, ValueError):
-        sizes = []
-    return max(sizes, default=32 * 2**20) * 5 // 4
 
 
 def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
