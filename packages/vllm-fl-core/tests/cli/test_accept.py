@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from commands import Command
 
 from vllm_fl.cli import _engines
 from vllm_fl.cli._accept import DEFAULT, PHASES, TABLED, Served, _fitted, _part, judged
+from vllm_fl.cli._report import ReportFile
 from vllm_fl.settings.table import Row, Table, TunedOp, Verdict, read_table
 
 TABLE = Table(
@@ -226,6 +229,32 @@ def test_what_does_not_hold_here_is_refused_and_the_file_left(accept: Any) -> No
         path, done = accept(**behaviour)
         assert done.status == 1 and words in done.err
         assert path.read_text() == TABLE.text
+
+
+def test_sigterm_ends_the_engines_and_leaves_the_file(accept: Any, tmp_path: Path) -> None:
+    seen = tmp_path / "engines"
+    noted = f"open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n') and os.kill(os.getppid(), 15)"
+    path, done = accept(tokens=noted)
+    assert done.status == 130 and "interrupted" in done.err
+    assert path.read_text() == TABLE.text
+    assert not list(tmp_path.glob(".*")), "no draft of the file is left"
+    for pid in seen.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_on_a_full_disk_the_verdict_is_said_at_least(
+    accept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: ReportFile, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ReportFile, "write", full)
+    path, done = accept()
+    assert done.status == 1 and "is accepted" in done.out
+    assert f"{path} cannot be written: No space left on device" in done.err
+    assert path.read_text() == TABLE.text
+    assert accept("--json")[1].json()["accepted"] is True
 
 
 def test_a_table_that_does_not_hold_is_told_after_one_start(accept: Any) -> None:

@@ -30,6 +30,7 @@ from ..settings.schema import CONFIG, Settings
 from ..settings.table import DEFAULT as UNCHANGED
 from ..settings.table import Table, Verdict, read_table
 from ._engines import Engine, running
+from ._part import ended_by_signal
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
 
@@ -110,7 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve the workload, write the verdict into the table's file, and say it.
 
     Returns:
-        The exit status: 0 where the table is accepted, 1 where it is not.
+        The exit status: 0 where the table is accepted, 1 where it is not, or its file cannot be
+        written any more.
 
     Raises:
         SettingsError: the file is no table.
@@ -132,11 +134,15 @@ def run(arguments: argparse.Namespace) -> int:
             f"The table's rows of op '{op}' have no effect: a list of your own orders it. "
             f"`vllm-fl explain {op}` says where it stands; unset it. Nothing was written"
         )
-    with ReportFile(path, "--accept") as file:
+    unwritten = ""
+    with ReportFile(path, "--accept") as file, ended_by_signal():
         started = time.monotonic()
         served = _serve(table, path, model, -(-rounds // STARTS))
         verdict = judged(served)
-        file.write(dataclasses.replace(table, accepted=verdict).text)
+        try:
+            file.write(dataclasses.replace(table, accepted=verdict).text)
+        except OSError as error:  # what took minutes is told all the same
+            unwritten = f"{path} cannot be written: {error.strerror or error}"
     took = time.monotonic() - started
     if arguments.json:
         print_json(table=path, digest=table.digest, seconds=took, **dataclasses.asdict(verdict))
@@ -144,7 +150,9 @@ def run(arguments: argparse.Namespace) -> int:
         _show(served, verdict)
         state = "accepted" if verdict.accepted else "not accepted"
         say(f"\nThe table {path} ({table.digest}) is {state}: {verdict.reason}. {took:.0f} s.")
-    return 0 if verdict.accepted else 1
+    if unwritten:
+        say(f"vllm-fl: {unwritten}; the file is as it was, without this verdict", error=True)
+    return 0 if verdict.accepted and not unwritten else 1
 
 
 def judged(served: Served) -> Verdict:
