@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from vllm_fl.engine.tuning import Contender, OpTuning
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl.settings.table import Row
+
+BETWEEN = "between the graphs of a prefill"
 
 SIZES = ModelSizes(
     hidden=16,
@@ -190,21 +193,27 @@ class TestChoosing:
         assert found.promoted == found.winner == "default"
 
     @pytest.mark.parametrize(
-        ("us", "captured", "wins"),
+        ("us", "captured", "between", "where"),
         [
-            pytest.param(10, 0, True, id="it saves more than its launch costs"),
-            pytest.param(25, 0, False, id="it saves less"),
-            pytest.param(25, 8, True, id="a graph launches it"),
-            pytest.param(25, None, True, id="not known"),
+            pytest.param(10, 0, False, "", id="it saves more than its launch costs"),
+            pytest.param(25, 0, False, "no graph of 8 tokens", id="it saves less"),
+            pytest.param(25, 8, False, "", id="a graph launches it"),
+            pytest.param(25, None, False, "", id="not known"),
+            # A cache write stands in the graph of a decoding step, and in none of a prefill.
+            pytest.param(10, 8, True, "", id="between graphs it saves more"),
+            pytest.param(25, 8, True, BETWEEN, id="between graphs of that size"),
+            pytest.param(25, None, True, BETWEEN, id="between graphs, not known of which sizes"),
+            pytest.param(25, 0, True, "no graph of 8 tokens", id="no graph to be between"),
         ],
     )
-    def test_beyond_the_graphs_the_launch_through_python_counts(
+    def test_where_no_graph_serves_the_launch_through_python_counts(
         self,
         machine: Machine,
         monkeypatch: pytest.MonkeyPatch,
         us: float,
         captured: Any,
-        wins: bool,
+        between: bool,
+        where: str,
     ) -> None:
         # The clock runs in kernels alone: an operator of PyTorch's takes no time to launch.
         monkeypatch.setattr(tuning, "Bench", Capturing)
@@ -212,14 +221,14 @@ class TestChoosing:
             dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
             machine.kernel("vendor.fast", us),
             captured=captured,
+            between_graphs=between,
         )
         (found,) = everything(op, 8)
-        assert found.winner == ("vendor.fast" if wins else "default")
+        assert found.winner == ("default" if where else "vendor.fast")
         told = {figure.impl: figure.slower for figure in found.figures()}
         assert told["vendor.default"] == ""
         more = f"{us} µs more to launch, and 5 µs less on the device"
-        form = op.forms[0].name
-        assert told["vendor.fast"] == ("" if wins else f"no graph of 8 tokens: {form}: {more}")
+        assert told["vendor.fast"] == (f"{where}: {op.forms[0].name}: {more}" if where else "")
 
     def test_beyond_the_graphs_what_one_form_saves_pays_for_no_other(
         self, machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -281,66 +290,24 @@ class TestChoosing:
         (found,) = everything(op, 8)
         assert found.winner == winner
 
-    @pytest.mark.parametrize(
-        ("us", "captured", "where"),
-        [
-            pytest.param(25, 8, "between the graphs of a prefill", id="a graph of that size"),
-            pytest.param(25, None, "between the graphs of a prefill", id="not known"),
-            pytest.param(25, 0, "no graph of 8 tokens", id="no graph of that size"),
-            pytest.param(10, 8, "", id="it saves more than its launch costs"),
-        ],
-    )
-    def test_between_the_graphs_the_launch_counts_at_every_size(
-        self,
-        machine: Machine,
-        monkeypatch: pytest.MonkeyPatch,
-        us: float,
-        captured: Any,
-        where: str,
-    ) -> None:
-        """A cache write stands in the graph of a decoding step, and in none of a prefill."""
-        monkeypatch.setattr(tuning, "Bench", Capturing)
-        op = machine.tuning(
-            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
-            machine.kernel("vendor.fast", us),
-            captured=captured,
-            between_graphs=True,
-        )
-        (found,) = everything(op, 8)
-        assert found.winner == ("default" if where else "vendor.fast")
-        told = {figure.impl: figure.slower for figure in found.figures()}["vendor.fast"]
-        more = f"{us} µs more to launch, and 5 µs less on the device"
-        assert told == (f"{where}: {op.forms[0].name}: {more}" if where else "")
-
     def test_a_launch_is_timed_without_the_graph_that_only_measuring_makes(
         self, machine: Machine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """In a model one graph holds many calls; entering one costs the host more than a call."""
+        graphs: list[Any] = []
+        launched: list[Any] = []
 
         def compiled(self: OpTuning, function: Any, form: Any) -> Any:
-            def entered(*args: Any) -> Any:
-                before = machine.now
-                result = function(*args)
-                machine.entered += 1
-                if machine.launching:
-                    machine.now = before + 100e-6
-                return result
+            graphs.append(partial(function))
+            return graphs[-1]
 
-            return entered
-
-        machine.entered, machine.launching = 0, False
-        launch = Capturing.launch
-
-        def launching(self: Any, forms: Any) -> Any:
-            machine.launching = True
-            try:
-                return launch(self, forms)
-            finally:
-                machine.launching = False
+        class Noting(Capturing):
+            def launch(self, forms: Any) -> Any:
+                launched.extend(call for call, _ in forms)
+                return super().launch(forms)
 
         monkeypatch.setattr(OpTuning, "_compiled", compiled)
-        monkeypatch.setattr(tuning, "Bench", Capturing)
-        monkeypatch.setattr(Capturing, "launch", launching)
+        monkeypatch.setattr(tuning, "Bench", Noting)
         op = machine.tuning(
             dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
             machine.kernel("vendor.fast", 10),
@@ -348,7 +315,10 @@ class TestChoosing:
             captured=0,
         )
         (found,) = everything(op, 8)
-        assert machine.entered and found.winner == "vendor.fast"
+        assert found.winner == "vendor.fast"
+        of_fast = [graph.func for graph in graphs]
+        assert any(call in of_fast for call in launched)
+        assert not any(call in graphs for call in launched)
 
     @pytest.mark.parametrize("traced", [None, frozenset({"vendor.default"}), frozenset()])
     def test_only_what_is_traced_is_compiled(
