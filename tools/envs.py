@@ -264,7 +264,7 @@ def empty_wheel(vllm: str) -> Path:
 
 def _layer(name: str, base: Env, requirements: tuple[str, ...]) -> Env:
     """An environment over `base` with these, of which nothing else is installed."""
-    key = hashlib.sha256(json.dumps([str(base.path), requirements]).encode()).hexdigest()[:12]
+    key = hashlib.sha256(json.dumps([base.path.name, requirements]).encode()).hexdigest()[:12]
     env = Env(VENVS / f"{name}-{key}", base)
     with locked(env.path):
         if not _marker(env.path).exists():
