@@ -31,6 +31,7 @@ nox.options.default_venv_backend = "none"
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
 ASCEND, CUDA, FLAGGEMS = "vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"
 FLAGCX = "vllm-fl-flagcx"
+SMOLLM = "SmolLM2-135M-Instruct"
 
 
 def timed(name: str, *, default: bool = True) -> Callable[..., Callable[..., None]]:
@@ -283,7 +284,7 @@ def ray(session: nox.Session) -> None:
 def quickstart(session: nox.Session) -> None:
     """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
     env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
-    model = real_model(session, "SmolLM2-135M-Instruct")
+    model = real_model(session, SMOLLM)
     options = ("--model", str(model.relative_to(ROOT))) if model else ()
     python(session, env, "quickstart.py", *options, *session.posargs, **ENGINE)
 
@@ -292,7 +293,9 @@ def quickstart(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure the call path and the engine against a direct call and stock vLLM."""
     env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
-    python(session, env, "benchmarks/run.py", *session.posargs, **ENGINE)
+    model = real_model(session, SMOLLM)
+    options = ("--real", str(model.relative_to(ROOT))) if model else ()
+    python(session, env, "benchmarks/run.py", *options, *session.posargs, **ENGINE)
 
 
 @timed("full", default=False)

@@ -81,8 +81,9 @@ def run(
 
     Returns:
         `tokens`, `logits` and `cached` (tokens found in the cache) per prompt of all batches,
-        `logprobs` per text of `scored`, `steps` (how many forward passes the batches took), `seconds` per round, `kv_blocks`,
-        `report` (None for stock), `custom_ops`, and `log`, all that the process printed.
+        `logprobs` per text of `scored`, `steps` (how many forward passes the batches took),
+        `seconds` per round, `kv_blocks`, `report` (None for stock), `custom_ops`, and `log`, all
+        that the process printed.
 
     Raises:
         EngineFailed: it did not end well.
