@@ -16,6 +16,7 @@ from commands import Command
 from vllm_fl.cli import _engines
 from vllm_fl.cli._accept import DEFAULT, PHASES, TABLED, Served, _fitted, _part, judged
 from vllm_fl.cli._report import ReportFile
+from vllm_fl.plugins import breadcrumb
 from vllm_fl.settings.table import Row, Table, TunedOp, Verdict, read_table
 
 TABLE = Table(
@@ -257,6 +258,25 @@ def test_on_a_full_disk_the_verdict_is_said_at_least(
     assert f"{path} cannot be written: No space left on device" in done.err
     assert path.read_text() == TABLE.text
     assert accept("--json")[1].json()["accepted"] is True
+
+
+def test_an_engine_that_is_ended_leaves_no_note_of_what_it_ran(accept: Any) -> None:
+    noted = "note() and os.kill(os.getppid(), 15) or __import__('time').sleep(60)"
+    head = "from vllm_fl.plugins.breadcrumb import running\n"
+    head += "runs = running('the verification of gelu_and_mul=vendor.cpu')\n"
+    head += "note = lambda: runs.__enter__() or 1"
+    _, done = accept(tokens=noted, graphs=f"exec({head!r}, globals()) or 0")
+    assert done.status == 130
+    assert breadcrumb.lost() == ()
+
+
+def test_one_that_dies_leaves_its_note(accept: Any) -> None:
+    head = "from vllm_fl.plugins.breadcrumb import running\nimport os\n"
+    head += "with running('the verification of gelu_and_mul=vendor.cpu'): os.abort()"
+    _, done = accept(graphs=f"exec({head!r}) or 0")
+    assert done.status == 1 and "failed" in done.err
+    (crumb,) = breadcrumb.lost()
+    assert crumb.what == "the verification of gelu_and_mul=vendor.cpu"
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,13 @@ def test_vllm_target_device(fl: Command, plugin: Plugin) -> None:
     assert not found(fl("doctor", "--json", VLLM_TARGET_DEVICE="cuda"), "vllm-target-device")
 
 
+def left(what: str, owner: str = "") -> None:
+    """A note by a process that ended while it ran this."""
+    code = "import os, sys\nfrom vllm_fl.plugins.breadcrumb import running\n"
+    code += "with running(*sys.argv[1:]): os.abort()"
+    subprocess.run([sys.executable, "-c", code, what, owner], check=False)
+
+
 class TestPlugins:
     def test_one_that_fails(self, fl: Command, plugin: Plugin) -> None:
         name = plugin("raise OSError('libacme.so.3 is missing')")
@@ -517,15 +524,40 @@ class TestContainment:
 
     def test_a_process_that_was_ended_earlier(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR)
-        code = (
-            "import os\nfrom vllm_fl.plugins.breadcrumb import running\n"
-            "with running(\"the first run of 'vendor.acme' of vllm-fl-acme 1.0\"): os.abort()"
-        )
-        subprocess.run([sys.executable, "-c", code], check=False)
+        left("the first run of 'vendor.acme' of vllm-fl-acme 1.0")
         for _ in range(2):  # to look does not forget
             (finding,) = found(fl("doctor", "--json"), "ended")
             assert "the first run of 'vendor.acme' of vllm-fl-acme 1.0" in finding["what"]
             assert "rm " in finding["todo"]
+
+    def test_it_is_told_of_what_is_installed_and_how_to_do_without(
+        self, fl: Command, plugin: Plugin, distribution: Distribution
+    ) -> None:
+        distribution("vllm-acme", "2.0")
+        module = plugin(FOUR)
+        whats = {
+            "the verification of an op of vllm-acme 1.0": "vllm-acme 1.0",
+            "the import of plugin 'acme' of vllm-acme 2.0": "vllm-acme 2.0",
+            f"the import of plugin {module!r} of {module}": module,
+            "the answer of plugin 'acme' for vLLM's platform of vllm-acme 2.0": "vllm-acme 2.0",
+        }
+        for what, owner in whats.items():
+            left(what, owner)
+        told = found(fl("doctor", "--json"), "ended")
+        (of_one,) = [f["todo"] for f in told if "import of plugin 'acme'" in f["what"]]
+        assert "leave it out with VLLM_FL_PLUGINS. " in of_one
+        (of_module,) = [f["todo"] for f in told if module in f["what"]]
+        assert "take it out of VLLM_FL_PLUGIN_MODULES" in of_module
+        (of_platform,) = [f["todo"] for f in told if "vLLM's platform" in f["what"]]
+        assert "leave it out with VLLM_PLUGINS. " in of_platform
+        assert len(told) == 3, "vllm-acme 1.0 is not installed"
+
+    def test_a_module_that_the_user_named_is_left_out_by_its_own_variable(
+        self, fl: Command, plugin: Plugin
+    ) -> None:
+        plugin("@hookimpl\ndef policy(platform):\n    raise ValueError('no')\n")
+        (finding,) = found(fl("doctor", "--json"), "plugins")
+        assert finding["todo"] == "Mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
 
     def test_a_broken_setting_does_not_lift_the_allow_list(
         self, fl: Command, distribution: Distribution, tmp_path: Path
