@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command, Distribution, Done, Plugin
+from commands import Command, Distribution, Done, Plugin, numbers
 
 from vllm_fl.cli import _environment, _installed
 from vllm_fl.cli._environment import torch_build
@@ -357,12 +358,50 @@ class TestInstalled:
         distribution("vllm", "0.32.0")
         assert "command vllm" not in fl("doctor", "--json").json()["facts"]
 
-    def test_another_platform_plugin(self, fl: Command, distribution: Distribution) -> None:
-        distribution("acme", entry_points="[vllm.platform_plugins]\nacme = acme:register\n")
+    @pytest.fixture
+    def other_platform(self, distribution: Distribution) -> Callable[[str], None]:
+        """Another distribution's platform plugin, whose answer is this expression."""
+
+        def make(answer: str) -> None:
+            name = f"acme_{next(numbers)}"
+            entry = f"[vllm.platform_plugins]\nacme = {name}:register\n"
+            site = distribution("vllm-acme", entry_points=entry)
+            code = f"import os, sys\ndef register():\n    return {answer}\n"
+            (site / f"{name}.py").write_text(code)
+
+        return make
+
+    def test_another_platform_plugin_that_answers(
+        self, fl: Command, other_platform: Callable[[str], None]
+    ) -> None:
+        other_platform("'acme.platform.AcmePlatform'")
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
+        assert "'acme': acme.platform.AcmePlatform" in finding["what"]
+        assert finding["todo"].startswith("pip uninstall -y vllm-acme, or choose: VLLM_PLUGINS=fl")
+        for variables in (
+            {"VLLM_PLUGINS": "fl"},
+            {"VLLM_PLUGINS": "acme"},  # ours does not answer then
+            {"VLLM_FL_PREFER_ENABLED": "0"},
+        ):
+            assert not found(fl("doctor", "--json", VLLM_FL_PLUGINS="", **variables), "platforms")
+
+    @pytest.mark.parametrize("answer", ["None", "1 / 0", "sys.exit(2)"])
+    def test_one_that_declines_is_none(
+        self, fl: Command, other_platform: Callable[[str], None], answer: str
+    ) -> None:
+        other_platform(answer)
+        assert not found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
+
+    def test_one_that_ends_the_process_is_named(
+        self, fl: Command, other_platform: Callable[[str], None]
+    ) -> None:
+        other_platform("os._exit(4)")
         done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
-        assert "'acme'" in text(found(done, "platforms"))
-        done = fl("doctor", "--json", VLLM_FL_PLUGINS="", VLLM_PLUGINS="fl")
-        assert not found(done, "platforms")
+        (finding,) = found(done, "platforms")
+        assert "'acme' for vLLM's platform of vllm-acme 1.0" in finding["what"]
+        assert "ended the process with status 4" in finding["what"]
+        assert finding["todo"].endswith("VLLM_PLUGINS.")
+        assert done.json()["facts"]["python"], "the other checks are made"
 
     @pytest.mark.parametrize("gone", ["../../bin/acme-tune", "vllm_fl_acme.py"])
     def test_a_script_may_lie_elsewhere_and_a_module_may_not(
