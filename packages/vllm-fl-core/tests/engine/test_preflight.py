@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import graph_on_cpu
@@ -433,8 +435,26 @@ def test_what_it_changes_of_the_process_is_named_and_undone() -> None:
         (lambda: torch.set_autocast_enabled("cpu", True), "autocast from False to True"),
         (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the signal handlers"),
         (lambda: os.chdir("/"), "the working directory"),
+        (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "the number of threads"),
+        (
+            lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+            "the deterministic mode from off to on, with warnings",
+        ),
+        (lambda: torch.set_float32_matmul_precision("medium"), "the precision of float32 products"),
+        (gc.disable, "the garbage collector's being on from True to False"),
+        (lambda: logging.disable(logging.INFO), "the level up to which logging is off"),
     ],
-    ids=["device", "autocast", "signals", "folder"],
+    ids=[
+        "device",
+        "autocast",
+        "signals",
+        "folder",
+        "threads",
+        "deterministic",
+        "precision",
+        "collector",
+        "logging",
+    ],
 )
 def test_what_a_server_relies_on_is_named_and_put_back(
     change: Callable[[], object], said: str
@@ -448,6 +468,41 @@ def test_what_a_server_relies_on_is_named_and_put_back(
     found = fault("silu_and_mul", fn)
     assert found is not None and f"it changed {said}" in found
     assert process_state.changed(before, CPU) is None
+
+
+def test_what_is_as_it_was_is_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's worker on a CPU warns of each call of torch.set_num_threads."""
+    setters = {
+        torch: (
+            "set_default_dtype",
+            "set_num_threads",
+            "use_deterministic_algorithms",
+            "set_float32_matmul_precision",
+            "set_default_device",
+            "set_autocast_enabled",
+        ),
+        logging: ("disable",),
+        gc: ("enable", "disable"),
+        os: ("chdir",),
+        signal: ("signal",),
+    }
+    called: list[str] = []
+    for module, names in setters.items():
+        for name in names:
+            own = getattr(module, name)
+            watched = partial(lambda own, name, *a, **k: called.append(name) or own(*a, **k), own)
+            monkeypatch.setattr(module, name, partial(watched, name))
+    assert fault("silu_and_mul", sound) is None
+    assert called == []
+
+
+def test_a_mode_that_only_warns_stays_so() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert fault("silu_and_mul", sound) is None
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VllmFLError
+from ..plugins.breadcrumb import ending
 from ._progress import doing
 from ._show import say
 
@@ -134,6 +135,7 @@ def running(
         try:
             yield Engine(name, process, log)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            with ending(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()

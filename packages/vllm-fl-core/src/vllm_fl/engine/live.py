@@ -20,6 +20,7 @@ import torch
 from ..contracts import ModelSizes, OpSpec, Sample
 from ..logs import get_logger
 from ..plugins import breadcrumb
+from ..plugins.registry import Owner
 from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import Guarded, in_place
@@ -76,6 +77,8 @@ class Live:
         models: the model, and its draft model where it has one, by what their layers' names begin
             with.
         device: where they are.
+        owners: (op, impl id) -> who brought it, for the note that a process leaves which a kernel
+            ends.
         faults: (op, impl id) -> why it must not serve.
         left_out: op -> why some of its calls were not compared.
         compared: how many calls were compared.
@@ -84,6 +87,7 @@ class Live:
     plan: Plan
     models: Mapping[str, torch.nn.Module]
     device: torch.device
+    owners: Mapping[tuple[str, str], Owner] = field(default_factory=dict)
     faults: dict[tuple[str, str], str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     compared: int = 0
@@ -202,10 +206,13 @@ class Live:
         self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...], before: _Before
     ) -> tuple[Any, str]:
         """(its result, what it raised in words)."""
-        what = f"{spec.name}={impl.impl_id} on live tensors in layer {self._layer}"
+        owner = self.owners.get((spec.name, impl.impl_id))
+        whose = owner.name if owner else ""
+        where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
+        what = f"the verification of {spec.name}={impl.impl_id} {where}"
         self._running = True
         try:
-            with breadcrumb.running(f"the verification of {what}"):
+            with breadcrumb.running(what, whose):
                 result = impl.fn(*given)
                 _synchronise(self.device)
             return result, ""

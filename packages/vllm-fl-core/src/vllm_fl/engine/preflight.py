@@ -171,7 +171,8 @@ def find_faults(
                 known = ", ".join(spec.dtypes)
                 why = f"the contract of its op is for {known}, not for {dtype_name(dtype)}"
                 findings.faults[key] = why, None
-            whose = f" of {owners[key].name}" if key in owners else ""
+            owner = owners[key].name if key in owners else ""
+            whose = owner and f" of {owner}"
             for trial in trials[impl.op_name]:
                 run = _Run(
                     trial,
@@ -188,7 +189,7 @@ def find_faults(
                     key in in_graphs,
                 )
                 what = f"the verification of {key[0]}={key[1]}{whose}"
-                with breadcrumb.running(what, named=False):
+                with breadcrumb.running(what, owner, named=False):
                     fault = run.fault()
                 if run.thinned:
                     thinned.add(f"{impl.op_name} of {impl.impl_id}")

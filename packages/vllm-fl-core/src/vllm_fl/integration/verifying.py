@@ -351,7 +351,8 @@ def _seen_live(
     worker: PlannedWorker, models: Mapping[str, torch.nn.Module], counts: list[int]
 ) -> tuple[Live, str]:
     """(what forwards of so many tokens each showed, why there was none or nothing)."""
-    live = Live(worker.vllm_fl_plan, models, worker.device)
+    owners = get_default_manager().registry.snapshot().owners
+    live = Live(worker.vllm_fl_plan, models, worker.device, owners)
     if "" not in models:
         return live, "the worker shows no model"
     runner, config = getattr(worker, "model_runner", None), worker.vllm_config
