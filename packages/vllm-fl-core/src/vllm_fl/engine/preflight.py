@@ -92,6 +92,9 @@ which 0 and 1 would have, is not what serves."""
 
 Fault = tuple[str, BaseException | None]
 
+Provided = Sequence[Mapping[str, torch.dtype]]
+"""The dtypes of what layers provide, by parameter: each set of them once."""
+
 
 @dataclass
 class Findings:
@@ -126,6 +129,7 @@ def find_faults(
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
+    provided: Mapping[str, Provided] = MappingProxyType({}),
     Args:
         impls: the implementations: every one that may take over a call.
         dtype: the model's dtype.
@@ -152,6 +156,7 @@ def find_faults(
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
+        provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
     trials: dict[str, list[Trials]] = {}
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
@@ -166,7 +171,8 @@ def find_faults(
             spec = (specs or contracts())[impl.op_name]
             if impl.op_name not in trials:
                 kinds = dtypes_of(spec, dtype)
-                trials[impl.op_name] = [Trials(spec, k, device, sizes, seed) for k in kinds]
+                given = provided.get(impl.op_name, ())
+                trials[impl.op_name] = [Trials(spec, k, device, sizes, seed, given) for k in kinds]
             if not trials[impl.op_name]:
                 known = ", ".join(spec.dtypes)
                 why = f"the contract of its op is for {known}, not for {dtype_name(dtype)}"
@@ -328,7 +334,17 @@ class Form:
 
 @dataclass
 class Trials:
-    """What every implementation of one op is tried with. The oracle is asked once."""
+    """What every implementation of one op is tried with. The oracle is asked once.
+
+    Args:
+        spec: the op's contract.
+        dtype: the model's.
+        device: where it runs.
+        sizes: the model's; None where its configuration does not tell them.
+        seed: for what is drawn.
+        provided: the dtypes of what the model's layers provide; none where nothing is known of
+            them: then all is of the contract's own choice.
+    """
 
     spec: OpSpec
     dtype: torch.dtype
@@ -343,6 +359,7 @@ class Trials:
         return list(self.spec.samples(self.dtype, self.device))
 
     def wanted(self, index: int) -> list[Wanted | None]:
+    provided: Provided = ()
         """What a sample of the contract must give."""
         if index not in self._wanted:
             self._wanted[index] = wanted_of(self.spec, self.samples[index])
@@ -355,7 +372,15 @@ class Trials:
             return []
         pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
         kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
-        return [Form(self.spec, *pair) for pair in zip(*kinds, strict=True)]
+        pairs = [*zip(*kinds, strict=True)]
+        passed: dict[tuple[int, str], list[Sample]] = {}
+        for dtypes in self.provided:
+            for number, pair in enumerate(pairs):
+                given = [_given(self.spec, sample, dtypes) for sample in pair]
+                # A layer may pass what is no call of the op; two may make the same calls.
+                if self.spec.check(*given[0].args) is None:
+                    passed.setdefault((number, given[0].name), given)
+        return [Form(self.spec, *pair) for pair in (passed.values() or pairs)]
 
     @property
     def largest(self) -> int:
@@ -376,6 +401,19 @@ def repeated(order: torch.Tensor, count: int) -> torch.Tensor:
 
 class _Compiling:
     """What lowers the compiled forms, and how much time is left for it."""
+
+def _given(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
+    """A call with what layers provide in the dtypes that theirs has."""
+    told, args = [], []
+    for name, arg in zip(spec.parameters, sample.args, strict=True):
+        dtype = dtypes.get(name)
+        if isinstance(arg, torch.Tensor) and dtype is not None and arg.dtype != dtype:
+            args.append(arg.to(dtype))
+            told.append(f", {name} {dtype_name(dtype)}")
+        else:
+            args.append(arg)
+    return dataclasses.replace(sample, name=sample.name + "".join(told), args=tuple(args))
+
 
     def __init__(self, backend: str) -> None:
         self.backend = backend

@@ -160,6 +160,7 @@ class Preflight:
             seed=self.seed,
             specs=plan.contracts,
         )
+            provided=self.facts.provided,
         faults = {key: reason for key, (reason, _) in found.faults.items()}
         return faults, {key: f"{asks}, and it is {why}" for key, why in variant.items()}
 
@@ -177,6 +178,7 @@ class Preflight:
         rows = zip((0, *ceilings), (*entry.by_row, (largest, entry.candidates)), strict=True)
         return [
             n
+            provided=self.facts.provided,
             for below, (ceiling, impls) in rows
             if [i for i in impls if isinstance(i, OpImpl)][:1] == [impl]
             for n in every

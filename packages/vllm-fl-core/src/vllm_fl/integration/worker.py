@@ -22,6 +22,7 @@ from ..plugins.calling import start_in_worker
 from ..plugins.types import OpImpl, WorkerContext
 from . import ranges, serving
 from .bindings import installed_bindings
+from .models import skeleton_of
 from .planning import apply, facts_of, load_plugins, seal
 from .seams import (
     attention,
@@ -106,7 +107,7 @@ class PlannedWorker:
         joins = bool(kwargs.get("load_dummy_weights"))
         start = time.monotonic()
         replace_layers()
-        facts = self.vllm_fl_facts = facts_of(self.vllm_config)
+        facts = self.vllm_fl_facts = _facts_of_model(self.vllm_config)
         reports = _start_plugins(self)
         preflight = Preflight(self, {name: report["facts"] for name, report in reports.items()})
         _adopt(self, *verified_plan(self, preflight, alone=joins))
@@ -245,6 +246,17 @@ def _metrics(worker: PlannedWorker) -> MetricsFile | None:
     replica = getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0)
     return MetricsFile(
         named,
+def _facts_of_model(vllm_config: VllmConfig) -> EngineFacts:
+    """What the configuration says, and what the model is made of."""
+    facts = facts_of(vllm_config)
+    skeleton = skeleton_of(vllm_config)
+    if skeleton is None:
+        return facts
+    log.debug("The model's layers: %s", dict(skeleton.layers))
+    absent = facts.absent | skeleton.absent
+    return dataclasses.replace(facts, absent=absent, provided=skeleton.provided)
+
+
         worker.vllm_fl_plan,
         worker.vllm_fl_digest,
         rank=worker.rank,
