@@ -103,10 +103,13 @@ class Findings:
     Args:
         faults: (op, impl id) -> (why it must not serve, its exception or None).
         remarks: what was not looked at, one phrase each, for the start line.
+        refused: (op, impl id) -> a reason, of those that refuse every call which the model makes:
+            these are right, and of no use here.
     """
 
     faults: dict[tuple[str, str], Fault] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 def find_faults(
@@ -126,10 +129,10 @@ def find_faults(
     warm: Mapping[tuple[str, str], Sequence[int]] = MappingProxyType({}),
     captured: Mapping[tuple[str, str], int] = MappingProxyType({}),
     in_graphs: Collection[tuple[str, str]] = (),
+    provided: Mapping[str, Provided] = MappingProxyType({}),
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
-    provided: Mapping[str, Provided] = MappingProxyType({}),
     Args:
         impls: the implementations: every one that may take over a call.
         dtype: the model's dtype.
@@ -153,10 +156,10 @@ def find_faults(
         captured: (op, impl id) -> the token count at which it is captured in a graph: for those
             that vLLM will capture.
         in_graphs: (op, impl id) of those whose traced form compiled graphs may have.
+        provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
-        provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
     trials: dict[str, list[Trials]] = {}
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
@@ -178,6 +181,7 @@ def find_faults(
                 why = f"the contract of its op is for {known}, not for {dtype_name(dtype)}"
                 findings.faults[key] = why, None
             whose = f" of {owners[key].name}" if key in owners else ""
+            refusals: list[str] = []
             for trial in trials[impl.op_name]:
                 run = _Run(
                     trial,
@@ -203,6 +207,10 @@ def find_faults(
                 if fault is not None:
                     findings.faults[key] = fault
                     break
+                refusals += filter(None, [run.refused_all])
+            else:
+                if refusals and len(refusals) == len(trials[impl.op_name]):
+                    findings.refused[key] = refusals[0]
     if compiled:
         torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
     trials.clear()
@@ -351,6 +359,7 @@ class Trials:
     device: torch.device
     sizes: ModelSizes | None
     seed: int
+    provided: Provided = ()
     _wanted: dict[int, list[Wanted | None]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -359,7 +368,6 @@ class Trials:
         return list(self.spec.samples(self.dtype, self.device))
 
     def wanted(self, index: int) -> list[Wanted | None]:
-    provided: Provided = ()
         """What a sample of the contract must give."""
         if index not in self._wanted:
             self._wanted[index] = wanted_of(self.spec, self.samples[index])
@@ -394,14 +402,6 @@ class Trials:
         return torch.randperm(size, generator=generator).to(self.device)
 
 
-def repeated(order: torch.Tensor, count: int) -> torch.Tensor:
-    """The rows of a batch of `count` tokens."""
-    return order.repeat(-(-count // len(order)))[:count]
-
-
-class _Compiling:
-    """What lowers the compiled forms, and how much time is left for it."""
-
 def _given(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
     """A call with what layers provide in the dtypes that theirs has."""
     told, args = [], []
@@ -414,6 +414,14 @@ def _given(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> S
             args.append(arg)
     return dataclasses.replace(sample, name=sample.name + "".join(told), args=tuple(args))
 
+
+def repeated(order: torch.Tensor, count: int) -> torch.Tensor:
+    """The rows of a batch of `count` tokens."""
+    return order.repeat(-(-count // len(order)))[:count]
+
+
+class _Compiling:
+    """What lowers the compiled forms, and how much time is left for it."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -434,6 +442,10 @@ class _Stop(Exception):
     def __init__(self, why: str, error: BaseException | None = None) -> None:
         super().__init__(why)
         self.why, self.error = why, error
+
+
+class _Refuses(_Stop):
+    """It takes none of the served model's calls: nothing more of it can be tried."""
 
 
 @dataclass
@@ -458,6 +470,7 @@ class _Run:
     served: set[str] = field(default_factory=set)
     thinned: bool = False
     was_slow: bool = False
+    refused_all: str = ""
 
     def __post_init__(self) -> None:
         self.spec = self.trials.spec
@@ -470,12 +483,14 @@ class _Run:
             with torch.inference_mode():
                 self._run_samples()
                 self._check_state(before)
-                self._run_served()
+                self._run_served(before)
                 self._warm_up()
                 self._run_captured()
                 self._run_traced()
                 self._run_compiled()
                 self._check_state(before)
+        except _Refuses as refused:
+            self.refused_all = refused.why
         except _Stop as stop:
             return stop.why, stop.error
         except Exception as error:  # of ours, where the implementation has spoiled what we rely on
@@ -510,7 +525,7 @@ class _Run:
                 what = "it is wrong: " if result.status == "wrong" else ""
                 raise _Stop(f"{what}{result.reason} ({sample.name}, {result.dtype})", result.error)
 
-    def _run_served(self) -> None:
+    def _run_served(self, before: dict[str, Any]) -> None:
         """The served model's calls, with many token counts."""
         always, further = token_counts(self.trials.largest, self.trials.seed)
         for form in self.trials.forms:
@@ -536,7 +551,8 @@ class _Run:
         for form in self.trials.forms:
             self._check_intact(form)
         if self.trials.forms and not self.served:
-            raise _Stop(f"it refuses the served model's own sizes ({self.refusals[0]})")
+            self._check_state(before)
+            raise _Refuses(self.refusals[0])
 
     def _run_batch(self, form: Form, count: int, *, large: bool, calls: int = 2) -> None:
         """Batches one after the other in the same memory, their results kept to the end."""
