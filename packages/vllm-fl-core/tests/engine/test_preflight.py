@@ -16,6 +16,7 @@ import graph_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
+from builders import silu
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, contracts
@@ -111,10 +112,50 @@ def test_run_only_runs() -> None:
 
 
 def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
-    fault = fault_of(sound, supports=lambda x: "needs a multiple of 4096" if x.ndim == 2 else True)
-    assert fault == (
-        "it refuses the served model's own sizes (1 x 2*512, bfloat16: needs a multiple of 4096)"
-    )
+    impl = silu("vendor.acme", fn=sound, supports=lambda x: "no 2-D" if x.ndim == 2 else True)
+    found = find_faults([impl], torch.bfloat16, CPU, SIZES)
+    assert not found.faults, "it is right, and of no use"
+    assert found.refused == {("silu_and_mul", "vendor.acme"): "1 x 2*512, bfloat16: no 2-D"}
+
+
+@pytest.mark.parametrize(
+    ("provided", "asked"),
+    [
+        ((), {torch.bfloat16}),
+        (({"weight": torch.float32},), {torch.float32}),
+        (({"weight": torch.float32}, {"weight": torch.bfloat16}), {torch.float32, torch.bfloat16}),
+        (({"weight": torch.float64},), {torch.bfloat16}),  # no call of the contract
+    ],
+    ids=["nothing known", "float32", "both", "not the op's"],
+)
+def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked: Any) -> None:
+    """A norm of Gemma's hands over a float32 weight, which no size and no model's dtype tells."""
+    seen: set[torch.dtype] = set()
+    refused: set[torch.dtype] = set()
+    spec = contracts()["rms_norm"]
+
+    def supports(x: Any, residual: Any, weight: Any, *others: Any) -> bool | str:
+        if x.ndim == 2 and x.shape[-1] == SIZES.hidden:
+            seen.add(weight.dtype)
+            return weight.dtype not in refused or f"weight is {weight.dtype}"
+        return True if x.shape[-1] != SIZES.head_size else "heads"
+
+    def rms_norm(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> Any:
+        found = spec.oracle(x, residual, weight, epsilon, variance_size)
+        return found.to(x.dtype) if residual is None else tuple(part.to(x.dtype) for part in found)
+
+    kind = BackendImplKind.VENDOR
+    impl = OpImpl("rms_norm", "vendor.acme", kind, rms_norm, "acme", supports=supports)
+    find = partial(find_faults, [impl], torch.bfloat16, CPU, SIZES, seconds=0.0)
+    found = find(provided={"rms_norm": provided})
+    assert seen == asked and not found.faults and not found.refused
+    refused.add(torch.float32)
+    found = find(provided={"rms_norm": provided})
+    assert not found.faults and bool(found.refused) == (asked == {torch.float32})
+    for why in found.refused.values():
+        assert "weight float32, bfloat16: weight is torch.float32" in why
 
 
 def test_one_that_refuses_an_edge_only_passes() -> None:

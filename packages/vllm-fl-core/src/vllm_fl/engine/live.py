@@ -82,6 +82,10 @@ class Live:
         faults: (op, impl id) -> why it must not serve.
         left_out: op -> why some of its calls were not compared.
         compared: how many calls were compared.
+        refused: (op, impl id) -> why it took none of the calls of which it is the first candidate.
+        served: (op, impl id) of those that computed a call.
+        reached: the ops that were called, compared or not.
+        entered: the layers that ran, by their names.
     """
 
     plan: Plan
@@ -91,6 +95,10 @@ class Live:
     faults: dict[tuple[str, str], str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     compared: int = 0
+    refused: dict[tuple[str, str], str] = field(default_factory=dict, init=False)
+    served: set[tuple[str, str]] = field(default_factory=set, init=False)
+    reached: set[str] = field(default_factory=set, init=False)
+    entered: set[str] = field(default_factory=set, init=False)
     _inside: list[str] = field(default_factory=list, init=False)
     _seen: set[Any] = field(default_factory=set, init=False)
     _running: bool = field(default=False, init=False)
@@ -101,6 +109,7 @@ class Live:
     def watching(self) -> Iterator[None]:
         """Inside the block, calls of the plan's implementations are compared."""
         handles: list[Any] = []
+        self.plan.record.begin()
         try:
             for prefix, model in self.models.items():
                 for name, module in model.named_modules():
@@ -112,11 +121,19 @@ class Live:
         finally:
             for handle in handles:
                 handle.remove()
-            self.plan.record.calls.clear()  # of serving, which has not begun
-            self.plan.record.fallbacks.clear()
+            self._note_refusals()
+            self.plan.record.begin()  # of serving, which has not begun
+
+    def _note_refusals(self) -> None:
+        record = self.plan.record
+        self.reached |= {op for op, _ in record.refusals}
+        self.refused |= record.passed_over()
+        for key in self.served | self.faults.keys():
+            self.refused.pop(key, None)
 
     def _enter(self, name: str, *_: Any) -> None:
         self._inside.append(name)
+        self.entered.add(name)
 
     def _leave(self, *_: Any) -> None:
         self._inside.pop()
@@ -131,7 +148,14 @@ class Live:
         if impl.fn is not own.fn and (is_opaque(own) or entry.by_row):
             return impl.fn  # an operator: the guard inside of it is one of these, too
         spec = self.plan.contracts[impl.op_name]
-        return lambda *given: self._call(spec, impl, given)
+
+        def noting(*given: Any) -> Any:
+            self.reached.add(spec.name)
+            result = self._call(spec, impl, given)
+            self.served.add((spec.name, impl.impl_id))
+            return result
+
+        return noting
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
         """One call of `impl`, compared if it is the first of its kind."""
@@ -162,11 +186,6 @@ class Live:
         self.faults[key] = f"{problem} (on live tensors {where})"
         # Numbers that are wrong, NaN above all, would hide what is wrong in the layers behind.
         return _zeros(before.shapes)
-
-    @property
-    def called(self) -> set[str]:
-        """The ops that were called, compared or not."""
-        return {op for op, *_ in self._seen}
 
     @property
     def _layer(self) -> str:
