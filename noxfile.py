@@ -31,7 +31,6 @@ nox.options.default_venv_backend = "none"
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
 ASCEND, CUDA, FLAGGEMS = "vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"
 FLAGCX = "vllm-fl-flagcx"
-
 SMOLLM2, GEMMA, MINILM = "SmolLM2-135M-Instruct", "gemma-3-270m", "all-MiniLM-L6-v2"
 
 
@@ -320,7 +319,9 @@ def quickstart(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure the call path and the engine against a direct call and stock vLLM."""
     env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
-    python(session, env, "benchmarks/run.py", *session.posargs, **ENGINE)
+    model = real_model(session, SMOLLM2)
+    options = ("--real", str(model.relative_to(ROOT))) if model else ()
+    python(session, env, "benchmarks/run.py", *options, *session.posargs, **ENGINE)
 
 
 @timed("full", default=False)

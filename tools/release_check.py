@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 import envs
 
-PREVIOUS = "309a81bffd4f02f541721c534836c23fb57d3505"
+PREVIOUS = "40cf36afa03331907bdd7f330a5961bcfefa5e1f"
 """The commit of the last release, from which users upgrade."""
 
 VARIED = {"PYTHONHASHSEED": "1", "TZ": "Asia/Kathmandu", "LC_ALL": "C"}

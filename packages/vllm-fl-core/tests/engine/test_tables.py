@@ -4,6 +4,7 @@ differs is named."""
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine import tables
 from vllm_fl.engine.facts import EngineFacts
-from vllm_fl.engine.identity import contract_digest, identity
+from vllm_fl.engine.identity import contract_digest, identity, is_measured
+from vllm_fl.engine.of_0_2_0 import CONTRACTS
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.engine.tables import Standing, here, standing, under
 from vllm_fl.plugins.registry import SCRIPT, OpRegistry, Owner
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import OpOrder
-from vllm_fl.settings.table import Row, Table, TunedOp, Verdict
+from vllm_fl.settings.table import Row, Table, TunedOp, Verdict, read_table
 
 CPU = torch.device("cpu")
 SIZES = ModelSizes(
@@ -208,6 +210,61 @@ def test_rows_that_cannot_hold_are_left_out_by_name(facts: Any) -> None:
         "of_another_plugin": "no contract names it",
     }
     assert under(engine, found).settings.policy == engine.settings.policy
+
+
+def test_one_of_release_0_2_0_acts(facts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`table_0_2_0.json` was written by that release, which knew contracts by their source."""
+    old = read_table(str(Path(__file__).with_name("table_0_2_0.json")))
+    now = {**old.identity, "vllm-fl-core": "0.3.0 fedcba9876543210"}
+    monkeypatch.setattr(tables, "identity", lambda device, owners: {**now})
+    engine = facts(old, sizes=replace(SIZES, hidden=512))
+    found = stands(engine)
+    assert found == Standing(digest=old.digest)
+    plan = make_plan(manager(), under(engine, found))
+    assert plan.entries["silu_and_mul"].label == "vendor.zeta(<=16)|vendor.acme"
+    for name, other in (("device", "another CPU"), ("vllm-fl-core", "")):
+        monkeypatch.setattr(tables, "identity", lambda *_, n=name, o=other: {**now, n: o})
+        measured = replace(old, identity={**old.identity, "vllm-fl-core": "0.1.0 0123"})
+        assert f"{name} is" in stands(facts(old if other else measured)).reason
+    other_code = {**old.identity, "vllm-fl-core": "0.2.0 fedcba9876543210"}
+    monkeypatch.setattr(tables, "identity", lambda *_: {**other_code})
+    assert "vllm-fl-core is 0.2.0" in stands(engine).reason  # no other release: a change of it
+
+
+@pytest.mark.parametrize("op", CONTRACTS)
+def test_tables_of_0_2_0_know_a_contract_that_means_the_same(op: str) -> None:
+    """One that is changed on purpose, and so must not be known, leaves `CONTRACTS`."""
+    spec, (told, _) = contracts()[op], CONTRACTS[op]
+    assert is_measured(spec, told)
+    assert not is_measured(replace(spec, consumable=frozenset({"another"})), told)
+
+
+OF_A_PLUGIN = """\
+from vllm_fl import OpSpec, Tolerance, Variant
+
+def doubled(x):
+    return x.double() * 2
+
+def nothing(*_, **__):
+    return ()
+
+SPEC = OpSpec(
+    doubled, (Variant("", "(Tensor x) -> Tensor"),), nothing, nothing, nothing, nothing,
+    frozenset({"x"}), nothing, {"float32": Tolerance(1e-6, 1e-5, "")},
+)
+"""
+
+
+def test_tables_of_0_2_0_know_contracts_of_plugins_by_their_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "fl_of_0_2_0.py"
+    module.write_text(OF_A_PLUGIN, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = import_module(module.stem).SPEC
+    assert is_measured(spec, "6e74033eca8de985")
+    module.write_text(OF_A_PLUGIN + "# changed\n", encoding="utf-8")
+    assert not is_measured(spec, "6e74033eca8de985")
 
 
 def test_lists_of_the_user_win_over_it(facts: Any) -> None:

@@ -66,14 +66,14 @@ class Dataset:
 
     def add(self, table: Table, contracts: Mapping[str, OpSpec]) -> None:
         """The ops of a table, each by the contract of its name."""
-        from ..engine.identity import contract_digest
+        from ..engine.identity import is_measured
 
         for op, tuned in sorted(table.ops.items()):
             spec = contracts.get(op)
             try:
                 if spec is None:
                     raise Unsayable("no contract of this name is installed")
-                if contract_digest(spec) != tuned.contract:
+                if not is_measured(spec, tuned.contract):
                     raise Unsayable("it was measured by another version of its contract")
                 largest = max((f.tokens for f in tuned.figures), default=1)
                 calls = definitions(spec, table.sizes, table.dtype, largest)

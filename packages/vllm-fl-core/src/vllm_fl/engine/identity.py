@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import platform
 from collections.abc import Iterable
 from functools import cache
@@ -10,13 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..contracts import OpSpec
+from ..contracts.meaning import contract_digest
 from ..plugins.registry import Owner
-from .digest import BENEATH, CORE, code_facts, code_of, digest, version
+from .digest import BENEATH, CORE, code_facts, code_of, version
+from .of_0_2_0 import was_measured
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["THREADS", "contract_digest", "cpu_name", "identity"]
+__all__ = ["THREADS", "contract_digest", "cpu_name", "identity", "is_measured"]
 
 THREADS = "threads"
 """The name under which a CPU has how many of its threads compute."""
@@ -45,14 +46,10 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
     return dict(sorted(facts.items()))
 
 
-def contract_digest(spec: OpSpec) -> str:
-    """A hash of what an op must compute: the source of its contract's module."""
-    module = inspect.getmodule(spec.oracle)
-    try:
-        source = inspect.getsource(module) if module is not None else ""
-    except OSError:  # a contract that was made at a prompt
-        source = ""
-    return digest({"op": spec.name, "source": source})
+def is_measured(spec: OpSpec, told: str) -> bool:
+    """Whether a table was measured by a contract, whose digest it tells as `told`."""
+    now = contract_digest(spec)
+    return told == now or was_measured(spec, told, now)
 
 
 def cpu_name() -> str:

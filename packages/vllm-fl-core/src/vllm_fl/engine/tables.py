@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ..plugins.registry import RegistrySnapshot
 from ..settings.table import DEFAULT, STOCK, Table
 from .facts import EngineFacts
-from .identity import THREADS, contract_digest, identity
+from .identity import THREADS, identity, is_measured
+from .of_0_2_0 import HOLDS
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,10 @@ def here(
     found = identity(device, named)
     if not serves and {THREADS} <= found.keys() & table.identity.keys():
         found[THREADS] = table.identity[THREADS]
+    for name, release in HOLDS.items():
+        then, now = table.identity.get(name, ""), found.get(name, f"{release} ")
+        if then.startswith(f"{release} ") and not now.startswith(f"{release} "):
+            found[name] = then
     return found
 
 
@@ -119,7 +124,7 @@ def left_out(table: Table, snapshot: RegistrySnapshot) -> dict[str, str]:
         ]
         if spec is None:
             found[op] = "no contract names it"
-        elif contract_digest(spec) != tuned.contract:
+        elif not is_measured(spec, tuned.contract):
             found[op] = "its contract is another one than was measured"
         elif not spec.by_token:
             found[op] = "its calls have no number of tokens"

@@ -99,7 +99,8 @@ class TunedOp:
     """One op of a table.
 
     Args:
-        contract: the digest of the contract that its implementations were held to.
+        contract: the digest of the contract that its implementations were held to, as
+            `contract_digest` gives it.
         default: what ran without the table: an implementation's id, or `stock`.
         rows: in ascending order. Calls of more tokens than the last one has take the default.
         figures: what the rows were chosen by.

@@ -1,0 +1,94 @@
+"""Counts lines of code: of each distribution, and of each room of vllm-fl-core.
+
+    python tools/lines.py                     # of the working tree
+    python tools/lines.py v0.2.0              # of a commit
+    python tools/lines.py --against v0.2.0    # of both: before, after and the difference
+
+Comments, docstrings and blank lines are left out, and so are tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import subprocess
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tokenize import COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
+
+import envs
+
+__all__ = ["code_lines", "counted", "sources"]
+
+CORE = "vllm-fl-core"
+IDLE = {COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL}
+
+
+def code_lines(source: str) -> int:
+    """How many lines of a module have code on them."""
+    texts = {
+        (node.lineno, node.col_offset)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
+    blank = {n for n, line in enumerate(source.splitlines(), 1) if not line.strip()}
+    lines = {
+        line
+        for token in generate_tokens(io.StringIO(source).readline)
+        if token.type not in IDLE and token.start not in texts
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(lines - blank)
+
+
+def sources(commit: str = "") -> Iterator[tuple[str, str]]:
+    """(path below packages/, source) of all modules: of a commit, or else of the working tree."""
+    if not commit:
+        for path in (envs.ROOT / "packages").glob("*/src/**/*.py"):
+            yield path.relative_to(envs.ROOT / "packages").as_posix(), path.read_text("utf-8")
+        return
+    command = ["git", "archive", commit, "packages"]
+    done = subprocess.run(command, cwd=envs.ROOT, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        raise SystemExit(f"`{' '.join(command)}` failed: name a commit of this repository")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        for member in archive:
+            path = Path(member.name).relative_to("packages")
+            if path.suffix == ".py" and "src" in path.parts[1:2] and member.isfile():
+                content = archive.extractfile(member)
+                assert content is not None  # a file has content
+                yield path.as_posix(), content.read().decode()
+
+
+def counted(found: Iterator[tuple[str, str]]) -> Mapping[str, int]:
+    """Distribution, or core's room as `vllm-fl-core: ROOM` -> lines of code."""
+    counts: Counter[str] = Counter()
+    for path, source in found:
+        name, _, _, *inside = path.split("/")
+        lines = code_lines(source)
+        counts[name] += lines
+        if name == CORE:
+            counts[f"{CORE}: {inside[0] if len(inside) > 1 else '(beside the rooms)'}"] += lines
+    return counts
+
+
+def main() -> None:
+    """Print the counts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("commit", nargs="?", default="", help="in the working tree's place")
+    parser.add_argument("--against", metavar="COMMIT", help="print what that one had before it")
+    asked = parser.parse_args()
+    now = counted(sources(asked.commit))
+    before = counted(sources(asked.against)) if asked.against else now
+    for name in sorted({*now, *before}):
+        was, has = before.get(name, 0), now.get(name, 0)
+        print(f"{name:36} " + (f"{was:7} {has:7} {has - was:+7}" if asked.against else f"{has:7}"))
+
+
+if __name__ == "__main__":
+    main()
