@@ -56,7 +56,7 @@ def given(model: Model) -> dict[str, list[Sample]]:
 
 
 def calls(decoder: Any, layer: Any, seen: Any) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-    """(op, what, arguments) of a layer's calls, put together of what enters and leaves its parts."""
+    """(op, what, arguments) of a layer's calls, put together of what its parts take and give."""
     config, attention, mlp = decoder.config, layer.self_attn, layer.mlp
     norm, second = layer.input_layernorm, layer.post_attention_layernorm
     eps = config.rms_norm_eps
