@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Server, serving
+from servers import END_LIMIT, Server, serving
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_sixty_four_requests_at_once(server: Server) -> None:
 def test_the_plan_is_on_stderr_and_the_counts_at_shutdown(server: Server) -> None:
     """Last in this module: it ends the server."""
     server.process.terminate()
-    server.process.wait(timeout=120)
+    server.process.wait(timeout=END_LIMIT)
     log = server.log.read_text()
     plan = [line for line in log.splitlines() if "ops planned" in line]
     assert len(plan) == 1 and "rms_norm=vendor.cpu" in plan[0]

@@ -21,6 +21,10 @@ from real_engines import (
 
 pytestmark = pytest.mark.slow
 
+MEAN = 0.06
+"""Of the differences in eight bits. A last bit of bfloat16 there decides about a step of 1/127 of a
+token's largest feature: right engines are 0.14 apart in the median, and 0.035 in the mean."""
+
 Record = Callable[[str, object], None]
 
 
@@ -33,7 +37,13 @@ def adapter(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_with_an_adapter(
     plan: str, adapter: Path, scored: Scored, true: True_, record_property: Record
 ) -> None:
-    through = {"adapter": str(adapter), "enable_lora": True, "max_lora_rank": checkpoints.RANK}
+    through = {
+        "adapter": str(adapter),
+        "enable_lora": True,
+        "max_lora_rank": checkpoints.RANK,
+        # Else vLLM wraps the head, too, whose code for the CPU takes no logits of a prompt.
+        "lora_target_modules": list(checkpoints.PROJECTIONS),
+    }
     stock, ours = (scored(SMOLLM2, p, label="lora", **through) for p in ("stock", plan))
     merged = true(SMOLLM2, "lora", partial(checkpoints.merge, folder=adapter))
     for which, told in (("stock", stock), (plan, ours)):
@@ -72,7 +82,9 @@ def test_with_weights_of_eight_bits(
     for which, told in (("stock", stock), (plan, ours)):
         name = f"{SMOLLM2} in {form}"
         record_property("seen", seen(name, which, True, "bfloat16", told, stock, rounded))
-    if (form, plan) == (INT8, "reference"):
-        assert_it_ran(ours, "quant_int8")
     assert_it_ran(ours, "rms_norm", "silu_and_mul")
-    assert prose.problems(stock, ours, rounded) == []
+    own = prose.distance(prose.logps(stock), rounded)
+    bars = prose.Bars(prose.WORSE * own.median, 2 * own.p99, MEAN)
+    for whose, other in {"the truth": rounded, "stock": prose.logps(stock)}.items():
+        found = prose.distance(prose.logps(ours), other)
+        assert not bars.exceeded(found), f"to {whose}: {found}"

@@ -33,7 +33,8 @@ RUNS = [
 ]
 
 THEIRS = {SMOLLM2: ("rms_norm", "silu_and_mul"), GEMMA: ("gelu_and_mul",)}
-"""Model -> the ops that every plan gives to an implementation of ours."""
+"""Model -> ops that every plan gives to an implementation of ours; but a compiled engine's shipped
+plan leaves all to stock on a CPU."""
 
 
 @pytest.mark.parametrize(("name", "plan", "eager"), RUNS)
@@ -49,7 +50,7 @@ def test_a_plan_is_as_exact_as_stock_in_bfloat16(
     ours = scored(name, plan, eager=eager)
     for which, told in (("stock", stock), (plan, ours)):
         record_property("seen", seen(name, which, eager, "bfloat16", told, stock, true(name)))
-    assert_it_ran(ours, *THEIRS[name] if eager else ())
+    assert_it_ran(ours, *THEIRS[name] if eager or plan != "shipped" else ())
     assert prose.problems(stock, ours, true(name)) == []
 
 
@@ -67,7 +68,7 @@ def test_a_plan_is_stock_in_float32_but_for_the_order_of_sums(
     ours = scored(name, plan, eager=eager, dtype="float32")
     for which, told in (("stock", stock), (plan, ours)):
         record_property("seen", seen(name, which, eager, "float32", told, stock, true(name)))
-    assert_it_ran(ours, *THEIRS[name] if eager else ())
+    assert_it_ran(ours, *THEIRS[name] if eager or plan != "shipped" else ())
     for whose, other in {"stock": prose.logps(stock), "the truth": true(name)}.items():
         found = prose.distance(prose.logps(ours), other)
         assert not prose.EXACT.exceeded(found), f"to {whose}: {found}"

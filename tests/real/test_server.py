@@ -14,7 +14,7 @@ import prose
 import pytest
 from engine_run import BIND
 from real_engines import SMOLLM2, Model, True_, own_core
-from servers import Server, serving
+from servers import END_LIMIT, Server, serving
 
 CLIENTS = 32
 
@@ -28,6 +28,7 @@ MODES = {
     "eager": ("--enforce-eager",),
     "compiled": (),
     "speculating": (
+        "--enforce-eager",
         "--speculative-config",
         json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}),
     ),
@@ -181,7 +182,7 @@ def test_what_was_guessed_is_accepted(server: Server) -> None:
 def test_the_plan_ran_and_its_shadow_was_not_alarmed(server: Server) -> None:
     """Last in this module: it ends the server."""
     server.process.terminate()
-    server.process.wait(timeout=120)
+    server.process.wait(timeout=END_LIMIT)
     log = server.log.read_text()
     (plan,) = [line for line in log.splitlines() if "ops planned" in line]
     assert "taken out" not in plan
