@@ -50,7 +50,7 @@ def reason_against(path: Path) -> str | None:
                 return "torch is not installed"
             if distribution == "vllm-fl-ascend":
                 return f"they emulate torch_npu in the whole process; name them: pytest {folder}"
-        case ("tests", "engine" | "nodes"):
+        case ("tests", "engine" | "nodes" | "real"):
             if find_spec("vllm") is None:
                 return "vLLM is not installed"
             for distribution in ("vllm-fl-core", "vllm-fl-cpu", "vllm-fl-reference"):
@@ -58,6 +58,8 @@ def reason_against(path: Path) -> str | None:
                     return f"{distribution} is not installed"
             if path.name == "nodes" and find_spec("ray") is None:
                 return "Ray is not installed"
+            if path.name == "real" and not (ROOT / "build/models/SmolLM2-135M-Instruct").is_dir():
+                return "no real model is here: nox -s real-short fetches two"
     return None
 
 

@@ -31,7 +31,7 @@ nox.options.default_venv_backend = "none"
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
 ASCEND, CUDA, FLAGGEMS = "vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"
 FLAGCX = "vllm-fl-flagcx"
-SMOLLM = "SmolLM2-135M-Instruct"
+SMOLLM2, GEMMA, MINILM = "SmolLM2-135M-Instruct", "gemma-3-270m", "all-MiniLM-L6-v2"
 
 
 def timed(name: str, *, default: bool = True) -> Callable[..., Callable[..., None]]:
@@ -258,6 +258,33 @@ def engine(session: nox.Session) -> None:
     engines_in_parallel(session, env, "-m", "not slow")
 
 
+@timed("real-short")
+def real_short(session: nox.Session) -> None:
+    """Run a small real model with the plugins, in a server too; without its package, a warning."""
+    if not all([real_model(session, name) for name in (SMOLLM2, MINILM)]):
+        session.skip("NO REAL MODEL WAS TESTED: the weights could not be had, as said above")
+    engines_on_real_models(session, "-m", "not slow")
+
+
+@timed("real", default=False)
+def real(session: nox.Session) -> None:
+    """Run real models with each plan, in each mode and dtype, against stock and transformers."""
+    for name in (SMOLLM2, GEMMA, MINILM):
+        envs.real_model(name)
+    flaggems = "tests/real/test_flaggems.py"
+    engines_on_real_models(session, f"--ignore={flaggems}")
+    env = over(session, envs.flaggems(), CORE, FLAGGEMS)
+    cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
+    tests_in_parallel(session, env, flaggems, **ON_INTERPRETER, **cache)
+
+
+def engines_on_real_models(session: nox.Session, *args: str) -> None:
+    """The tests on real models; those of one file share engines, and have one worker."""
+    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    options = ("--dist=loadfile", "--timeout=1800")  # one test may start, and compile, two engines
+    tests_in_parallel(session, env, "tests/real", *options, *args, **ENGINE)
+
+
 @timed("tests-empty")
 def tests_empty(session: nox.Session) -> None:
     """Run vLLM without compiled operators, on a device that a plugin brings, beside stock."""
@@ -284,7 +311,7 @@ def ray(session: nox.Session) -> None:
 def quickstart(session: nox.Session) -> None:
     """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
     env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
-    model = real_model(session, SMOLLM)
+    model = real_model(session, SMOLLM2)
     options = ("--model", str(model.relative_to(ROOT))) if model else ()
     python(session, env, "quickstart.py", *options, *session.posargs, **ENGINE)
 
@@ -293,7 +320,7 @@ def quickstart(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure the call path and the engine against a direct call and stock vLLM."""
     env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
-    model = real_model(session, SMOLLM)
+    model = real_model(session, SMOLLM2)
     options = ("--real", str(model.relative_to(ROOT))) if model else ()
     python(session, env, "benchmarks/run.py", *options, *session.posargs, **ENGINE)
 
@@ -303,7 +330,7 @@ def bench(session: nox.Session) -> None:
 def full(session: nox.Session, vllm: str) -> None:
     """Run all engine tests on every supported vLLM, on the newest also what else is slow.
 
-    Behind it come `deletions`, and `pythons` on the further Pythons.
+    Behind it come `deletions`, `real`, and `pythons` on the further Pythons.
     """
     env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
     engines_in_parallel(session, env)
@@ -318,6 +345,7 @@ def full(session: nox.Session, vllm: str) -> None:
         for backend in KITS:
             session.notify(f"deletions(backend='{backend}')")
         here = f"{sys.version_info.major}.{sys.version_info.minor}"
+        session.notify("real")
         for further in (version for version in envs.PYTHONS if version != here):
             session.notify(f"pythons(version='{further}')")
 

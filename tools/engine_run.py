@@ -50,6 +50,9 @@ class Job:
         rounds: timed repetitions of the last batch, after one that warms up.
         scored: texts, as token ids, of which the log-probability of each token but the first is
             returned; not with `logits`.
+        leads: whether to return which token was the likeliest, and by how much, of `scored` and of
+            the answers; not with `logits`.
+        adapter: the folder of a LoRA adapter that all of it goes through; empty for none.
     """
 
     model: str
@@ -61,6 +64,8 @@ class Job:
     prompt_logits: bool = True
     rounds: int = 0
     scored: list[list[int]] = field(default_factory=list)
+    leads: bool = False
+    adapter: str = ""
 
 
 class EngineFailed(RuntimeError):
@@ -81,9 +86,10 @@ def run(
 
     Returns:
         `tokens`, `logits` and `cached` (tokens found in the cache) per prompt of all batches,
-        `logprobs` per text of `scored`, `steps` (how many forward passes the batches took),
-        `seconds` per round, `kv_blocks`, `report` (None for stock), `custom_ops`, and `log`, all
-        that the process printed.
+        `logprobs` per text of `scored`; with `leads` also `leads` per text and `answer_leads` per
+        prompt, `[likeliest token, log-probability above the next]` for each token; `steps` (how
+        many forward passes the batches took), `seconds` per round, `kv_blocks`, `report` (None for
+        stock), `custom_ops`, and `log`, all that the process printed.
 
     Raises:
         EngineFailed: it did not end well.
@@ -141,33 +147,45 @@ def _main(request: dict[str, Any]) -> None:
         **job.options,
     )
 
+    told = 2 if job.leads else None
+    through: dict[str, Any] = {}
+    if job.adapter:
+        from vllm.lora.request import LoRARequest
+
+        through = {"lora_request": LoRARequest("adapter", 1, job.adapter)}
+
     def sampling(logits: bool) -> SamplingParams:
         return SamplingParams(
             temperature=0,
             max_tokens=job.new_tokens,
             ignore_eos=True,
             detokenize=False,
-            logprobs=-1 if logits else None,
+            logprobs=-1 if logits else told,
             prompt_logprobs=-1 if logits and job.prompt_logits else None,
         )
 
     outputs = []
     for batch in job.batches:
         prompts: Any = [{"prompt_token_ids": ids} for ids in batch]
-        outputs += _together(llm, prompts, sampling(job.logits))
+        outputs += _together(llm, prompts, sampling(job.logits), **through)
     steps = _steps(llm)
-    scored = _scores(llm, job.scored) if job.scored else []
+    scored = _scored(llm, job.scored, **through) if job.scored else []
     seconds = []
     for _ in range(job.rounds):
         start = time.perf_counter()
-        llm.generate(prompts, sampling(False), use_tqdm=False)
+        llm.generate(prompts, sampling(False), use_tqdm=False, **through)
         seconds.append(time.perf_counter() - start)
     config = llm.llm_engine.vllm_config
     ours = os.environ.get("VLLM_FL_PREFER_ENABLED", "true").lower() not in ("0", "false")
     result = {
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "logits": [_rows(o) for o in outputs] if job.logits else [],
-        "logprobs": scored,
+        "logprobs": [
+            [row[token].logprob for row, token in zip(rows, ids[1:], strict=True)]
+            for rows, ids in zip(scored, job.scored, strict=True)
+        ],
+        "leads": [_leads(rows) for rows in scored] if job.leads else [],
+        "answer_leads": [_leads(o.outputs[0].logprobs) for o in outputs] if job.leads else [],
         "cached": [o.num_cached_tokens for o in outputs],
         "steps": steps,
         "seconds": seconds,
@@ -178,7 +196,7 @@ def _main(request: dict[str, Any]) -> None:
     Path(request["out"]).write_text(json.dumps(result))
 
 
-def _together(llm: Any, prompts: Any, sampling: Any) -> list[Any]:
+def _together(llm: Any, prompts: Any, sampling: Any, **through: Any) -> list[Any]:
     """Generate for a batch whose requests all wait before the engine takes its first step.
 
     `LLM.generate` sends them one by one to the engine's process, which begins with what is there:
@@ -186,22 +204,28 @@ def _together(llm: Any, prompts: Any, sampling: Any) -> list[Any]:
     a matrix product gets (on AMX another one up to four rows), and with it how a sum is rounded.
     """
     llm.sleep(level=0)
-    llm.enqueue(prompts, sampling, use_tqdm=False)
+    llm.enqueue(prompts, sampling, use_tqdm=False, **through)
     llm.wake_up(tags=["scheduling"])
     outputs: list[Any] = llm.wait_for_completion(use_tqdm=False)
     return outputs
 
 
-def _scores(llm: Any, texts: list[list[int]]) -> list[list[float]]:
-    """Of each text the log-probability of every token but the first."""
+def _scored(llm: Any, texts: list[list[int]], **through: Any) -> list[Any]:
+    """Of each text what vLLM tells of every token but the first, and of the two likeliest there."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=0)
+    sampling = SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=2)
     prompts: Any = [{"prompt_token_ids": ids} for ids in texts]
-    return [
-        [row[token].logprob for row, token in zip(o.prompt_logprobs[1:], ids[1:], strict=True)]
-        for o, ids in zip(_together(llm, prompts, sampling), texts, strict=True)
-    ]
+    return [o.prompt_logprobs[1:] for o in _together(llm, prompts, sampling, **through)]
+
+
+def _leads(rows: Any) -> list[tuple[int, float]]:
+    """At each place the likeliest token, and its log-probability above the next's."""
+    found = []
+    for row in rows:
+        first, second = sorted(row, key=lambda token: -row[token].logprob)[:2]
+        found.append((first, row[first].logprob - row[second].logprob))
+    return found
 
 
 def _steps(llm: Any) -> int:

@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-openai = pytest.importorskip("openai")
-
-START_LIMIT = 300.0
-"""Seconds until the server must answer: many times what it takes on two cores."""
-
-
-@dataclass
-class Server:
-    client: Any
-    log: Path
-    process: subprocess.Popen[bytes]
+from servers import END_LIMIT, Server, serving
 
 
 @pytest.fixture(scope="module")
 def server(
     model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "stderr.log"
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--model", str(model("qwen3")), "--served-model-name", "tiny", "--skip-tokenizer-init",
-        "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
-        # Else vLLM kills a worker that has not said its counts after 5 s, as on a busy machine.
-        "--shutdown-timeout", "60",
-    ]  # fmt: skip
-    environment = {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_FL_DISPATCH_DEBUG": "1",
-        "VLLM_FL_PER_OP": "rms_norm=vendor|reference",
-    }
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120)
-    try:
-        deadline = time.monotonic() + START_LIMIT
-        while True:
-            try:
-                client.models.list()
-                break
-            except openai.APIConnectionError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"the server did not start:\n{log.read_text()[-5000:]}")
-                time.sleep(1)
-        yield Server(client, log, process)
-    finally:
-        process.terminate()
-        process.wait(timeout=120)
+    options = ("--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager")
+    variables = {"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_PER_OP": "rms_norm=vendor|reference"}
+    with serving(model("qwen3"), log, *options, **variables) as started:
+        yield started
 
 
 def complete(server: Server, prompt: list[int], **options: Any) -> Any:
@@ -99,7 +52,7 @@ def test_sixty_four_requests_at_once(server: Server) -> None:
 def test_the_plan_is_on_stderr_and_the_counts_at_shutdown(server: Server) -> None:
     """Last in this module: it ends the server."""
     server.process.terminate()
-    server.process.wait(timeout=120)
+    server.process.wait(timeout=END_LIMIT)
     log = server.log.read_text()
     plan = [line for line in log.splitlines() if "ops planned" in line]
     assert len(plan) == 1 and "rms_norm=vendor.cpu" in plan[0]

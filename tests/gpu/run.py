@@ -2,6 +2,7 @@
 
     python tests/gpu/run.py [PART …]        all parts: contracts operators engines attention experts
                                             fused_experts ranks graphs flagcx
+    python tests/gpu/run.py real            a real model, whose folder is there: cases_real.py
 
 Exits with 1 when a case failed, and with 0 and the reason where there is no NVIDIA GPU.
 """
@@ -30,6 +31,7 @@ import cases_fused_experts  # noqa: E402
 import cases_graphs  # noqa: E402
 import cases_operators  # noqa: E402
 import cases_ranks  # noqa: E402
+import cases_real  # noqa: E402
 
 PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "contracts": cases_contracts.cases,
@@ -41,7 +43,11 @@ PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "ranks": cases_ranks.cases,
     "graphs": cases_graphs.cases,
     "flagcx": cases_flagcx.cases,
+    "real": cases_real.cases,
 }
+
+NAMED = {"real"}
+"""Parts that run only where they are named."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def main() -> int:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
-    chosen = parser.parse_args().parts or list(PARTS)
+    chosen = parser.parse_args().parts or [part for part in PARTS if part not in NAMED]
     if unknown := set(chosen) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     reason = no_gpu()

@@ -1,0 +1,68 @@
+"""A real server in a process of its own, for the openai client."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_LIMIT = 900.0
+"""Seconds until the server must answer: many times what it takes on two cores, to compile, too."""
+
+END_LIMIT = 300.0
+"""Seconds within which it must end."""
+
+
+@dataclass
+class Server:
+    client: Any
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+
+@contextmanager
+def serving(model: Path, log: Path, *options: str, **variables: str) -> Iterator[Server]:
+    """vLLM's server on this model, ended behind the block; `options` are its command line's."""
+    openai = pytest.importorskip("openai")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--host", "127.0.0.1", "--port", str(port),
+        # Else vLLM kills a worker that has not said its counts after 5 s, as on a busy machine.
+        "--shutdown-timeout", "60", *options,
+    ]  # fmt: skip
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **variables}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    url = f"http://127.0.0.1:{port}"
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300)
+    try:
+        deadline = time.monotonic() + START_LIMIT
+        while True:
+            try:
+                client.models.list()
+                break
+            except openai.APIConnectionError:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(f"the server did not start:\n{log.read_text()[-5000:]}")
+                time.sleep(1)
+        yield Server(client, url, log, process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=END_LIMIT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise

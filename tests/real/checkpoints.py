@@ -1,0 +1,126 @@
+"""What is made of a real model: an adapter for it, and checkpoints with quantised weights; and how
+transformers computes in float32 what they say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
+"""The linear layers of a decoder."""
+
+INT8, FP8 = "int8", "fp8"
+
+RANK = 8
+
+
+def adapter(model: Path, folder: Path) -> Path:
+    """A LoRA adapter of random weights for every projection, that changes answers visibly."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    pick = torch.Generator().manual_seed(0)
+    tensors = {}
+    with safe_open(model / "model.safetensors", "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 (it is no dict)
+            if name.split(".")[-2] not in PROJECTIONS:
+                continue
+            high, low = weights.get_slice(name).get_shape()
+            of = f"base_model.model.{name.removesuffix('.weight')}"
+            wide = torch.randn(RANK, low, generator=pick) / low**0.5
+            deep = torch.randn(high, RANK, generator=pick) * 0.02
+            tensors[f"{of}.lora_A.weight"] = wide.to(torch.bfloat16)
+            tensors[f"{of}.lora_B.weight"] = deep.to(torch.bfloat16)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "target_modules": PROJECTIONS,
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def quantised(model: Path, folder: Path, form: str) -> Path:
+    """A checkpoint of compressed-tensors with eight bits: a scale for each channel of a weight, and
+    one for each token, which is found while the model runs."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    tensors: dict[str, Any] = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if name.split(".")[-2] not in PROJECTIONS:
+            tensors[name] = weight
+            continue
+        wide = weight.float()
+        scale = wide.abs().amax(-1, keepdim=True) / _most(form)
+        scaled = wide / scale
+        tensors[name] = (
+            scaled.round().to(torch.int8) if form == INT8 else scaled.to(torch.float8_e4m3fn)
+        )
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    kind = {"num_bits": 8, "type": "int" if form == INT8 else "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**kind, "strategy": "channel", "dynamic": False},
+        "input_activations": {**kind, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if form == INT8 else "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def merge(model: Any, folder: Path) -> None:
+    """Add an adapter's products to transformers' model."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    weights = dict(model.named_parameters())
+    for name in (name for name in tensors if ".lora_A." in name):
+        low, high = tensors[name], tensors[name.replace(".lora_A.", ".lora_B.")]
+        of = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+        weights[of] += config["lora_alpha"] / config["r"] * (high.float() @ low.float())
+
+
+def round_as(model: Any, form: str) -> None:
+    """Round the weights of transformers' model as `quantised` does, and what enters its layers."""
+    import torch
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-12) / _most(form)
+        scaled = values / scale
+        if form == INT8:
+            return scaled.round() * scale
+        return scaled.to(torch.float8_e4m3fn).float() * scale
+
+    for name, layer in model.named_modules():
+        if name.split(".")[-1] in PROJECTIONS:
+            layer.weight.copy_(rounded(layer.weight))
+            layer.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
+
+
+def _most(form: str) -> float:
+    """The largest number of a form."""
+    import torch
+
+    return 127.0 if form == INT8 else torch.finfo(torch.float8_e4m3fn).max

@@ -1,0 +1,139 @@
+"""Engines on real models' weights. A run is made once and shared by the tests that look at it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import prose
+import pytest
+from engine_run import BIND, STOCK, cores
+from engines import IN_ONE_PROCESS, REFERENCE, VENDOR, Once, Result
+
+import envs
+
+PLUGINS = Path(__file__).parent / "plugins"
+
+SMOLLM2, GEMMA, MINILM = "SmolLM2-135M-Instruct", "gemma-3-270m", "all-MiniLM-L6-v2"
+
+PLANS: dict[str, dict[str, str]] = {
+    "stock": STOCK,
+    "shipped": {},
+    "reference": REFERENCE,
+    "vendor": VENDOR,
+}
+"""Name -> variables."""
+
+Model = Callable[[str], Path]
+Scored = Callable[..., Result]
+True_ = Callable[..., list[float]]
+
+
+@pytest.fixture(scope="session")
+def model() -> Model:
+    """`model(name)`: the folder of a real model; `nox -s real` has fetched and converted it."""
+    return envs.real_model
+
+
+def own_core() -> int:
+    """A core for the engines of this worker of pytest-xdist, which computes beside another."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    return cores()[int(worker) % len(cores())]
+
+
+@pytest.fixture(scope="session")
+def scored(model: Model, once: Once) -> Scored:
+    """`scored(name, plan, eager=True, dtype="bfloat16", …)`: what that engine said of the prose.
+
+    `label` names what is further given: `folder`, another checkpoint; options of `prose.job`; and
+    VARIABLES.
+    """
+
+    def answer(
+        name: str,
+        plan: str,
+        *,
+        eager: bool = True,
+        dtype: str = "bfloat16",
+        label: str = "",
+        folder: Path | None = None,
+        **more: Any,
+    ) -> Result:
+        variables = {key: more.pop(key) for key in list(more) if key.isupper()}
+        job = prose.job(folder or model(name), eager=eager, dtype=dtype, **more)
+        mode = "eager" if eager else "compiled"
+        variables = {**IN_ONE_PROCESS, BIND: str(own_core()), **PLANS[plan], **variables}
+        kept = f"{name}-{plan}-{mode}-{dtype}-{label}"
+        return once(kept, job, VLLM_FL_DISPATCH_DEBUG="1", **variables)
+
+    return answer
+
+
+@pytest.fixture(scope="session")
+def true(model: Model, tmp_path_factory: pytest.TempPathFactory) -> True_:
+    """`true(name)`: how likely transformers holds the same tokens to be, in float32.
+
+    `true(name, label, change)` is that of a model which `change` has been given.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+
+    def computed(
+        name: str, label: str = "", change: Callable[[Any], None] | None = None
+    ) -> list[float]:
+        file = folder / f"true-{name}-{label}.json"
+        with envs.locked(file):
+            if not file.exists():
+                file.write_text(json.dumps(prose.truth(model(name), change)))
+        found: list[float] = json.loads(file.read_text())
+        return found
+
+    return computed
+
+
+def own_epsilon(epsilon: str) -> dict[str, str]:
+    """The variables of a plan whose norms all add this epsilon, unseen by the start."""
+    return {
+        "VLLM_FL_PLUGIN_MODULES": "own_epsilon",
+        "PYTHONPATH": str(PLUGINS),
+        "OWN_EPSILON": epsilon,
+        "VLLM_FL_PER_OP": "rms_norm=vendor:ownepsilon",
+        "VLLM_FL_PREFLIGHT": "off",  # it would be named and taken out
+    }
+
+
+def seen(
+    name: str,
+    plan: str,
+    eager: bool,
+    dtype: str,
+    told: Result,
+    stock: Result,
+    true: list[float],
+) -> str:
+    """A row of the table at the end of a run."""
+    logps = prose.logps(told)
+    same = sum(a == b for a, b in zip(told["tokens"], stock["tokens"], strict=True))
+    return " | ".join(
+        (
+            f"{name} {dtype} {'eager' if eager else 'compiled'} {plan}",
+            f"perplexity {math.exp(-statistics.fmean(logps)):.3f}",
+            f"to float32 truth: {prose.distance(logps, true)}",
+            f"to stock: {prose.distance(logps, prose.logps(stock))}",
+            f"{same} of {len(stock['tokens'])} answers are stock's",
+        )
+    )
+
+
+def assert_it_ran(ours: Result, *ops: str) -> None:
+    """Nothing was taken out, and each of these ops was computed by the plan's implementation."""
+    (report,) = ours["report"]
+    assert report["demotions"] == {}
+    for op in ops:
+        assert report["calls"][op].get(report["ops"][op]["impl"]), (op, report["calls"])

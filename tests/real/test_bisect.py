@@ -1,0 +1,64 @@
+"""`vllm-fl bisect` on a real model: it names a wrong kernel, and a right plan is noise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import prose
+import pytest
+from engine_run import BIND
+from real_engines import SMOLLM2, Model, own_core, own_epsilon
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = 16
+
+
+@pytest.fixture
+def bisect(model: Model, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`bisect(VARIABLE=…)`: what the command says of the plan that these variables give."""
+    texts = prose.job(model(SMOLLM2)).scored
+    each = len(texts) * prose.TEXT_TOKENS // PROMPTS
+    pieces = [text[i : i + each] for text in texts for i in range(0, len(text), each)]
+    prompts = tmp_path / "prompts"
+    prompts.write_text("".join(f"{json.dumps(ids)}\n" for ids in pieces))
+
+    def run(**variables: str) -> dict[str, Any]:
+        parts = (variables.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""))
+        path = os.pathsep.join(filter(None, parts))
+        command = ["bisect", "--model", str(model(SMOLLM2)), "--prompts", str(prompts), "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_fl.cli", *command],
+            env={**os.environ, "PYTHONPATH": path, BIND: str(own_core()), **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode in (0, 1), done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert done.returncode == bool(found["culprits"] or found["elsewhere"])
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("plan", [{}, {"VLLM_FL_PREFER": "vendor"}], ids=["shipped", "vendor"])
+def test_a_right_plan_is_noise(plan: dict[str, str], bisect: Callable[..., dict[str, Any]]) -> None:
+    found = bisect(**plan)
+    assert found["culprits"] == [] and not found["elsewhere"], found
+    assert 0 < found["times"] <= found["limit"] and found["engines"] == 3
+
+
+def test_a_wrong_norm_is_named(bisect: Callable[..., dict[str, Any]]) -> None:
+    found = bisect(**own_epsilon("1e-2"))
+    (culprit,) = found["culprits"]
+    assert culprit["ops"] == {"rms_norm": "vendor.ownepsilon"} and not found["elsewhere"], found
+    assert culprit["times"] > found["limit"] or culprit["far"] > culprit["far_allowed"]
+    assert culprit["layers"], "in which layers it is wrong"
