@@ -174,6 +174,21 @@ def test_what_cannot_be_told_is_called_unattributed() -> None:
     assert found["no contract: a copy"].owner.name == "Memcpy HtoD"
 
 
+def test_a_launch_whose_caller_is_not_known_is_whose_the_others_of_its_kernel_are() -> None:
+    """As seen on an H100: of some launches of attention's kernel the profiler knew no operator."""
+    kernel = "void cutlass::device_kernel<flash::FlashAttnFwdSm90<cute::tuple<cute::C<1> > > >()"
+    seen = learnt(
+        (kernel, ()),
+        (kernel, ("vllm::unified_attention_with_output",)),
+        ("gemm", ("cudaLaunchKernelExC",)),
+    )
+    found = attribute(whose(), seen, measured(9.0, **{kernel: [4.0, 4.0], "gemm": [1.0]}, steps=1))
+    assert rows(found) == {
+        ("attention_backend", "stock"): (8.0, 2.0),
+        ("unattributed", ""): (1.0, 1.0),
+    }
+
+
 @pytest.mark.parametrize(
     ("seen", "times", "problem"),
     [

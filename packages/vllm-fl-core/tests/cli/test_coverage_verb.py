@@ -19,7 +19,7 @@ import json, os, sys
 request = json.loads(sys.argv[-1])
 told = json.load(open("told.json"))
 assert request["options"]["worker_extension_cls"].startswith("vllm_fl.integration.profiling")
-assert os.environ["VLLM_DISABLE_COMPILE_CACHE"] == "1"
+assert not os.path.exists(os.environ["VLLM_CACHE_ROOT"])
 if "--bad" in request.get("arguments", []):
     print(json.dumps({"usage": "unrecognized arguments: --bad"}), flush=True)
     sys.exit()

@@ -27,6 +27,9 @@ ATTENTION_LAYER = re.compile(r"(?:Attention|MLAAttention)$")
 INDUCTOR = re.compile(r"triton_(?:poi|red|per|tem|mix|unk|for)_fused_|graph_\d+_cpp_fused_")
 """Kernels that PyTorch's compiler wrote."""
 
+OPERATOR = re.compile(r"\w+::[\w.]+")
+"""Operators of torch. Kernels may have the signature of a C++ function for a name."""
+
 MOVES = re.compile(r"Mem(?:cpy|set)\b")
 
 YES, PARTLY, NO, UNKNOWN = "yes", "partly", "no", "?"
@@ -220,7 +223,7 @@ class Whose:
     def _uncovered(self, path: Sequence[str]) -> Owner:
         """What no contract names: by the outermost operator of the innermost layer."""
         last = max((n for n, name in enumerate(path) if _layer(name)), default=-1)
-        called = [name for name in path[last + 1 :] if "::" in name]
+        called = [name for name in path[last + 1 :] if OPERATOR.fullmatch(name)]
         where = f"in {_layer(path[last])}" if last >= 0 else "outside of layers"
         if called:
             return Owner("", STOCK, called[0], NO, f"no contract ({where})")
@@ -293,7 +296,9 @@ def _on_host(whose: Whose, seen: Mapping[str, Any]) -> Found:
 def _on_device(whose: Whose, learnt: Mapping[str, Any], seen: Mapping[str, Any]) -> Found:
     """Kernels' times. The n-th call of a kernel in a step is whose its n-th call was there."""
     for name, times in seen["kernels"].items():
-        owners = [whose.of([*learnt["paths"][n], name]) for n in learnt["launched"].get(name, ())]
+        paths = [learnt["paths"][n] for n in learnt["launched"].get(name, ())]
+        # Of a launch the profiler may not know the caller: the others of the kernel tell.
+        owners = [whose.of([*path, name]) for path in paths if any(map(_tells, path))]
         distinct = list(dict.fromkeys(owners))
         if not distinct:
             distinct = [_by_name(whose, name)]
@@ -308,6 +313,11 @@ def _on_device(whose: Whose, learnt: Mapping[str, Any], seen: Mapping[str, Any])
             continue
         for number, us in enumerate(times):
             yield owners[len(owners) - each + number % each], name, us, 1
+
+
+def _tells(name: str) -> bool:
+    """Whether what a call comes from is known by this name: a label of ours, or an operator."""
+    return name.startswith((OP_LABEL, LAYER_LABEL)) or bool(OPERATOR.fullmatch(name))
 
 
 def _by_name(whose: Whose, kernel: str) -> Owner:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from ._show import UsageError, print_json, print_table, say
 
 EXTENSION = "vllm_fl.integration.profiling.Profiling"
 
-UNCACHED = {"VLLM_DISABLE_COMPILE_CACHE": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-"""Compiled code from a cache does not tell what is fused in it."""
+CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Variable -> the folder of a cache that this command gives the engine empty: code that an earlier
+engine compiled does not tell what is fused in it. Layers of one model share what is compiled."""
 
 TAKEN = "--worker-extension-cls"
 """The argument of vLLM's by which the worker is told to profile."""
@@ -75,13 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
     manager.ensure_initialized()
     if manager.startup is None or not manager.startup.settings.enabled:
         raise UsageError(f"{Settings.enabled.variable} is off: there is no plan to look at")
-    with running(
-        "that is profiled",
-        model,
-        {"worker_extension_cls": EXTENSION},
-        {**os.environ, **UNCACHED},
-        arguments=arguments.more,
-    ) as engine:
+    with (
+        tempfile.TemporaryDirectory() as caches,
+        running(
+            "that is profiled",
+            model,
+            {"worker_extension_cls": EXTENSION},
+            {**os.environ, **{name: f"{caches}/{folder}" for name, folder in CACHES.items()}},
+            arguments=arguments.more,
+        ) as engine,
+    ):
         needed = prompt + steps + 2
         if needed > engine.length:
             raise UsageError(
