@@ -24,7 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import tiny_model  # noqa: E402 (its folder is no package, and is on the path only from here on)
+import prose  # noqa: E402 (its folder is no package, and is on the path only from here on)
+import tiny_model  # noqa: E402
 from engine_run import STOCK, EngineFailed, Job, run  # noqa: E402
 
 QUESTIONS = (
@@ -39,12 +40,6 @@ PROSE = ROOT / "LICENSE"
 
 SCORED = 1000
 """Tokens of it."""
-
-BARS = {"median": 0.06, "99 %": 0.5}
-"""Largest differences, between two right plans, of the log-probability that a token has: quantiles
-over the tokens of the text. bfloat16 has 8 bits, and with 30 layers the rounding of two right
-kernels comes to 0.02 to 0.03 in the median and about 0.2 for one token in a hundred; the whole
-text's perplexity says less, since differences of both signs cancel."""
 
 DEBUG = {"VLLM_FL_DISPATCH_DEBUG": "1"}
 """Calls are counted under this."""
@@ -139,9 +134,11 @@ def _show_plan(title: str, result: dict[str, Any]) -> list[str]:
     findings = []
     for op, entry in report["ops"].items():
         counts = report["calls"].get(op, {})
-        shown = ", ".join(f"{impl} {count}" for impl, count in counts.items()) or "-"
+        none = "-" if op not in report["not_reached"] else "- (this model does not reach it)"
+        shown = ", ".join(f"{impl} {count}" for impl, count in counts.items()) or none
         print(f"  {op:<17} {entry['impl']:<16} {entry['reason']:<28} calls: {shown}")
-        if entry["impl"] != "stock" and not counts.get(entry["impl"]):
+        reached = op not in report["not_reached"]
+        if reached and entry["impl"] != "stock" and not counts.get(entry["impl"]):
             findings.append(f"{op}: {entry['impl']} was planned but neither called nor traced")
     return findings
 
@@ -158,33 +155,21 @@ def _show_answers(results: dict[str, dict[str, Any]], text_of: Callable[[list[in
 def _show_scores(results: dict[str, dict[str, Any]]) -> list[str]:
     """Print how likely the engines find a text; a finding where they differ by too much."""
     findings = []
-    (stock,) = results["stock"]["logprobs"]
+    stock = prose.logps(results["stock"])
     print(f"\nLog-probabilities of {len(stock)} tokens, and how they differ from stock's:")
     for name, result in results.items():
-        (scores,) = result["logprobs"]
+        scores = prose.logps(result)
         line = f"  {name:<10} perplexity {math.exp(-statistics.fmean(scores)):8.3f}"
         if name != "stock":
-            found = _quantiles([abs(a - b) for a, b in zip(stock, scores, strict=True)])
-            line += "   differs by " + ", ".join(
-                f"{found[quantile]:.3f} ({quantile}; allowed {bar})"
-                for quantile, bar in BARS.items()
-            )
+            found = prose.distance(scores, stock)
+            line += f"   {found}"
             findings += [
-                f"log-probabilities differ by {found[quantile]:.3f} ({quantile}): {name}"
-                for quantile, bar in BARS.items()
-                if not found[quantile] <= bar
+                f"log-probabilities differ: {name}, {above}"
+                for above in prose.RIGHT.exceeded(found)
             ]
         print(line)
+    print(f"  of right plans at most: {prose.RIGHT}")
     return findings
-
-
-def _quantiles(differences: list[float]) -> dict[str, float]:
-    """The quantiles that BARS names."""
-    ordered = sorted(differences)
-    return {
-        "median": ordered[len(ordered) // 2],
-        "99 %": ordered[len(ordered) * 99 // 100],
-    }
 
 
 def _show_speed(job: Job, results: dict[str, dict[str, Any]]) -> None:

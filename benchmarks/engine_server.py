@@ -40,16 +40,13 @@ def end_profile(worker: Any) -> dict[str, list[float]]:
     """Kernel -> its µs and calls since `begin_profile`."""
     import torch
 
+    from vllm_fl.integration.profiling import device_times
+
     torch.cuda.synchronize()
     profiled = worker.__dict__.pop("profiled")
     profiled.stop()
-    kernels: dict[str, list[float]] = {}
-    for event in profiled.events():
-        if event.device_type.name == "CUDA":
-            figures = kernels.setdefault(event.name, [0.0, 0])
-            figures[0] += event.device_time
-            figures[1] += 1
-    return kernels
+    times, _ = device_times(profiled.events())
+    return {name: [sum(each), len(each)] for name, each in times.items()}
 
 
 def main() -> None:

@@ -190,6 +190,9 @@ class Bars:
     p99: float
     mean: float
 
+    def __str__(self) -> str:
+        return f"median {self.median:.2g}, p99 {self.p99:.2g}, mean {self.mean:.2g}"
+
     def exceeded(self, found: Distance) -> list[str]:
         """What is above."""
         seen = {"median": found.median, "p99": found.p99, "mean": abs(found.mean)}

@@ -98,5 +98,5 @@ def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "FINDING: log-probabilities differ by" in done.stdout
+    assert "FINDING: log-probabilities differ: vllm-fl" in done.stdout
     assert "silu_and_mul      vendor.wrong" in done.stdout

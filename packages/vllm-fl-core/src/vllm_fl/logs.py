@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .text import INDENTED, clean, quote
 
-__all__ = ["SAID_AT_MOST", "get_logger", "set_log_level", "speaks_for_all"]
+__all__ = ["SAID_AT_MOST", "get_logger", "set_log_level", "silence", "speaks_for_all"]
 
 ROOT = "vllm_fl"
 
@@ -81,3 +84,26 @@ def speaks_for_all() -> bool:
     from multiprocessing import parent_process  # 5 ms, and few processes have anything to say
 
     return parent_process() is None
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """In the block, what this thread logs is not shown, whoever's logger it is; errors are.
+
+    Other threads are heard, such as the one that names what takes long.
+    """
+    thread = threading.get_ident()
+
+    def is_heard(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno >= logging.ERROR
+
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    handlers = {*found, *filter(None, [logging.lastResort])}
+    for handler in handlers:
+        handler.addFilter(is_heard)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_heard)

@@ -16,6 +16,7 @@ from commands import Command
 from vllm_fl.cli import _engines
 from vllm_fl.cli._accept import DEFAULT, PHASES, TABLED, Served, _fitted, _part, judged
 from vllm_fl.cli._report import ReportFile
+from vllm_fl.plugins import breadcrumb
 from vllm_fl.settings.table import Row, Table, TunedOp, Verdict, read_table
 
 TABLE = Table(
@@ -26,9 +27,11 @@ TABLE = Table(
     model="tiny",
     date="2026-11-22T17:00:00+00:00",
     seconds=12.5,
-    ops={},
+    ops={"rms_norm": TunedOp("0", "stock", (Row(8, "vendor.acme"), Row(64, "default")), ())},
     accepted=Verdict(True, "an older one", "2026-01-01T00:00:00+00:00"),
 )
+STOCK = {"impl": "stock", "reason": "it was taken out"}
+ACME = {**STOCK, "rows": [{"up_to": 8, "impl": "vendor.acme", "reason": ""}]}
 SLOWEST = "prefill, 256 tokens"
 
 ENGINE = """
@@ -116,7 +119,7 @@ def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "tokens": "0",
             "graphs": "0",
             "length": "2048",
-            "ops": "{}",
+            "ops": repr({"rms_norm": ACME}),
         }
         text = ENGINE
         for name, value in (plain | behaviour).items():
@@ -257,6 +260,40 @@ def test_on_a_full_disk_the_verdict_is_said_at_least(
     assert accept("--json")[1].json()["accepted"] is True
 
 
+def test_an_engine_that_is_ended_leaves_no_note_of_what_it_ran(accept: Any) -> None:
+    noted = "note() and os.kill(os.getppid(), 15) or __import__('time').sleep(60)"
+    head = "from vllm_fl.plugins.breadcrumb import running\n"
+    head += "runs = running('the verification of gelu_and_mul=vendor.cpu')\n"
+    head += "note = lambda: runs.__enter__() or 1"
+    _, done = accept(tokens=noted, graphs=f"exec({head!r}, globals()) or 0")
+    assert done.status == 130
+    assert breadcrumb.lost() == ()
+
+
+def test_one_that_dies_leaves_its_note(accept: Any) -> None:
+    head = "from vllm_fl.plugins.breadcrumb import running\nimport os\n"
+    head += "with running('the verification of gelu_and_mul=vendor.cpu'): os.abort()"
+    _, done = accept(graphs=f"exec({head!r}) or 0")
+    assert done.status == 1 and "failed" in done.err
+    (crumb,) = breadcrumb.lost()
+    assert crumb.what == "the verification of gelu_and_mul=vendor.cpu"
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [{}, {"rms_norm": TunedOp("0", "stock", (Row(64, "default"),), ())}],
+    ids=["no op", "one"],
+)
+def test_a_table_without_a_choice_is_refused_before_an_engine_starts(accept: Any, ops: Any) -> None:
+    path, _ = accept()
+    path.write_text(replace(TABLE, ops=ops).text)
+    before = path.read_text()
+    _, done = accept()
+    assert done.status == 1 and path.read_text() == before
+    assert "chooses nothing" in done.err and "starting" not in done.err
+    assert not done.out
+
+
 def test_a_table_that_does_not_hold_is_told_after_one_start(accept: Any) -> None:
     _, done = accept(acts="False")
     assert done.err.count("starting an engine") == 1
@@ -266,8 +303,6 @@ CHOSEN = {
     op: TunedOp("0", "stock", (Row(8, "vendor.acme"), Row(64, "default")), ())
     for op in ("rms_norm", "silu_and_mul")
 }
-STOCK = {"impl": "stock", "reason": "it was taken out"}
-ACME = {**STOCK, "rows": [{"up_to": 8, "impl": "vendor.acme", "reason": ""}]}
 
 
 @pytest.mark.parametrize(

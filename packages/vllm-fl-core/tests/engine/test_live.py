@@ -223,3 +223,54 @@ def test_norms_are_held_to_their_tolerance_beside_one_large_feature() -> None:
 
     powers = {"rms_norm": 0, "rotary_embedding": 1, "gelu_and_mul_sparse": 2, "silu_and_mul": 1}
     assert {op: module._growth(contracts()[op]) for op in powers} == powers
+
+
+def planned_as_first(first: OpImpl, **policy: Any) -> Plan:
+    order = {"silu_and_mul": [first.impl_id.partition(".")[0], "reference"]}
+    return plan_of(first, silu("reference.torch", fn=right), per_op_order=order, **policy)
+
+
+def test_who_takes_none_of_its_calls_is_told_from_who_takes_some() -> None:
+    refuses = refusing("vendor.acme", "no such rows", fn=right)
+    live = seen(planned_as_first(refuses))
+    assert live.refused == {("silu_and_mul", "vendor.acme"): "no such rows"}
+    assert live.served == {("silu_and_mul", "reference.torch")} and live.reached == {"silu_and_mul"}
+    assert not live.faults
+
+    def raising(x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("not these")
+
+    live = seen(planned_as_first(acme(raising)))
+    assert live.refused == {("silu_and_mul", "vendor.acme"): "NotImplementedError: not these"}
+    some = acme(right, supports=lambda x: True if x.abs().max() > 5 else "small")
+    plan = planned_as_first(some)
+    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        model["early"](torch.randn(8, 32).clamp(-1, 1))
+        model["late"](torch.randn(8, 32) * 100)
+    assert not live.refused and len(live.served) == 2
+
+
+def test_a_later_candidate_that_refuses_is_not_looked_at() -> None:
+    """It is asked what the first one refuses, and may take other calls."""
+    plan = plan_of(
+        acme(right, supports=lambda x: len(x) < 9 or "large"),
+        refusing("reference.torch", "never", fn=right),
+        silu("default.flagos", fn=right),
+        per_op_order={"silu_and_mul": ["vendor", "reference", "flagos"]},
+    )
+    bound = plan.bind("silu_and_mul", object(), frozenset())
+    live = Live(plan, {}, CPU)
+    with live.watching():
+        bound(torch.randn(4, 32))
+        bound(torch.randn(12, 32))
+    assert not live.refused
+
+
+def test_counters_begin_when_it_has_ended() -> None:
+    plan = planned_as_first(refusing("vendor.acme", "no such rows", fn=right))
+    plan.fallbacks["attention_backend", "stock.vllm"] += 1  # chosen while the model was built
+    seen(plan)
+    assert not plan.record.refusals and not plan.calls
+    assert plan.fallbacks == {("attention_backend", "stock.vllm"): 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from typing import Any
@@ -13,6 +14,7 @@ from builders import X, failing, half, managing, norm, planning, refusing, silu
 from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.context import building
 from vllm_fl.engine.plan import active_plan, leave_place, take_place
+from vllm_fl.errors import CallError
 from vllm_fl.settings.policy import SelectionPolicy
 
 MODES = ["eager", "compiled"]
@@ -47,6 +49,36 @@ def test_the_line() -> None:
     )
     assert plan.entries["rms_norm"].impl is None
     assert plan.entries["rms_norm"].reason == "the user set the IR priority"
+    assert plan.line("x", not_reached=["silu_and_mul", "an_op_that_is_not_planned"]) == (
+        f"vllm-fl: 0 ops planned: {ops} (eager; rms_norm: the user set the IR priority; "
+        "not reached: silu_and_mul; x)"
+    )
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_call_is_counted_to_who_computed_it(mode: Any) -> None:
+    def refuses_nine(x: torch.Tensor) -> bool | str:
+        return len(x) != 9 or "nine rows"
+
+    manager = managing(
+        silu("vendor.acme", supports=refuses_nine),
+        silu("reference.torch", supports=lambda x: x.is_floating_point() or "integers"),
+        per_op_order=THEN_REFERENCE,
+    )
+    plan = dataclasses.replace(planning(manager, mode), counts_calls=True)
+    bound = plan.bind("silu_and_mul", object(), frozenset())
+    for rows in (4, 9, 9, 9, 5):
+        bound(torch.randn(rows, 8))
+    computed = {("silu_and_mul", "vendor.acme"): 2, ("silu_and_mul", "reference.torch"): 3}
+    assert plan.calls == computed
+    assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 3}
+    with pytest.raises(CallError if mode == "eager" else Exception):
+        bound(torch.ones(9, 8, dtype=torch.int64))
+    assert plan.calls == computed, "nobody computed that one"
+    plan.record.begin(keeps_calls=True)
+    assert plan.calls == computed and not plan.fallbacks and not plan.record.refusals
+    plan.record.begin()
+    assert not plan.calls
 
 
 def test_what_stands_after_stock_is_not_tried() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import graph_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
+from builders import silu
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, contracts
@@ -109,10 +112,50 @@ def test_run_only_runs() -> None:
 
 
 def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
-    fault = fault_of(sound, supports=lambda x: "needs a multiple of 4096" if x.ndim == 2 else True)
-    assert fault == (
-        "it refuses the served model's own sizes (1 x 2*512, bfloat16: needs a multiple of 4096)"
-    )
+    impl = silu("vendor.acme", fn=sound, supports=lambda x: "no 2-D" if x.ndim == 2 else True)
+    found = find_faults([impl], torch.bfloat16, CPU, SIZES)
+    assert not found.faults, "it is right, and of no use"
+    assert found.refused == {("silu_and_mul", "vendor.acme"): "1 x 2*512, bfloat16: no 2-D"}
+
+
+@pytest.mark.parametrize(
+    ("provided", "asked"),
+    [
+        ((), {torch.bfloat16}),
+        (({"weight": torch.float32},), {torch.float32}),
+        (({"weight": torch.float32}, {"weight": torch.bfloat16}), {torch.float32, torch.bfloat16}),
+        (({"weight": torch.float64},), {torch.bfloat16}),  # no call of the contract
+    ],
+    ids=["nothing known", "float32", "both", "not the op's"],
+)
+def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked: Any) -> None:
+    """A norm of Gemma's hands over a float32 weight, which no size and no model's dtype tells."""
+    seen: set[torch.dtype] = set()
+    refused: set[torch.dtype] = set()
+    spec = contracts()["rms_norm"]
+
+    def supports(x: Any, residual: Any, weight: Any, *others: Any) -> bool | str:
+        if x.ndim == 2 and x.shape[-1] == SIZES.hidden:
+            seen.add(weight.dtype)
+            return weight.dtype not in refused or f"weight is {weight.dtype}"
+        return True if x.shape[-1] != SIZES.head_size else "heads"
+
+    def rms_norm(
+        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+    ) -> Any:
+        found = spec.oracle(x, residual, weight, epsilon, variance_size)
+        return found.to(x.dtype) if residual is None else tuple(part.to(x.dtype) for part in found)
+
+    kind = BackendImplKind.VENDOR
+    impl = OpImpl("rms_norm", "vendor.acme", kind, rms_norm, "acme", supports=supports)
+    find = partial(find_faults, [impl], torch.bfloat16, CPU, SIZES, seconds=0.0)
+    found = find(provided={"rms_norm": provided})
+    assert seen == asked and not found.faults and not found.refused
+    refused.add(torch.float32)
+    found = find(provided={"rms_norm": provided})
+    assert not found.faults and bool(found.refused) == (asked == {torch.float32})
+    for why in found.refused.values():
+        assert "weight float32, bfloat16: weight is torch.float32" in why
 
 
 def test_one_that_refuses_an_edge_only_passes() -> None:
@@ -433,8 +476,26 @@ def test_what_it_changes_of_the_process_is_named_and_undone() -> None:
         (lambda: torch.set_autocast_enabled("cpu", True), "autocast from False to True"),
         (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the signal handlers"),
         (lambda: os.chdir("/"), "the working directory"),
+        (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "the number of threads"),
+        (
+            lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+            "the deterministic mode from off to on, with warnings",
+        ),
+        (lambda: torch.set_float32_matmul_precision("medium"), "the precision of float32 products"),
+        (gc.disable, "the garbage collector's being on from True to False"),
+        (lambda: logging.disable(logging.INFO), "the level up to which logging is off"),
     ],
-    ids=["device", "autocast", "signals", "folder"],
+    ids=[
+        "device",
+        "autocast",
+        "signals",
+        "folder",
+        "threads",
+        "deterministic",
+        "precision",
+        "collector",
+        "logging",
+    ],
 )
 def test_what_a_server_relies_on_is_named_and_put_back(
     change: Callable[[], object], said: str
@@ -448,6 +509,41 @@ def test_what_a_server_relies_on_is_named_and_put_back(
     found = fault("silu_and_mul", fn)
     assert found is not None and f"it changed {said}" in found
     assert process_state.changed(before, CPU) is None
+
+
+def test_what_is_as_it_was_is_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's worker on a CPU warns of each call of torch.set_num_threads."""
+    setters = {
+        torch: (
+            "set_default_dtype",
+            "set_num_threads",
+            "use_deterministic_algorithms",
+            "set_float32_matmul_precision",
+            "set_default_device",
+            "set_autocast_enabled",
+        ),
+        logging: ("disable",),
+        gc: ("enable", "disable"),
+        os: ("chdir",),
+        signal: ("signal",),
+    }
+    called: list[str] = []
+    for module, names in setters.items():
+        for name in names:
+            own = getattr(module, name)
+            watched = partial(lambda own, name, *a, **k: called.append(name) or own(*a, **k), own)
+            monkeypatch.setattr(module, name, partial(watched, name))
+    assert fault("silu_and_mul", sound) is None
+    assert called == []
+
+
+def test_a_mode_that_only_warns_stays_so() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert fault("silu_and_mul", sound) is None
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
+ENABLED = ["+gelu_and_mul", "+silu_and_mul"]
+
 START = """
 import json, os, pickle, sys
 from dataclasses import replace
@@ -31,9 +33,10 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration import ranks, verifying
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.worker import PlannedWorker
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
-contract = contracts()["silu_and_mul"]
+contract, gelu = contracts()["silu_and_mul"], contracts()["gelu_and_mul"]
 
 
 def right(x):
@@ -48,9 +51,21 @@ def wrong(x):
     return found
 
 
+# In some engines it is right, and takes no layer's call of so many tokens.
+refused = range(*json.loads(os.environ.get("REFUSED", "[0]")))
+
+
+def takes(x):
+    return x.shape[-1] != 1280 or len(x) not in refused or "rows of 1280"
+
+
 get_default_manager().ensure_initialized("cpu", defer_errors=True)
 get_default_manager().registry.register_many(
-    [silu("vendor.wrong", fn=lambda x: wrong(x), priority=999),
+    [silu("vendor.wrong", fn=lambda x: (right if len(refused) else wrong)(x),
+          supports=takes if len(refused) else None, priority=999),
+     # An op of which the model has no layer.
+     OpImpl("gelu_and_mul", "vendor.idle", BackendImplKind.VENDOR,
+            lambda x, approximate="none": gelu.oracle(x, approximate).to(x.dtype), "idle"),
      silu("vendor.acme", fn=lambda x: right(x), priority=998)]
 )
 calls = []
@@ -100,14 +115,20 @@ def agree(mine):
     # The other rank finds it on its own shard, once.
     is_live = os.environ.get("THEIRS") and not mine.facts
     found = {key: "wrong in layer blocks.1"} if is_live and len(calls) == 3 else {}
-    return [mine, replace(mine, rank=1, faults=found)]
+    theirs = replace(mine, rank=1, faults=found)
+    if mine.ran is not None and os.environ.get("SERVES_THERE"):
+        theirs = replace(theirs, ran=replace(mine.ran, refused={}, served=frozenset({key})))
+    if os.environ.get("RAN_NOT_THERE"):
+        theirs = replace(theirs, ran=None)
+    return [mine, theirs]
 
 
 verifying.agree = agree
 settings = load_settings(
     {"VLLM_FL_PLUGINS": "", "VLLM_FL_PREFLIGHT": os.environ["HOW"],
      "VLLM_FL_STRICT": os.environ.get("STRICT", "0"),
-     "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong|vendor:acme"}, platform="cpu")
+     "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong|vendor:acme;gelu_and_mul=vendor:idle"},
+    platform="cpu")
 config = VllmConfig()
 fake = engine_config()
 fake.model_config.get_vocab_size = lambda: 500
@@ -129,6 +150,7 @@ else:
     x = torch.randn(300, 1280).bfloat16()
     told["right"] = all(torch.equal(act(x), right(x)) for act in worker.model.blocks)
     told["entry"] = config.additional_config["vllm_fl"]
+    told["entry"].get("enabled", []).sort()
 told["calls"] = calls
 worker.shutdown()
 print(json.dumps(told))
@@ -157,7 +179,7 @@ def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
     assert told["bound"] == [True, True] and told["right"]
     assert told["calls"] == [256, 17, 1] * 2, "once more for the plan without it"
-    assert told["entry"] == {"plan": report["digest"], "enabled": ["+silu_and_mul"]}
+    assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
     (line,) = [line for line in log.splitlines() if "ops planned" in line]
     assert "silu_and_mul=vendor.acme" in line and f"digest {report['digest']}" in line
     assert "; silu_and_mul: vendor.wrong was taken out [FL410]; verified" in line
@@ -187,3 +209,44 @@ def test_strict_mode_ends_the_start() -> None:
     assert "rank 0: strict mode, and implementation 'vendor.wrong'" in told["raised"]
     assert "in layer blocks.0" in told["raised"]
     assert "ops planned" in log, "the plan is told all the same"
+
+
+def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_says_its_name() -> (
+    None
+):
+    told, log = start(REFUSED="[0, 1000]")
+    report = told["report"]
+    assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
+    (why,) = report["rejections"]["silu_and_mul"].values()
+    assert why == "it refuses every call of this model (rows of 1280)"
+    assert report["demotions"] == {} and report["refusals"] == {} == report["fallbacks"]
+    assert told["bound"] == [True, True] and told["right"]
+    # Tried at the largest batch, too, before it is out, then the model without it.
+    assert told["calls"] == [256, 17, 1, 512, 256, 17, 1, 512, 256, 17, 1]
+    assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
+    (line,) = [line for line in log.splitlines() if "ops planned" in line]
+    assert "silu_and_mul=vendor.acme" in line
+    assert "; silu_and_mul: vendor.wrong refuses every call [FL412]; verified" in line
+    assert "is rejected for op 'silu_and_mul': it refuses every call of this model" in log
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({"REFUSED": "[0, 400]"}, id="takes the largest batch"),
+        pytest.param({"REFUSED": "[0, 1000]", "SERVES_THERE": "1"}, id="serves on another rank"),
+        pytest.param({"REFUSED": "[0, 1000]", "RAN_NOT_THERE": "1"}, id="not known of another"),
+    ],
+)
+def test_what_takes_some_calls_somewhere_stays(variables: dict[str, str]) -> None:
+    told, log = start(**variables)
+    assert told["report"]["ops"]["silu_and_mul"]["impl"] == "vendor.wrong"
+    assert told["report"]["rejections"] == {} == told["report"]["refusals"] and "FL412" not in log
+
+
+def test_what_the_model_does_not_call_is_named_and_not_counted() -> None:
+    told, log = start(REFUSED="[0, 400]")
+    assert set(told["report"]["not_reached"]) == {"gelu_and_mul"}
+    assert told["report"]["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
+    (line,) = [line for line in log.splitlines() if "ops planned" in line]
+    assert "vllm-fl: 1 ops planned: " in line and "; not reached: gelu_and_mul; " in line

@@ -31,6 +31,7 @@ from vllm.config.utils import Range as VllmRange
 from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.engine.ranges import Range
 from vllm_fl.integration import lowering, passes, platform, ranges
+from vllm_fl.integration.functional_operators import OWNER
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.platform import PlatformOverlay
 from vllm_fl.integration.seams import ir as seams
@@ -155,6 +156,22 @@ def test_a_range_of_one_traceable_choice_has_its_code_and_no_operator(
     assert len(left) == stays
     impl_id = {1: "vendor.acme", 3: "default.flagos"}.get(mark, "")
     assert ranges.seen(plan)[OP, Range(*sizes), impl_id] == (not stays)
+
+
+def test_code_in_a_graph_says_whose_it_is(planned: Planned) -> None:
+    """A profile of a kernel that the compiler fuses it into is read by that."""
+    plan = planned(ROWS, *three())
+    bound = plan.bind(OP, object(), NOTHING)
+    owners: dict[str, Any] = {}
+
+    def look(graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            owner = (node.meta.get("nn_module_stack") or {}).get(OWNER)
+            owners.setdefault(str(node.target), []).append(owner)
+
+    lowered(plan, (1, 4), lambda x: bound(x * 2) + 1, torch.randn(3, 8), afterwards=[look])
+    assert owners["aten.mul.Tensor"] == [None], "this is not the op's"
+    assert (OP, "vendor.acme") in owners["aten.add.Tensor"] and None in owners["aten.add.Tensor"]
 
 
 def test_a_size_that_is_compiled_apart_is_not_of_the_range_around_it(planned: Planned) -> None:

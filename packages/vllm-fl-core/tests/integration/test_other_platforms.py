@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,6 +54,27 @@ def test_one_that_answers_is_named_with_what_to_do(
 def test_one_that_does_not_answer_is_no_obstacle(install: Callable[[str], None], body: str) -> None:
     install(body)
     assert other_platforms() == ()
+
+
+def test_it_is_asked_once_and_in_silence(
+    install: Callable[[str], None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """vLLM asks us twice, and the other one itself: what that logs must not stand there thrice."""
+    asked = tmp_path / "asked"
+    install(
+        f"import logging; open({str(asked)!r}, 'a').write('x'); "
+        "logging.getLogger('acme').warning('acme declines'); "
+        "logging.getLogger('acme').error('acme is broken'); return 'acme.platform.AcmePlatform'"
+    )
+    assert other_platforms() == other_platforms() != ()
+    assert asked.read_text() == "x"
+    assert [record.getMessage() for record in caplog.records] == ["acme is broken"]
+    logging.getLogger("acme").warning("again")
+    assert "again" in caplog.text, "what it says to vLLM is heard"
+    assert "declines" not in capfd.readouterr().err
 
 
 @needs_vllm

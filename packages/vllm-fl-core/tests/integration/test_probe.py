@@ -183,7 +183,7 @@ def test_with_speculative_decoding_the_start_goes_on(
     monkeypatch.setattr(verifying, "agree", lambda mine: [mine])
     model = Model()
     told = worker_with(Drafting(model, config, draft), config)
-    preflight: Any = SimpleNamespace(live_counts={8}, demoted={})
+    preflight: Any = SimpleNamespace(live_counts={8}, demoted={}, rejected={}, not_reached={})
     said, *unseen = worker._verify_live(told, preflight, alone=False)
     assert said.startswith(line)
     ran = not line.startswith("not")

@@ -79,6 +79,21 @@ def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
     assert measured[1:] == [[]]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_fl.integration import verifying
+
+    refused = {("silu_and_mul", "vendor.acme"): "1 x 640: odd"}
+    monkeypatch.setattr(verifying, "find_faults", lambda *_, **__: Findings(refused=refused))
+    plan = planning(managing(silu("vendor.acme"), strict=strict))
+    verdict = verifying.Preflight(worker_of()).verdict(plan, {})
+    why = "it refuses every call of this model (1 x 640: odd)"
+    assert verdict.rejections == {("silu_and_mul", "vendor.acme"): why} and not verdict.faults
+    assert (why in verdict.failure) is strict
+
+
 def test_an_interrupt_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_fl.integration import verifying
 
@@ -100,7 +115,7 @@ def test_what_any_row_may_call_is_verified_once(monkeypatch: pytest.MonkeyPatch,
     def noting(impls: Any, *_: Any, compiled: Any, **__: Any) -> Any:
         seen.append(([impl.impl_id for impl in impls], {impl_id for _, impl_id in compiled}))
         return SimpleNamespace(
-            remarks=[], faults={("silu_and_mul", "vendor.acme"): ("wrong", None)}
+            remarks=[], refused={}, faults={("silu_and_mul", "vendor.acme"): ("wrong", None)}
         )
 
     monkeypatch.setattr(verifying, "find_faults", noting)

@@ -37,6 +37,8 @@ class Engine:
 
 class LLM:
     def __init__(self, model, **options):
+        if options.get("max_model_len") == 9999:
+            raise ValueError("max_model_len is more than the model's 512")
         self.asleep, self.waiting, self.options = False, [], options
         self.llm_engine = Engine()
         if "max_model_len" in options:
@@ -90,6 +92,18 @@ from types import SimpleNamespace
 
 
 class EngineArgs(SimpleNamespace):
+    @staticmethod
+    def add_cli_args(parser):
+        parser.add_argument("--model")
+        parser.add_argument("--dtype", default="auto", choices=["auto", "float32"])
+        parser.add_argument("--max-model-len", type=int)
+        parser.add_argument("--enforce-eager", action="store_true")
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args):
+        return cls(**vars(args))
+
     def create_model_config(self):
         assert self.model == "a model" and self.skip_tokenizer_init
         return SimpleNamespace(max_model_len=512)
@@ -113,6 +127,9 @@ def engine(tmp_path: Path) -> Any:
     (tmp_path / "vllm" / "engine").mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text(VLLM)
     (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(ARGUMENTS)
+    (tmp_path / "vllm" / "utils").mkdir()
+    parser = "from argparse import ArgumentParser as FlexibleArgumentParser"
+    (tmp_path / "vllm" / "utils" / "argparse_utils.py").write_text(parser)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
     def run(*asked: dict[str, Any], check: bool = True, **fields: Any) -> Any:
@@ -154,6 +171,36 @@ def test_sequences_are_no_longer_than_the_model_takes(
     """vLLM refuses a length beyond the model's own, and the user did not ask for one."""
     (ready,) = answers(engine(longest=longest))
     assert ready["length"] == ready["report"]["max_model_len"] == length
+
+
+def test_it_is_given_arguments_as_vllm_serve_takes_them(engine: Any) -> None:
+    """Those that the user did not give stay what the command chose."""
+    (ready,) = answers(engine(arguments=["--max-model-len", "100", "--enforce-eager"]))
+    assert ready["report"]["max_model_len"] == 100 and ready["report"]["enforce_eager"]
+    assert ready["report"]["dtype"] == "bfloat16" and ready["report"]["seed"] == 0
+    (ready,) = answers(engine(arguments=["--dtype=float32"]))
+    assert ready["report"]["dtype"] == "float32" and "max_model_len" not in ready["report"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--no-such"], "unrecognized arguments: --no-such"),
+        (["--dtype", "int3"], "argument --dtype: invalid choice"),
+        (["--max-model-len", "9999"], "max_model_len is more than the model's 512"),
+    ],
+)
+def test_of_wrong_arguments_it_says_what_vllm_says(
+    engine: Any, arguments: list[str], said: str
+) -> None:
+    (only,) = answers(engine(arguments=arguments))
+    assert said in only["usage"]
+
+
+def test_it_profiles_a_visit_in_every_rank_and_tells_the_first_s(engine: Any) -> None:
+    visit = {"visit": vars(Visit("a", 1, 5, 3)), "decode": True, "steps": 2, "labelled": True}
+    _, seen, places = answers(engine({"profile": visit}, {"places": {}}))
+    assert seen["asked"] == "vllm_fl_profiled" and places["asked"] == "vllm_fl_places"
 
 
 def test_it_lets_every_prompt_repeat_its_last_token(engine: Any) -> None:

@@ -144,6 +144,81 @@ def test_a_file_that_others_wrote_is_no_finding(notes: Path, content: bytes) -> 
     assert breadcrumb.lost() == ()
 
 
+OF = "from vllm_fl.plugins.breadcrumb import running\nimport os, sys\n{first}\n"
+OF += "with running({what!r}, {owner!r}): os._exit(0)"
+
+
+def leave(what: str, owner: str = "", first: str = "") -> None:
+    """A note about code of `owner`, left by a process that ended without a word."""
+    script = OF.format(first=first, what=what, owner=owner)
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_what_is_not_installed_here_is_not_told(notes: Path) -> None:
+    here = f"pytest {pytest.__version__}"
+    for owner in ("mutplug 1.0", "pytest 0.1", here, "no_such_module.plugin", "json", ""):
+        leave(f"something of {owner!r}", owner)
+    assert whats() == [f"something of {owner!r}" for owner in (here, "json", "")]
+    assert len(list(notes.iterdir())) == 6, "who has it installed is told"
+
+
+def test_an_environment_is_told_of_itself_alone(notes: Path) -> None:
+    for first in ("", "sys.prefix = '/another/environment'"):
+        leave("the import of acme", f"pytest {pytest.__version__}", first)
+    (crumb,) = breadcrumb.lost()
+    with breadcrumb.running("the import of acme"):
+        pass
+    assert breadcrumb.lost() == ()
+    (theirs,) = notes.iterdir()
+    assert theirs != crumb.file, "what runs here says nothing of what ended there"
+
+
+def test_a_note_of_an_older_release_is_told(notes: Path) -> None:
+    notes.mkdir(parents=True)
+    told = '[{"what": "the import of acme", "pid": 1, "when": 1.5}]'
+    (notes / "host-1-1.json").write_text(told)
+    assert whats() == ["the import of acme"]
+
+
+def started(code: str) -> subprocess.Popen[str]:
+    """A process that runs something, and leads a session of its own."""
+    script = RUN.format(what="the import of acme") + code
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "1\n"
+    return child
+
+
+SLEEPS = "print(1, flush=True); time.sleep(60)"
+IN_A_CHILD = f"""
+    if os.fork() == 0:
+        with running("the import of its child"):
+            {SLEEPS}
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("code", [SLEEPS, IN_A_CHILD.lstrip()], ids=["itself", "its child"])
+def test_what_a_process_ran_that_we_end_is_no_fault(notes: Path, code: str) -> None:
+    with started(code) as child, breadcrumb.ending(child.pid):
+        assert list(notes.iterdir())
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    assert list(notes.iterdir()) == []
+
+
+def test_one_that_was_killed_before_we_end_the_rest_is_told() -> None:
+    with started(SLEEPS) as other, started(SLEEPS) as child:
+        os.kill(child.pid, signal.SIGKILL)  # as the kernel does where memory runs out
+        child.wait()
+        with breadcrumb.ending(child.pid):
+            pass
+        assert [crumb.pid for crumb in breadcrumb.lost()] == [child.pid]
+        other.kill()
+    assert {crumb.pid for crumb in breadcrumb.lost()} <= {child.pid, other.pid}
+
+
 def test_a_note_is_cleaned(notes: Path) -> None:
     run("os._exit(0)", "the import of \x1b[31mred\nERROR forged")
     (crumb,) = breadcrumb.lost()

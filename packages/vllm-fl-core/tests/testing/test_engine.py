@@ -141,13 +141,18 @@ def test_ops_that_fail_only_together_are_not_passed(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_deadline_is_said_and_leaves_no_process(run: Run, pytester: pytest.Pytester) -> None:
-    mishap = "import time; time.sleep(600)"
+def test_a_deadline_is_said_and_leaves_no_process(
+    run: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pytester.path))
+    noted = "with running('the import of toy'): time.sleep(600)"
+    mishap = f"import time; from vllm_fl.plugins.breadcrumb import running\n            {noted}"
     result = run(sick="'silu_and_mul' in ops", mishap=mishap, deadline=2.0)
     assert result.parseoutcomes()["failed"] == 1
     result.stdout.fnmatch_lines(["*gave no answer within 2 s*`deadline`*test class*"])
     result.stdout.fnmatch_lines(["*line one of the log", "*a 'quoted' line"])
     assert left_behind(pytester.path) == []
+    assert list((pytester.path / "vllm-fl" / "running").iterdir()) == [], "no note of what it ran"
 
 
 def test_a_failure_leaves_no_process(run: Run, pytester: pytest.Pytester) -> None:

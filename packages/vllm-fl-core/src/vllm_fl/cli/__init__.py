@@ -54,10 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary = str(verb.__doc__).split(": ", 1)[1].splitlines()[0].rstrip(".")
         sub = verbs.add_parser(module.name, help=summary, description=f"{summary}.")
         sub.add_argument("--json", action="store_true", help="print JSON for programs")
+        sub.set_defaults(run=verb.run, takes_more=False)
         verb.add_arguments(sub)
-        sub.set_defaults(run=verb.run)
     complete(parser)
-    arguments = parser.parse_args(argv)
+    arguments, more = parser.parse_known_args(argv)
+    if more and not arguments.takes_more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    arguments.more = more
     try:
         with answering(), progress(arguments.verb):
             status: int = arguments.run(arguments)

@@ -118,11 +118,16 @@ def run(arguments: argparse.Namespace) -> int:
         SettingsError: the file is no table.
         UsageError: it cannot be written, or the model is not there.
         EngineError: an engine failed: nothing is written.
-        AcceptError: the table does not hold in it: nothing is written.
+        AcceptError: the table chooses nothing, or does not hold in it: nothing is written.
     """
     path, model = arguments.accept, arguments.model
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
     table = read_table(path, key="--accept", origin="--accept")
+    if not any(_choices(table).values()):
+        raise AcceptError(
+            f"The table {path} chooses nothing: all its rows say '{UNCHANGED}', and an engine runs "
+            "the same with it and without it. Nothing was started or written"
+        )
     if model is None:
         raise UsageError("--accept takes --model DIR: it serves the model")
     if not (Path(model) / "config.json").is_file():
@@ -303,6 +308,11 @@ def _check(name: str, engine: Engine, table: Table) -> None:
         )
 
 
+def _choices(table: Table) -> dict[str, set[str]]:
+    """Op -> the implementations that the table chose for it."""
+    return {op: {row.impl for row in tuned.rows} - {UNCHANGED} for op, tuned in table.ops.items()}
+
+
 def _idle(table: Table, planned: Mapping[str, Any]) -> dict[str, str]:
     """Op -> why what the table chose for it does not serve in the engine that has the table.
 
@@ -313,7 +323,7 @@ def _idle(table: Table, planned: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         AcceptError: nothing of what the table chose serves.
     """
-    chosen = {op: {row.impl for row in tuned.rows} - {UNCHANGED} for op, tuned in table.ops.items()}
+    chosen = _choices(table)
     idle = {}
     for op, impls in chosen.items():
         told = planned.get(op, {"impl": "", "reason": "the model does not have it"})

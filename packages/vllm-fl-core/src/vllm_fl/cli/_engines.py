@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import VllmFLError
+from ..plugins.breadcrumb import ending
+from ..text import clean
 from ._progress import doing
-from ._show import say
+from ._show import UsageError, say
 
 __all__ = ["Engine", "EngineError", "has_weights", "running"]
 
@@ -46,11 +48,14 @@ class Engine:
 
     Raises:
         EngineError: it does not start.
+        UsageError: vLLM does not take the user's arguments.
     """
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.name, self.process, self.log = name, process, log
         ready = self._answer(START_TIMEOUT, "starts")
+        if "usage" in ready:
+            raise UsageError(f"vLLM does not take these arguments: {clean(ready['usage'])}")
         self.report: dict[str, Any] = ready["report"] or {}
         self.vocabulary: int = ready["vocabulary"]
         self.length: int = ready["length"]
@@ -99,6 +104,7 @@ def running(
     *,
     steps_aside: bool = False,
     longest: int | None = None,
+    arguments: Sequence[str] = (),
 ) -> Iterator[Engine]:
     """Start an engine, and end all its processes at the end.
 
@@ -110,15 +116,19 @@ def running(
         steps_aside: whether they make vllm-fl step aside: the engine's report is empty.
         longest: the most tokens of a sequence, where the model does not take fewer; None leaves it
             to `options`.
+        arguments: the user's own, as `vllm serve` takes them.
 
     Raises:
         EngineError: it does not start.
+        UsageError: vLLM does not take the `arguments`.
     """
     say(f"starting an engine {name}", error=True)
     options = {**({} if has_weights(model) else {"load_format": "dummy"}), **options}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         request = {"model": model, "options": options, "steps_aside": steps_aside}
+        if arguments:
+            request["arguments"] = [*arguments]
         if longest is not None:
             request["longest"] = longest
         with log.open("w") as errors:
@@ -134,6 +144,7 @@ def running(
         try:
             yield Engine(name, process, log)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            with ending(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()

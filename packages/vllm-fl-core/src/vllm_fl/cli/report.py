@@ -1,4 +1,4 @@
-"""`vllm-fl report`: one page of what was measured: tables of `vllm-fl tune`, runs of `verify`.
+"""`vllm-fl report`: one page of what was measured: tables of `tune`, what `verify`, `coverage` say.
 
 It runs nothing, so that it works on a machine without the device too.
 """
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="+",
         metavar="FILE",
-        help="a table of `vllm-fl tune`, or what `vllm-fl verify --json` printed",
+        help="a table of `vllm-fl tune`, or what `verify --json` or `coverage --json` printed",
     )
     parser.add_argument("--html", metavar="OUT", help="write the page there")
     parser.add_argument(
@@ -39,12 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.html or arguments.flashinfer_bench):
         raise UsageError("report: say where it goes: --html OUT, --flashinfer-bench DIR, or both")
     measured = read(arguments.files)
-    told: dict[str, Any] = {
-        "files": [
-            {"name": m.name, "kind": "table" if m.table is not None else "verification"}
-            for m in measured
-        ]
-    }
+    told: dict[str, Any] = {"files": [{"name": m.name, "kind": m.kind} for m in measured]}
     with ExitStack() as stack:
         if arguments.html:
             out = stack.enter_context(ReportFile(arguments.html, "--html"))
@@ -74,7 +69,7 @@ def _export(measured: Sequence[Measured], path: str) -> dict[str, Any]:
         if one.table is not None:
             dataset.add(one.table, contracts)
         else:
-            dataset.left_out.append((one.name, "a verification has no times by tokens"))
+            dataset.left_out.append((one.name, f"a {one.kind} has no times by tokens"))
     target = write(dataset, path)
     return {
         "path": str(target),

@@ -96,6 +96,7 @@ class Chain:
         return self._try_others(None if isinstance(error, Skipped) else error, call)
 
     def _try_others(self, first: Exception | str | None, call: Call) -> Any:
+        self.record.left(self.op, self.impls[0])
         causes: list[tuple[str, BaseException | str]] = []
         outcome: Exception | str = "" if first is None else first
         for index, impl in enumerate(self.impls):

@@ -54,8 +54,10 @@ class Record:
         """Calls that this later candidate took over."""
         self.refusals: Counter[Key] = Counter()
         """Calls that this implementation refused."""
-        self.calls: Counter[Key] = Counter()
-        """Calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
+        self._asked: Counter[Key] = Counter()
+        """Calls of which this is the first candidate; only under VLLM_FL_DISPATCH_DEBUG=1."""
+        self._moved: Counter[Key] = Counter()
+        """Calls that went to this implementation from another, less those that went from it."""
         self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
         """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -63,6 +65,40 @@ class Record:
         self._guards: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
+
+    # What is counted.
+
+    @property
+    def calls(self) -> Counter[Key]:
+        """Calls, each counted to who computed it; only under VLLM_FL_DISPATCH_DEBUG=1."""
+        asked = Counter(self._asked)
+        counted = {op for op, _ in asked}
+        moved = {key: count for key, count in list(self._moved.items()) if key[0] in counted}
+        asked.update(moved)
+        return +asked
+
+    def passed_over(self) -> dict[Key, str]:
+        """Those that refused calls of which they are the first candidate and, all in all, left more
+        to others than they took over: (op, impl id) -> a reason that they gave."""
+        reasons = {what[1:3]: what[3] for what in sorted(self._said) if what[0] == "refused"}
+        return {
+            key: reasons.get(key, "the log has the reasons")
+            for key, count in self._moved.items()
+            if count < 0 and self.refusals[key]
+        }
+
+    def begin(self, *, keeps_calls: bool = False) -> None:
+        """Count calls from now on. What a model was built with stays: such a choice is no call.
+
+        Args:
+            keeps_calls: whether the calls so far stay counted, as tracings do.
+        """
+        calls = self.calls if keeps_calls else Counter[Key]()
+        for key in set(self._moved) & set(self.fallbacks):
+            del self.fallbacks[key]
+        for table in (self._asked, self._moved, self.refusals):
+            table.clear()
+        self._asked.update(calls)
 
     # What is demoted.
 
@@ -94,7 +130,8 @@ class Record:
     def clear(self) -> None:
         """Forget everything, as in a process that was forked."""
         self.end_demotions()
-        for table in (self.fallbacks, self.refusals, self.calls, self._announced, self._said):
+        counted = self.fallbacks, self.refusals, self._asked, self._moved
+        for table in (*counted, self._announced, self._said):
             table.clear()
 
     def watch(self, op: str, guard: Callable[..., Any]) -> None:
@@ -134,6 +171,10 @@ class Record:
 
     # What happened.
 
+    def left(self, op: str, first: OpImpl) -> None:
+        """The `first` candidate did not compute one call, whoever does."""
+        self._moved[op, first.impl_id] -= 1
+
     def refused(self, op: str, impl: OpImpl, reason: str) -> None:
         """`impl` refused one call before it started."""
         self.refusals[op, impl.impl_id] += 1
@@ -152,6 +193,7 @@ class Record:
     def fell_back(self, op: str, first: OpImpl, impl: OpImpl) -> None:
         """`impl`, a later candidate, took over one call from the `first`."""
         self.fallbacks[op, impl.impl_id] += 1
+        self._moved[op, impl.impl_id] += 1
         if self._once("fallback", op, first.impl_id, impl.impl_id):
             self._log.info("Op '%s' fallback to %s", op, describe(impl))
         if first.impl_id in self._demoted[op]:
@@ -188,7 +230,7 @@ class Record:
         """
 
         def count() -> int:
-            self.calls[op, impl_id] += 1
+            self._asked[op, impl_id] += 1
             return 0
 
         if traced:

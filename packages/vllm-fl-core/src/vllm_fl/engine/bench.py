@@ -100,14 +100,15 @@ class Bench:
         return median if self.device.type == "cpu" else mean
 
     def _captured(self, run: Callable[[], None], calls: int, renew: Callable[[], None]) -> Timer:
-        graph = torch.cuda.CUDAGraph()
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()  # an older graph that is freed meanwhile spoils the capture
         try:
             with torch.cuda.graph(graph):
                 run()
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def once() -> float:

@@ -20,7 +20,7 @@ from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import rows_of
-from .preflight import POOL, Form, Trials, dtypes_of, release, repeated, token_counts
+from .preflight import POOL, Form, Provided, Trials, dtypes_of, release, repeated, token_counts
 from .verification import LayerFactory, as_call, dtype_name, refusal_of
 from .wanted import parts, promised
 
@@ -266,6 +266,7 @@ def find_variant(
     seed: int = 0,
     specs: Mapping[str, OpSpec] | None = None,
     seconds: float = SECONDS,
+    provided: Mapping[str, Provided] = MappingProxyType({}),
 ) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why it may not serve where only batch-invariant implementations may.
 
@@ -281,6 +282,7 @@ def find_variant(
         seed: for the token counts and orders that are drawn.
         specs: the contracts by op; None takes core's own.
         seconds: how long further token counts are tried, for all implementations together.
+        provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
     """
     impls, found = list(impls), {}
     if not impls:
@@ -291,7 +293,8 @@ def find_variant(
         spec = (specs or contracts())[impl.op_name]
         if impl.op_name not in of_op:
             kinds = dtypes_of(spec, dtype)
-            of_op[impl.op_name] = [Trials(spec, kind, device, sizes, seed) for kind in kinds]
+            given = provided.get(impl.op_name, ())
+            of_op[impl.op_name] = [Trials(spec, kind, device, sizes, seed, given) for kind in kinds]
         forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
         if key in compiled:
             torch._dynamo.reset()

@@ -34,6 +34,7 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
         torch.cuda.current_stream().wait_stream(stream)
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         raised: list[Exception] = []
+        collects = gc.isenabled()
         gc.collect()
         gc.disable()  # an older graph that is freed meanwhile spoils the capture
         try:
@@ -49,7 +50,8 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
             _recover(pool)
             raise (raised or [error])[0] from None
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
 
     def replay() -> None:
         graph.replay()

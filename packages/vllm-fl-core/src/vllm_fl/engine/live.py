@@ -20,6 +20,7 @@ import torch
 from ..contracts import ModelSizes, OpSpec, Sample
 from ..logs import get_logger
 from ..plugins import breadcrumb
+from ..plugins.registry import Owner
 from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import Guarded, in_place
@@ -76,17 +77,28 @@ class Live:
         models: the model, and its draft model where it has one, by what their layers' names begin
             with.
         device: where they are.
+        owners: (op, impl id) -> who brought it, for the note that a process leaves which a kernel
+            ends.
         faults: (op, impl id) -> why it must not serve.
         left_out: op -> why some of its calls were not compared.
         compared: how many calls were compared.
+        refused: (op, impl id) -> why it took none of the calls of which it is the first candidate.
+        served: (op, impl id) of those that computed a call.
+        reached: the ops that were called, compared or not.
+        entered: the layers that ran, by their names.
     """
 
     plan: Plan
     models: Mapping[str, torch.nn.Module]
     device: torch.device
+    owners: Mapping[tuple[str, str], Owner] = field(default_factory=dict)
     faults: dict[tuple[str, str], str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     compared: int = 0
+    refused: dict[tuple[str, str], str] = field(default_factory=dict, init=False)
+    served: set[tuple[str, str]] = field(default_factory=set, init=False)
+    reached: set[str] = field(default_factory=set, init=False)
+    entered: set[str] = field(default_factory=set, init=False)
     _inside: list[str] = field(default_factory=list, init=False)
     _seen: set[Any] = field(default_factory=set, init=False)
     _running: bool = field(default=False, init=False)
@@ -97,6 +109,7 @@ class Live:
     def watching(self) -> Iterator[None]:
         """Inside the block, calls of the plan's implementations are compared."""
         handles: list[Any] = []
+        self.plan.record.begin()
         try:
             for prefix, model in self.models.items():
                 for name, module in model.named_modules():
@@ -108,11 +121,19 @@ class Live:
         finally:
             for handle in handles:
                 handle.remove()
-            self.plan.record.calls.clear()  # of serving, which has not begun
-            self.plan.record.fallbacks.clear()
+            self._note_refusals()
+            self.plan.record.begin()  # of serving, which has not begun
+
+    def _note_refusals(self) -> None:
+        record = self.plan.record
+        self.reached |= {op for op, _ in record.refusals}
+        self.refused |= record.passed_over()
+        for key in self.served | self.faults.keys():
+            self.refused.pop(key, None)
 
     def _enter(self, name: str, *_: Any) -> None:
         self._inside.append(name)
+        self.entered.add(name)
 
     def _leave(self, *_: Any) -> None:
         self._inside.pop()
@@ -127,7 +148,14 @@ class Live:
         if impl.fn is not own.fn and (is_opaque(own) or entry.by_row):
             return impl.fn  # an operator: the guard inside of it is one of these, too
         spec = self.plan.contracts[impl.op_name]
-        return lambda *given: self._call(spec, impl, given)
+
+        def noting(*given: Any) -> Any:
+            self.reached.add(spec.name)
+            result = self._call(spec, impl, given)
+            self.served.add((spec.name, impl.impl_id))
+            return result
+
+        return noting
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
         """One call of `impl`, compared if it is the first of its kind."""
@@ -158,11 +186,6 @@ class Live:
         self.faults[key] = f"{problem} (on live tensors {where})"
         # Numbers that are wrong, NaN above all, would hide what is wrong in the layers behind.
         return _zeros(before.shapes)
-
-    @property
-    def called(self) -> set[str]:
-        """The ops that were called, compared or not."""
-        return {op for op, *_ in self._seen}
 
     @property
     def _layer(self) -> str:
@@ -202,10 +225,13 @@ class Live:
         self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...], before: _Before
     ) -> tuple[Any, str]:
         """(its result, what it raised in words)."""
-        what = f"{spec.name}={impl.impl_id} on live tensors in layer {self._layer}"
+        owner = self.owners.get((spec.name, impl.impl_id))
+        whose = owner.name if owner else ""
+        where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
+        what = f"the verification of {spec.name}={impl.impl_id} {where}"
         self._running = True
         try:
-            with breadcrumb.running(f"the verification of {what}"):
+            with breadcrumb.running(what, whose):
                 result = impl.fn(*given)
                 _synchronise(self.device)
             return result, ""

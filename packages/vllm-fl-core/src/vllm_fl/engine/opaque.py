@@ -29,6 +29,7 @@ __all__ = [
     "is_opaque",
     "mutated",
     "opaque_op",
+    "operators",
     "ordered",
     "tokens_of",
     "unique_name",
@@ -40,6 +41,15 @@ _bodies: dict[str, Callable[..., Any]] = {}
 """Operator -> what it runs. An operator cannot be defined twice in a process, but its body can
 change: a plan that takes the place of one that is gone finds its operators and gives them its own.
 """
+
+
+_names: dict[str, tuple[str, str]] = {}
+"""Operator -> (its op, the id of the first candidate for the largest calls)."""
+
+
+def operators() -> dict[str, tuple[str, str]]:
+    """The operators of this process, by name: (op, the id of what runs in the largest calls)."""
+    return dict(_names)
 
 
 @dataclass(frozen=True)
@@ -183,6 +193,7 @@ def opaque_op(
             {"strict": chain.strict, "place": place, **({"rows": rows} if rows else {})},
         )
         operator = (_mutating if written else _functional)(spec, variant, name, guard)
+        _names[name] = spec.name, first.impl_id
         if rows and not written:
             _ordered[name] = Ordered(chain, variant)
         branches.append((variant, written, operator))

@@ -410,13 +410,22 @@ class Plan:
             return bound
         return self.record.counting(bound, op, impl_id, traced=self.mode != "eager")
 
-    def line(self, *remarks: str) -> str:
-        """The plan in one line, for the log at start, with what else is worth a word."""
+    def line(self, *remarks: str, not_reached: Iterable[str] = ()) -> str:
+        """The plan in one line, for the log at start, with what else is worth a word.
+
+        Args:
+            remarks: what stands behind the plan.
+            not_reached: the planned ops that this engine is not seen to call: they do not count.
+        """
+        unseen = [op for op in not_reached if op in self.entries]
         planned = " ".join(f"{op}={entry.label}" for op, entry in self.entries.items())
         notes = [f"{op}: {entry.note}" for op, entry in self.entries.items() if entry.note]
         if self.layers:
             notes.append(f"not verified, as whole layers: {' '.join(self.layers)}")
-        count = sum(1 for entry in self.entries.values() if entry.candidates or entry.impls)
+        if unseen:
+            notes.append(f"not reached: {', '.join(sorted(unseen))}")
+        planned_ops = (op for op, entry in self.entries.items() if entry.candidates or entry.impls)
+        count = sum(1 for op in planned_ops if op not in unseen)
         return (
             f"vllm-fl: {count} ops planned: {planned} ({'; '.join([self.mode, *notes, *remarks])})"
         )

@@ -92,6 +92,9 @@ which 0 and 1 would have, is not what serves."""
 
 Fault = tuple[str, BaseException | None]
 
+Provided = Sequence[Mapping[str, torch.dtype]]
+"""The dtypes of what layers provide, by parameter: each set of them once."""
+
 
 @dataclass
 class Findings:
@@ -100,10 +103,13 @@ class Findings:
     Args:
         faults: (op, impl id) -> (why it must not serve, its exception or None).
         remarks: what was not looked at, one phrase each, for the start line.
+        refused: (op, impl id) -> a reason, of those that refuse every call which the model makes:
+            these are right, and of no use here.
     """
 
     faults: dict[tuple[str, str], Fault] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 def find_faults(
@@ -123,6 +129,7 @@ def find_faults(
     warm: Mapping[tuple[str, str], Sequence[int]] = MappingProxyType({}),
     captured: Mapping[tuple[str, str], int] = MappingProxyType({}),
     in_graphs: Collection[tuple[str, str]] = (),
+    provided: Mapping[str, Provided] = MappingProxyType({}),
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
@@ -149,6 +156,7 @@ def find_faults(
         captured: (op, impl id) -> the token count at which it is captured in a graph: for those
             that vLLM will capture.
         in_graphs: (op, impl id) of those whose traced form compiled graphs may have.
+        provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
@@ -166,12 +174,15 @@ def find_faults(
             spec = (specs or contracts())[impl.op_name]
             if impl.op_name not in trials:
                 kinds = dtypes_of(spec, dtype)
-                trials[impl.op_name] = [Trials(spec, k, device, sizes, seed) for k in kinds]
+                given = provided.get(impl.op_name, ())
+                trials[impl.op_name] = [Trials(spec, k, device, sizes, seed, given) for k in kinds]
             if not trials[impl.op_name]:
                 known = ", ".join(spec.dtypes)
                 why = f"the contract of its op is for {known}, not for {dtype_name(dtype)}"
                 findings.faults[key] = why, None
-            whose = f" of {owners[key].name}" if key in owners else ""
+            owner = owners[key].name if key in owners else ""
+            whose = owner and f" of {owner}"
+            refusals: list[str] = []
             for trial in trials[impl.op_name]:
                 run = _Run(
                     trial,
@@ -188,7 +199,7 @@ def find_faults(
                     key in in_graphs,
                 )
                 what = f"the verification of {key[0]}={key[1]}{whose}"
-                with breadcrumb.running(what, named=False):
+                with breadcrumb.running(what, owner, named=False):
                     fault = run.fault()
                 if run.thinned:
                     thinned.add(f"{impl.op_name} of {impl.impl_id}")
@@ -197,6 +208,10 @@ def find_faults(
                 if fault is not None:
                     findings.faults[key] = fault
                     break
+                refusals += filter(None, [run.refused_all])
+            else:
+                if refusals and len(refusals) == len(trials[impl.op_name]):
+                    findings.refused[key] = refusals[0]
     if compiled:
         torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
     trials.clear()
@@ -328,13 +343,24 @@ class Form:
 
 @dataclass
 class Trials:
-    """What every implementation of one op is tried with. The oracle is asked once."""
+    """What every implementation of one op is tried with. The oracle is asked once.
+
+    Args:
+        spec: the op's contract.
+        dtype: the model's.
+        device: where it runs.
+        sizes: the model's; None where its configuration does not tell them.
+        seed: for what is drawn.
+        provided: the dtypes of what the model's layers provide; none where nothing is known of
+            them: then all is of the contract's own choice.
+    """
 
     spec: OpSpec
     dtype: torch.dtype
     device: torch.device
     sizes: ModelSizes | None
     seed: int
+    provided: Provided = ()
     _wanted: dict[int, list[Wanted | None]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -355,7 +381,15 @@ class Trials:
             return []
         pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
         kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
-        return [Form(self.spec, *pair) for pair in zip(*kinds, strict=True)]
+        pairs = [*zip(*kinds, strict=True)]
+        passed: dict[tuple[int, str], list[Sample]] = {}
+        for dtypes in self.provided:
+            for number, pair in enumerate(pairs):
+                given = [_given(self.spec, sample, dtypes) for sample in pair]
+                # A layer may pass what is no call of the op; two may make the same calls.
+                if self.spec.check(*given[0].args) is None:
+                    passed.setdefault((number, given[0].name), given)
+        return [Form(self.spec, *pair) for pair in (passed.values() or pairs)]
 
     @property
     def largest(self) -> int:
@@ -367,6 +401,19 @@ class Trials:
         generator = torch.Generator("cpu").manual_seed(self.seed + 2 * count + salt)
         size = min(POOL, self.largest)
         return torch.randperm(size, generator=generator).to(self.device)
+
+
+def _given(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
+    """A call with what layers provide in the dtypes that theirs has."""
+    told, args = [], []
+    for name, arg in zip(spec.parameters, sample.args, strict=True):
+        dtype = dtypes.get(name)
+        if isinstance(arg, torch.Tensor) and dtype is not None and arg.dtype != dtype:
+            args.append(arg.to(dtype))
+            told.append(f", {name} {dtype_name(dtype)}")
+        else:
+            args.append(arg)
+    return dataclasses.replace(sample, name=sample.name + "".join(told), args=tuple(args))
 
 
 def repeated(order: torch.Tensor, count: int) -> torch.Tensor:
@@ -398,6 +445,10 @@ class _Stop(Exception):
         self.why, self.error = why, error
 
 
+class _Refuses(_Stop):
+    """It takes none of the served model's calls: nothing more of it can be tried."""
+
+
 @dataclass
 class _Run:
     """One implementation on all trials of its op."""
@@ -420,6 +471,7 @@ class _Run:
     served: set[str] = field(default_factory=set)
     thinned: bool = False
     was_slow: bool = False
+    refused_all: str = ""
 
     def __post_init__(self) -> None:
         self.spec = self.trials.spec
@@ -432,12 +484,14 @@ class _Run:
             with torch.inference_mode():
                 self._run_samples()
                 self._check_state(before)
-                self._run_served()
+                self._run_served(before)
                 self._warm_up()
                 self._run_captured()
                 self._run_traced()
                 self._run_compiled()
                 self._check_state(before)
+        except _Refuses as refused:
+            self.refused_all = refused.why
         except _Stop as stop:
             return stop.why, stop.error
         except Exception as error:  # of ours, where the implementation has spoiled what we rely on
@@ -472,7 +526,7 @@ class _Run:
                 what = "it is wrong: " if result.status == "wrong" else ""
                 raise _Stop(f"{what}{result.reason} ({sample.name}, {result.dtype})", result.error)
 
-    def _run_served(self) -> None:
+    def _run_served(self, before: dict[str, Any]) -> None:
         """The served model's calls, with many token counts."""
         always, further = token_counts(self.trials.largest, self.trials.seed)
         for form in self.trials.forms:
@@ -498,7 +552,8 @@ class _Run:
         for form in self.trials.forms:
             self._check_intact(form)
         if self.trials.forms and not self.served:
-            raise _Stop(f"it refuses the served model's own sizes ({self.refusals[0]})")
+            self._check_state(before)
+            raise _Refuses(self.refusals[0])
 
     def _run_batch(self, form: Form, count: int, *, large: bool, calls: int = 2) -> None:
         """Batches one after the other in the same memory, their results kept to the end."""

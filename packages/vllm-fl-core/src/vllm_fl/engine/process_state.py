@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def state_of(device: torch.device) -> dict[str, Any]:
     state = {
         "the default dtype": torch.get_default_dtype(),
         "the number of threads": torch.get_num_threads(),
-        "the deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "the deterministic mode": DETERMINISTIC[torch.get_deterministic_debug_mode()],
         "the precision of float32 products": torch.get_float32_matmul_precision(),
         "the random numbers of the CPU": torch.get_rng_state(),
         "the default device": torch.get_default_device(),
@@ -41,36 +42,56 @@ def state_of(device: torch.device) -> dict[str, Any]:
 
 def changed(before: dict[str, Any], device: torch.device) -> str | None:
     """The first thing that is set otherwise than `before`, with both values; None for none."""
-    for name, now in state_of(device).items():
-        then = before[name]
-        if isinstance(now, torch.Tensor):
-            if not torch.equal(now, then):
-                return name
-        elif now != then:
-            return name if isinstance(now, dict) else f"{name} from {then} to {now}"
+    for name, now in _otherwise(before, device):
+        told_apart = not isinstance(now, torch.Tensor | dict)
+        return f"{name} from {before[name]} to {now}" if told_apart else name
     return None
 
 
 def restore(before: dict[str, Any], device: torch.device) -> None:
-    """Set everything as it was."""
-    torch.set_default_dtype(before["the default dtype"])
-    torch.set_num_threads(before["the number of threads"])
-    torch.use_deterministic_algorithms(before["the deterministic mode"])
-    torch.set_float32_matmul_precision(before["the precision of float32 products"])
-    torch.set_rng_state(before["the random numbers of the CPU"])
-    place = before["the default device"]
-    if torch.get_default_device() != place:
-        # None: without the mode that another default costs at every call
-        torch.set_default_device(None if place == torch.device("cpu") else place)
-    torch.set_autocast_enabled("cpu", before["autocast"])
-    (gc.enable if before["the garbage collector's being on"] else gc.disable)()
-    logging.disable(before["the level up to which logging is off"])
-    if before["the working directory"] != _folder() and before["the working directory"]:
-        os.chdir(before["the working directory"])
-    _set_handlers(before["the signal handlers"])
-    key = f"the random numbers of {device}"
-    if key in before:
-        torch.get_device_module(device).set_rng_state(before[key], device)
+    """Set as it was what is set otherwise now, and touch nothing else.
+
+    A server may watch a setter, or have taken it away: vLLM's worker on a CPU warns of each call
+    of `torch.set_num_threads`.
+    """
+    for name, _ in _otherwise(before, device):
+        then = before[name]
+        if name in _SETTERS:
+            _SETTERS[name](then)
+        else:
+            torch.get_device_module(device).set_rng_state(then, device)
+
+
+def _otherwise(before: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Any]]:
+    """What is set otherwise than `before`, each with its value now."""
+    for name, now in state_of(device).items():
+        then = before[name]
+        same = torch.equal(now, then) if isinstance(now, torch.Tensor) else now == then
+        if not same:
+            yield name, now
+
+
+DETERMINISTIC = ("off", "on, with warnings", "on")
+"""torch's modes, by the number that it has for each."""
+
+
+def _set_threads(number: int) -> None:
+    torch.set_num_threads(number)  # looked up here: a server may have put its own in its place
+
+
+def _set_deterministic(mode: str) -> None:
+    # set_deterministic_debug_mode would leave the compiler's own switch as it is
+    torch.use_deterministic_algorithms(mode != DETERMINISTIC[0], warn_only=mode == DETERMINISTIC[1])
+
+
+def _set_device(place: torch.device) -> None:
+    # None: without the mode that another default costs at every call
+    torch.set_default_device(None if place == torch.device("cpu") else place)
+
+
+def _set_folder(path: str | None) -> None:
+    if path is not None:
+        os.chdir(path)
 
 
 def _folder() -> str | None:
@@ -87,3 +108,19 @@ def _set_handlers(handlers: dict[int, Any]) -> None:
         # None: it was not installed by Python, which therefore cannot put it back
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+_SETTERS: Mapping[str, Callable[[Any], object]] = {
+    "the default dtype": torch.set_default_dtype,
+    "the number of threads": _set_threads,
+    "the deterministic mode": _set_deterministic,
+    "the precision of float32 products": torch.set_float32_matmul_precision,
+    "the random numbers of the CPU": torch.set_rng_state,
+    "the default device": _set_device,
+    "autocast": lambda on: torch.set_autocast_enabled("cpu", on),
+    "the garbage collector's being on": lambda on: gc.enable() if on else gc.disable(),
+    "the level up to which logging is off": logging.disable,
+    "the working directory": _set_folder,
+    "the signal handlers": _set_handlers,
+}
+"""What sets each of them; a device's random numbers are set by its own module."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..dispatch import get_default_manager
 from ..dispatch.startup import try_settings
 from ..errors import DeviceError
+from ..logs import get_logger, silence
 from ..plugins.breadcrumb import running
-from ..plugins.calling import devices, find_device
+from ..plugins.calling import ENDED, devices, find_device
 from ..plugins.installed import ENGINE_GROUPS, identity
 from ..plugins.types import DeviceProfile
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 __all__ = ["IN_TREE", "detect_device", "other_platforms", "profile_named"]
+
+log = get_logger("engine")
 
 IN_TREE = ("cpu", "cuda")
 """The platforms that we know of vLLM's own, as settings name them."""
@@ -74,18 +81,38 @@ def other_platforms() -> tuple[str, ...]:
     for entry in entry_points(group=ENGINE_GROUPS[0]):
         if entry.name == "fl" or (allowed is not None and entry.name not in allowed.split(",")):
             continue
-        try:
-            with running(f"vLLM's platform plugin {entry.name!r} of {entry.value}"):
-                answer = entry.load()()
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            continue
+        name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
+        answer = _answer(entry, f"{name} {version}" if version else name)
         if answer is not None:
-            name = identity(entry.dist)[0] if entry.dist else entry.value
             found.append(
                 f"{name} brings a platform of vLLM's too ({entry.name!r}: {answer}), and vLLM "
                 f"takes one only. pip uninstall -y {name}, or choose: VLLM_PLUGINS=fl for vllm-fl, "
                 f"VLLM_PLUGINS={entry.name} for {name}"
             )
     return tuple(found)
+
+
+_answers: dict[tuple[str, str], object] = {}
+"""(name, value) of an entry point -> what it has answered in this process."""
+
+
+def _answer(entry: EntryPoint, release: str) -> object:
+    """What another platform plugin answers. It is asked once: vLLM asks us several times.
+
+    It is asked in silence, since vLLM asks it, too, and then it says what it has to say.
+    """
+    key = entry.name, entry.value
+    if key not in _answers:
+        whose = f"plugin {entry.name!r} for vLLM's platform of {release}"
+        if whose in ENDED:  # it ended a process of this command before
+            return None
+        answer = None
+        try:
+            with running(f"the answer of {whose}", release), silence():
+                answer = entry.load()()
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # vLLM takes it for one that does not answer
+            log.debug("platform plugin %r of %s failed", entry.name, release, exc_info=True)
+        _answers[key] = answer
+    return _answers[key]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch._inductor.pattern_matcher import (
     CallFunctionVarArgs,
     Match,
@@ -23,7 +24,19 @@ from torch.utils import _pytree as pytree
 from ..engine.traced import functional
 from .unknowns import under_one
 
-__all__ = ["arguments", "operator_of", "put_in_place", "replacing", "written"]
+__all__ = ["OWNER", "arguments", "own", "operator_of", "put_in_place", "replacing", "written"]
+
+OWNER = "vllm_fl"
+"""Where a node of a graph says whose code it is: beside the modules that it stands in, which torch
+hands on to what takes the node's place. Its value is (op, impl id)."""
+
+
+def own(node: fx.Node, op: str, impl_id: str) -> None:
+    """Say that what takes the node's place is the code of an implementation."""
+    node.meta["nn_module_stack"] = {
+        **(node.meta.get("nn_module_stack") or {}),
+        OWNER: (op, impl_id),
+    }
 
 
 def replacing(

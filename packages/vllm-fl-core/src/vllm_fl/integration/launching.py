@@ -26,7 +26,14 @@ from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import ranges
-from .functional_operators import arguments, operator_of, put_in_place, replacing, written
+from .functional_operators import (
+    arguments,
+    operator_of,
+    own,
+    put_in_place,
+    replacing,
+    written,
+)
 from .planning import digest_of
 from .seams import fusions, operators
 from .unknowns import as_numbers
@@ -96,9 +103,9 @@ class TracedForms(InductorPass):  # type: ignore[misc]
         run = place.route(self.plan.counting(impl.traced, site.op, impl.impl_id))
 
         def code(given: Mapping[str, Any]) -> list[Any]:
-            own = {name: given[name].clone() for name in written(operator)}
-            run(*arguments(operator, {**given, **own}, place.parameters).values())
-            return list(own.values())
+            copies = {name: given[name].clone() for name in written(operator)}
+            run(*arguments(operator, {**given, **copies}, place.parameters).values())
+            return list(copies.values())
 
         try:
             (node,) = match.nodes
@@ -106,6 +113,7 @@ class TracedForms(InductorPass):  # type: ignore[misc]
             known = arguments(operator, values, place.parameters).values()
             why = refused(impl, spec, _contract_args(place, as_numbers(known)))
             if not why:
+                own(node, site.op, impl.impl_id)
                 put_in_place(match, code)
         except Exception as error:  # it may raise anything; the operator serves as well
             why = quote(error)

@@ -33,6 +33,7 @@ from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import ranges
+from .functional_operators import own
 from .planning import digest_of
 from .seams.ir import chain_of, ir_ops
 from .unknowns import under_one
@@ -134,6 +135,7 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
             # keeps an argument from what the implementation writes into its copy.
             run = site.inlined(impl)
             pure = functional(lambda *args: run(*under_one(args)))
+            own(node, site.chain.op, impl.impl_id)
             match.replace_by_example(pure, node.args)
         except Exception as error:  # it may raise anything; the operator serves as well
             log.warning(

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from ..engine.tables import Standing
 
-__all__ = ["Verdict", "agree", "common_table", "differences", "gathered", "lacking"]
+__all__ = [
+    "Ran",
+    "Verdict",
+    "agree",
+    "common_table",
+    "differences",
+    "gathered",
+    "lacking",
+    "refusing",
+]
 
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 """How long the first rank to finish waits for the others: a cold kernel cache may cost one of them
 minutes. One that died is noticed at once, by its closed connection."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a rank saw of the implementations while it ran its part of the loaded model.
+
+    Args:
+        refused: (op, impl id) -> a reason, of those that took none of the calls of which they are
+            the first candidate.
+        served: (op, impl id) of those that computed a call.
+        reached: the ops that were called.
+        untold: the ops of which such a run does not tell whether this engine calls them.
+    """
+
+    refused: dict[tuple[str, str], str]
+    served: frozenset[tuple[str, str]]
+    reached: frozenset[str]
+    untold: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -31,6 +59,7 @@ class Verdict:
         counts: the token counts at which it wants the loaded model run on live tensors. All ranks
             run all of these, since a forward of one waits for the others.
         installed: (op, impl id) of every implementation that its plugins brought.
+        ran: what the loaded model showed here; None where it was not run, or not to its end.
     """
 
     rank: int
@@ -41,6 +70,7 @@ class Verdict:
     counts: frozenset[int] = frozenset()
     rejections: dict[tuple[str, str], str] = field(default_factory=dict)
     installed: frozenset[tuple[str, str]] = frozenset()
+    ran: Ran | None = None
 
 
 def agree(mine: Verdict) -> list[Verdict]:
@@ -117,6 +147,25 @@ def lacking(verdicts: list[Verdict]) -> dict[tuple[str, str], tuple[int, str]]:
             if rank is not None and key not in found:
                 found[key] = rank, f"{impl['distribution']} {impl['version']}"
     return found
+
+
+def refusing(
+    verdicts: list[Verdict], known: Container[tuple[str, str]] = ()
+) -> dict[tuple[str, str], tuple[int, str]]:
+    """What took no call of the loaded model on any rank: (op, impl id) -> (a rank, its reason).
+
+    Nothing where a rank did not run its part: there it may serve. What is `known` is left out.
+    """
+    runs = [(v.rank, v.ran) for v in verdicts if v.ran is not None]
+    if len(runs) < len(verdicts):
+        return {}
+    served = frozenset[tuple[str, str]]().union(*(ran.served for _, ran in runs))
+    return {
+        key: (rank, why)
+        for rank, ran in reversed(runs)
+        for key, why in ran.refused.items()
+        if key not in served and key not in known
+    }
 
 
 def differences(verdicts: list[Verdict]) -> list[str]:

@@ -6,14 +6,15 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import Binding, GraphPlace, IrPlace, LayerPlace
+from ..contracts.binding import Binding, FusionPlace, GraphPlace, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
 from ..engine.determinism import find_variant
 from ..engine.digest import fingerprint
+from ..engine.facts import EngineFacts
 from ..engine.live import Live
 from ..engine.opaque import is_opaque
 from ..engine.plan import Plan, PlanEntry
@@ -27,18 +28,28 @@ from ..text import quote
 from . import probe, serving
 from .bindings import installed_bindings
 from .planning import plan_for
-from .ranks import Verdict, agree, common_table, differences, lacking
+from .ranks import Ran, Verdict, agree, common_table, differences, lacking, refusing
 from .seams import attention, fusions, whole_layers
-from .seams.layers import layer_for
+from .seams.layers import layer_for, layer_table
 
 if TYPE_CHECKING:
     import torch
 
     from .worker import PlannedWorker
 
-__all__ = ["Preflight", "meets_a_compiler", "taken_out", "verified_plan", "verify_live"]
+__all__ = [
+    "Preflight",
+    "meets_a_compiler",
+    "planned_for_nothing",
+    "taken_out",
+    "verified_plan",
+    "verify_live",
+]
 
 log = get_logger("engine")
+
+REFUSES = "it refuses every call of this model"
+"""What the reason of a rejection begins with, of what is right and takes none of them."""
 
 FAILED = "failed at start"
 """What the reason of a demotion begins with that a rank's own look has brought."""
@@ -47,9 +58,10 @@ FAILED = "failed at start"
 class Preflight:
     """Runs and compares what a plan may call, each implementation once.
 
-    It holds what a start has found: `demoted` and, where only batch-invariant implementations may
-    serve, `rejected`, each (op, impl id) -> why; `live_counts`, the token
-    counts at which all ranks run the loaded model; and `worker_facts`, what plugins have reported.
+    It holds what a start has found: `demoted`, and `rejected`, which is what refuses every call of
+    this model or lacks a property that is asked for, each (op, impl id) -> why; `live_counts`, the
+    token counts at which all ranks run the loaded model; `not_reached`, op -> why this engine is
+    not seen to call it; and `worker_facts`, what plugins have reported.
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class Preflight:
         }
         self.rejected: dict[tuple[str, str], str] = {}
         self.live_counts: frozenset[int] = frozenset()
+        self.not_reached: dict[str, str] = {}
         self.facts, self.rank, self.device = worker.vllm_fl_facts, worker.rank, worker.device
         self.how = self.facts.settings.preflight
         self.seed = random.SystemRandom().randrange(1 << 32)
@@ -80,7 +93,8 @@ class Preflight:
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             log.exception("vllm-fl could not verify the plan")
             return Verdict(self.rank, failure=quote(error), facts=contents)
-        failure = _strict_failure(plan, reasons)
+        refused = {key: why for key, why in rejections.items() if why.startswith(REFUSES)}
+        failure = _strict_failure(plan, reasons | refused)
         return Verdict(
             self.rank,
             reasons,
@@ -102,8 +116,8 @@ class Preflight:
 
     def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], str]]:
         """(op, impl id) -> why it must not serve, of every candidate that may take over a call:
-        its faults; and of those without, what keeps them out where only batch-invariant ones may
-        serve."""
+        its faults; and of those without, that they refuse all calls of this model, or what keeps
+        them out where only batch-invariant ones may serve."""
         if self.how == "off":
             return {}, {}
         chosen, compiled, warm, captured, in_graphs = [], {}, {}, {}, set()
@@ -146,11 +160,16 @@ class Preflight:
             warm=warm,
             captured=captured,
             in_graphs=in_graphs,
+            provided=self.facts.provided,
         )
         self.remarks += found.remarks
         asks = self.facts.wants_invariance
         variant = find_variant(
-            [i for i in chosen if asks and (i.op_name, i.impl_id) not in found.faults],
+            [
+                impl
+                for impl in chosen
+                if asks and (impl.op_name, impl.impl_id) not in found.faults | found.refused
+            ],
             self.facts.dtype,
             self.device,
             self.facts.sizes,
@@ -159,9 +178,13 @@ class Preflight:
             layer_for=layer_for,
             seed=self.seed,
             specs=plan.contracts,
+            provided=self.facts.provided,
         )
         faults = {key: reason for key, (reason, _) in found.faults.items()}
-        return faults, {key: f"{asks}, and it is {why}" for key, why in variant.items()}
+        rejections = {key: f"{REFUSES} ({why})" for key, why in found.refused.items()}
+        return faults, rejections | {
+            key: f"{asks}, and it is {why}" for key, why in variant.items()
+        }
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
         """The token counts at which `impl` must have run before it serves: none for a later choice.
@@ -271,17 +294,7 @@ def verified_plan(
                     what,
                 )
             demoted[op, impl_id] = f"rank {at} lacks it: {what} is not installed there"
-        for (op, impl_id), (at, reason) in barred.items():
-            if rank == 0:
-                log.warning(
-                    "Implementation '%s' is rejected for op '%s': %s (measured at start, on rank "
-                    "%d; off on all) [FL412]",
-                    impl_id,
-                    op,
-                    reason,
-                    at,
-                )
-            rejected[op, impl_id] = reason
+        _bar(worker, preflight, barred)
     worker.vllm_fl_table = table
     if rank == 0:
         if table.reason:
@@ -320,25 +333,41 @@ def verify_live(
         StartError: strict mode and a fault, on whichever rank.
     """
     start = time.monotonic()
+    counts = preflight.live_counts
     while True:
         plan = worker.vllm_fl_plan
-        live, not_run = _seen_live(worker, models, sorted(preflight.live_counts, reverse=True))
-        verdict = Verdict(worker.rank, live.faults, _strict_failure(plan, live.faults))
+        live, not_run = _seen_live(worker, models, sorted(counts, reverse=True))
+        ran = None if not_run else _ran(live)
+        verdict = Verdict(worker.rank, live.faults, _strict_failure(plan, live.faults), ran=ran)
         verdicts = agree(verdict)
-        new = _newly(verdicts, preflight.demoted)
-        if not new:
+        if new := _newly(verdicts, preflight.demoted):
+            _demote(worker, preflight, new)
+            for op, impl_id in new:
+                plan.record.demote(op, impl_id, preflight.demoted[op, impl_id])
+            renew()
+            continue
+        refused = refusing(verdicts, preflight.rejected)
+        if not refused:
             break
-        _demote(worker, preflight, new)
-        for op, impl_id in new:
-            plan.record.demote(op, impl_id, preflight.demoted[op, impl_id])
+        # It may take calls of other sizes: what the plan has it for, and the largest batch.
+        if further := _further_counts(worker, plan, refused) - counts:
+            counts |= further
+            continue
+        why = {key: (at, f"{REFUSES} ({reason})") for key, (at, reason) in refused.items()}
+        _bar(worker, preflight, why)
         renew()
     release(worker.device)
     if not_run:
         return [f"not on live tensors: {not_run}"]
+    called = frozenset[str]().union(*(v.ran.reached for v in verdicts if v.ran is not None))
+    preflight.not_reached |= _not_called(plan, verdicts)
+    for op in called.intersection(preflight.not_reached):
+        del preflight.not_reached[op]
     left_out = {op: f"{op} ({why})" for op, why in live.left_out.items()}
     table = installed_bindings()
-    for op, entry in plan.entries.items():  # of a layer's op the model may have none
-        if entry.impls and op not in live.called and not _has(table.get(op), LayerPlace, IrPlace):
+    for op, entry in plan.entries.items():
+        known = op in live.reached or op in preflight.not_reached
+        if entry.impls and not known and not _has(table.get(op), LayerPlace, IrPlace):
             left_out[op] = f"{op} (not called)"
     told = f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}"
     return [
@@ -351,7 +380,8 @@ def _seen_live(
     worker: PlannedWorker, models: Mapping[str, torch.nn.Module], counts: list[int]
 ) -> tuple[Live, str]:
     """(what forwards of so many tokens each showed, why there was none or nothing)."""
-    live = Live(worker.vllm_fl_plan, models, worker.device)
+    owners = get_default_manager().registry.snapshot().owners
+    live = Live(worker.vllm_fl_plan, models, worker.device, owners)
     if "" not in models:
         return live, "the worker shows no model"
     runner, config = getattr(worker, "model_runner", None), worker.vllm_config
@@ -364,6 +394,57 @@ def _seen_live(
         log.warning("No verification on live tensors: the forward failed", exc_info=True)
         return live, f"the forward failed: {quote(error)}"
     return live, ""
+
+
+def _ran(live: Live) -> Ran:
+    """What a rank saw in runs of its part of the model that came to their end."""
+    table = installed_bindings()
+    untold = {
+        op
+        for op in live.plan.entries
+        if (binding := table.get(op)) is None
+        or binding.between_graphs  # attention does not run, nor what stands in its place
+        or _has(binding, FusionPlace, GraphPlace)  # nor does what a compiler makes of the model
+        or _has_more_than_ran(live, op)
+    }
+    return Ran(live.refused, frozenset(live.served), frozenset(live.reached), frozenset(untold))
+
+
+def _has_more_than_ran(live: Live, op: str) -> bool:
+    """Whether the op has layers in a part of the model that such a run leaves out: encoders."""
+    bases = tuple(layer.base for layer in layer_table() if layer.op == op)
+    return any(
+        isinstance(module, bases) and prefix + name.rpartition(".")[0] not in live.entered
+        for prefix, model in live.models.items()
+        for name, module in model.named_modules()
+    )
+
+
+def _not_called(plan: Plan, verdicts: list[Verdict]) -> dict[str, str]:
+    """Op -> that no rank called it, where a run tells that."""
+    runs = [v.ran for v in verdicts if v.ran is not None]
+    known = frozenset[str]().union(*(ran.reached | ran.untold for ran in runs))
+    why = "the model was run, and did not call it"
+    planned = (op for op, entry in plan.entries.items() if entry.impls)
+    return {op: why for op in planned if op not in known} if len(runs) == len(verdicts) else {}
+
+
+def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
+    """Op -> why no call of it is to be expected, of those that only the user's settings plan."""
+    why = "the settings name it, and this model has no place for it here"
+    return {op: why for op, entry in plan.entries.items() if entry.impls and op in facts.absent}
+
+
+def _further_counts(
+    worker: PlannedWorker, plan: Plan, refused: Iterable[tuple[str, str]]
+) -> frozenset[int]:
+    """At how many tokens those that refused everything so far may yet take a call."""
+    sizes = worker.vllm_fl_facts.sizes
+    if sizes is None:
+        return frozenset()
+    largest = sizes.tokens[-1]
+    ceilings = (n for op, _ in refused for n, _ in plan.entries[op].by_row)
+    return frozenset((largest, *(n for n in ceilings if n < largest)))
 
 
 def _newly(
@@ -402,11 +483,33 @@ def _demote(
         preflight.demoted[op, impl_id] = f"{FAILED} on rank {at}: {reason}"
 
 
-def taken_out(plan: Plan) -> list[str]:
+def _bar(
+    worker: PlannedWorker, preflight: Preflight, barred: dict[tuple[str, str], tuple[int, str]]
+) -> None:
+    """Take out what is right and may not serve, or would refuse every call of this model."""
+    for (op, impl_id), (at, reason) in barred.items():
+        if worker.rank == 0:
+            log.warning(
+                "Implementation '%s' is rejected for op '%s': %s (measured at start, on rank "
+                "%d; off on all) [FL412]",
+                impl_id,
+                op,
+                reason,
+                at,
+            )
+        preflight.rejected[op, impl_id] = reason
+
+
+def taken_out(plan: Plan, preflight: Preflight) -> list[str]:
     """What the start took out, for its line; a warning of this code has said the whole of it."""
-    return [
+    demoted = [
         f"{op}: {impl_id} was taken out [{'FL410' if why.startswith(FAILED) else 'FL411'}]"
         for (op, impl_id), why in plan.record.demotions.items()
+    ]
+    return demoted + [
+        f"{op}: {impl_id} refuses every call [FL412]"
+        for (op, impl_id), why in preflight.rejected.items()
+        if why.startswith(REFUSES)
     ]
 
 

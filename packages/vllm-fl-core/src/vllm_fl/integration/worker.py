@@ -22,6 +22,7 @@ from ..plugins.calling import start_in_worker
 from ..plugins.types import OpImpl, WorkerContext
 from . import ranges, serving
 from .bindings import installed_bindings
+from .models import skeleton_of
 from .planning import apply, facts_of, load_plugins, seal
 from .seams import (
     attention,
@@ -40,7 +41,14 @@ from .seams.layers import (
     layer_table,
     replace_layers,
 )
-from .verifying import Preflight, meets_a_compiler, taken_out, verified_plan, verify_live
+from .verifying import (
+    Preflight,
+    meets_a_compiler,
+    planned_for_nothing,
+    taken_out,
+    verified_plan,
+    verify_live,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +73,7 @@ class PlannedWorker:
     vllm_fl_plan: Plan
     vllm_fl_digest: str
     vllm_fl_table: Standing
+    vllm_fl_preflight: Preflight
     vllm_fl_layers: dict[str, int]
     vllm_fl_groups: communicator.Groups | None = None
     vllm_fl_unseal: Callable[[], object]
@@ -106,10 +115,11 @@ class PlannedWorker:
         joins = bool(kwargs.get("load_dummy_weights"))
         start = time.monotonic()
         replace_layers()
-        facts = self.vllm_fl_facts = facts_of(self.vllm_config)
+        facts = self.vllm_fl_facts = _facts_of_model(self.vllm_config)
         reports = _start_plugins(self)
         preflight = Preflight(self, {name: report["facts"] for name, report in reports.items()})
         _adopt(self, *verified_plan(self, preflight, alone=joins))
+        preflight.not_reached |= planned_for_nothing(self.vllm_fl_plan, facts)
         how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
         took = [f"{how[facts.settings.preflight]} {time.monotonic() - start:.1f} s"]
         if self.rank == 0:
@@ -130,7 +140,8 @@ class PlannedWorker:
             _leave_operators(self)
             raise
         finally:
-            _say_plan(self, took, preflight.limits(self.vllm_fl_plan))
+            _say_plan(self, took, preflight)
+        self.vllm_fl_preflight = preflight
         plan = self.vllm_fl_plan
         self.vllm_fl_layers = _built_layers(self, plan)
         _warn_of_unexpected_layers(self, plan)
@@ -150,6 +161,8 @@ class PlannedWorker:
             fusions.say(self.vllm_fl_plan)
             torch_operators.say(self.vllm_fl_plan)
         if hasattr(self, "vllm_fl_plan"):
+            # Steps of warming up are none of a request; of compiled code only tracings are seen.
+            self.vllm_fl_plan.record.begin(keeps_calls=self.vllm_fl_plan.mode == "compiled")
             self.vllm_fl_canary = _canary(self)
         return times
 
@@ -160,11 +173,15 @@ class PlannedWorker:
             JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, with `rows` [{up_to,
             impl, reason}] for an op that is ordered by size, `layers` {class of
             vLLM's: how many layers of the model are the plan's class}, `calls`, `fallbacks` and
-            `refusals` {op: {impl id: count}}, `demotions` {op: {impl id: why}}. Calls are counted
-            under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator: what became of it}}, as
-            `seams.operators.report` says; `functions` {op: {function: the same}}. `fusions` {op:
-            {graphs, found}}: how many graphs the pass for the op went through, and in how many
-            places it found the op. `ranges` {op: [{first, last, impl, places}]}: of an op that is
+            `refusals` {op: {impl id: count}}, `demotions` and `rejections` {op: {impl id: why}}:
+            what the start took out since it failed, and since it refuses all calls of this model
+            or lacks a property that is asked for. `not_reached` {op: why}: what is planned and this
+            engine is not seen to call. Counters begin when the engine is about to serve; a call is
+            counted to who computed it, under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
+            what became of it}}, as `seams.operators.report` says; `functions` {op: {function: the
+            same}}. `fusions` {op: {graphs, found}}: how many graphs the pass for the op went
+            through, and in how many places it found the op. `ranges` {op: [{first, last, impl,
+            places}]}: of an op that is
             ordered by size, whose code is inlined in the graphs of so many tokens, and in how many
             places (0 where vLLM had them in its cache); impl None where an operator looks its row
             up. `defined` {operator: schema}: what this vLLM, an empty build,
@@ -185,6 +202,8 @@ class PlannedWorker:
             "fallbacks": _nested(plan.fallbacks),
             "refusals": _nested(plan.record.refusals),
             "demotions": _nested(plan.record.demotions),
+            "rejections": _nested(self.vllm_fl_preflight.rejected),
+            "not_reached": dict(self.vllm_fl_preflight.not_reached),
             "operators": operators.report(plan, self.vllm_fl_operators),
             "functions": functions.report(plan, self.vllm_fl_functions),
             "fusions": {
@@ -210,7 +229,7 @@ class PlannedWorker:
                 "rank %d: fallbacks %s, calls %s",
                 self.rank,
                 _nested(plan.fallbacks) or "none",
-                _nested(plan.calls) or "not counted",
+                _nested(plan.calls) or ("none" if plan.counts_calls else "not counted"),
             )
         if plan is not None:
             _leave_operators(self)
@@ -225,6 +244,17 @@ def _overrides(worker: PlannedWorker, plan: Plan) -> operators.Overrides:
     dtype = worker.vllm_fl_facts.dtype
     assert dtype is not None  # a worker has a model
     return operators.choose(plan, installed_bindings(), worker.device, dtype)
+
+
+def _facts_of_model(vllm_config: VllmConfig) -> EngineFacts:
+    """What the configuration says, and what the model is made of."""
+    facts = facts_of(vllm_config)
+    skeleton = skeleton_of(vllm_config)
+    if skeleton is None:
+        return facts
+    log.debug("The model's layers: %s", dict(skeleton.layers))
+    absent = facts.absent | skeleton.absent
+    return dataclasses.replace(facts, absent=absent, provided=skeleton.provided)
 
 
 def _canary(worker: PlannedWorker) -> Canary | None:
@@ -334,7 +364,7 @@ def _models_of(worker: PlannedWorker) -> dict[str, torch.nn.Module]:
     return {prefix: model for prefix, model in found.items() if hasattr(model, "named_modules")}
 
 
-def _say_plan(worker: PlannedWorker, took: list[str], limits: list[str]) -> None:
+def _say_plan(worker: PlannedWorker, took: list[str], preflight: Preflight) -> None:
     """The start line, and what goes with it; rank 0 says it once."""
     if worker.rank != 0:
         return
@@ -343,11 +373,12 @@ def _say_plan(worker: PlannedWorker, took: list[str], limits: list[str]) -> None
     refused |= communicator.refusals(facts)
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
     remarks = [*_of_table(facts, worker.vllm_fl_table), *_of_invariance(worker, plan)]
-    remarks += [*limits, *said]
+    remarks += [*preflight.limits(plan), *said]
     _warn_of_foreign_layers(plan)
     inlined = ranges.planned(plan, worker.vllm_config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
-    log.info("%s", plan.line(*taken_out(plan), *took, f"digest {worker.vllm_fl_digest}", *remarks))
+    told = (*taken_out(plan, preflight), *took, f"digest {worker.vllm_fl_digest}", *remarks)
+    log.info("%s", plan.line(*told, not_reached=preflight.not_reached))
     _say_what_is_taken_whole(plan, inlined)
 
 

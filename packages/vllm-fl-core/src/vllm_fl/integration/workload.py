@@ -2,13 +2,14 @@
 
     python -m vllm_fl.integration.workload '{"model": DIR, "options": {…}}'
 
-With `longest` in it, the engine takes sequences of so many tokens, or of as many as the model does
-where these are fewer. Answers are lines of JSON on what was its standard output, and logs go to
-standard error. It answers once when it is ready: `report`, what the worker runs with, or null where
-vllm-fl steps aside; `vocabulary`, how many tokens there are; `length`, of how many a sequence may
-be; and `graph_tokens`, those of the largest graph that was captured, 0 where none was. Then it
-answers each line that it reads: an object whose one key is a method of `_Served`, and whose value
-has that method's arguments.
+`arguments` in it are further ones as `vllm serve` takes them; of wrong ones it answers once, with
+`usage`, and ends. With `longest` in it, the engine takes sequences of so many tokens, or of as many
+as the model does where these are fewer. Answers are lines of JSON on what was its standard output,
+and logs go to standard error. It answers once when it is ready: `report`, what the worker runs
+with, or null where vllm-fl steps aside; `vocabulary`, how many tokens there are; `length`, of how
+many a sequence may be; and `graph_tokens`, those of the largest graph that was captured, 0 where
+none was. Then it answers each line that it reads: an object whose one key is a method of `_Served`,
+and whose value has that method's arguments.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -151,6 +153,30 @@ class _Served:
         self._llm.collective_rpc("vllm_fl_leave", args=(op, layers))
         return {}
 
+    def profile(
+        self, visit: dict[str, Any], decode: bool, steps: int, labelled: bool
+    ) -> dict[str, Any]:
+        """What the first rank's steps of one kind spend their time on, during a visit.
+
+        Args:
+            visit: a `Visit`, by field.
+            decode, steps, labelled: as for `profiling.Profiling.vllm_fl_profile`.
+
+        Returns:
+            As `vllm_fl_profiled` says.
+        """
+        self._llm.collective_rpc("vllm_fl_profile", args=(decode, steps, labelled))
+        try:
+            self.visit(**visit)
+        finally:
+            seen: list[dict[str, Any]] = self._llm.collective_rpc("vllm_fl_profiled")
+        return seen[0]
+
+    def places(self) -> dict[str, Any]:
+        """What names in a profile stand for, as `profiling.Profiling.vllm_fl_places` says."""
+        told: list[dict[str, Any]] = self._llm.collective_rpc("vllm_fl_places")
+        return told[0]
+
     def _generate(self, prompts: list[list[int]], sampling: list[Any]) -> list[Any]:
         """Generate for a batch whose requests all wait before the engine takes its first step.
 
@@ -189,6 +215,32 @@ def _length(options: dict[str, Any]) -> int:
     return length
 
 
+class _WrongArguments(Exception):
+    """vLLM does not take the arguments that the user gave; its text says why."""
+
+
+def _parsed(model: str, arguments: list[str]) -> dict[str, Any]:
+    """The fields of vLLM's EngineArgs that arguments of a command line give other values to.
+
+    Raises:
+        _WrongArguments: vLLM knows one of them not, or not with this value.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not typed here
+        def error(self, message: str) -> Any:
+            raise _WrongArguments(message)
+
+    parser, of = EngineArgs.add_cli_args(Parser(add_help=False)), ["--model", model]
+    try:
+        plain = EngineArgs.from_cli_args(parser.parse_args(of))
+        given = EngineArgs.from_cli_args(parser.parse_args([*of, *arguments]))
+    except (ValueError, TypeError) as error:  # what a value's own type raises
+        raise _WrongArguments(str(error)) from error
+    return {name: value for name, value in vars(given).items() if value != vars(plain)[name]}
+
+
 def _main(request: dict[str, Any]) -> None:
     """Serve until standard input ends."""
     # What an engine starts inherits descriptor 1 and prints there: keep the answers apart.
@@ -200,10 +252,22 @@ def _main(request: dict[str, Any]) -> None:
 
     from vllm import LLM
 
-    options = {"model": request["model"], "skip_tokenizer_init": True, **request["options"]}
-    if "longest" in request:
-        options["max_model_len"] = min(request["longest"], _length(options))
-    llm = LLM(seed=0, **options)
+    options = {"model": request["model"], "skip_tokenizer_init": True, "seed": 0}
+    options |= request["options"]
+    given = request.get("arguments", [])
+    try:
+        if given:
+            options |= _parsed(request["model"], given)
+        if "longest" in request:
+            options["max_model_len"] = min(request["longest"], _length(options))
+        llm = LLM(**options)
+    except _WrongArguments as error:
+        return answer(usage=str(error))
+    except ValueError as error:  # vLLM's configuration, whose parts contradict each other
+        if not given:
+            raise
+        traceback.print_exc()
+        return answer(usage=str(error))
     served = _Served(llm)
     steps_aside = request.get("steps_aside", False)
     captured = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes

@@ -6,6 +6,9 @@ reported. Whatever is about to run is therefore noted in a small file in the use
 next process and `vllm-fl doctor` read. A process locks its file for as long as it lives, so a file
 that can be locked belongs to a dead process. Where no file can be written (no home, a full disk),
 nothing is noted.
+
+Environments and containers share a home. So a note says in which environment it was left and whose
+code it is about; where that code is not installed, there is nothing to do, and nothing is told.
 """
 
 from __future__ import annotations
@@ -16,23 +19,38 @@ import fcntl
 import json
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 from ..text import clean
+from .installed import is_installed
 
-__all__ = ["SLOW", "Crumb", "Watchdog", "folder", "keep_in", "lost", "now", "read", "running"]
+__all__ = [
+    "SLOW",
+    "Crumb",
+    "Watchdog",
+    "ending",
+    "folder",
+    "keep_in",
+    "lost",
+    "now",
+    "read",
+    "running",
+    "top_module",
+]
 
 log = logging.getLogger("vllm_fl.plugins")
 
 SLOW = 10.0
 """Seconds after which what runs is named in the log."""
 
-LARGEST = 4096
+LARGEST = 16384
 """Bytes of a file that is read; nobody but us should write there."""
 
 FORGOTTEN = 30 * 24 * 3600
@@ -47,17 +65,47 @@ class Crumb:
         what: what ran, with the distribution at fault.
         pid: the process's number.
         when: seconds since the epoch at which it began.
+        owner: the distribution and its version, or a module of its; empty where it is not known.
+        prefix: the environment; empty where it is not known.
+        session: the number of the process that leads the session.
         file: where it was noted.
     """
 
     what: str
     pid: int
     when: float
+    owner: str = ""
+    prefix: str = ""
+    session: int = 0
     file: Path | None = None
 
     def __str__(self) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.when))
         return f"process {self.pid} ended on {at} while it ran {self.what}"
+
+    @property
+    def is_of_here(self) -> bool:
+        """Whether it was left in this environment, by code that is installed here now."""
+        return self.prefix in ("", sys.prefix) and _is_here(self.owner)
+
+
+def _is_here(owner: str) -> bool:
+    name, _, version = owner.partition(" ")
+    if version:
+        return is_installed(name, version)
+    try:
+        return not name or find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):  # a script's own module, which has no spec
+        return True
+
+
+_Entry = tuple[str, str, float]
+"""(what runs, whose it is, since when)."""
+
+
+def _host() -> str:
+    """What the names of this machine's files begin with."""
+    return f"{os.uname().nodename}-"
 
 
 class _Notes:
@@ -65,15 +113,15 @@ class _Notes:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.stack: list[tuple[str, float]] = []
+        self.stack: list[_Entry] = []
         self.fd: int | None = None
         self.path: Path | None = None
         self.kept = False
         """Whether the file is a caller's, which is not removed."""
         self.dead: dict[str, Crumb] | None = None
 
-    def push(self, what: str) -> tuple[str, float]:
-        entry = (what, time.time())
+    def push(self, what: str, owner: str) -> _Entry:
+        entry = (what, owner, time.time())
         with self.lock:
             self.stack.append(entry)
             if self.fd is None:
@@ -81,7 +129,7 @@ class _Notes:
             self._write()
         return entry
 
-    def pop(self, entry: tuple[str, float]) -> None:
+    def pop(self, entry: _Entry) -> None:
         with self.lock:
             if entry in self.stack:
                 self.stack.remove(entry)
@@ -105,7 +153,7 @@ class _Notes:
         where = folder()
         if where is None:
             return
-        path = where / f"{os.uname().nodename}-{os.getpid()}-{time.time_ns()}.json"
+        path = where / f"{_host()}{os.getpid()}-{time.time_ns()}.json"
         fd = -1
         try:
             where.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,8 +169,11 @@ class _Notes:
     def _write(self) -> None:
         if self.fd is None:
             return
-        entries = [{"what": what, "pid": os.getpid(), "when": when} for what, when in self.stack]
-        data = json.dumps(entries[-4:]).encode()
+        data = b"[]"
+        if self.stack:
+            what, owner, when = self.stack[-1]
+            crumb = Crumb(what, os.getpid(), when, owner, sys.prefix, os.getsid(0))
+            data = json.dumps([{k: v for k, v in vars(crumb).items() if k != "file"}]).encode()
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(self.fd, 0)
             os.pwrite(self.fd, data, 0)
@@ -163,15 +214,17 @@ def folder() -> Path | None:
 
 
 @contextlib.contextmanager
-def running(what: str, *, named: bool = True) -> Iterator[None]:
+def running(what: str, owner: str = "", *, named: bool = True) -> Iterator[None]:
     """While the block runs, `what` is noted for the next process, and named after 10 seconds.
 
     Args:
         what: what runs and whose it is: `the import of plugin 'acme' of vllm-fl-acme 1.0`.
+        owner: the distribution with its version, or the module, without which nobody shall be told
+            of it: `vllm-fl-acme 1.0`, `acme_plugin`.
         named: False where the caller itself names what takes long.
     """
     what = clean(what)[:1000]
-    entry = _notes.push(what)
+    entry = _notes.push(what, clean(owner)[:200])
     line = "%s has been running for %.0f s and has not come back yet"
     try:
         if not named or _notes.kept:  # a parent that keeps the notes says it itself
@@ -227,34 +280,61 @@ class Watchdog:
                 self._log.warning(*call[1])
 
 
+def top_module(code: object) -> str:
+    """The top package or module that a function or class comes from; empty where it has none."""
+    return str(getattr(code, "__module__", None) or "").partition(".")[0]
+
+
+@contextlib.contextmanager
+def ending(pid: int) -> Iterator[None]:
+    """The block ends a process, and the session that it leads: that is no fault of what they run.
+
+    Their notes are removed. One of a process that had died before the block is kept.
+    """
+    before = {path for path in _paths() if _dead(path) is not None}
+    try:
+        yield
+    finally:
+        for path in _paths():
+            if path in before or not path.name.startswith(_host()):
+                continue
+            crumb = _looked_into(path, _content)
+            if crumb is not None and pid in (crumb.pid, crumb.session):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
 def keep_in(fd: int) -> None:
     """Note in this open file from now on: for a child whose parent looks there when it is gone."""
     _notes.fd, _notes.path, _notes.kept = fd, None, True
 
 
 def read(data: bytes) -> Crumb | None:
-    """The innermost of what a file says was running; None where it says nothing that we wrote."""
+    """What a file says was running, the innermost; None where it says nothing that we wrote."""
     try:
         entry: Any = json.loads(data)[-1]
-        return Crumb(clean(str(entry["what"])), int(entry["pid"]), float(entry["when"]))
-    except (ValueError, TypeError, LookupError, RecursionError):
+        return Crumb(
+            clean(str(entry["what"])),
+            int(entry["pid"]),
+            float(entry["when"]),
+            clean(str(entry.get("owner", ""))),
+            str(entry.get("prefix", "")),
+            int(entry.get("session", 0)),
+        )
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
 
 
 def lost() -> tuple[Crumb, ...]:
     """What processes of this user were running when they ended, one for each `what`, by time.
 
-    A process that lives is none of them. What has run to its end since is forgotten.
+    A process that lives is none of them, nor one of another environment, nor one that ran code
+    which is not installed here. What has run to its end since is forgotten.
     """
-    where = folder()
     found: dict[str, Crumb] = {}
-    try:
-        paths = sorted(where.iterdir()) if where is not None else []
-    except OSError:
-        return ()
-    for path in paths:
-        crumb = _dead(path) if path.suffix == ".json" and path != _notes.path else None
-        if crumb is None:
+    for path in _paths():
+        crumb = _dead(path)
+        if crumb is None or not crumb.is_of_here:
             continue
         twin = found.get(crumb.what)
         found[crumb.what] = max(crumb, twin, key=lambda c: c.when) if twin else crumb
@@ -265,22 +345,46 @@ def lost() -> tuple[Crumb, ...]:
     return tuple(sorted(found.values(), key=lambda crumb: crumb.when))
 
 
+def _paths() -> list[Path]:
+    """The files of other processes."""
+    where = folder()
+    try:
+        paths = sorted(where.iterdir()) if where is not None else []
+    except OSError:
+        return []
+    return [path for path in paths if path.suffix == ".json" and path != _notes.path]
+
+
 def _dead(path: Path) -> Crumb | None:
     """What the file of a process that is gone says; None where it lives, or left nothing."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
+
+    def locked(fd: int) -> Crumb | None:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        crumb = read(os.read(fd, LARGEST))
+        crumb = _content(fd)
         age = time.time() - os.fstat(fd).st_mtime
         # An empty one may be that of a process which is about to lock it.
         if age > (FORGOTTEN if crumb is not None else 60):
             path.unlink()
             return None
+        return crumb
+
+    crumb = _looked_into(path, locked)
+    return None if crumb is None else dataclasses.replace(crumb, file=path)
+
+
+def _content(fd: int) -> Crumb | None:
+    return read(os.read(fd, LARGEST))
+
+
+def _looked_into(path: Path, look: Callable[[int], Crumb | None]) -> Crumb | None:
+    """What `look` finds in a file; None where it cannot be opened, or not be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return look(fd)
     except OSError:
         return None
     finally:
         os.close(fd)
-    return None if crumb is None else dataclasses.replace(crumb, file=path)

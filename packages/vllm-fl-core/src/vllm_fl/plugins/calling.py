@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ENDED",
     "LEAVE_OUT",
+    "TAKE_OUT",
     "call_hook",
     "contained",
     "devices",
     "find_device",
     "findings",
+    "leave_out",
     "policy_files",
     "rejections",
     "start_in_worker",
@@ -41,6 +43,8 @@ __all__ = [
 log = get_logger("plugins")
 
 LEAVE_OUT = "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
+TAKE_OUT = "Mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
+"""The same of a module that the user named, which no VLLM_FL_PLUGINS leaves out."""
 
 ENDED: dict[str, str] = {}
 """Whose code ended a process of this command before -> how; it is not run again."""
@@ -49,6 +53,11 @@ ENDED: dict[str, str] = {}
 def whose(owner: Owner) -> str:
     """A plugin with its distribution, for notes of what is running."""
     return clean(f"plugin {owner.plugin!r} of {owner.label}")
+
+
+def leave_out(distribution: str | None) -> str:
+    """How to do without a plugin of this distribution, or of none."""
+    return LEAVE_OUT if distribution else TAKE_OUT
 
 
 class contained:
@@ -66,7 +75,7 @@ class contained:
     # No generator: contextlib lets a StopIteration pass that a generator turns into a RuntimeError.
     def __init__(self, owner: Owner, what: str, consequence: str, own: str = "") -> None:
         self.owner, self.what, self.consequence, self.own = owner, what, consequence, own
-        self.running = running(f"{what.replace('its', 'the')} of {whose(owner)}")
+        self.running = running(f"{what.replace('its', 'the')} of {whose(owner)}", owner.name)
 
     def __enter__(self) -> None:
         self.running.__enter__()
@@ -158,8 +167,9 @@ def rejections(
         set_here = (settings.get(spec.key) for spec in plugin.settings)
         if any(setting is not None and setting.origin != "default" for setting in set_here):
             arguments = {"settings": settings, "op": op, "impls": impls}
-            told = call_hook(plugin, "rejections", Mapping, LEAVE_OUT, **arguments)
-            with contained(plugin.owner, "its rejections hook", LEAVE_OUT):
+            todo = leave_out(plugin.owner.distribution)
+            told = call_hook(plugin, "rejections", Mapping, todo, **arguments)
+            with contained(plugin.owner, "its rejections hook", todo):
                 for found in told:
                     rejected |= {str(impl_id): clean(str(why)) for impl_id, why in found.items()}
     return rejected
@@ -173,8 +183,9 @@ def findings(plugin: Plugin, settings: Any) -> list[Finding]:
     """
     from .finding import Finding  # only where it is wanted
 
-    told = call_hook(plugin, "doctor", Iterable, LEAVE_OUT, settings=settings)
-    with contained(plugin.owner, "its doctor hook", LEAVE_OUT):
+    todo = leave_out(plugin.owner.distribution)
+    told = call_hook(plugin, "doctor", Iterable, todo, settings=settings)
+    with contained(plugin.owner, "its doctor hook", todo):
         return [Finding(**vars(finding)) for found in told for finding in found]
 
 
@@ -187,7 +198,8 @@ def devices(
     errors = []
     for plugin in plugins:
         try:
-            profiles = call_hook(plugin, "device", DeviceProfile, LEAVE_OUT)
+            todo = leave_out(plugin.owner.distribution)
+            profiles = call_hook(plugin, "device", DeviceProfile, todo)
         except PluginError as error:
             errors.append(error)
         else:
@@ -205,8 +217,11 @@ def start_in_worker(
         VllmFLError: what a plugin raised of ours, as for a setting that only it can check.
     """
     reports = {}
-    todo = "Leave it out with VLLM_FL_PLUGINS, or set what it asks for."
     for plugin in plugins:
+        where = "Leave it out with VLLM_FL_PLUGINS"
+        if plugin.owner.distribution is None:
+            where = "Take it out of VLLM_FL_PLUGIN_MODULES"
+        todo = f"{where}, or set what it asks for."
         try:
             for report in call_hook(plugin, "worker_start", WorkerReport, todo, context=context):
                 with contained(plugin.owner, "its worker_start report", todo):

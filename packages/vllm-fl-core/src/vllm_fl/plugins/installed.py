@@ -22,6 +22,7 @@ __all__ = [
     "canonical",
     "entry_points",
     "identity",
+    "is_installed",
     "rivals",
 ]
 
@@ -110,6 +111,16 @@ def entry_points(group: str) -> list[Any]:
                 seen.add(name)
                 found += _entries(dist, group)
     return found
+
+
+def is_installed(name: str, version: str) -> bool:
+    """Whether a distribution is installed in this version."""
+    from importlib_metadata import PackageNotFoundError, distribution
+
+    try:
+        return str(identity(distribution(name))[1]) == version
+    except (PackageNotFoundError, ValueError):  # an empty name
+        return False
 
 
 OWN_FINDERS = ("_frozen_importlib_external", "importlib_metadata")

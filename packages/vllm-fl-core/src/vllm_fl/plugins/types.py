@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 from ..text import clean, quote
-from .breadcrumb import running
+from .breadcrumb import running, top_module
 
 __all__ = [
     "AttentionImpl",
@@ -404,7 +404,7 @@ class DeviceProfile:
 
     def detection(self) -> Availability:
         """True, or why this machine has none of it."""
-        return _verdict("its detection", f"the device {self.name}", self.detect)
+        return _verdict("its detection", f"the device {self.name}", self.detect, self.detect)
 
 
 @dataclass(frozen=True)
@@ -580,12 +580,14 @@ def _probe(impl: Impl) -> Availability:
         available = impl.available or older_probe(fn)
         return True if available is None else available()
 
-    return _verdict("its availability check", f"{impl.op_name}={impl.impl_id}", ask)
+    code = impl.available or fn
+    return _verdict("its availability check", f"{impl.op_name}={impl.impl_id}", ask, code)
 
 
-def _verdict(who: str, whose: str, probe: Callable[[], Availability]) -> Availability:
+def _verdict(who: str, whose: str, probe: Callable[[], Availability], code: object) -> Availability:
+    """What `probe` says; `code` is what it asks, for the note of what runs."""
     try:
-        with running(f"{who.replace('its', 'the')} of {whose}"):
+        with running(f"{who.replace('its', 'the')} of {whose}", top_module(code)):
             verdict = probe()
     except KeyboardInterrupt:
         raise

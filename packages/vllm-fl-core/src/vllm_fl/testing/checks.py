@@ -213,7 +213,7 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
         specs={subject.spec.name: subject.spec},
         seconds=0.5,
     )
-    faults = {key: why for key, (why, _) in found.faults.items()}
+    faults = {key: why for key, (why, _) in found.faults.items()} | found.refused
     assert not faults, f"an engine would demote it at start: {faults}"
 
 

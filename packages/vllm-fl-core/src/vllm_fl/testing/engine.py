@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..plugins.breadcrumb import ending
 from .processes import installed_with
 from .subject import Refused, Subject
 
@@ -140,7 +141,8 @@ def _run(
             with suppress(subprocess.TimeoutExpired):
                 status = child.wait(deadline)
         finally:
-            _end_session(child)
+            with ending(child.pid):
+                _end_session(child)
         log.seek(0)
         return status, log.read().decode(errors="replace")
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from ..contracts import ModelSizes
+from ..plugins.breadcrumb import ending
 from ..plugins.types import OpImpl
 from ..text import quote
 from .subject import Refused, Subject
@@ -162,8 +163,9 @@ def _run(
         child.join()
         return f"died, exit status {child.exitcode}"
     finally:
-        child.kill()
-        child.join()
+        with ending(child.pid):
+            child.kill()
+            child.join()
         ours.close()
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["has_experts", "is_multimodal", "is_quantised", "mentions"]
+__all__ = ["has_experts", "has_paged_attention", "is_multimodal", "is_quantised", "mentions"]
 
 
 def has_experts(config: Any) -> bool:
     """Whether the model is a mixture of experts."""
     return bool(config.model_config.get_num_experts())
+
+
+def has_paged_attention(config: Any) -> bool:
+    """Whether attention writes and reads caches by the functions of vLLM's GPU backends: on a CPU
+    it has operators of its own."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
 
 
 def is_multimodal(config: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
 from ...contracts.sizes import HEAD_SIZE, HEADS
+from ._models import has_paged_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,5 +146,7 @@ BINDING = Binding(
         "merging inside a kernel: cascade attention of FlashInfer, attention that splits its keys",
         "attention backends of plugins",
     ),
+    # Latent attention merges the pieces of a prompt on CPUs, too.
+    when=lambda config: config.model_config.use_mla or has_paged_attention(config),
     between_graphs=True,
 )

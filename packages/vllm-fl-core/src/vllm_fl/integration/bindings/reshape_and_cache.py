@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
 from ...contracts.sizes import HEAD_SIZE, KV_HEADS
 from ._caches import holds_as_is
+from ._models import has_paged_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,5 +109,6 @@ BINDING = Binding(
         "caches that are written together with a rope or a norm in one kernel: vLLM's fusion "
         "passes, and models with kernels of their own",
     ),
+    when=has_paged_attention,
     between_graphs=True,
 )

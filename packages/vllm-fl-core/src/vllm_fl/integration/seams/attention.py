@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,9 @@ from ...engine.plan import Plan
 from ...errors import AllFailedError
 from ...logs import get_logger
 from ...plugins.attention import ATTENTION, class_path_for, refusal
-from ...plugins.breadcrumb import running
 from ...plugins.types import AttentionImpl, AttentionRequest
 from ...text import quote
+from ..noting import noted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -151,15 +150,8 @@ def _layer_request(config: Any, num_heads: int | None) -> AttentionRequest:
 
 
 def _refusal(impl: AttentionImpl, request: AttentionRequest) -> str | None:
-    with _running("the supports", impl):
+    with noted("the supports", ATTENTION, impl.impl_id):
         return refusal(impl, request)
-
-
-def _running(what: str, impl: AttentionImpl) -> AbstractContextManager[None]:
-    """While the block runs, this part of a plugin's is noted as what runs."""
-    owner = get_default_manager().registry.snapshot().owners.get((ATTENTION, impl.impl_id))
-    whose = f" of {owner.name}" if owner else ""
-    return running(f"{what} of {ATTENTION}={impl.impl_id}{whose}")
 
 
 def _class_of(impl: AttentionImpl, request: AttentionRequest) -> tuple[str, str]:
@@ -168,7 +160,7 @@ def _class_of(impl: AttentionImpl, request: AttentionRequest) -> tuple[str, str]
 
     path = ""
     try:
-        with _running("the class", impl):
+        with noted("the class", ATTENTION, impl.impl_id):
             path = class_path_for(impl, request)
             module, _, name = path.rpartition(".")
             cls = getattr(import_module(module), name)

@@ -19,11 +19,11 @@ from ...engine.plan import PlanEntry
 from ...errors import StartError
 from ...logs import get_logger
 from ...plugins.attention import class_path_for, refusal
-from ...plugins.breadcrumb import running
 from ...plugins.communicator import COMMUNICATOR
 from ...plugins.types import CommunicatorImpl, CommunicatorRequest
 from ...settings.loading import Settings
 from ...text import quote
+from ..noting import noted
 from ..ranks import gathered
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     found = {}
     for impl in impls:
         if isinstance(impl, CommunicatorImpl) and impl.is_available():
-            with running(f"the supports of {_name(impl)}"):
+            with noted("the supports", COMMUNICATOR, impl.impl_id):
                 reason = ELASTIC if request.elastic else refusal(impl, request)
             if reason is not None:
                 found[COMMUNICATOR, impl.impl_id] = f"refuses this engine: {reason}"
@@ -251,7 +251,7 @@ class Groups:
         """(the class, empty), or (None, why it cannot be used in this process)."""
         path = ""
         try:
-            with running(f"the class of {_name(impl)}"):
+            with noted("the class", COMMUNICATOR, impl.impl_id):
                 path = class_path_for(impl, self.request)
                 module, _, name = path.rpartition(".")
                 cls = getattr(import_module(module), name)
@@ -313,12 +313,6 @@ def _destroy(communicator: Any) -> None:
         communicator.destroy()
     except Exception as error:  # it is off already, and said so
         log.debug("a communicator that is off cannot be destroyed: %s", quote(error))
-
-
-def _name(impl: CommunicatorImpl) -> str:
-    owner = get_default_manager().registry.snapshot().owners.get((COMMUNICATOR, impl.impl_id))
-    whose = f" of {owner.name}" if owner else ""
-    return f"{COMMUNICATOR}={impl.impl_id}{whose}"
 
 
 _now: Groups | None = None

@@ -23,11 +23,11 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...errors import PlaceError
 from ...logs import get_logger
-from ...plugins.breadcrumb import running
 from ...plugins.types import LayerImpl, LayerRequest
 from ...settings.policy import closest
 from ...text import quote
 from ..compat import declared_layers, vllm_folders, vllm_version
+from ..noting import noted
 from .layers import layer_table, owner_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _refusal(impl: LayerImpl, request: LayerRequest) -> str:
     if impl.supports is None:
         return ""
     try:
-        with running(f"the supports of {impl.layer}={impl.impl_id}"):
+        with noted("the supports", impl.layer, impl.impl_id):
             verdict = impl.supports(request)
     except KeyboardInterrupt:
         raise
@@ -293,7 +293,7 @@ def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
     before = dict(custom_op.op_registry_oot)
     cls: Any = object
     try:
-        with running(f"the class of {impl.layer}={impl.impl_id}"):
+        with noted("the class", impl.layer, impl.impl_id):
             cls = getattr(import_module(module), name)
     except KeyboardInterrupt:
         raise

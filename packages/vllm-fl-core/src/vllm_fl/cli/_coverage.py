@@ -1,0 +1,351 @@
+"""Whose code a step's time belongs to: from what a profile saw, and what an engine says of itself.
+
+Nothing here imports torch or vLLM. What profiles look like is in `integration/profiling.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Owner", "Phase", "Row", "Whose", "attribute", "named", "sums"]
+
+OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
+
+STOCK, STOCK_IMPL = "stock", "stock.vllm"
+"""What a plan calls vLLM's own code, and its id where a plan's guard calls it."""
+
+ATTENTION = "attention_backend"
+
+ATTENDS = re.compile(r"vllm::unified_(?:mla_)?(?:attention|kv_cache)|vllm::mla_attention")
+"""vLLM's operators around attention and the writes to its cache."""
+
+ATTENTION_LAYER = re.compile(r"(?:Attention|MLAAttention)$")
+
+INDUCTOR = re.compile(r"triton_(?:poi|red|per|tem|mix|unk|for)_fused_|graph_\d+_cpp_fused_")
+"""Kernels that PyTorch's compiler wrote."""
+
+MOVES = re.compile(r"Mem(?:cpy|set)\b")
+
+YES, PARTLY, NO, UNKNOWN = "yes", "partly", "no", "?"
+"""Whether a contract reaches the code: for `fused`, of all that is fused that has a contract."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose code it is.
+
+    Args:
+        op: the op with a contract, or several where they are fused; empty for none.
+        impl: the implementation's id; `stock` for vLLM's own code.
+        name: what the code is called where no contract names an op: an operator, a layer.
+        reached: `yes` where a contract reaches it, `no`, `partly`, or `?` where it is not known.
+        why: why a contract does not reach it, or another implementation runs than was planned.
+    """
+
+    op: str
+    impl: str
+    name: str
+    reached: str
+    why: str = ""
+
+
+@dataclass
+class Row:
+    """One line of the table, by step.
+
+    Args:
+        owner: whose time it is.
+        us: of a step.
+        calls: of a step: kernels on a device, operators on a CPU.
+        share: of all rows.
+        kernels: the longest of them: name -> µs of a step.
+    """
+
+    owner: Owner
+    us: float = 0.0
+    calls: float = 0.0
+    share: float = 0.0
+    kernels: dict[str, float] = field(default_factory=dict)
+
+    def told(self) -> dict[str, Any]:
+        """For JSON."""
+        longest = sorted(self.kernels.items(), key=lambda kernel: -kernel[1])[:KERNELS]
+        figures = {"us": self.us, "calls": self.calls, "share": self.share}
+        return {**asdict(self.owner), **figures, "kernels": dict(longest)}
+
+
+KERNELS = 5
+"""How many kernels of a row are named."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one kind of step spends its time on.
+
+    Args:
+        rows: the longest first.
+        total: µs of a step in all rows.
+        busy: µs of a step in which the device ran at least one kernel; on a CPU as `total`.
+        steps: how many were profiled.
+        profiled: µs of a step under the profiler; 0 where a device has the time.
+        problem: why there is nothing, or nothing more.
+    """
+
+    rows: tuple[Row, ...]
+    total: float
+    busy: float
+    steps: int
+    profiled: float
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Whose:
+    """Finds the owner of what stands in a profile.
+
+    Args:
+        places: as `vllm_fl_places` says.
+        report: as `vllm_fl_report` says.
+        tokens: of the step: what an op that is ordered by size goes by.
+    """
+
+    places: Mapping[str, Any]
+    report: Mapping[str, Any]
+    tokens: int
+
+    def of(self, path: Sequence[str]) -> Owner:
+        """The owner of what the last of these names is, called from those before it."""
+        inner = [*reversed(path)]
+        for name in inner:  # an implementation owns whatever it calls
+            if name.startswith(OP_LABEL):
+                op, _, impl = name.removeprefix(OP_LABEL).partition("/")
+                return self._own_form(op) if impl == STOCK_IMPL else self._ours(op, impl)
+        for name in inner:
+            if name in self.places["ours"]:
+                op, impl = self.places["ours"][name]
+                return Owner(op, impl, "", YES)
+            if name in self.places["kernels"] or INDUCTOR.match(name):
+                return self._fused(name)
+            if name in self.places["operators"]:
+                return self._stock(self.places["operators"][name], path)
+            if ATTENDS.match(name) or ATTENTION_LAYER.search(_layer(name)):
+                return self._attention()
+            if _layer(name) in self.places["layers"]:
+                return self._stock(self.places["layers"][_layer(name)], path)
+            if _layer(name):
+                break
+        return self._uncovered(path)
+
+    def _ours(self, op: str, impl: str) -> Owner:
+        planned = self._planned(op)[0]
+        instead = impl != planned and f"{op}/{planned}" in self.places["refused"]
+        return Owner(op, impl, "", YES, f"{planned}, which is planned, refused" if instead else "")
+
+    def _own_form(self, op: str) -> Owner:
+        """vLLM's form of an op, which the plan's guard has called."""
+        if self._planned(op)[0] == STOCK:
+            return Owner(op, STOCK, "", NO, f"the plan says stock for {self.tokens} tokens")
+        who = [told.partition("/")[2] for told in self.places["refused"] if _is_of(op, told)]
+        return Owner(op, STOCK, "", NO, f"{', '.join(who) or 'every candidate'} refused")
+
+    def _stock(self, op: str, path: Sequence[str]) -> Owner:
+        """vLLM's own code for an op with a contract."""
+        return Owner(op, STOCK, "", NO, self._why_stock(op, path))
+
+    def _why_stock(self, op: str, path: Sequence[str]) -> str:
+        told = self.report["ops"].get(op)
+        if told is None:
+            return "not planned: the model's configuration speaks of no such op"
+        impl, reason = self._planned(op)
+        if impl == STOCK:
+            return f"the plan says stock: {reason}"
+        for cls in map(_layer, reversed(path)):
+            if cls in self.places["left"]:
+                return f"{cls}: {self.places['left'][cls]}"
+        if op in self.places["graphs"] and self.report["mode"] == "eager":
+            return f"{impl} is planned, for graphs that vLLM compiles: eager mode has none"
+        phrases = "; ".join(self.places["not_reached"].get(op, ()))
+        return f"{impl} is planned, and no place of the op is here" + (
+            f" (not reached are: {phrases})" if phrases else ""
+        )
+
+    def _planned(self, op: str) -> tuple[str, str]:
+        """(the implementation's id, the reason) at this many tokens.
+
+        Without what the reason says of each candidate: that is in the plan, and in `explain`.
+        """
+        told = self.report["ops"].get(op, {"impl": STOCK, "reason": "not planned"})
+        rows = [row for row in told.get("rows", ()) if self.tokens <= row["up_to"]]
+        chosen = rows[0] if rows else told
+        return chosen["impl"], chosen["reason"].partition(" (")[0]
+
+    def _attention(self) -> Owner:
+        impl, reason = self._planned(ATTENTION)
+        backend = ", ".join(self.places["attention"])
+        if impl != STOCK:
+            return Owner(ATTENTION, impl, backend, YES)
+        return Owner(ATTENTION, STOCK, backend, NO, f"the plan says stock: {reason}")
+
+    def _fused(self, kernel: str) -> Owner:
+        """A kernel of the compiler's: the ops whose code is in it, by implementation."""
+        parts: Sequence[str] = self.places["kernels"].get(kernel, ())
+        impls: dict[str, str] = {}
+        others: dict[str, None] = {}
+        for part in parts:
+            op, _, impl = part.partition("/")
+            if impl:
+                impls[op] = STOCK if impl == STOCK_IMPL else impl
+            elif part in self.places["layers"]:
+                op = self.places["layers"][part]
+                kept = part in self.places["left"]
+                impls[op] = STOCK if kept else self._planned(op)[0]
+            else:
+                others[part] = None
+        if not impls:
+            name = f"fused: {', '.join(others)}" if others else "fused by the compiler"
+            unknown = "" if parts else "; this PyTorch does not tell what is in it"
+            return Owner("", STOCK, name, NO if parts else UNKNOWN, f"no contract{unknown}")
+        ours = [op for op, impl in impls.items() if impl != STOCK]
+        reached = YES if len(ours) == len(impls) else PARTLY if ours else NO
+        stock = [op for op in impls if op not in ours]
+        why = "; ".join(f"{op}: {self._why_stock(op, ())}" for op in stock)
+        ops = sorted(impls)
+        told = ", ".join(dict.fromkeys(impls[op] for op in ops))
+        beside = f"with {', '.join(others)}" if others else ""
+        return Owner(f"fused: {', '.join(ops)}", told, beside, reached, why)
+
+    def _uncovered(self, path: Sequence[str]) -> Owner:
+        """What no contract names: by the outermost operator of the innermost layer."""
+        last = max((n for n, name in enumerate(path) if _layer(name)), default=-1)
+        called = [name for name in path[last + 1 :] if "::" in name]
+        where = f"in {_layer(path[last])}" if last >= 0 else "outside of layers"
+        if called:
+            return Owner("", STOCK, called[0], NO, f"no contract ({where})")
+        if path and MOVES.match(path[-1]):
+            return Owner("", STOCK, path[-1].partition(" (")[0], NO, "no contract: a copy")
+        return Owner("", STOCK, f"kernels {where}", NO, "no contract")
+
+
+def _is_of(op: str, told: str) -> bool:
+    return told.partition("/")[0] == op
+
+
+def _layer(name: str) -> str:
+    return name.removeprefix(LAYER_LABEL) if name.startswith(LAYER_LABEL) else ""
+
+
+def attribute(whose: Whose, learnt: Mapping[str, Any], measured: Mapping[str, Any] | None) -> Phase:
+    """The table of one kind of step.
+
+    Args:
+        whose: finds owners.
+        learnt: what was seen of labelled steps without captured graphs.
+        measured: what was seen of steps as they serve; None where the device is the host itself,
+            whose operators are in `learnt`.
+    """
+    seen = learnt if measured is None else measured
+    problem = learnt["problem"] or seen["problem"]
+    steps = seen["steps"]
+    if problem or not steps or not learnt["steps"]:
+        problem = problem or "the engine took no such step"
+        return Phase((), 0.0, 0.0, 0, 0.0, problem)
+    found = _on_host(whose, learnt) if measured is None else _on_device(whose, learnt, measured)
+    rows: dict[Owner, Row] = {}
+    for owner, name, us, calls in found:
+        row = rows.setdefault(owner, Row(owner))
+        row.us += us / steps
+        row.calls += calls / steps
+        row.kernels[name] = row.kernels.get(name, 0.0) + us / steps
+    total = sum(row.us for row in rows.values())
+    if not total:
+        what = "operator" if measured is None else "kernel of the device"
+        problem = f"PyTorch's profiler saw no {what}; it may have been built without that device"
+    for row in rows.values():
+        row.share = row.us / total if total else 0.0
+    busy = total if measured is None else measured["busy"] / steps
+    ordered = sorted((row for row in rows.values() if row.us), key=lambda row: -row.us)
+    profiled = learnt["step_us"] if measured is None else 0.0
+    return Phase(tuple(ordered), total, busy, steps, profiled, problem)
+
+
+Found = Iterator[tuple[Owner, str, float, float]]
+"""(owner, kernel or operator, µs, calls) in all profiled steps."""
+
+
+def _on_host(whose: Whose, seen: Mapping[str, Any]) -> Found:
+    """Operators' own times. What only labels, or the compiler's own code, took is the host's.
+
+    A call is one that comes from what has another owner.
+    """
+    known = whose.places["kernels"]
+    for number, us, calls in seen["host"]:
+        path = seen["paths"][number]
+        name, owner = path[-1], whose.of(path)
+        is_new = len(path) == 1 or whose.of(path[:-1]) != owner
+        is_code = "::" in name or name in known or bool(INDUCTOR.match(name))
+        is_code = is_code or name.startswith(OP_LABEL)
+        yield owner, name, us if is_code else 0.0, calls if is_new else 0
+
+
+def _on_device(whose: Whose, learnt: Mapping[str, Any], seen: Mapping[str, Any]) -> Found:
+    """Kernels' times. The n-th call of a kernel in a step is whose its n-th call was there."""
+    for name, times in seen["kernels"].items():
+        owners = [whose.of([*learnt["paths"][n], name]) for n in learnt["launched"].get(name, ())]
+        distinct = list(dict.fromkeys(owners))
+        if not distinct:
+            distinct = [_by_name(whose, name)]
+        if len(distinct) == 1:
+            yield distinct[0], name, sum(times), len(times)
+            continue
+        each, rest = divmod(len(owners), learnt["steps"])
+        if rest or len(times) != each * seen["steps"]:
+            told = ", ".join(dict.fromkeys(owner.op or owner.name for owner in distinct))
+            why = f"launched by {told}; not as often as in steps without graphs"
+            yield Owner("", "", "unattributed", UNKNOWN, why), name, sum(times), len(times)
+            continue
+        for number, us in enumerate(times):
+            yield owners[len(owners) - each + number % each], name, us, 1
+
+
+def _by_name(whose: Whose, kernel: str) -> Owner:
+    """Of a kernel that was seen in steps as they serve alone."""
+    if kernel in whose.places["kernels"] or INDUCTOR.match(kernel) or MOVES.match(kernel):
+        return whose.of([kernel])
+    return Owner("", "", "unattributed", UNKNOWN, "steps without graphs launched no such kernel")
+
+
+def named(row: Mapping[str, Any]) -> str:
+    """What a row is called."""
+    op, name = row["op"], row["name"]
+    return f"{op} ({name})" if op and name else op or name
+
+
+def sums(phase: Mapping[str, Any]) -> list[str]:
+    """What stands beneath a phase's table: its sum beside the step's time."""
+    step, busy, total = phase["step_us"], phase["busy_us"], phase["total_us"]
+    of = phase["of"]
+    calls = sum(row["calls"] for row in phase["rows"])
+    shares = ", ".join(
+        f"{word} {phase['reached'][key]:.1%}"
+        for key, word in (("yes", "yes"), ("partly", "in part"), ("no", "no"), ("?", "not known"))
+        if key in phase["reached"]
+    )
+    lines = [f"Reached by a contract, by time: {shares}."]
+    overlap = f", of which {total - busy:.1f} beside others" if total - busy > 0.01 * total else ""
+    lines.append(f"All {of}: {total:.1f} µs a step in {calls:.0f} calls{overlap}.")
+    under = f"; under it {phase['profiled_us']:.1f} µs" if phase["profiled_us"] else ""
+    lines.append(f"The step without the profiler: {step:.1f} µs{under}.")
+    left = phase["remainder_us"]
+    if left >= 0:
+        what = "Python, scheduling and sampling on the host"
+        what += "" if of == "operators" else ", and launches: the device is idle"
+        lines.append(f"The remainder: {left:.1f} µs ({left / step:.1%}): {what}.")
+    else:
+        lines.append(
+            f"The {of} take {-left:.1f} µs ({-left / step:.1%}) more than the step without the "
+            "profiler, which makes each of them longer: go by the shares."
+        )
+    return lines

@@ -1,0 +1,235 @@
+"""`vllm-fl coverage`: whose code takes a model's time, step by step: reached by a contract or not.
+
+One engine runs some steps under PyTorch's profiler. Nothing of the engine that serves is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..dispatch import get_default_manager
+from ..settings.schema import Settings
+from ._coverage import Phase, Whose, attribute, named, sums
+from ._engines import Engine, running
+from ._show import UsageError, print_json, print_table, say
+
+EXTENSION = "vllm_fl.integration.profiling.Profiling"
+
+UNCACHED = {"VLLM_DISABLE_COMPILE_CACHE": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+"""Compiled code from a cache does not tell what is fused in it."""
+
+TAKEN = "--worker-extension-cls"
+"""The argument of vLLM's by which the worker is told to profile."""
+
+SHOWN = 0.002
+"""The share of a row that has a line of its own in the table for people."""
+
+LEARNT = 2
+"""Labelled steps, where the device runs them as they serve afterwards."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, and which steps. What else is there goes to vLLM."""
+    parser.set_defaults(takes_more=True)
+    parser.allow_abbrev = False
+    parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
+    parser.epilog = (
+        "Any other argument is vLLM's, as `vllm serve` takes it: --enforce-eager, --dtype bfloat16"
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", required=True, help="the model's folder; weights may be missing"
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="N,N",
+        default="1",
+        help="how many sequences decode together; several sizes make several tables (default: 1)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        metavar="N",
+        default="256",
+        help="tokens of each prompt, and of the prefill that is profiled (default: 256)",
+    )
+    parser.add_argument(
+        "--steps", metavar="N", default="16", help="steps that are profiled (default: 16)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 1 when a kind of step shows nothing, or the engine fails."""
+    model = arguments.model
+    if not (Path(model) / "config.json").is_file():
+        raise UsageError(f"--model {model}: it has no config.json")
+    batches = _counts("--batch", arguments.batch)
+    (prompt,) = _counts("--prompt-tokens", arguments.prompt_tokens, single=True)
+    (steps,) = _counts("--steps", arguments.steps, single=True)
+    if any(given.partition("=")[0].replace("_", "-") == TAKEN for given in arguments.more):
+        raise UsageError(f"{TAKEN}: this command gives the engine one of its own; leave it out")
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    if manager.startup is None or not manager.startup.settings.enabled:
+        raise UsageError(f"{Settings.enabled.variable} is off: there is no plan to look at")
+    with running(
+        "that is profiled",
+        model,
+        {"worker_extension_cls": EXTENSION},
+        {**os.environ, **UNCACHED},
+        arguments=arguments.more,
+    ) as engine:
+        needed = prompt + steps + 2
+        if needed > engine.length:
+            raise UsageError(
+                f"--prompt-tokens {prompt} and --steps {steps} need sequences of {needed} tokens; "
+                f"this engine takes {engine.length}: ask for fewer, or for a larger --max-model-len"
+            )
+        on_host = engine.ask("places")["device"] == "cpu"
+        phases = [_phase(engine, True, n, prompt, steps, on_host) for n in batches]
+        phases.append(_phase(engine, False, 1, prompt, steps, on_host))
+        places = engine.ask("places")  # again: calls may have been refused meanwhile
+        report = engine.report
+    told = {
+        "model": model,
+        "mode": report["mode"],
+        "arguments": arguments.more,
+        "digest": report["digest"],
+        "device": places["device"],
+        "ranks": places["ranks"],
+        "attention": places["attention"],
+        "plan": report["ops"],
+        "phases": [_judged(phase, places, report) for phase in phases],
+    }
+    if arguments.json:
+        print_json(coverage=told)
+    else:
+        _show(told)
+    return 1 if any(phase["problem"] for phase in told["phases"]) else 0
+
+
+def _counts(option: str, text: str, *, single: bool = False) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1 or (single and len(found) > 1):
+        wanted = "a number from 1 on" if single else "numbers from 1 on, as 1,8"
+        raise UsageError(f"{option} {text}: expected {wanted}")
+    return list(dict.fromkeys(found))
+
+
+def _phase(
+    engine: Engine, decode: bool, batch: int, prompt: int, steps: int, on_host: bool
+) -> dict[str, Any]:
+    """Let the engine take steps of one kind: timed, profiled, and timed again."""
+    name = f"decode, batch {batch}" if decode else f"prefill, {prompt} tokens"
+
+    def visit(what: str, count: int) -> dict[str, Any]:
+        new, times = (count + 2, 1) if decode else (1, count)
+        visit = {"batch": batch, "prompt_tokens": prompt, "new_tokens": new, "times": times}
+        return {"seed": f"coverage {name} {what}", **visit}
+
+    def timed(what: str) -> list[float]:
+        took: list[float] = engine.ask("visit", **visit(what, steps))["steps"]
+        return took[-steps:] if decode else took
+
+    def profiled(what: str, count: int, labelled: bool) -> dict[str, Any]:
+        return engine.ask(
+            "profile", visit=visit(what, count), decode=decode, steps=count, labelled=labelled
+        )
+
+    timed("warm")
+    seconds = timed("timed")
+    learnt = profiled("labelled", steps if on_host else min(LEARNT, steps), True)
+    measured = None if on_host else profiled("measured", steps, False)
+    seconds += timed("timed again")
+    return {
+        "name": name,
+        "kind": "decode" if decode else "prefill",
+        "batch": batch,
+        "prompt_tokens": prompt,
+        "step_us": 1e6 * _usual(seconds),
+        "learnt": learnt,
+        "measured": measured,
+    }
+
+
+def _usual(seconds: Sequence[float]) -> float:
+    """The mean of the middle half: a busy machine makes some steps much longer."""
+    ordered, cut = sorted(seconds), len(seconds) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def _judged(
+    phase: dict[str, Any], places: Mapping[str, Any], report: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The phase as it is told: its rows in the place of what the profiler saw."""
+    told = dict(phase)
+    learnt, measured = told.pop("learnt"), told.pop("measured")
+    tokens = phase["batch"] if phase["kind"] == "decode" else phase["prompt_tokens"]
+    found = attribute(Whose(places, report, tokens), learnt, measured)
+    return {
+        **told,
+        "of": "operators" if measured is None else "kernels",
+        "steps": found.steps,
+        "rows": [row.told() for row in found.rows],
+        "total_us": found.total,
+        "busy_us": found.busy,
+        "profiled_us": found.profiled,
+        "remainder_us": phase["step_us"] - found.busy,
+        "reached": _share(found),
+        "problem": found.problem,
+    }
+
+
+def _share(phase: Phase) -> dict[str, float]:
+    """How much of the time contracts reach: by `yes`, `partly`, `no` and `?`."""
+    found: dict[str, float] = {}
+    for row in phase.rows:
+        found[row.owner.reached] = found.get(row.owner.reached, 0.0) + row.share
+    return found
+
+
+def _show(told: Mapping[str, Any]) -> None:
+    ranks = f", rank 0 of {told['ranks']}" if told["ranks"] > 1 else ""
+    say(f"{told['model']}: {told['mode']}, {told['device']}{ranks}, digest {told['digest']}")
+    for phase in told["phases"]:
+        say(f"\n{phase['name']}")
+        if phase["problem"]:
+            say(f"Nothing is known of it: {phase['problem']}.")
+        if phase["rows"]:
+            headings = ("op", "implementation", "share", "µs/step", "calls", "reached", "why not")
+            print_table(headings, _lines(phase["rows"]))
+            for line in sums(phase):
+                say(line)
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = []
+    rest = []
+    for row in rows:
+        if row["share"] < SHOWN:
+            rest.append(row)
+            continue
+        lines.append(
+            (
+                named(row),
+                row["impl"] or "-",
+                f"{row['share']:.1%}",
+                f"{row['us']:.1f}",
+                f"{row['calls']:.1f}",
+                row["reached"],
+                row["why"] or "-",
+            )
+        )
+    if rest:
+        us, calls = (sum(row[key] for row in rest) for key in ("us", "calls"))
+        share = f"{sum(row['share'] for row in rest):.1%}"
+        lines.append(
+            (f"{len(rest)} more", "-", share, f"{us:.1f}", f"{calls:.1f}", "-", "see --json")
+        )
+    return lines

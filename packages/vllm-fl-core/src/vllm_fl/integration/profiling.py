@@ -1,0 +1,454 @@
+"""Sees what a worker's steps spend the device's time on, under PyTorch's profiler.
+
+For `vllm-fl coverage` alone, by vLLM's argument `worker_extension_cls`: no other engine imports it.
+What is seen goes to the command as names and times; whose they are is found there
+(`cli/_coverage.py`).
+
+A kernel in a captured graph has no caller. So a few steps run without captured graphs first, with a
+label around each implementation and each layer: these tell who launches which kernels, in what
+order. The steps that are measured then run as they serve, without labels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+from ..contracts.binding import GraphPlace, IrPlace, OperatorPlace
+from ..engine.opaque import operators as our_operators
+from ..plugins.types import OpImpl
+from ..text import quote
+from .bindings import installed_bindings, places
+from .functional_operators import OWNER
+from .seams import layers
+
+__all__ = ["AMBIGUOUS", "Profiling", "device_times", "watch_compiler"]
+
+LABEL = "vllm-fl"
+"""What labels begin with: `vllm-fl/op/rms_norm/vendor.cpu`, `vllm-fl/layer/RMSNorm`."""
+
+STEP = f"{LABEL}/step"
+"""Marks the beginning of a step."""
+
+AMBIGUOUS = frozenset({"aten::sum"})
+"""Operators of PyTorch's that a binding names for one form of theirs alone, and that many call."""
+
+_kernels: dict[str, dict[str, None]] = {}
+"""A kernel that Inductor wrote -> what is fused in it: classes of layers, and `op/impl id` where a
+pass of ours put an implementation's code into the graph."""
+
+_knows_kernels = False
+
+
+def watch_compiler() -> None:
+    """Note from now on, in this process, what Inductor fuses into each kernel that it writes.
+
+    On a CPU such kernels are also made to show in profiles.
+    """
+    global _knows_kernels
+    name = "set_kernel_post_grad_provenance_tracing"
+    from torch._inductor import config, debug
+
+    config.cpp.enable_kernel_profile = True
+    told = getattr(debug, name, None)
+    if told is None or _knows_kernels:
+        return
+
+    @functools.wraps(told)
+    def noting(schedule: Any, kernel: str, *args: Any, **more: Any) -> Any:
+        _note(schedule, kernel)
+        return told(schedule, kernel, *args, **more)
+
+    # Who writes kernels imports the function by its name, now or later.
+    for module in list(sys.modules.values()):
+        is_inductor = getattr(module, "__name__", "").startswith("torch._inductor")
+        if is_inductor and vars(module).get(name) is told:
+            setattr(module, name, noting)
+    _knows_kernels = True
+
+
+def _note(schedule: Any, kernel: str) -> None:
+    """Note what a kernel is made of: of Inductor's own, or of Triton's that a graph launches."""
+    from torch._inductor.virtualized import V
+
+    fused = isinstance(schedule, list)
+    made_of = [getattr(node, "node", None) for node in schedule] if fused else [schedule]
+    parts: dict[str, None] = {}
+    for each in made_of:
+        for origin in getattr(each, "origins", ()):
+            if (part := _part_of(origin, fused)) is not None:
+                parts[part] = None
+    if not (fused or parts):
+        return  # an operator is called, which profiles show
+    graph = getattr(V.graph, "graph_id", None)  # C++ kernels are shown with their graph's number
+    for name in (kernel, f"graph_{graph}_{kernel}") if fused else (kernel, kernel.rstrip(DIGITS)):
+        _kernels.setdefault(name, {}).update(parts)
+
+
+DIGITS = "_0123456789"
+"""What Inductor numbers kernels with that it has not written."""
+
+
+def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
+    """The layer, or the op and implementation, that a node of a graph computes for.
+
+    An operator that a kernel reads from is among its origins, too: it is no part of the kernel.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    namespaces = ("aten", "prims") if fused else ("higher_order",)
+    if node.op != "call_function" or getattr(node.target, "namespace", "") not in namespaces:
+        return None
+    if OWNER in stack:
+        return "/".join(stack[OWNER])
+    if not (stack and fused):
+        return None
+    _, cls = list(stack.values())[-1]
+    return _named(cls) if isinstance(cls, type) else str(cls).rpartition(".")[2]
+
+
+def _named(cls: type) -> str:
+    """A layer's class as vLLM calls it: ours are subclasses."""
+    return next(c.__name__ for c in cls.__mro__ if c.__module__ != layers.__name__)
+
+
+class Profiling:
+    """Methods that vLLM adds to the worker's."""
+
+    vllm_fl_window: _Window
+
+    def vllm_fl_profile(self, decode: bool, steps: int, labelled: bool) -> None:
+        """Profile the next steps of one kind.
+
+        Args:
+            decode: steps in which every sequence decodes; otherwise those with a prompt in them.
+            steps: how many, at most: the first that is of the other kind ends it.
+            labelled: whether they are labelled, and run without captured graphs.
+        """
+        self.vllm_fl_window = _Window(self, decode, steps, labelled)
+
+    def vllm_fl_profiled(self) -> dict[str, Any]:
+        """What was seen since `vllm_fl_profile`, as `_seen` says."""
+        return self.vllm_fl_window.close()
+
+    def vllm_fl_places(self) -> dict[str, Any]:
+        """What names in a profile stand for.
+
+        Returns:
+            `layers` {class: op}; `operators` {operator of vLLM's or PyTorch's: op}; `ours`
+            {operator of ours: [op, impl id]}; `kernels` {kernel of Inductor's: its parts}, null
+            where this PyTorch does not tell; `attention`, the backends' names; `not_reached` {op:
+            phrases}; `graphs`, ops that have a place in compiled graphs alone; `left` {class: why a
+            layer of the plan's is left to vLLM}; `refused`, `op/impl id` of what has refused calls;
+            `device`, its name; `ranks`.
+        """
+        worker: Any = self
+        table = installed_bindings()
+        operators = {place.name: op for op, place in places(table, OperatorPlace)}
+        operators |= {f"vllm_ir::{place.name}": op for op, place in places(table, IrPlace)}
+        for op, place in places(table, GraphPlace):
+            named = ("::".join(name.split(".")[:2]) for name in place.operators)
+            operators |= {name: op for name in named if name not in AMBIGUOUS}
+        plan = worker.vllm_fl_plan
+        foreign = layers.foreign_layers()
+        left = {cls: f"another plugin, {who}, replaced it" for cls, who in foreign.items()}
+        left |= {cls: "a setting leaves the layer to vLLM" for cls in plan.kept_layers}
+        return {
+            "layers": {layer.cls: layer.op for layer in layers.layer_table()},
+            "operators": operators,
+            "ours": {f"vllm_fl::{name}": list(of) for name, of in our_operators().items()},
+            "kernels": {k: list(parts) for k, parts in _kernels.items()} if _knows_kernels else {},
+            "knows_kernels": _knows_kernels,
+            "attention": _attention(worker),
+            "not_reached": {op: list(b.not_reached) for op, b in table.items() if b.not_reached},
+            "graphs": [
+                op
+                for op, binding in table.items()
+                if binding.places and all(isinstance(p, GraphPlace) for p in binding.places)
+            ],
+            "left": left,
+            "refused": sorted({f"{op}/{impl}" for op, impl in plan.record.refusals}),
+            "device": _device_name(worker.device),
+            "ranks": worker.vllm_config.parallel_config.world_size,
+        }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    try:
+        return str(torch.get_device_module(device).get_device_name(device))
+    except Exception:  # a plugin's device need not have names
+        return device.type
+
+
+def _attention(worker: Any) -> list[str]:
+    """The names of the attention backends that the model's layers have."""
+    held = worker.vllm_config.compilation_config.static_forward_context.values()
+    found: dict[str, None] = {}
+    for layer in held:
+        backend = getattr(layer, "get_attn_backend", lambda: None)()
+        if backend is not None:
+            found[str(backend.get_name())] = None
+    return list(found)
+
+
+class _Window:
+    """Profiles some of a worker's steps, from the beginning of the first to that of the next one.
+
+    Args:
+        worker: whose `execute_model` is told when a step begins.
+        decode, steps, labelled: as for `Profiling.vllm_fl_profile`.
+    """
+
+    def __init__(self, worker: Any, decode: bool, steps: int, labelled: bool) -> None:
+        self.worker, self.decode, self.steps, self.labelled = worker, decode, steps, labelled
+        self.seen = 0
+        self.profile: Any = None
+        self.result: dict[str, Any] | None = None
+        self._stack = ExitStack()
+        self._run = worker.execute_model
+        vars(worker)["execute_model"] = self._execute
+
+    def _execute(self, scheduled: Any, *args: Any, **more: Any) -> Any:
+        if scheduled.total_num_scheduled_tokens and self.result is None:
+            wanted = _decodes(scheduled) == self.decode
+            if self.profile is not None and not (wanted and self.seen < self.steps):
+                self._stop()
+            elif wanted:
+                if self.profile is None:
+                    self._start()
+                self.seen += 1
+                if self.profile is not None:
+                    with _label(STEP):
+                        pass
+        return self._run(scheduled, *args, **more)
+
+    def close(self) -> dict[str, Any]:
+        """Give the worker its own method back, and say what was seen."""
+        if self.profile is not None and self.result is None:
+            self._stop()
+        vars(self.worker).pop("execute_model", None)
+        return self.result or {"steps": 0, "problem": ""}
+
+    def _start(self) -> None:
+        device = supported_activities() - {ProfilerActivity.CPU}
+        if self.worker.device.type == "cpu":
+            device = set()
+        labelled = self.labelled or not device
+        if labelled:
+            self._stack.enter_context(_labels(self.worker))
+            self._stack.enter_context(_without_graphs(self.worker))
+        _synchronize(self.worker.device)
+        self.profile = profile(activities=[*device, *[ProfilerActivity.CPU] * labelled])
+        self.profile.start()
+
+    def _stop(self) -> None:
+        _synchronize(self.worker.device)
+        if self.worker.device.type == "cpu":
+            with _label(STEP):
+                pass
+        try:
+            self.profile.stop()
+        finally:
+            self._stack.close()
+        try:
+            seen = _seen(self.profile.events(), self.seen)
+        except Exception as error:  # what a profiler raises whose library is not the device's
+            seen = {"problem": f"PyTorch's profiler failed: {quote(error)}"}
+        self.result = {"steps": self.seen, "problem": "", **seen}
+
+
+def _decodes(scheduled: Any) -> bool:
+    """Whether every sequence of a step decodes, drafted tokens included."""
+    if scheduled.scheduled_new_reqs:
+        return False
+    drafted: Mapping[str, Any] = getattr(scheduled, "scheduled_spec_decode_tokens", None) or {}
+    counts: Mapping[str, int] = scheduled.num_scheduled_tokens
+    return all(count <= 1 + len(drafted.get(of, ())) for of, count in counts.items())
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def _seen(events: Iterable[Any], steps: int) -> dict[str, Any]:
+    """What a profile has, JSON-able.
+
+    Returns:
+        `paths`: lists of names, each of an operator or a label and what it is called from, the
+        outermost first. `host` [[path, µs, calls]]: the time of the host in each, without what it
+        calls, in the middle half of the steps by how long they took; `steps`, how many these are;
+        `step_us`, their mean. `launched` {kernel: [path, …]}: in what each call of a kernel was
+        launched, in order. `kernels` {kernel: [µs, …]}: each call's time on the device, in order;
+        `busy`, the µs in which at least one ran. Where there are kernels, all steps count.
+    """
+    ordered = sorted(events, key=lambda event: event.time_range.start)
+    times, busy = device_times(ordered)
+    if times or not any(event.name == STEP for event in ordered):
+        kept, counted, mean = None, steps, 0.0
+    else:
+        kept, mean = _middle([e.time_range.start for e in ordered if e.name == STEP])
+        counted = len(kept)
+    paths = _Paths()
+    host: dict[int, list[float]] = {}
+    launched: dict[str, list[int]] = {}
+    step = -1
+    for event in ordered:
+        if _is_on_device(event) or event.is_async:
+            continue
+        step += event.name == STEP
+        number = paths.number(event)
+        if kept is None or step in kept:
+            figures = host.setdefault(number, [0.0, 0])
+            figures[0] += event.self_cpu_time_total
+            figures[1] += 1
+        if not getattr(event, "is_user_annotation", False):  # shown as if it were a kernel, too
+            for kernel in event.kernels:
+                launched.setdefault(kernel.name, []).append(number)
+    return {
+        "paths": paths.told,
+        "host": [[number, *figures] for number, figures in host.items()],
+        "launched": launched,
+        "kernels": times,
+        "busy": busy,
+        "steps": counted,
+        "step_us": mean,
+    }
+
+
+def _middle(starts: list[float]) -> tuple[set[int], float]:
+    """Of steps that begin, and end, at these times: the middle half by length, and its mean."""
+    lengths = [after - before for before, after in pairwise(starts)]
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    cut = len(lengths) // 4
+    kept = set(by_length[cut : len(lengths) - cut])
+    return kept, sum(lengths[n] for n in kept) / max(len(kept), 1)
+
+
+class _Paths:
+    """Events as lists of names, each list once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, ...], int] = {}
+        self._known: dict[int, tuple[str, ...]] = {}
+
+    @property
+    def told(self) -> list[list[str]]:
+        return [list(path) for path in self._numbers]
+
+    def number(self, event: Any) -> int:
+        return self._numbers.setdefault(self._path(event), len(self._numbers))
+
+    def _path(self, event: Any) -> tuple[str, ...]:
+        path = self._known.get(id(event))
+        if path is None:
+            parent = event.cpu_parent
+            path = (*(self._path(parent) if parent is not None else ()), event.name)
+            self._known[id(event)] = path
+        return path
+
+
+def _is_on_device(event: Any) -> bool:
+    return bool(event.device_type.name != "CPU")
+
+
+def device_times(events: Iterable[Any]) -> tuple[dict[str, list[float]], float]:
+    """Of a profile's events: kernel -> the µs of each call; the µs in which at least one ran."""
+    times: dict[str, list[float]] = {}
+    busy, until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if not _is_on_device(event) or getattr(event, "is_user_annotation", False):
+            continue
+        start, end = event.time_range.start, event.time_range.end
+        times.setdefault(event.name, []).append(float(end - start))
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return times, busy
+
+
+def _label(name: str) -> Any:
+    """What a profile shows by this name while it is entered; cheaper than `record_function`."""
+    return torch._C._profiler._RecordFunctionFast(name)
+
+
+@contextmanager
+def _labels(worker: Any) -> Iterator[None]:
+    """Inside the block each implementation of the plan, and each layer, is labelled."""
+    inside: list[Any] = []
+
+    def enter(name: str, *_: Any) -> None:
+        if is_compiling():  # a compiler traces anew what has hooks now
+            return
+        inside.append(_label(name))
+        inside[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        if not is_compiling():
+            inside.pop().__exit__(None, None, None)
+
+    def instead(impl: OpImpl) -> Callable[..., Any]:
+        name = f"{LABEL}/op/{impl.op_name}/{impl.impl_id}"
+
+        def labelled(*args: Any, **more: Any) -> Any:
+            if is_compiling():
+                return impl.fn(*args, **more)
+            with _label(name):
+                return impl.fn(*args, **more)
+
+        return labelled
+
+    with ExitStack() as stack:
+        for root in _roots(worker):
+            for module in root.modules():
+                name = f"{LABEL}/layer/{_named(type(module))}"
+                before = module.register_forward_pre_hook(functools.partial(enter, name))
+                after = module.register_forward_hook(leave, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        stack.enter_context(worker.vllm_fl_plan.record.replacing(instead))
+        yield
+
+
+def _roots(worker: Any) -> Iterator[torch.nn.Module]:
+    """The model, its draft model, and what samples."""
+    runner = getattr(worker, "model_runner", None)
+    draft = getattr(runner, "get_draft_model", lambda: None)
+    for found in (worker.get_model(), draft(), getattr(runner, "sampler", None)):
+        if isinstance(found, torch.nn.Module):
+            yield found
+
+
+@contextmanager
+def _without_graphs(worker: Any) -> Iterator[None]:
+    """Inside the block vLLM runs no captured graph; padding stays what the graphs ask for."""
+    runner = getattr(worker, "model_runner", None)
+    with ExitStack() as stack:
+        for name in ("cudagraph_dispatcher", "cudagraph_manager"):  # of the older runner, the newer
+            dispatcher: Any = getattr(runner, name, None)
+            if hasattr(dispatcher, "dispatch"):
+                vars(dispatcher)["dispatch"] = functools.partial(_uncaptured, dispatcher.dispatch)
+                stack.callback(vars(dispatcher).pop, "dispatch")
+        yield
+
+
+def _uncaptured(dispatch: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    from vllm.config.compilation import CUDAGraphMode
+
+    chosen = dispatch(*args, **more)
+    if isinstance(chosen, tuple):
+        return (CUDAGraphMode.NONE, *chosen[1:])
+    return dataclasses.replace(chosen, cg_mode=CUDAGraphMode.NONE)
+
+
+# A worker's process imports this module before it loads and compiles the model.
+watch_compiler()

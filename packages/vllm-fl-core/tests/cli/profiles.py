@@ -1,0 +1,72 @@
+"""Profiles as workers tell them, cut down, and what an engine says of itself beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LINEAR = "vllm-fl/layer/QKVParallelLinear"
+NORM = "vllm-fl/layer/RMSNorm"
+NORM_OP = "vllm-fl/op/rms_norm/vendor.cpu"
+FUSED_NORM = "graph_1_cpp_fused__to_copy_add_mean_mul_onednn_mm_pow_rsqrt_6"
+
+
+def places(**fields: Any) -> dict[str, Any]:
+    """What names stand for in an engine."""
+    return {
+        "layers": {"RMSNorm": "rms_norm", "SiluAndMul": "silu_and_mul", "Rope": "rope"},
+        "operators": {
+            "_C::rms_norm": "rms_norm",
+            "_C::silu_and_mul": "silu_and_mul",
+            "aten::mm": "linear",
+        },
+        "ours": {"vllm_fl::rms_norm_vendor_cpu_0123": ["rms_norm", "vendor.cpu"]},
+        "kernels": {FUSED_NORM: ["RMSNorm"]},
+        "knows_kernels": True,
+        "attention": ["CPU_ATTN"],
+        "not_reached": {"rope": ["ropes that models compute themselves"]},
+        "graphs": ["linear"],
+        "left": {},
+        "refused": [],
+        "device": "cpu",
+        "ranks": 1,
+        **fields,
+    }
+
+
+def report(**ops: Any) -> dict[str, Any]:
+    """What the engine's plan is."""
+    plan = {
+        "rms_norm": {"impl": "vendor.cpu", "reason": "token vendor"},
+        "silu_and_mul": {"impl": "stock", "reason": "token stock (vendor.acme: not there)"},
+        "attention_backend": {"impl": "stock", "reason": "token stock"},
+        "linear": {"impl": "stock", "reason": "token stock"},
+        **ops,
+    }
+    return {"ops": plan, "mode": "eager", "digest": "0123"}
+
+
+def on_host(*seen: tuple[float, int, tuple[str, ...]], steps: int = 2) -> dict[str, Any]:
+    """A profile of the host's operators: (µs, calls, path) of all steps."""
+    return {
+        "steps": steps,
+        "step_us": 100.0,
+        "problem": "",
+        "paths": [list(path) for *_, path in seen],
+        "host": [[number, us, calls] for number, (us, calls, _) in enumerate(seen)],
+        "launched": {},
+        "kernels": {},
+        "busy": 0.0,
+    }
+
+
+def learnt(*launches: tuple[str, tuple[str, ...]], steps: int = 1) -> dict[str, Any]:
+    """A profile of labelled steps on a device: (kernel, the path that launches it), in order."""
+    seen = on_host(*((1.0, 1, path) for _, path in launches), steps=steps)
+    for number, (kernel, _) in enumerate(launches):
+        seen["launched"].setdefault(kernel, []).append(number)
+    return seen
+
+
+def measured(busy: float, steps: int = 2, **kernels: list[float]) -> dict[str, Any]:
+    """A profile of a device's kernels: the µs of each call, of all steps."""
+    return {**on_host(steps=steps), "kernels": kernels, "busy": busy, "step_us": 0.0}

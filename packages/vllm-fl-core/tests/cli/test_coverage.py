@@ -1,0 +1,190 @@
+"""Whose a step's time is, by profiles that were recorded, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from profiles import (
+    FUSED_NORM,
+    LINEAR,
+    NORM,
+    NORM_OP,
+    learnt,
+    measured,
+    on_host,
+    places,
+    report,
+)
+
+from vllm_fl.cli._coverage import Owner, Phase, Whose, attribute
+
+
+def whose(tokens: int = 1, plan: dict[str, Any] | None = None, **fields: Any) -> Whose:
+    return Whose(places(**fields), plan or report(), tokens)
+
+
+def owner(*path: str, **fields: Any) -> Owner:
+    return whose(**fields).of(path)
+
+
+def rows(phase: Phase) -> dict[tuple[str, str], tuple[float, float]]:
+    """(op or name, implementation) -> (µs, calls) of a step."""
+    return {(r.owner.op or r.owner.name, r.owner.impl): (r.us, r.calls) for r in phase.rows}
+
+
+def test_an_implementation_owns_what_it_calls() -> None:
+    """vLLM's operator inside it, which a binding names, is its own time."""
+    found = owner(NORM, NORM_OP, "_C::rms_norm", "aten::empty")
+    assert found == Owner("rms_norm", "vendor.cpu", "", "yes")
+
+
+def test_no_time_is_counted_twice_and_a_call_is_one_of_the_op() -> None:
+    seen = on_host(
+        (4.0, 6, (NORM,)),
+        (2.0, 6, (NORM, NORM_OP)),
+        (6.0, 6, (NORM, NORM_OP, "aten::empty")),
+        (20.0, 6, (NORM, NORM_OP, "_C::rms_norm")),
+        (60.0, 2, (LINEAR, "aten::linear")),
+        (10.0, 2, (LINEAR, "aten::linear", "_C::onednn_mm")),
+        (2.0, 1, ("## Call CompiledFxGraph 0123 ##",)),
+    )
+    found = attribute(whose(), seen, None)
+    assert rows(found) == {
+        ("aten::linear", "stock"): (35.0, 1.0),
+        ("rms_norm", "vendor.cpu"): (14.0, 3.0),
+    }
+    # What only labels and the compiler's own code took is the host's, and so in no row.
+    assert found.total == found.busy == 49.0 and found.profiled == 100.0
+    assert [row.share for row in found.rows] == pytest.approx([35 / 49, 14 / 49])
+    assert found.rows[1].told()["kernels"] == {
+        "_C::rms_norm": 10.0,
+        "aten::empty": 3.0,
+        NORM_OP: 1.0,
+    }
+
+
+def test_why_an_op_is_not_reached() -> None:
+    assert owner("_C::silu_and_mul").why == "the plan says stock: token stock"
+    assert owner("vllm-fl/layer/Rope", "aten::mul").why == (
+        "not planned: the model's configuration speaks of no such op"
+    )
+    planned = report(rope={"impl": "vendor.cpu", "reason": "token vendor"})
+    assert (
+        "not reached are: ropes that models compute"
+        in owner("vllm-fl/layer/Rope", "aten::mul", plan=planned).why
+    )
+    planned = report(linear={"impl": "vendor.cpu", "reason": "token vendor"})
+    assert "eager mode has none" in owner(LINEAR, "aten::linear", "aten::mm", plan=planned).why
+    left = {"RMSNorm": "a setting leaves the layer to vLLM"}
+    assert owner(NORM, "_C::rms_norm", left=left).why == (
+        "RMSNorm: a setting leaves the layer to vLLM"
+    )
+    assert owner(LINEAR, "_C::onednn_mm") == Owner(
+        "", "stock", "_C::onednn_mm", "no", "no contract (in QKVParallelLinear)"
+    )
+    assert "outside of layers" in owner("aten::copy_").why
+
+
+def test_a_candidate_that_refused_is_named_beside_what_ran() -> None:
+    refused = ["rms_norm/vendor.cpu"]
+    later = owner(NORM, "vllm-fl/op/rms_norm/reference.torch", "aten::mul", refused=refused)
+    assert later.impl == "reference.torch" and later.reached == "yes"
+    assert later.why == "vendor.cpu, which is planned, refused"
+    last = owner(NORM, "vllm-fl/op/rms_norm/stock.vllm", "aten::mul", refused=refused)
+    assert last == Owner("rms_norm", "stock", "", "no", "vendor.cpu refused")
+
+
+def test_an_order_by_size_is_told_for_the_step_s_tokens() -> None:
+    by_size = report(
+        silu_and_mul={
+            "impl": "vendor.cpu",
+            "reason": "table",
+            "rows": [{"up_to": 16, "impl": "stock", "reason": "table t"}],
+        }
+    )
+    path = ("vllm-fl/layer/SiluAndMul", "_C::silu_and_mul")
+    assert owner(*path, plan=by_size, tokens=16).why == "the plan says stock: table t"
+    assert "vendor.cpu is planned" in owner(*path, plan=by_size, tokens=17).why
+    guarded = owner("vllm-fl/op/silu_and_mul/stock.vllm", plan=by_size, tokens=8)
+    assert guarded.why == "the plan says stock for 8 tokens"
+
+
+def test_attention_is_its_backend_s_and_cache_writes_are_their_op_s() -> None:
+    inside = ("vllm-fl/layer/Attention", "vllm::unified_attention_with_output")
+    assert owner(*inside, "_C::cpu_attention_with_kv_cache") == Owner(
+        "attention_backend", "stock", "CPU_ATTN", "no", "the plan says stock: token stock"
+    )
+    ours = report(attention_backend={"impl": "vendor.attn", "reason": "token vendor"})
+    assert owner(*inside, plan=ours).reached == "yes"
+    caches = {"_C_cache_ops::reshape_and_cache_flash": "reshape_and_cache"}
+    write = owner(*inside, "_C_cache_ops::reshape_and_cache_flash", operators=caches)
+    assert write.op == "reshape_and_cache"
+
+
+def test_what_is_fused_is_shown_under_the_kernel() -> None:
+    path = ("## Call CompiledFxGraph 0123 ##", FUSED_NORM)
+    assert owner(*path) == Owner("fused: rms_norm", "vendor.cpu", "", "yes")
+    both = {FUSED_NORM: ["SiluAndMul", "RMSNorm", "LlamaDecoderLayer"]}
+    found = owner(*path, kernels=both)
+    assert (found.op, found.impl) == ("fused: rms_norm, silu_and_mul", "vendor.cpu, stock")
+    assert found.reached == "partly" and found.name == "with LlamaDecoderLayer"
+    assert found.why.startswith("silu_and_mul: the plan says stock")
+    # A pass of ours has put code into the graph of some sizes, whatever the plan says of others.
+    assert owner(*path, kernels={FUSED_NORM: ["silu_and_mul/vendor.acme"]}) == Owner(
+        "fused: silu_and_mul", "vendor.acme", "", "yes"
+    )
+    stock = owner(*path, kernels={FUSED_NORM: ["silu_and_mul/stock.vllm"]})
+    assert (stock.impl, stock.reached) == ("stock", "no")
+    assert owner(*path, kernels={FUSED_NORM: ["Embedding"]}).name == "fused: Embedding"
+    unknown = owner("triton_red_fused_add_0", kernels={})
+    assert unknown.reached == "?" and "does not tell what is in it" in unknown.why
+
+
+def test_kernels_in_a_captured_graph_have_the_owners_that_they_had_without_it() -> None:
+    """The n-th call of a kernel in a step is whose its n-th call was: one name, two owners."""
+    seen = learnt(
+        ("gemm", (LINEAR, "aten::linear", "aten::mm")),
+        ("elementwise", (NORM, NORM_OP, "aten::mul")),
+        ("elementwise", (LINEAR, "aten::add")),
+        ("rms", ("vllm_fl::rms_norm_vendor_cpu_0123",)),
+    )
+    times = measured(
+        60.0, gemm=[10.0, 12.0], elementwise=[1.0, 2.0, 3.0, 4.0], rms=[5.0, 5.0], steps=2
+    )
+    found = attribute(whose(), seen, times)
+    assert rows(found) == {
+        ("linear", "stock"): (11.0, 1.0),
+        ("rms_norm", "vendor.cpu"): (7.0, 2.0),  # of elementwise the first of two, and its own
+        ("aten::add", "stock"): (3.0, 1.0),
+    }
+    assert found.total == 21.0 and found.busy == 30.0
+
+
+def test_what_cannot_be_told_is_called_unattributed() -> None:
+    seen = learnt(("elementwise", (NORM, NORM_OP)), ("elementwise", (LINEAR, "aten::add")))
+    times = measured(9.0, elementwise=[1.0, 2.0, 3.0], graph_only=[3.0], steps=1)
+    times["kernels"]["Memcpy HtoD (Pageable -> Device)"] = [2.0]
+    found = {row.owner.why: row for row in attribute(whose(), seen, times).rows}
+    assert {row.owner.reached for row in found.values()} == {"?", "no"}
+    not_as_often = next(row for why, row in found.items() if "not as often" in why)
+    assert not_as_often.owner.why.startswith("launched by rms_norm, aten::add;")
+    assert not_as_often.us == 6.0
+    assert found["steps without graphs launched no such kernel"].us == 3.0
+    assert found["no contract: a copy"].owner.name == "Memcpy HtoD"
+
+
+@pytest.mark.parametrize(
+    ("seen", "times", "problem"),
+    [
+        (on_host(steps=0), None, "the engine took no such step"),
+        (on_host(), None, "saw no operator"),
+        (learnt(), measured(0.0), "saw no kernel of the device"),
+        ({"problem": "it failed", "steps": 0}, None, "it failed"),
+    ],
+)
+def test_a_profile_without_anything_says_what_is_missing(
+    seen: dict[str, Any], times: dict[str, Any] | None, problem: str
+) -> None:
+    found = attribute(whose(), seen, times)
+    assert problem in found.problem and not found.rows

@@ -1,0 +1,177 @@
+"""What a worker's steps are seen to spend their time on, by PyTorch's profiler; no engine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from builders import managing, planning, refusing, silu
+from vllm.config import CUDAGraphMode
+
+from vllm_fl.engine.plan import Plan
+from vllm_fl.integration.profiling import Profiling, device_times
+
+OP = "vllm-fl/op/silu_and_mul/vendor.acme"
+X = torch.randn(3, 8)
+
+
+class Act(torch.nn.Module):
+    """A layer as vLLM's: it binds when it is built."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.bound = plan.bind("silu_and_mul", self, frozenset())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.bound(x).exp()
+        return result
+
+
+class Base:
+    """What vLLM's worker has, as far as it is profiled."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.vllm_fl_plan, self.layer, self.device = plan, Act(plan), torch.device("cpu")
+        self.graphs: list[Any] = []
+        self.model_runner = SimpleNamespace(cudagraph_dispatcher=Dispatcher())
+        self.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={}),
+            parallel_config=SimpleNamespace(world_size=1),
+        )
+
+    def get_model(self) -> torch.nn.Module:
+        return self.layer
+
+    def execute_model(self, scheduled: Any) -> str:
+        self.graphs.append(self.model_runner.cudagraph_dispatcher.dispatch(3))
+        self.layer(X)
+        return "done"
+
+
+class Dispatcher:
+    """Chooses a captured graph, and pads to it."""
+
+    def dispatch(self, tokens: int) -> tuple[Any, int]:
+        return CUDAGraphMode.FULL, tokens + 1
+
+
+class Worker(Base, Profiling):
+    """vLLM adds the methods behind its own."""
+
+
+def step(tokens: int = 1, *, prompt: bool = False, drafted: int = 0) -> Any:
+    """What a scheduler says of a step of one sequence."""
+    return SimpleNamespace(
+        total_num_scheduled_tokens=tokens,
+        scheduled_new_reqs=["a"] if prompt else [],
+        num_scheduled_tokens={"a": tokens} if tokens else {},
+        scheduled_spec_decode_tokens={"a": [1] * drafted} if drafted else {},
+    )
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker(planning(managing(silu("vendor.acme", 5))))
+
+
+def seen(worker: Worker, *steps: Any, decode: bool = True, count: int = 4) -> Any:
+    worker.vllm_fl_profile(decode, count, True)
+    for scheduled in steps:
+        assert worker.execute_model(scheduled) == "done"
+    return worker.vllm_fl_profiled()
+
+
+def calls(told: Any) -> dict[tuple[str, ...], int]:
+    """Path -> calls, of operators and labels."""
+    return {tuple(told["paths"][number]): n for number, _, n in told["host"]}
+
+
+def test_implementations_and_layers_are_labelled(worker: Worker) -> None:
+    told = seen(worker, *[step()] * 6)
+    assert told["problem"] == "" and told["steps"] == 2, "the middle half of four"
+    found = calls(told)
+    assert found["vllm-fl/layer/Act", OP] == found["vllm-fl/layer/Act", "aten::exp"] == 2
+    assert found["vllm-fl/layer/Act", OP, "aten::add"] == 2
+    assert told["step_us"] > 0 and all(us >= 0 for _, us, _ in told["host"])
+    # Each µs is in one path alone, and all lie within the steps.
+    assert sum(us for _, us, _ in told["host"]) <= 1.05 * told["step_us"] * told["steps"]
+    assert torch.equal(worker.layer(X), (X[:, :4] + 5).exp()) and worker.graphs
+
+
+def test_only_steps_of_the_kind_are_seen(worker: Worker) -> None:
+    """A prompt, chunks of it that follow, and an empty step are no decoding."""
+    others = [step(9, prompt=True), step(5), step(0)]
+    told = seen(worker, *others, *[step(3, drafted=2)] * 4, *others)
+    assert sum(calls(told).values()) and told["steps"] == 2
+    told = seen(worker, *[step()] * 3, *[step(9, prompt=True)] * 4, step(), decode=False)
+    assert told["steps"] == 2
+    assert seen(worker, step(9, prompt=True)) == {"steps": 0, "problem": ""}
+
+
+def test_labelled_steps_run_no_captured_graph_and_keep_the_padding(worker: Worker) -> None:
+    seen(worker, *[step()] * 6)
+    modes = [mode for mode, tokens in worker.graphs if tokens == 4]
+    assert modes == [CUDAGraphMode.NONE] * 4 + [CUDAGraphMode.FULL] * 2
+    assert "execute_model" not in vars(worker)
+    assert not vars(worker.model_runner.cudagraph_dispatcher)
+
+
+def test_a_refusal_is_told_with_what_runs_instead() -> None:
+    impls = refusing("vendor.no", "never", priority=999), silu("vendor.acme", 5)
+    worker = Worker(planning(managing(*impls)))
+    told = seen(worker, *[step()] * 5)
+    assert calls(told)["vllm-fl/layer/Act", OP] == 2
+    assert worker.vllm_fl_places()["refused"] == ["silu_and_mul/vendor.no"]
+
+
+def test_the_compiler_s_kernels_are_known_by_the_layers_in_them(worker: Worker) -> None:
+    act, relu = torch.nn.SiLU(), torch.nn.ReLU6()
+    compiled = torch.compile(torch.nn.Sequential(act, relu), fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+        compiled(torch.randn(64, 64))
+        worker.layer = compiled  # type: ignore[assignment]
+        told = seen(worker, *[step()] * 5)
+    places = worker.vllm_fl_places()
+    assert places["knows_kernels"]
+    kernels = {path[-1] for path in calls(told)} & {*places["kernels"]}
+    assert kernels, (calls(told), places["kernels"])
+    assert {part for kernel in kernels for part in places["kernels"][kernel]} == {"SiLU", "ReLU6"}
+
+
+def test_places_are_those_of_the_bindings(worker: Worker) -> None:
+    places = worker.vllm_fl_places()
+    assert places["layers"]["RMSNorm"] == "rms_norm"
+    assert places["operators"]["_C::silu_and_mul"] == "silu_and_mul"
+    assert places["operators"]["aten::mm"] == "linear" and "linear" in places["graphs"]
+    assert "aten::sum" not in places["operators"], "many call it that multiply nothing"
+    assert places["device"] == "cpu" and places["ranks"] == 1
+
+
+def event(name: str, start: float, end: float, device: str = "CUDA", note: bool = False) -> Any:
+    return SimpleNamespace(
+        name=name,
+        device_type=SimpleNamespace(name=device),
+        is_user_annotation=note,
+        time_range=SimpleNamespace(start=start, end=end),
+    )
+
+
+def test_a_device_s_time_is_that_of_its_kernels() -> None:
+    """Annotations that the device shows, and the host's events, are none; two may run at once."""
+    times, busy = device_times(
+        [
+            event("b", 4.0, 10.0),
+            event("a", 0.0, 5.0),
+            event("b", 20.0, 21.0),
+            event("step", 0.0, 30.0, note=True),
+            event("aten::mm", 0.0, 30.0, "CPU"),
+        ]
+    )
+    assert times == {"a": [5.0], "b": [6.0, 1.0]} and busy == 11.0

@@ -1,0 +1,106 @@
+"""What a model is made of, without its weights: layers, what they provide, and what has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+BUILT = """
+import json, sys
+import torch
+from vllm import EngineArgs
+from vllm.distributed import parallel_state
+from vllm_fl.integration.models import skeleton_of
+
+config = EngineArgs(model=sys.argv[1], dtype="bfloat16", enforce_eager=True,
+                    skip_tokenizer_init=True, **json.loads(sys.argv[2])).create_engine_config()
+if sys.argv[3]:
+    config.model_config.hf_config.architectures = [sys.argv[3]]
+torch.manual_seed(5)
+state = torch.get_rng_state()
+found = skeleton_of(config)
+told = found and {
+    "layers": found.layers, "absent": sorted(found.absent),
+    "provided": {op: [{n: str(d) for n, d in kind.items()} for kind in kinds]
+                 for op, kinds in found.provided.items()}}
+left = [parallel_state._TP, config.compilation_config.static_forward_context,
+        torch.equal(state, torch.get_rng_state()), str(torch.get_default_dtype())]
+print(json.dumps([told, left]))
+"""
+
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 128,
+}
+BERT = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu"}
+
+
+def built(folder: Path, own: dict[str, Any], architecture: str = "", **arguments: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps(COMMON | own))
+    done = subprocess.run(
+        [sys.executable, "-c", BUILT, str(folder), json.dumps(arguments), architecture],
+        env={**os.environ, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    told, left = json.loads(done.stdout.splitlines()[-1])
+    assert left == [None, {}, True, "torch.float32"], "nothing of it is left"
+    return told
+
+
+def test_gemmas_norms_provide_a_float32_weight(tmp_path: Path) -> None:
+    told = built(tmp_path, GEMMA)
+    assert told["layers"]["GemmaRMSNorm"] == 2 * 6 + 1 and "SiluAndMul" not in told["layers"]
+    assert told["provided"]["rms_norm"] == [{"weight": "torch.float32"}]
+    assert "layer_norm" in told["absent"] and "rms_norm" not in told["absent"]
+    assert "gelu_and_mul" not in told["absent"]
+
+
+def test_a_llamas_norms_provide_one_of_the_models_dtype(tmp_path: Path) -> None:
+    """Of four ranks the whole model is known, as on one."""
+    told = built(tmp_path, LLAMA, tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert told["provided"]["rms_norm"] == [{"weight": "torch.bfloat16"}]
+    assert told["layers"]["RMSNorm"] == 5 and told["layers"]["SiluAndMul"] >= 1
+
+
+def test_what_only_layers_run_and_the_model_has_none_of_is_absent(tmp_path: Path) -> None:
+    told = built(tmp_path, BERT, runner="pooling")
+    assert "layer_norm" in told["absent"], "its norms are PyTorch's"
+    # What operators reach, too, is not told by layers.
+    assert "silu_and_mul" not in told["absent"]
+
+
+def test_a_model_that_cannot_be_built_so_is_not_known(tmp_path: Path) -> None:
+    assert built(tmp_path, LLAMA, "NobodysForCausalLM") is None

@@ -1,0 +1,74 @@
+"""`vllm-fl coverage` with real engines: the ops of a tiny model, by implementation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_run import BIND, cores
+
+
+@pytest.fixture
+def coverage(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`coverage(*arguments)`: what the command says of a tiny model under the reference plan."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        variables = {"VLLM_FL_PREFER": "reference", BIND: str(min(cores()))}
+        sizes = ("--prompt-tokens", "24", "--steps", "4", "--max-model-len", "64")
+        command = [sys.executable, "-m", "vllm_fl.cli", "coverage", "--model", model("qwen3")]
+        done = subprocess.run(
+            [*command, "--json", *sizes, *arguments],
+            env={**os.environ, **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        told: dict[str, Any] = json.loads(done.stdout)["coverage"]
+        assert [phase["kind"] for phase in told["phases"]] == ["decode", "prefill"]
+        for phase in told["phases"]:
+            assert 0 < phase["total_us"] <= 1.05 * phase["profiled_us"]
+            assert sum(row["share"] for row in phase["rows"]) == pytest.approx(1)
+        return told
+
+    return run
+
+
+def by_op(phase: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["op"] or row["name"], row["impl"]): row for row in phase["rows"]}
+
+
+def test_the_ops_of_an_eager_engine(coverage: Callable[..., dict[str, Any]]) -> None:
+    told = coverage("--enforce-eager", "--dtype", "float32")
+    assert told["mode"] == "eager" and told["arguments"][-3:] == [
+        "--enforce-eager",
+        "--dtype",
+        "float32",
+    ]
+    for phase in told["phases"]:
+        rows = by_op(phase)
+        # Two layers: two norms in each, two of query and key, and the last.
+        assert rows["rms_norm", "reference.torch"]["calls"] == 9
+        assert rows["silu_and_mul", "reference.torch"]["calls"] == 2
+        assert rows["rotary_embedding", "reference.torch"]["reached"] == "yes"
+        attention = rows["attention_backend", "stock"]
+        assert attention["reached"] == "no" and "the plan says stock" in attention["why"]
+        assert any("no contract" in row["why"] for row in phase["rows"])
+
+
+@pytest.mark.slow
+def test_what_a_compiled_engine_fuses_is_named(coverage: Callable[..., dict[str, Any]]) -> None:
+    told = coverage("--dtype", "float32")
+    assert told["mode"] == "compiled"
+    for phase in told["phases"]:
+        fused = [row["op"] for row in phase["rows"] if row["op"].startswith("fused: ")]
+        named = {op for ops in fused for op in ops.removeprefix("fused: ").split(", ")}
+        assert {"rms_norm", "silu_and_mul", "rotary_embedding"} <= named, phase["rows"]
+        assert not [row for row in phase["rows"] if row["reached"] == "?"], phase["rows"]
