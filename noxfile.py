@@ -281,7 +281,7 @@ def real(session: nox.Session) -> None:
 def engines_on_real_models(session: nox.Session, *args: str) -> None:
     """The tests on real models; those of one file share engines, and have one worker."""
     env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
-    options = ("--dist=loadfile", "--timeout=1800")  # one test may start, and compile, two engines
+    options = ("--dist=loadfile", "--timeout=3600")  # one test may start, and compile, two engines
     tests_in_parallel(session, env, "tests/real", *options, *args, **ENGINE)
 
 

@@ -29,6 +29,9 @@ PLANS: dict[str, dict[str, str]] = {
 }
 """Name -> variables."""
 
+LIMIT = 1500.0
+"""Seconds for one engine: vLLM's products in fp8 take minutes on a CPU, as compiling does."""
+
 Model = Callable[[str], Path]
 Scored = Callable[..., Result]
 True_ = Callable[..., list[float]]
@@ -69,7 +72,7 @@ def scored(model: Model, once: Once) -> Scored:
         mode = "eager" if eager else "compiled"
         variables = {**IN_ONE_PROCESS, BIND: str(own_core()), **PLANS[plan], **variables}
         kept = f"{name}-{plan}-{mode}-{dtype}-{label}"
-        return once(kept, job, VLLM_FL_DISPATCH_DEBUG="1", **variables)
+        return once(kept, job, timeout=LIMIT, VLLM_FL_DISPATCH_DEBUG="1", **variables)
 
     return answer
 

@@ -13,6 +13,7 @@ from typing import Any
 import prose
 import pytest
 from engine_run import BIND
+from engines import VENDOR
 from real_engines import SMOLLM2, Model, True_, own_core
 from servers import END_LIMIT, Server, serving
 
@@ -24,15 +25,19 @@ STEP = 256
 SHARED = "Answer the question of a child in one short sentence. " * 20
 """How every client's prompt begins, so that one finds in the cache what another has computed."""
 
-MODES = {
-    "eager": ("--enforce-eager",),
-    "compiled": (),
+MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "eager": (("--enforce-eager",), {}),
+    "compiled": ((), VENDOR),  # since the shipped plan leaves all to stock there
     "speculating": (
-        "--enforce-eager",
-        "--speculative-config",
-        json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}),
+        (
+            "--enforce-eager",
+            "--speculative-config",
+            json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}),
+        ),
+        {},
     ),
 }
+"""Name -> options and variables."""
 
 
 @pytest.fixture(
@@ -53,8 +58,8 @@ def server(
         "VLLM_FL_SHADOW": "0.05",
         BIND: str(own_core()),
     }
-    mode = MODES[request.param]
-    with serving(model(SMOLLM2), log, *options, *chunked, *mode, **variables) as started:
+    mode, plan = MODES[request.param]
+    with serving(model(SMOLLM2), log, *options, *chunked, *mode, **variables, **plan) as started:
         yield started
 
 
@@ -71,11 +76,12 @@ def chat(server: Server, text: str, **options: Any) -> Any:
     return server.client.chat.completions.create(model="real", messages=messages, **asked)
 
 
-def assert_alike(first: Any, second: Any) -> None:
-    """The same tokens, up to one that is about as likely as the next."""
-    one, two = first.choices[0], second.choices[0]
+def assert_alike(first: Any, second: list[int]) -> None:
+    """The same tokens, up to one that is about as likely as the next: what is in the cache is not
+    computed again, and in batches of other sizes sums are rounded in another order."""
+    answer = first.choices[0]
     for token, other, top in zip(
-        one.token_ids, two.token_ids, one.logprobs.top_logprobs, strict=True
+        answer.token_ids, second, answer.logprobs.top_logprobs, strict=True
     ):
         if token != other:
             likeliest, next_one = sorted(top.values(), reverse=True)[:2]
@@ -114,17 +120,19 @@ def test_thirty_two_clients_twice(server: Server) -> None:
         )
     assert [answer.usage.completion_tokens for answer in (*first, *second)] == [32] * 2 * CLIENTS
     for one, two in zip(first, second, strict=True):
-        assert_alike(one, two)
+        assert_alike(one, two.choices[0].token_ids)
     hits = metric(server, "vllm:prefix_cache_hits_total") - before
     assert hits >= CLIENTS * 200, "the second time all prompts were there, of 200 tokens and more"
 
 
 def test_a_stream_says_what_the_whole_answer_says(server: Server) -> None:
-    question = "Write one sentence about the sea."
-    whole = chat(server, question).choices[0].message.content
-    parts = chat(server, question, stream=True)
-    assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == whole
-    assert len(whole.split()) > 5
+    start = "The sea is a vast and mysterious body of water"
+    whole = complete(server, start)
+    parts = [part.choices[0] for part in complete(server, start, stream=True) if part.choices]
+    assert_alike(whole, [token for part in parts for token in part.token_ids or []])
+    assert len(parts) > 4
+    answer = chat(server, "Write one sentence about the sea.").choices[0].message.content
+    assert len(answer.split()) > 5
 
 
 def test_clients_that_go_away_leave_nothing_behind(server: Server) -> None:
@@ -165,7 +173,8 @@ def test_it_answers_the_same_after_it_slept(server: Server) -> None:
     for path in ("sleep?level=0", "wake_up"):
         asked = urllib.request.Request(f"{server.url}/{path}", method="POST")
         assert urllib.request.urlopen(asked).status == 200
-    assert_alike(before, complete(server, "The three primary colours are"))
+    after = complete(server, "The three primary colours are")
+    assert_alike(before, after.choices[0].token_ids)
 
 
 @pytest.mark.slow
@@ -187,4 +196,5 @@ def test_the_plan_ran_and_its_shadow_was_not_alarmed(server: Server) -> None:
     (plan,) = [line for line in log.splitlines() if "ops planned" in line]
     assert "taken out" not in plan
     assert "fallbacks none" in log
-    assert "Shadow: implementation" not in log and re.search(r"[Ss]hadow", log), log[-3000:]
+    assert "Shadow: implementation" not in log
+    assert re.search(r"Shadow: .* all within the tolerance", log), log[-3000:]
