@@ -118,7 +118,9 @@ print(json.dumps(sorted(loaded)))
     )
     plugins = [f"vllm_fl.plugin: {name.removeprefix('vllm-fl-')}" for name in BACKENDS]
     ours = ["console_scripts: vllm-fl", "vllm.general_plugins: fl", "vllm.platform_plugins: fl"]
-    assert loaded == sorted(ours + plugins)
+    core = DISTRIBUTIONS["vllm-fl-core"]
+    verbs = release_check.project(core)["entry-points"]["vllm_fl.cli"]
+    assert loaded == sorted(ours + plugins + [f"vllm_fl.cli: {verb}" for verb in verbs])
 
 
 def test_the_publishing_job_knows_every_distribution() -> None:

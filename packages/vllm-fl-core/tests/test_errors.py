@@ -42,6 +42,7 @@ OF_CLASSES = {
     "AcceptError": "FL602",
     "BisectError": "FL603",
     "UsageError": "FL701",
+    "VerbError": "FL703",
 }
 """Promised: people search for codes, so that lines are added here and none is ever changed."""
 
