@@ -20,7 +20,7 @@ def add_arguments(parser):
 
 def run(arguments):
     print("a library says hello")
-    from vllm_fl.cli._show import print_json, say
+    from vllm_fl.cli.common import print_json, say
     print_json(acme=True) if arguments.json else say("ACME" if arguments.loud else "Acme")
     return 0
 '''

@@ -25,12 +25,12 @@ from ..settings.policy import closest
 from ..settings.table import DEFAULT, Figure, Table, TunedOp
 from ..text import clean, quote
 from . import _accept
+from ._options import check_known, device_of, positive_seconds
 from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._progress import doing
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
 from ._tuning import EXPERTS, STOCK, Subject, Work
-from .verify import check_known, device_of, positive_seconds
 
 if TYPE_CHECKING:
     import torch
