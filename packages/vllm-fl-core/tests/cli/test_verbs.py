@@ -12,6 +12,9 @@ from textwrap import dedent
 import pytest
 from commands import Command, Distribution
 
+from vllm_fl.cli._verbs import OWN
+from vllm_fl.plugins.installed import entry_points
+
 VERB = '''
 """`vllm-fl acme`: say what Acme's is, 100 % of it."""
 
@@ -126,12 +129,22 @@ def test_only_the_verb_that_is_asked_for_is_imported(fl: Command, bring: Bring) 
     assert fl("policy").err == ""
 
 
-def test_core_without_its_metadata_says_what_to_do(fl: Command, distribution: Distribution) -> None:
+def test_core_has_its_verbs_without_metadata_too(
+    fl: Command, bring: Bring, distribution: Distribution
+) -> None:
+    bring("acme-verbs", "policy", "raise RuntimeError('imported')")
     distribution("vllm-fl-core", version("vllm-fl-core"))  # found first, without entry points
-    done = fl("plugins")
-    assert (done.status, done.out) == (1, "")
-    told, _ = done.err.splitlines()
-    assert "pip install --force-reinstall --no-deps vllm-fl-core" in told
+    assert not [entry for entry in entry_points("vllm_fl.cli") if entry.name == "doctor"]
+    done = fl("policy", "--json")
+    assert done.status == 0 and done.json()
+    assert "acme-verbs 1.0 would bring" in done.err
+
+
+def test_core_s_verbs_are_those_of_its_entry_points() -> None:
+    told = [entry for entry in entry_points("vllm_fl.cli") if entry.dist.name == "vllm-fl-core"]
+    assert {entry.name: entry.value for entry in told} == {
+        name: f"vllm_fl.cli.{name}" for name in OWN
+    }
 
 
 def test_help_of_all_verbs_needs_no_torch() -> None:

@@ -16,14 +16,38 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import VllmFLError
-from ..plugins.installed import CORE, canonical, entry_points, identity
+from ..plugins.installed import (
+    CORE,
+    Distribution,
+    EntryPoint,
+    canonical,
+    entry_points,
+    identity,
+)
 from ..text import quote
 from ._show import UsageError, say
 
-__all__ = ["ELSEWHERE", "GROUP", "Verb", "VerbError", "brought", "load"]
+__all__ = ["ELSEWHERE", "GROUP", "OWN", "Verb", "VerbError", "brought", "load", "missing"]
 
 GROUP = "vllm_fl.cli"
 """The entry-point group by which verbs are found."""
+
+OWN = (
+    "bisect",
+    "doctor",
+    "explain",
+    "new",
+    "ops",
+    "plugins",
+    "policy",
+    "report",
+    "tune",
+    "verify",
+)
+"""Core's own verbs, which are there without its metadata, too: `doctor` says that it is gone."""
+
+BARE = Distribution("vllm_fl_core.dist-info", "")
+"""Core without metadata."""
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType({})
 """Well-known verbs that core does not bring, with the distribution that does."""
@@ -59,22 +83,13 @@ class Verb:
 
 
 def brought() -> dict[str, list[Any]]:
-    """The name of each verb -> the entry points that bring it, in the order of `sys.path`.
-
-    Raises:
-        VerbError: none is core's, whose metadata is then not what its code is.
-    """
+    """The name of each verb -> the entry points that bring it, in the order of `sys.path`."""
     found: dict[str, list[Any]] = {}
     for entry in entry_points(GROUP):
         found.setdefault(entry.name, []).append(entry)
-    if not any(_is_cores(entry) for entries in found.values() for entry in entries):
-        raise VerbError(
-            f"{CORE} brings no verb: its metadata is gone, or older than its code. Install it "
-            f"again: pip install --force-reinstall --no-deps {CORE}, or `pip install -e` where it "
-            "was installed so",
-            verb="",
-            distribution=CORE,
-        )
+    for name in OWN:
+        if not any(map(_is_cores, found.get(name, ()))):
+            found.setdefault(name, []).append(EntryPoint(name, f"{__package__}.{name}", BARE))
     return dict(sorted(found.items()))
 
 
