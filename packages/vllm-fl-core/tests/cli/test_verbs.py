@@ -140,6 +140,19 @@ def test_core_has_its_verbs_without_metadata_too(
     assert "acme-verbs 1.0 would bring" in done.err
 
 
+@pytest.mark.parametrize("verb", ["bisect", "report", "tune"])
+def test_a_well_known_verb_that_is_not_installed_says_what_installs_it(
+    fl: Command, distribution: Distribution, verb: str
+) -> None:
+    distribution("vllm-fl-tools")  # found first, without entry points
+    done = fl(verb, "--json")
+    assert (done.status, done.out) == (2, "")
+    assert done.err == (
+        f"vllm-fl: `vllm-fl {verb}` is not installed; vllm-fl-tools brings it: "
+        "pip install vllm-fl-tools, or 'vllm-fl-core[tools]' [FL701]\n"
+    )
+
+
 def test_core_s_verbs_are_those_of_its_entry_points() -> None:
     told = [entry for entry in entry_points("vllm_fl.cli") if entry.dist.name == "vllm-fl-core"]
     assert {entry.name: entry.value for entry in told} == {

@@ -33,15 +33,12 @@ GROUP = "vllm_fl.cli"
 """The entry-point group by which verbs are found."""
 
 OWN = (
-    "bisect",
     "doctor",
     "explain",
     "new",
     "ops",
     "plugins",
     "policy",
-    "report",
-    "tune",
     "verify",
 )
 """Core's own verbs, which are there without its metadata, too: `doctor` says that it is gone."""
@@ -49,7 +46,9 @@ OWN = (
 BARE = Distribution("vllm_fl_core.dist-info", "")
 """Core without metadata."""
 
-ELSEWHERE: Mapping[str, str] = MappingProxyType({})
+TOOLS = "vllm-fl-tools"
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType(dict.fromkeys(("bisect", "report", "tune"), TOOLS))
 """Well-known verbs that core does not bring, with the distribution that does."""
 
 
@@ -57,12 +56,12 @@ class VerbError(VllmFLError):
     """A verb of an installed distribution cannot be run.
 
     Attributes:
-        verb: its name.
+        verb: its name; empty where all of its distribution's are meant.
     """
 
     code = "FL703"
 
-    def __init__(self, message: str, *, verb: str, **facts: Any) -> None:
+    def __init__(self, message: str, *, verb: str = "", **facts: Any) -> None:
         super().__init__(message, **facts)
         self.verb = verb
 
