@@ -53,9 +53,9 @@ def reason_against(path: Path) -> str | None:
         case ("tests", "engine" | "nodes" | "real"):
             if find_spec("vllm") is None:
                 return "vLLM is not installed"
-            for distribution in ("vllm-fl-core", "vllm-fl-cpu", "vllm-fl-reference"):
-                if not is_installed(distribution):
-                    return f"{distribution} is not installed"
+            for name in ("core", "tools", "cpu", "reference"):
+                if not is_installed(f"vllm-fl-{name}"):
+                    return f"vllm-fl-{name} is not installed"
             if path.name == "nodes" and find_spec("ray") is None:
                 return "Ray is not installed"
             if path.name == "real" and not (ROOT / "build/models/SmolLM2-135M-Instruct").is_dir():

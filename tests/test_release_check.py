@@ -14,13 +14,14 @@ import envs
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """Core 0.10.0, released before, and a backend that is not."""
+    """Core 0.10.0, released before, and its tools and a backend that are not."""
     texts = {
         "vllm-fl-core": (
             "0.10.0",
             "",
             "## 0.10.0 (2026-11-22)\n\n- New.\n\n## 0.9.1 (2026-10-01)\n",
         ),
+        "vllm-fl-tools": ("0.10.0", '"vllm-fl-core==0.10.0"', "## 0.10.0 (unreleased)\n"),
         "vllm-fl-acme": ("0.2.0", '"vllm-fl-core>=0.10,<0.11", "torch"', "## 0.2.0 (unreleased)\n"),
     }
     made = {}
@@ -29,6 +30,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
         folder.mkdir()
         (folder / "pyproject.toml").write_text(
             f'[project]\nname = "{name}"\nversion = "{version}"\ndependencies = [{dependencies}]\n'
+            + ('optional-dependencies.tools = ["vllm-fl-tools==0.10.0"]\n' * (name[8:] == "core"))
         )
         (folder / "CHANGELOG.md").write_text(f"# Changelog of {name}\n\n{changelog}")
     return made
@@ -56,6 +58,8 @@ def test_what_agrees_is_quiet(folders: dict[str, Path]) -> None:
         ("vllm-fl-core/CHANGELOG.md", "(2026-11-22)", "today", "is not `## VERSION"),
         ("vllm-fl-acme/CHANGELOG.md", "0.2.0", "0.1.0", "begins with 0.1.0"),
         ("vllm-fl-acme/pyproject.toml", ">=0.10,<0.11", ">=0.9,<0.10", "core's version calls for"),
+        ("vllm-fl-tools/pyproject.toml", "core==0.10.0", "core>=0.10,<0.11", "calls for ==0.10.0"),
+        ("vllm-fl-core/pyproject.toml", "tools==0.10.0", "tools==0.9.1", "core[tools] asks for"),
     ],
 )
 def test_what_disagrees_is_named(

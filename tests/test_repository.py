@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import email
 import re
 import shutil
@@ -19,7 +20,10 @@ from installed import Install
 
 DISTRIBUTIONS = envs.distributions()
 REPOSITORY = "https://github.com/flagos-ai/vllm-fl"
-BACKENDS = {name: path for name, path in DISTRIBUTIONS.items() if name != "vllm-fl-core"}
+TOOLS = "vllm-fl-tools"
+BACKENDS = {
+    name: path for name, path in DISTRIBUTIONS.items() if name not in ("vllm-fl-core", TOOLS)
+}
 OF_EVERY_BACKEND = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests")
 OF_EVERY_MODULE = (
     *("__init__.py", "plugin.py", "py.typed"),
@@ -42,6 +46,7 @@ def test_the_distributions_are_all_there() -> None:
         "vllm-fl-flagcx",
         "vllm-fl-flaggems",
         "vllm-fl-reference",
+        "vllm-fl-tools",
     }
 
 
@@ -103,7 +108,7 @@ def test_the_python_classifiers_are_the_pythons_that_are_tested() -> None:
 
 
 def test_every_entry_point_loads(install: Install) -> None:
-    loaded = install(*BACKENDS, engine=True).script(
+    loaded = install(TOOLS, *BACKENDS, engine=True).script(
         """
 import json
 from importlib.metadata import distributions
@@ -118,7 +123,12 @@ print(json.dumps(sorted(loaded)))
     )
     plugins = [f"vllm_fl.plugin: {name.removeprefix('vllm-fl-')}" for name in BACKENDS]
     ours = ["console_scripts: vllm-fl", "vllm.general_plugins: fl", "vllm.platform_plugins: fl"]
-    assert loaded == sorted(ours + plugins)
+    verbs = [
+        f"vllm_fl.cli: {verb}"
+        for name in ("vllm-fl-core", TOOLS)
+        for verb in release_check.project(DISTRIBUTIONS[name])["entry-points"]["vllm_fl.cli"]
+    ]
+    assert loaded == sorted(ours + plugins + verbs)
 
 
 def test_the_publishing_job_knows_every_distribution() -> None:
@@ -126,6 +136,13 @@ def test_the_publishing_job_knows_every_distribution() -> None:
     published = re.findall(r'^      - "(\w+)-v\*"$', workflow, re.M)
     ours = [name for name, path in DISTRIBUTIONS.items() if path.parent.name == "packages"]
     assert sorted(published) == [name.removeprefix("vllm-fl-") for name in ours]  # no example
+
+
+def test_core_is_forbidden_to_import_every_other_distribution() -> None:
+    config = configparser.ConfigParser()
+    config.read(envs.ROOT / ".importlinter")
+    forbidden = config["importlinter:contract:core-alone"]["forbidden_modules"].split()
+    assert set(forbidden) == {import_name(name) for name in DISTRIBUTIONS} - {"vllm_fl"}
 
 
 WORKFLOWS = sorted((envs.ROOT / ".github" / "workflows").glob("*.yml"))
@@ -158,13 +175,13 @@ def test_actions_are_pinned_to_a_commit_of_a_release(workflow: Path) -> None:
 def test_a_plain_pytest_collects_and_says_what_it_leaves_out(install: Install) -> None:
     done = install(engine=True).env.run("-m", "pytest", "--collect-only", "-q", check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in BACKENDS:
+    for name in (TOOLS, *BACKENDS):
         assert f": {name} is not installed" in done.stdout
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", [TOOLS, *BACKENDS])
 def test_what_a_session_names_is_never_skipped(install: Install, name: str) -> None:
-    tests = str(BACKENDS[name] / "tests")
+    tests = str(DISTRIBUTIONS[name] / "tests")
     done = install(engine=True).env.run("-m", "pytest", "-q", tests, check=False)
     assert done.returncode in (2, 4), done.stdout + done.stderr  # an error while collecting
     assert "SKIPPED" not in done.stdout
@@ -198,8 +215,8 @@ def test_no_file_names_a_machine_s_path_or_a_registry_s_address() -> None:
     assert found == []
 
 
-def test_no_room_of_core_imports_one_above_it(tmp_path: Path) -> None:
-    """`.importlinter` holds for core as it is, and notices an import that goes upwards."""
+def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: Path) -> None:
+    """`.importlinter` holds for core as it is, and notices an import that goes upwards or out."""
     core = tmp_path / "src"
     shutil.copytree(DISTRIBUTIONS["vllm-fl-core"] / "src", core)
     tools = envs.tools()
@@ -212,6 +229,9 @@ def test_no_room_of_core_imports_one_above_it(tmp_path: Path) -> None:
         "contracts/spec.py": "from ..plugins.types import OpImpl",
         "plugins/types.py": "from ..settings.policy import Token",
         "engine/plan.py": "from ..integration import compat",
+        "cli/ops.py": "import vllm_fl_tools.cli.tune",
+        "cli/_verbs.py": "def late():\n    from vllm_fl_tools import cli",
+        "integration/planning.py": "from vllm_fl_reference.plugin import OPS",
     }.items():
         module = core / "vllm_fl" / room
         before = module.read_text()

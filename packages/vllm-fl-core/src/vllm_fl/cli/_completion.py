@@ -8,12 +8,17 @@ from collections.abc import Iterator
 
 from ..contracts import contracts
 
-__all__ = ["complete"]
+__all__ = ["complete", "is_asked_for"]
+
+
+def is_asked_for() -> bool:
+    """Whether it is the shell that asks."""
+    return "_ARGCOMPLETE" in os.environ
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
     """Answer the shell and end the process, if it was the shell that asked."""
-    if "_ARGCOMPLETE" not in os.environ:  # spares every other run the import
+    if not is_asked_for():  # spares every other run the import
         return
     import argcomplete
 

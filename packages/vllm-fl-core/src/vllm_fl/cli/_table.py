@@ -8,8 +8,8 @@ from ..engine.tables import here, left_out, unaccepted
 from ..plugins.registry import RegistrySnapshot
 from ..settings.schema import Settings
 from ..settings.table import DEFAULT, Figure, Pinned, TunedOp
+from ._options import device_of
 from ._show import UsageError, print_table, say
-from .verify import device_of
 
 __all__ = ["as_json", "obstacle", "say_figures", "summary"]
 

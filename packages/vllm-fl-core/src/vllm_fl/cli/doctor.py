@@ -43,9 +43,9 @@ from ._effects import find_disagreements, find_idle, find_unknown, warned
 from ._environment import distributions, torch_build, torch_facts
 from ._finding import code_of, contained
 from ._installed import CHECKS
+from ._options import device_of
 from ._quiet import quiet
 from ._show import print_json, print_table, say
-from .verify import device_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

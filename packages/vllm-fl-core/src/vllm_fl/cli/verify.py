@@ -28,9 +28,9 @@ from ..dispatch.manager import OpManager
 from ..integration.bindings import all_bindings
 from ..plugins.forms import asked_for
 from ..plugins.types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
-from ..settings.policy import closest
 from ..text import quote, scrub
 from ._environment import device_facts, distributions
+from ._options import check_known, device_of, positive_seconds
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
 from ._watch import TookTooLong, Watch
@@ -88,17 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", metavar="FILE.md", help="write the tables there too, as Markdown"
     )
-
-
-def positive_seconds(text: str) -> float:
-    """A positive number of seconds."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
-    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -193,16 +182,6 @@ def _choose(
     return runnable, not_run
 
 
-def check_known(what: str, asked: Sequence[str] | None, known: set[str]) -> None:
-    for name in asked or ():
-        if name not in known:
-            listed = ", ".join(sorted(known)) or "none"
-            raise UsageError(
-                f"--{what} {name}: no such {what} is installed.{closest(name, known)} "
-                f"Known: {listed}."
-            )
-
-
 def _check_dtypes(asked: Sequence[str] | None, specs: Iterable[OpSpec]) -> None:
     known = list(dict.fromkeys(dtype for spec in specs for dtype in spec.dtypes))
     for name in asked or ():
@@ -220,27 +199,6 @@ def _identity(manager: OpManager, impl: Impl) -> dict[str, Any]:
         "distribution": owner.distribution,
         "version": owner.version,
     }
-
-
-def device_of(name: str | None) -> torch.device:
-    """The device that was asked for, or this machine's accelerator, or the CPU."""
-    try:
-        import torch
-    except Exception as error:
-        raise UsageError(f"torch cannot be imported ({error}); see `vllm-fl doctor`") from error
-
-    if name is None:
-        npu = getattr(torch, "npu", None)
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-        if npu is not None and npu.is_available():
-            name = "npu"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).cpu()
-    except Exception as error:  # torch raises RuntimeError, AssertionError, NotImplementedError
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"--device {name}: {reason}") from error
-    return device
 
 
 class _Work:

@@ -1,0 +1,166 @@
+"""The verbs that are installed: entry points of the group `vllm_fl.cli`, core's own among them.
+
+    [project.entry-points."vllm_fl.cli"]
+    tune = "vllm_fl_tools.cli.tune"
+
+Each names a module with `add_arguments(parser)` and `run(arguments) -> int`. Its docstring is
+"`vllm-fl tune`: what it does."; what stands behind the colon is its line of `vllm-fl --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import VllmFLError
+from ..plugins.installed import (
+    CORE,
+    Distribution,
+    EntryPoint,
+    canonical,
+    entry_points,
+    identity,
+)
+from ..text import quote
+from ._show import UsageError, say
+
+__all__ = ["ELSEWHERE", "GROUP", "OWN", "Verb", "VerbError", "brought", "load", "missing"]
+
+GROUP = "vllm_fl.cli"
+"""The entry-point group by which verbs are found."""
+
+OWN = (
+    "doctor",
+    "explain",
+    "new",
+    "ops",
+    "plugins",
+    "policy",
+    "verify",
+)
+"""Core's own verbs, which are there without its metadata, too: `doctor` says that it is gone."""
+
+BARE = Distribution("vllm_fl_core.dist-info", "")
+"""Core without metadata."""
+
+TOOLS = "vllm-fl-tools"
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType(dict.fromkeys(("bisect", "report", "tune"), TOOLS))
+"""Well-known verbs that core does not bring, with the distribution that does."""
+
+
+class VerbError(VllmFLError):
+    """A verb of an installed distribution cannot be run.
+
+    Attributes:
+        verb: its name; empty where all of its distribution's are meant.
+    """
+
+    code = "FL703"
+
+    def __init__(self, message: str, *, verb: str = "", **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.verb = verb
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb that can be run.
+
+    Attributes:
+        summary: what it does, in one line without a full stop.
+        add_arguments: gives a parser its options.
+        run: does it; answers the exit status.
+    """
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def brought() -> dict[str, list[Any]]:
+    """The name of each verb -> the entry points that bring it, in the order of `sys.path`."""
+    found: dict[str, list[Any]] = {}
+    for entry in entry_points(GROUP):
+        found.setdefault(entry.name, []).append(entry)
+    for name in OWN:
+        if not any(map(_is_cores, found.get(name, ()))):
+            found.setdefault(name, []).append(EntryPoint(name, f"{__package__}.{name}", BARE))
+    return dict(sorted(found.items()))
+
+
+def missing(name: str) -> UsageError:
+    """What to say where a well-known verb is not installed."""
+    distribution = ELSEWHERE[name]
+    extra = distribution.removeprefix("vllm-fl-")
+    return UsageError(
+        f"`vllm-fl {name}` is not installed; {distribution} brings it: pip install {distribution}, "
+        f"or '{CORE}[{extra}]'"
+    )
+
+
+def load(name: str, entries: Sequence[Any]) -> Verb:
+    """The verb that these entry points bring.
+
+    Raises:
+        VerbError: two distributions bring it and neither is core, its module cannot be imported,
+            or that is no verb.
+    """
+    owners = {_owner(entry): entry for entry in reversed(entries)}
+    entry = next((entry for entry in entries if _is_cores(entry)), None)
+    if entry is None:
+        if len(owners) > 1:
+            raise VerbError(
+                f"`vllm-fl {name}` is brought by {' and by '.join(sorted(owners))}, and runs for "
+                "neither: uninstall one of them",
+                verb=name,
+                distribution=", ".join(sorted(owners)),
+            )
+        entry = entries[0]
+    owner = _owner(entry)
+    if others := sorted({*owners} - {owner}):
+        say(
+            f"vllm-fl: {' and '.join(others)} would bring the verb {name!r}, too; it is {CORE}'s",
+            error=True,
+        )
+    try:
+        module = entry.load()
+    except VllmFLError:  # such as one of another version: it says all
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever its distribution does
+        raise VerbError(
+            f"`vllm-fl {name}` of {owner} cannot be imported: {quote(error)}. Repair or uninstall "
+            "that distribution; the other verbs work",
+            verb=name,
+            distribution=owner,
+            cause=error,
+        ) from error
+    lacking = [
+        wanted for wanted in ("add_arguments", "run") if not callable(getattr(module, wanted, None))
+    ]
+    if lacking:
+        raise VerbError(
+            f"`vllm-fl {name}` of {owner} is no verb: {entry.value} has no "
+            f"{' and no '.join(lacking)}. Update or uninstall that distribution; the other verbs "
+            "work",
+            verb=name,
+            distribution=owner,
+        )
+    heading = str(getattr(module, "__doc__", None) or f"from {owner}").splitlines()[0]
+    summary = heading.removeprefix(f"`vllm-fl {name}`: ").rstrip(".")
+    return Verb(summary, module.add_arguments, module.run)
+
+
+def _is_cores(entry: Any) -> bool:
+    return canonical(identity(entry.dist)[0]) == CORE
+
+
+def _owner(entry: Any) -> str:
+    """The distribution that brings it, with its version."""
+    name, version, _ = identity(entry.dist)
+    return f"{name} {version}" if version else name

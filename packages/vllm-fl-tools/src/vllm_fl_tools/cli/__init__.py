@@ -1,0 +1,1 @@
+"""The verbs that this distribution brings, one module without `_` for each."""

@@ -1,0 +1,393 @@
+"""Accepting a table: a model served with it and without it, in turns.
+
+Two engines lie side by side, each in a process of its own, and one of them works at a time. Every
+round visits both with each phase, in short turns, beginning with the other one each time. A ratio
+is taken inside a round, so that what else the machine does meanwhile falls on both sides. While
+they are timed, both decode the same tokens, and so compute the same steps. Where a process happens
+to lie in memory makes it faster or slower for as long as it lives: half of the rounds are those of
+a second pair of engines, which also shows whether the table gives the same plan and the same tokens
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.cli.common import ReportFile, UsageError, print_json, print_table, say
+from vllm_fl.errors import VllmFLError
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.schema import CONFIG, Settings
+from vllm_fl.settings.table import DEFAULT as UNCHANGED
+from vllm_fl.settings.table import Table, Verdict, read_table
+
+from ..integration.workload import Visit
+from ._engines import Engine, running
+from ._part import ended_by_signal
+
+__all__ = ["add_arguments", "judged", "run"]
+
+ROUNDS = 10
+STARTS = 2
+
+LEAST = 0.98
+"""The smallest share of the default's speed at which a table is not slower: engines of one kind
+differ by a percent or two from start to start."""
+
+ROUND = 1.0
+"""Seconds that an engine shall work in a round of a phase, where so many steps are not too few or
+too many."""
+
+TURNS = 4
+"""Visits of a round and phase that are timed. A machine's speed may change within a second: each
+engine's visits stand between the other's."""
+
+LENGTH = 2048
+"""The longest prompt, with one token more for the answer; of a model that takes less, its own."""
+
+PHASES = {
+    # A prompt of one token: every step has the shape of a decoding step.
+    "decode, batch 1": Visit("", 1, 1, 16, repeated=True),
+    "decode, batch 8": Visit("", 8, 1, 16, repeated=True),
+    "prefill, 32 tokens": Visit("", 1, 32, 1),
+    "prefill, 256 tokens": Visit("", 1, 256, 1),
+}
+"""On every machine, where the model takes so many tokens; `_beyond_graphs` adds one."""
+
+TABLED, DEFAULT = "with the table", "without it"
+
+
+class AcceptError(VllmFLError):
+    """A table cannot be accepted or turned down: the engines do not run with it as they should."""
+
+    code = "FL602"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the engines did.
+
+    Args:
+        seconds: (engine, phase) -> the seconds of a step, for each round.
+        tokens: for each start of the engine with the table, what it answered freely in each round.
+        digests: for each start of it, the digest of its plan.
+        phases: what they were asked to do, by name.
+        idle: op -> why what the table chose for it did not serve.
+    """
+
+    seconds: Mapping[tuple[str, str], Sequence[float]]
+    tokens: Sequence[object]
+    digests: Sequence[str]
+    phases: Mapping[str, Visit] = field(default_factory=lambda: PHASES)
+    idle: Mapping[str, str] = field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `vllm-fl tune` takes for it."""
+    parser.add_argument(
+        "--accept",
+        metavar="FILE",
+        help="measure no op: serve the model of --model with this table and without it, and write "
+        "into the file whether it may act. Of the other options it takes --rounds and --json",
+    )
+    parser.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        help=f"of --accept: how often each engine is visited with each phase; default: {ROUNDS}",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve the workload, write the verdict into the table's file, and say it.
+
+    Returns:
+        The exit status: 0 where the table is accepted, 1 where it is not, or its file cannot be
+        written any more.
+
+    Raises:
+        SettingsError: the file is no table.
+        UsageError: it cannot be written, or the model is not there.
+        EngineError: an engine failed: nothing is written.
+        AcceptError: the table chooses nothing, or does not hold in it: nothing is written.
+    """
+    path, model = arguments.accept, arguments.model
+    rounds = ROUNDS if arguments.rounds is None else arguments.rounds
+    table = read_table(path, key="--accept", origin="--accept")
+    if not any(_choices(table).values()):
+        raise AcceptError(
+            f"The table {path} chooses nothing: all its rows say '{UNCHANGED}', and an engine runs "
+            "the same with it and without it. Nothing was started or written"
+        )
+    if model is None:
+        raise UsageError("--accept takes --model DIR: it serves the model")
+    if not (Path(model) / "config.json").is_file():
+        raise UsageError(f"--model {model}: it has no config.json")
+    if rounds < STARTS:
+        raise UsageError(f"--rounds {rounds}: at least {STARTS}")
+    for op in filter(load_settings().policy.names, table.ops):
+        raise AcceptError(
+            f"The table's rows of op '{op}' have no effect: a list of your own orders it. "
+            f"`vllm-fl explain {op}` says where it stands; unset it. Nothing was written"
+        )
+    unwritten = ""
+    with ReportFile(path, "--accept") as file, ended_by_signal():
+        started = time.monotonic()
+        served = _serve(table, path, model, -(-rounds // STARTS))
+        verdict = judged(served)
+        try:
+            file.write(dataclasses.replace(table, accepted=verdict).text)
+        except OSError as error:  # what took minutes is told all the same
+            unwritten = f"{path} cannot be written: {error.strerror or error}"
+    took = time.monotonic() - started
+    if arguments.json:
+        print_json(table=path, digest=table.digest, seconds=took, **dataclasses.asdict(verdict))
+    else:
+        _show(served, verdict)
+        state = "accepted" if verdict.accepted else "not accepted"
+        say(f"\nThe table {path} ({table.digest}) is {state}: {verdict.reason}. {took:.0f} s.")
+    if unwritten:
+        say(f"vllm-fl: {unwritten}; the file is as it was, without this verdict", error=True)
+    return 0 if verdict.accepted and not unwritten else 1
+
+
+def judged(served: Served) -> Verdict:
+    """The verdict on what the engines did."""
+    quartiles = {phase: _quartiles(_ratios(served, phase)) for phase in served.phases}
+    figures: dict[str, float] = {"rounds": len(next(iter(served.seconds.values())))}
+    for phase, (low, median, high) in quartiles.items():
+        figures |= {f"{phase}: ratio": median, f"{phase}: low": low, f"{phase}: high": high}
+    below = {phase: of for phase, of in quartiles.items() if of[1] < LEAST}
+    slower = [
+        f"{phase} at {median:.3f} of the default's speed (quartiles {low:.3f} to {high:.3f})"
+        for phase, (low, median, high) in below.items()
+    ]
+    if len({*served.digests}) > 1:
+        reason = f"two starts made different plans ({', '.join(served.digests)})"
+    elif any(tokens != served.tokens[0] for tokens in served.tokens):
+        reason = "two starts answered the same prompts with different tokens"
+    elif slower:
+        reason = f"slower: {', '.join(slower)}"
+        if unsure := [phase for phase, (*_, high) in below.items() if high >= 1.0]:
+            reason += (
+                f"; the rounds differ too much to be sure of it in {', '.join(unsure)}: a quieter "
+                "machine, or more --rounds, may tell"
+            )
+    else:
+        least = min(median for _, median, _ in quartiles.values())
+        reason = f"reproduced, and at every phase at least {least:.3f} of the default's speed"
+        if served.idle:
+            told = ", ".join(f"{op} ({why})" for op, why in served.idle.items())
+            reason += f"; without effect in this engine: {told}"
+        return Verdict(True, reason, _now(), figures)
+    return Verdict(False, reason, _now(), figures)
+
+
+def _ratios(served: Served, phase: str) -> list[float]:
+    pairs = zip(served.seconds[DEFAULT, phase], served.seconds[TABLED, phase], strict=True)
+    return [default / tabled for default, tabled in pairs]
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _show(served: Served, verdict: Verdict) -> None:
+    rows = []
+    for phase, visit in served.phases.items():
+        tokens = visit.batch * (visit.prompt_tokens if visit.new_tokens == 1 else 1)
+        speeds = [
+            f"{tokens / statistics.median(served.seconds[engine, phase]):.1f}"
+            for engine in (DEFAULT, TABLED)
+        ]
+        of = {
+            name: f"{verdict.figures[f'{phase}: {name}']:.3f}" for name in ("ratio", "low", "high")
+        }
+        rows.append([phase, *speeds, of["ratio"], f"{of['low']}-{of['high']}"])
+    print_table(["phase", f"tokens/s {DEFAULT}", TABLED, "ratio", "quartiles"], rows)
+
+
+def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
+    seconds: dict[tuple[str, str], list[float]] = {}
+    tokens, digests = [], []
+    idle: dict[str, str] = {}
+    phases: Mapping[str, Visit] = {}
+    for start in range(STARTS):
+        with contextlib.ExitStack() as stack:
+            # A table that does not hold is told after one start, not after two.
+            order = (TABLED, DEFAULT) if start % 2 == 0 else (DEFAULT, TABLED)
+            engines: dict[str, Engine] = {}
+            for name in order:
+                engines[name] = stack.enter_context(_running(name, table, path, model))
+                _check(name, engines[name], table)
+            report = engines[TABLED].report
+            digests.append(str(report["digest"]))
+            idle |= _idle(table, report["ops"])
+            if start == 0:
+                phases = _that_fit({**PHASES, **_beyond_graphs(engines)}, engines)
+                warm = {name: _warmed_up(engine, phases) for name, engine in engines.items()}
+                phases = _fitted(phases, warm)
+            for engine in engines.values():
+                _warmed_up(engine, phases)
+            answered = []
+            for number in range(rounds):
+                for phase, visit in phases.items():
+                    # An idle process's memory may have been reclaimed: its first tokens take
+                    # longer, and are not timed. They are the likeliest, as in service.
+                    again = f"again {number}"
+                    free = dataclasses.replace(visit, seed=again, repeated=False, times=1)
+                    for name in order:
+                        done = _visit(engines[name], free)
+                        if name == TABLED:
+                            answered.append(done["tokens"])
+                    steps: dict[str, list[float]] = {name: [] for name in order}
+                    for turn in range(TURNS):
+                        timed = dataclasses.replace(_part(visit), seed=f"{phase} {number} {turn}")
+                        for name in order if (number + turn) % 2 == 0 else reversed(order):
+                            steps[name] += _visit(engines[name], timed)["steps"]
+                    for name, of_engine in steps.items():
+                        seconds.setdefault((name, phase), []).append(_of_steps(of_engine))
+                say(f"start {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
+            tokens.append(answered)
+    return Served(seconds, tokens, digests, phases, idle)
+
+
+def _part(visit: Visit) -> Visit:
+    """What one of a round's turns does of it."""
+    new, times = -(-visit.new_tokens // TURNS), -(-visit.times // TURNS)
+    return dataclasses.replace(visit, new_tokens=new, times=times)
+
+
+def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
+    """A prefill that is larger than every captured graph; none where no graphs are captured.
+
+    In such a step the host launches each kernel, and one that is faster on the device may be slower
+    to launch.
+    """
+    largest = max(engine.graph_tokens for engine in engines.values())
+    tokens = min(2 * largest, *(engine.length - 1 for engine in engines.values()))
+    return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1)} if largest else {}
+
+
+def _that_fit(phases: Mapping[str, Visit], engines: Mapping[str, Engine]) -> dict[str, Visit]:
+    """The phases whose prompts, and a token more, the engines take."""
+    length = min(engine.length for engine in engines.values())
+    return {name: visit for name, visit in phases.items() if visit.prompt_tokens < length}
+
+
+def _check(name: str, engine: Engine, table: Table) -> None:
+    """AcceptError where the one engine does not have the table, whole, or the other has one."""
+    told = engine.report["table"]
+    if (told and told["digest"]) != (table.digest if name == TABLED else None):
+        raise AcceptError(
+            f"The engines cannot be told apart: {CONFIG} overrides VLLM_FL_TABLE. Unset it, or "
+            "leave the table out of its file and set its other settings by variables"
+        )
+    if told is None:
+        return
+    if not told["acts"]:
+        raise AcceptError(f"{told['reason']}. Nothing was written")
+    for op, why in told["left_out"].items():
+        raise AcceptError(
+            f"The table's rows of op '{op}' have no effect: {why}. Measure again with "
+            "`vllm-fl tune --model DIR`; nothing was written"
+        )
+
+
+def _choices(table: Table) -> dict[str, set[str]]:
+    """Op -> the implementations that the table chose for it."""
+    return {op: {row.impl for row in tuned.rows} - {UNCHANGED} for op, tuned in table.ops.items()}
+
+
+def _idle(table: Table, planned: Mapping[str, Any]) -> dict[str, str]:
+    """Op -> why what the table chose for it does not serve in the engine that has the table.
+
+    Args:
+        table: the table.
+        planned: op -> what the engine's report says of it.
+
+    Raises:
+        AcceptError: nothing of what the table chose serves.
+    """
+    chosen = _choices(table)
+    idle = {}
+    for op, impls in chosen.items():
+        told = planned.get(op, {"impl": "", "reason": "the model does not have it"})
+        if impls - {told["impl"], *(row["impl"] for row in told.get("rows", ()))}:
+            idle[op] = told["reason"]
+    if idle and not any(impls for op, impls in chosen.items() if op not in idle):
+        op, why = next(iter(idle.items()))
+        raise AcceptError(
+            f"Nothing of what the table chose serves in this engine; of op '{op}': {why}. Nothing "
+            "was written"
+        )
+    return idle
+
+
+def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
+    """Show an engine each phase, twice; the seconds of a step by phase."""
+    found = {}
+    for phase, visit in phases.items():
+        for number in range(2):
+            done = _visit(engine, dataclasses.replace(visit, seed=f"warm {phase} {number}"))
+        found[phase] = _of_steps(done["steps"])
+    return found
+
+
+def _fitted(
+    phases: Mapping[str, Visit], warm: Mapping[str, Mapping[str, float]]
+) -> dict[str, Visit]:
+    """The phases with as many steps as a round has time for: new tokens, or prompts in a row."""
+    fitted = {}
+    for phase, visit in phases.items():
+        step = min(of_engine[phase] for of_engine in warm.values())
+        is_decode = visit.new_tokens > 1
+        steps = min(max(round(ROUND / step), TURNS * (4 if is_decode else 1)), 64)
+        if is_decode:
+            fitted[phase] = dataclasses.replace(visit, new_tokens=steps)
+        else:
+            fitted[phase] = dataclasses.replace(visit, times=steps)
+    return fitted
+
+
+def _of_steps(steps: Sequence[float]) -> float:
+    """The seconds of a step: what else a machine does only ever makes one longer."""
+    ordered = sorted(steps)
+    return ordered[len(ordered) // 4]
+
+
+@contextlib.contextmanager
+def _running(name: str, table: Table, path: str, model: str) -> Iterator[Engine]:
+    """One of the two engines."""
+    options = {
+        "dtype": table.dtype,
+        "enforce_eager": table.mode == "eager",
+        "gpu_memory_utilization": 0.45,  # two engines side by side
+    }
+    named = {
+        Settings.table.variable: os.path.abspath(path),
+        Settings.table_unaccepted.variable: "1",
+    }
+    without = {key: value for key, value in os.environ.items() if key not in named}
+    environment = without | (named if name == TABLED else {})
+    with running(name, model, options, environment, longest=LENGTH) as engine:
+        yield engine
+
+
+def _visit(engine: Engine, visit: Visit) -> dict[str, Any]:
+    """Let it generate: `tokens` per prompt, and the seconds of each of its `steps`."""
+    return engine.ask("visit", **vars(visit))

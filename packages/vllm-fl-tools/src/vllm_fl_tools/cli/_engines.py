@@ -1,0 +1,149 @@
+"""Engines in processes of their own, which a verb starts, asks and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.cli.common import UsageError, doing, say
+from vllm_fl.errors import VllmFLError
+from vllm_fl.plugins.breadcrumb import ending
+from vllm_fl.text import clean
+
+__all__ = ["Engine", "EngineError", "has_weights", "running"]
+
+COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.integration.workload")
+
+START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0
+"""Seconds until an engine that says nothing is given up; a large model is read for minutes."""
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+class EngineError(VllmFLError):
+    """An engine that a verb started failed, or did not answer in time."""
+
+    code = "FL601"
+
+
+class Engine:
+    """A running engine, idle until it is asked.
+
+    Args:
+        name: what it is, for people.
+        process: which answers on its standard output.
+        log: the file of its standard error.
+
+    Raises:
+        EngineError: it does not start.
+        UsageError: vLLM does not take the user's arguments.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        self.name, self.process, self.log = name, process, log
+        ready = self._answer(START_TIMEOUT, "starts")
+        if "usage" in ready:
+            raise UsageError(f"vLLM does not take these arguments: {clean(ready['usage'])}")
+        self.report: dict[str, Any] = ready["report"] or {}
+        self.vocabulary: int = ready["vocabulary"]
+        self.length: int = ready["length"]
+        self.graph_tokens: int = ready["graph_tokens"]
+
+    def ask(self, kind: str, **what: Any) -> dict[str, Any]:
+        """Let it do something that `integration.workload` knows by name, and wait for the answer.
+
+        Raises:
+            EngineError: it failed, or did not answer in time; with the end of its log.
+        """
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its log says why
+            print(json.dumps({kind: what}), file=self.process.stdin, flush=True)
+        return self._answer(ANSWER_TIMEOUT, "works")
+
+    def _answer(self, timeout: float, what: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        with (
+            doing(f"the engine {self.name} {what}"),
+            selectors.DefaultSelector() as selector,
+        ):
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            line = self.process.stdout.readline() if selector.select(timeout) else ""
+        if not line:
+            end = self.log.read_text(errors="replace")[-4000:]
+            raise EngineError(
+                f"The engine {self.name} failed, or did not answer within {timeout:.0f} s. The end "
+                f"of its log:\n{end}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def has_weights(model: str) -> bool:
+    """Whether a model's folder has its weights in it."""
+    return any(next(Path(model).glob(kind), None) for kind in WEIGHTS)
+
+
+@contextlib.contextmanager
+def running(
+    name: str,
+    model: str,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    steps_aside: bool = False,
+    longest: int | None = None,
+    arguments: Sequence[str] = (),
+) -> Iterator[Engine]:
+    """Start an engine, and end all its processes at the end.
+
+    Args:
+        name: what it is, for people.
+        model: the model's folder; one without weights gets random ones.
+        options: further arguments of `vllm.LLM`.
+        environment: all variables of its processes.
+        steps_aside: whether they make vllm-fl step aside: the engine's report is empty.
+        longest: the most tokens of a sequence, where the model does not take fewer; None leaves it
+            to `options`.
+        arguments: the user's own, as `vllm serve` takes them.
+
+    Raises:
+        EngineError: it does not start.
+        UsageError: vLLM does not take the `arguments`.
+    """
+    say(f"starting an engine {name}", error=True)
+    options = {**({} if has_weights(model) else {"load_format": "dummy"}), **options}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        request = {"model": model, "options": options, "steps_aside": steps_aside}
+        if arguments:
+            request["arguments"] = [*arguments]
+        if longest is not None:
+            request["longest"] = longest
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [*COMMAND, json.dumps(request)],
+                env={**SMALL, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            yield Engine(name, process, log)
+        finally:
+            with ending(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()

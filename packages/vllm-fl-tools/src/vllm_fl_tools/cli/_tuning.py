@@ -1,0 +1,520 @@
+"""The work of `vllm-fl tune`: every op at every number of tokens, kept as it is done."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.cli.common import TookTooLong, Watch, say
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.contracts.binding import (
+    Binding,
+    FunctionPlace,
+    FusionPlace,
+    GraphPlace,
+    IrPlace,
+    LayerPlace,
+    OperatorPlace,
+)
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.resolver import Stock
+from vllm_fl.plugins.calling import rejections
+from vllm_fl.plugins.registry import Owner
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.settings.policy import Mode
+from vllm_fl.settings.table import DEFAULT, Table, TunedOp
+from vllm_fl.text import quote
+
+from ._part import PartFile
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..engine.timing import Measured
+    from ..engine.tuning import Contender, OpTuning
+
+__all__ = ["EXPERTS", "STOCK", "Subject", "Work"]
+
+STOCK = "stock"
+"""vLLM's own form of an op, in tables and options."""
+
+PRODUCTS = "linear"
+"""The op of a model's matrix products, which are most of what the device does in a large batch."""
+
+EXPERTS = "fused_experts"
+"""The op inside whose stock form vLLM calls operators of other ops, activations among them."""
+
+CLOCK = time.perf_counter
+"""What calls are timed with, seconds."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tuned for.
+
+    Args:
+        name: the model, as the user named it.
+        sizes: on one rank; the last of `tokens` is the largest number that is measured.
+        tokens: the numbers of tokens to measure, in ascending order.
+        mode: how the engine will run it.
+        dtype, device: of the model.
+        absent: the ops that it cannot have.
+        captured: the tokens of the largest batch of which it will capture a graph, 0 where it will
+            capture none; None where that is not known.
+    """
+
+    name: str
+    sizes: ModelSizes
+    tokens: tuple[int, ...]
+    mode: Mode
+    dtype: torch.dtype
+    device: torch.device
+    absent: frozenset[str]
+    captured: int | None = None
+
+    @property
+    def told(self) -> dict[str, float]:
+        """The sizes that are known, by name."""
+        sizes = self.sizes
+        own = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
+        own = {name: value for name, value in own.items() if name not in ("more", "tokens")}
+        return {name: value for name, value in {**own, **sizes.more}.items() if value is not None}
+
+
+class Work:
+    """The ops of a subject that have more than one candidate, and what came of them.
+
+    Args:
+        manager: knows the implementations and the policy.
+        subject: what is tuned for.
+        bindings: of every op.
+        ops, impls: which; None for all. The default is always among the candidates.
+    """
+
+    def __init__(
+        self,
+        manager: OpManager,
+        subject: Subject,
+        bindings: Mapping[str, Binding],
+        *,
+        ops: Sequence[str] | None,
+        impls: Sequence[str] | None,
+    ) -> None:
+        self.manager, self.subject = manager, subject
+        self.remarks: list[str] = []
+        self.taken_over = 0
+        self._bindings, self._impls = bindings, impls
+        self._owners: dict[str, Owner] = {}
+        self._seconds = 0.0
+        self._without_stock = ""
+        self._hung: dict[tuple[str, int], dict[str, str]] = {}
+        self._found: dict[tuple[str, int], Measured] = {}
+        specs = manager.registry.snapshot().contracts
+        self._tunings = {
+            op: tuning
+            # What the products take says where launches cost nothing.
+            for op in sorted(specs, key=lambda op: op != PRODUCTS)
+            if (not ops or op in ops) and (tuning := self._tuning(op, explicit=bool(ops)))
+        }
+        if self._without_stock:
+            self.remarks.append(f"vLLM's own forms were not measured: {self._without_stock}")
+
+    @property
+    def units(self) -> int:
+        """How many measurements there are, each an op at one number of tokens."""
+        return len(self._tunings) * len(self.subject.tokens)
+
+    @property
+    def done(self) -> int:
+        """How many are there."""
+        return len(self._found)
+
+    @property
+    def heading(self) -> dict[str, dict[str, str]]:
+        """What the measurements are good for."""
+        from vllm_fl.engine.identity import identity
+        from vllm_fl.engine.verification import dtype_name
+
+        subject = self.subject
+        told = {name: f"{value:g}" for name, value in subject.told.items()}
+        return {
+            "identity": identity(subject.device, self._owners.values()),
+            "arguments": {
+                "model": subject.name,
+                "mode": subject.mode,
+                "dtype": dtype_name(subject.dtype),
+                "tokens": ",".join(map(str, subject.tokens)),
+                **{f"size {name}": value for name, value in told.items()},
+            },
+            "candidates": {
+                op: " ".join([tuning.default, "of", *(c.name for c in tuning.contenders)])
+                for op, tuning in self._tunings.items()
+            },
+        }
+
+    # Who is compared.
+
+    def _tuning(self, op: str, *, explicit: bool) -> OpTuning | None:
+        """How an op is measured; None, with a remark where it is worth one, where it is not."""
+        from vllm_fl.engine.verification import dtype_name
+
+        from ..engine.tuning import OpTuning
+
+        subject, spec = self.subject, self.manager.registry.snapshot().contracts[op]
+        if op in subject.absent and not explicit:
+            return None
+        if dtype_name(subject.dtype) not in spec.dtypes:
+            if explicit:
+                known = ", ".join(spec.dtypes)
+                self.remarks.append(f"{op}: left out, since its contract is for {known}")
+            return None
+        selected = self.manager.trace(
+            op, mode=subject.mode, engine=True, without_layer=subject.mode == "compiled"
+        ).selected
+        default = STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
+        kept = self._contenders(op, {*self._impls, default} if self._impls else None)
+        if len(kept) < 2 and not explicit:
+            return None
+        if default not in [c.name for c in kept]:
+            why = f"its default, {default or 'nothing'}, has no function to measure"
+        elif len(kept) < 2:
+            why = f"{default} is its only candidate"
+        else:
+            tuning = OpTuning(
+                spec,
+                kept,
+                str(default),
+                subject.mode,
+                subject.dtype,
+                subject.device,
+                subject.sizes,
+                seed=random.SystemRandom().randrange(1 << 32),
+                clock=CLOCK,
+                captured=subject.captured,
+                traced=self._traced(op, kept),
+                launched=self._launched(op, kept),
+                between_graphs=self._is_between_graphs(op),
+                products=self._products,
+            )
+            if tuning.forms:
+                owners = self.manager.registry.snapshot().owners
+                for contender in kept:
+                    owner = owners.get((op, contender.name))
+                    if owner is not None:
+                        self._owners[owner.distribution or owner.plugin] = owner
+                return tuning
+            names = ", ".join(rule.name for rule in self._bindings[op].sizes)
+            why = f"the sizes that it needs are not all told ({names})"
+        self.remarks.append(f"{op}: left out, since {why}")
+        return None
+
+    def _contenders(self, op: str, names: set[str | None] | None) -> list[Contender]:
+        """Every implementation that can run and that nobody denies, and vLLM's own form.
+
+        Args:
+            op: the op.
+            names: only these; None for all.
+        """
+        from ..engine.tuning import Contender
+
+        manager, compiled = self.manager, self.subject.mode == "compiled"
+        installed = manager.registry.snapshot().impls_by_op.get(op, ())
+        denied = rejections(manager.registry.plugins, manager.settings, op, installed)
+        found = [
+            Contender(impl.impl_id, (impl,))
+            for impl in installed
+            if isinstance(impl, OpImpl)
+            and (names is None or impl.impl_id in names)
+            and not manager.policy.refuses(impl)
+            and impl.impl_id not in denied
+            and not (compiled and impl.needs_layer)
+            and impl.availability() is True
+        ]
+        own = self._stock(op) if names is None or STOCK in names else ()
+        if not own:
+            return found
+        from vllm_fl.integration.stock import apart
+
+        return [*found, Contender(STOCK, own, bare=True, apart=apart(self._bindings[op], own))]
+
+    def _stock(self, op: str) -> tuple[OpImpl, ...]:
+        if self._without_stock or op not in self._bindings:
+            return ()
+        try:
+            from vllm_fl.integration.stock import stock_forms
+
+            return stock_forms(op, self._bindings[op], self.subject.mode, self.subject.device)
+        except Exception as error:  # no vLLM here, or one that cannot be imported
+            self._without_stock = quote(error)
+            return ()
+
+    # Measuring.
+
+    def take_over(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """What an earlier run has measured."""
+        from ..engine.timing import Measured
+
+        for line in lines:
+            if "hung" in line:
+                reasons = self._hung.setdefault((line["op"], line["tokens"]), {})
+                reasons[line["hung"]] = "did not come back, and ended the run that measured it"
+            else:
+                self._found[line["op"], line["measured"]["tokens"]] = Measured(**line["measured"])
+                self._seconds += line["seconds"]
+        for unit, reasons in self._hung.items():
+            if unit in self._found:
+                self._found[unit].rejected |= reasons
+        self.taken_over = len(self._found)
+
+    def run(self, part: PartFile, limit: float) -> None:
+        """Measure what is not there yet; each measurement is in `part` as soon as it is done.
+
+        Args:
+            part: where it is kept.
+            limit: seconds that one call may take.
+
+        Raises:
+            OSError: it cannot be kept.
+            KeyboardInterrupt: the user wants no more.
+        """
+        import torch
+
+        left = [u for u in self._units() if u not in self._found]
+        progress = _Progress(self.units, [tokens for _, tokens in left])
+        running = ["", 0, ""]
+
+        def stuck() -> None:
+            """A call is in native code and ends by no signal: the process must go."""
+            op, tokens, name = running
+            part.append({"op": op, "tokens": tokens, "hung": name})
+            told = f"{op}, {tokens} tokens: {name} does not come back and cannot be given up"
+            say(f"vllm-fl: {told}; the same command goes on without it", error=True)
+            for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
+                stream.flush()
+            os._exit(1)
+
+        watch = Watch(self.units, limit, stuck)
+
+        @contextmanager
+        def over(name: str) -> Iterator[None]:
+            running[2] = name
+            try:
+                with watch.call(name):
+                    yield
+            except TookTooLong as error:
+                raise TimeoutError(f"given up after {limit:g} s") from error
+
+        with watch:
+            for op, tuning in self._tunings.items():
+                tuning.over = over
+                for tokens in self.subject.tokens:
+                    running[:2] = op, tokens
+                    known = self._hung.get((op, tokens))
+                    if (op, tokens) not in self._found:
+                        watch.at(f"{op}, {tokens} tokens", self.done + 1)
+                        found = self._kept(part, op, partial(tuning.measure, tokens, known))
+                        progress.tell(op, found)
+                for tokens in reversed(self.subject.tokens):
+                    running[:2] = op, tokens
+                    found = self._found[op, tokens]
+                    if found.promoted != DEFAULT and not found.again:
+                        watch.at(f"{op}, {tokens} tokens again", self.done)
+                        self._kept(part, op, partial(tuning.measure_again, found))
+                        progress.tell_again(op, found)
+                tuning.forget()
+                if self.subject.mode == "compiled":
+                    torch._dynamo.reset()
+
+    def _units(self) -> Iterator[tuple[str, int]]:
+        return ((op, tokens) for op in self._tunings for tokens in self.subject.tokens)
+
+    def _kept(self, part: PartFile, op: str, measure: Callable[[], Measured]) -> Measured:
+        start = time.monotonic()
+        found = measure()
+        seconds = round(time.monotonic() - start, 3)
+        part.append({"op": op, "measured": asdict(found), "seconds": seconds})
+        self._seconds += seconds
+        self._found[op, found.tokens] = found
+        return found
+
+    def _traced(self, op: str, contenders: Sequence[Contender]) -> frozenset[str]:
+        """Whose calls stand in the graph that a compiler traces of the model.
+
+        What a layer runs does, and what stands for an operator of PyTorch's. Operators and
+        functions that vLLM's own code calls inside an operator do not, nor do layers that it calls
+        there; and of an op that one of vLLM's passes finds, what vLLM computes without that pass
+        does.
+        """
+        if self._is_between_graphs(op):
+            return frozenset()
+        places = self._bindings[op].places if op in self._bindings else ()
+        if any(isinstance(place, LayerPlace | IrPlace | GraphPlace) for place in places):
+            return frozenset(contender.name for contender in contenders)
+        if any(isinstance(place, FusionPlace) for place in places):
+            return frozenset({STOCK})
+        return frozenset()
+
+    def _products(self, tokens: int) -> float:
+        """How long the device takes for the matrix products of a layer, µs; 0 where it was not
+        measured. Each is a form of the op, and stands in a layer once."""
+        found = self._found.get((PRODUCTS, tokens))
+        return found.fastest if found is not None else 0.0
+
+    def _is_between_graphs(self, op: str) -> bool:
+        return op in self._bindings and self._bindings[op].between_graphs
+
+    def _launched(self, op: str, contenders: Sequence[Contender]) -> frozenset[str]:
+        """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""
+        from vllm_fl.integration.seams import fusions
+
+        places = self._bindings[op].places if op in self._bindings else ()
+        if not any(isinstance(p, FusionPlace) and fusions.is_by_range(p) for p in places):
+            return frozenset()
+        traced = (c for c in contenders if all(impl.traced is not None for impl in c.impls))
+        return frozenset(contender.name for contender in traced)
+
+    def _bound_to_all(self, op: str, tuning: OpTuning) -> frozenset[str]:
+        """Who serves every size or none, where a graph is compiled for all sizes.
+
+        That is whose code a compiler takes into the model's graph, and not as one operator; and
+        vLLM's own form where the graph has it, by whatever kernel. It is that form, too, where a
+        place of the op does not tell a call's size (`tokens`): at the sizes that a row leaves to
+        vLLM, each call would be converted to the contract's and back for nothing. Where it does, a
+        call that is left to vLLM costs the host a few microseconds, in which Python is asked.
+        """
+        from vllm_fl.engine.opaque import is_opaque
+
+        if self.subject.mode != "compiled":
+            return frozenset()
+        traced = self._traced(op, tuning.contenders)
+        code = {c.name for c in tuning.contenders if not any(map(is_opaque, c.impls))}
+        places = self._bindings[op].places if op in self._bindings else ()
+        all_tell = all(p.tokens for p in places if isinstance(p, OperatorPlace | FunctionPlace))
+        own = traced & {STOCK} if all_tell else {STOCK}
+        return frozenset({*own, *(code & traced)})
+
+    def _measured(self, op: str) -> list[Measured]:
+        return [self._found[op, tokens] for tokens in self.subject.tokens]
+
+    def _is_by_range(self, op: str, tuning: OpTuning) -> bool:
+        """Whether an engine inlines the op by range of sizes, or a pass finds it so.
+
+        Not on a CPU, whose model vLLM traces and compiles once; nor where an operator writes over
+        its arguments, but in vLLM's IR; nor where vLLM's experts may call the op's operator.
+        """
+        from vllm_fl.integration.seams import fusions
+
+        if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
+            return False
+        places = self._bindings[op].places if op in self._bindings else ()
+        if any(isinstance(place, IrPlace) for place in places):
+            return True
+        has_vllm = any(contender.name == STOCK for contender in tuning.contenders)
+        if any(isinstance(place, GraphPlace) for place in places):
+            return has_vllm
+        fused = [place for place in places if isinstance(place, FusionPlace)]
+        if fused:
+            return has_vllm and any(map(fusions.is_by_range, fused))
+        if EXPERTS not in self.subject.absent and any(isinstance(p, OperatorPlace) for p in places):
+            return False
+        layers = [place for place in places if isinstance(place, LayerPlace)]
+        granted = {name for place in layers for name in place.grants}
+        impls = [impl for contender in tuning.contenders for impl in contender.impls]
+        return bool(layers) and not any(impl.consumes & granted for impl in impls)
+
+    def _edges(self) -> tuple[int, ...]:
+        """Where to split the numbers of tokens: all ops stand in the same graphs."""
+        from vllm_fl.engine.ranges import MOST
+
+        from ..engine.timing import best_edges
+
+        ops = [
+            (self._measured(op), self._bound_to_all(op, tuning))
+            for op, tuning in self._tunings.items()
+            if self._is_by_range(op, tuning)
+        ]
+        return best_edges(ops, MOST)
+
+    def table(self) -> Table:
+        """What came of it."""
+        from vllm_fl.engine.identity import contract_digest
+
+        from ..engine.timing import rows_of
+
+        subject, heading = self.subject, self.heading
+        ops = {}
+        edges = self._edges()
+        for op, tuning in self._tunings.items():
+            measured = self._measured(op)
+            figures = tuple(figure for one in measured for figure in one.figures())
+            digest = contract_digest(tuning.spec)
+            by_range = edges if self._is_by_range(op, tuning) else ()
+            rows = rows_of(measured, self._bound_to_all(op, tuning), by_range)
+            ops[op] = TunedOp(digest, tuning.default, rows, figures)
+        return Table(
+            heading["identity"],
+            subject.mode,
+            heading["arguments"]["dtype"],
+            subject.told,
+            subject.name,
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            round(self._seconds, 1),
+            ops,
+        )
+
+
+class _Progress:
+    """A line on stderr for each measurement, with how long the rest is likely to take."""
+
+    def __init__(self, units: int, left: Sequence[int]) -> None:
+        self._units, self._left = units, [*left]
+        self._seconds: dict[int, list[float]] = {}
+        self._last = time.monotonic()
+
+    def tell(self, op: str, found: Measured) -> None:
+        """One is done."""
+        now = time.monotonic()
+        self._seconds.setdefault(found.tokens, []).append(now - self._last)
+        self._last = now
+        self._left.remove(found.tokens)
+        done = self._units - len(self._left)
+        where = f"[{100 * done // self._units:3} %] {op}, {found.tokens} tokens"
+        say(f"{where}: {_outcome(found)}; about {self._rest():.0f} s left", error=True)
+
+    def _rest(self) -> float:
+        """A size takes as long as it took for other ops; one that was not met yet, as all did.
+
+        How much longer a larger size takes depends on the device: on a GPU hardly at all.
+        """
+        every = [seconds for of_size in self._seconds.values() for seconds in of_size]
+        return sum(statistics.mean(self._seconds.get(tokens, every)) for tokens in self._left)
+
+    def tell_again(self, op: str, found: Measured) -> None:
+        """One that won was measured a second time."""
+        what = "holds" if found.winner == found.promoted else "does not hold: default"
+        say(f"        {op}, {found.tokens} tokens: {found.promoted} again: {what}", error=True)
+
+
+def _outcome(found: Measured) -> str:
+    figures = {figure.impl: figure for figure in found.figures() if figure.us is not None}
+    told = []
+    winner = figures.get(found.promoted)
+    if winner is not None:
+        speed = f"{winner.ratio:.2f} times as fast as {found.default}"
+        told.append(f"{winner.impl} {winner.us:.1f} µs, {speed}")
+    else:
+        default = figures.get(found.default)
+        speed = "not timed" if default is None else f"{default.us:.1f} µs"
+        told.append(f"{found.default} stays, {speed}")
+    if found.rejected:
+        told.append(f"left out: {', '.join(found.rejected)}")
+    return "; ".join(told)

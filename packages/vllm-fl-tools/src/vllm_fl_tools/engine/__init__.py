@@ -1,0 +1,1 @@
+"""Measuring implementations as they serve, without vLLM."""

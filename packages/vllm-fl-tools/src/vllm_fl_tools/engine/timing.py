@@ -1,0 +1,285 @@
+"""Times of several functions that are measured in turn, and what follows from them.
+
+A machine's speed drifts while it is measured: what is compared is measured next to each other, once
+in every round, in an order that changes from round to round, and the ratios of a round are what
+counts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+
+from vllm_fl.settings.table import DEFAULT, Figure, Row
+from vllm_fl.text import quote
+
+__all__ = [
+    "ROOM",
+    "Measured",
+    "Timer",
+    "best_edges",
+    "in_turn",
+    "quartiles",
+    "ratios",
+    "rows_of",
+]
+
+Timer = Callable[[], float]
+"""Measures once. Gives the µs of a call."""
+
+ROOM = 1.02
+"""What the default's time by a winner's must be at least, in the middle of the rounds: below that,
+another implementation is not worth it."""
+
+
+def in_turn(
+    timers: Mapping[str, Timer], rounds: int, *, first: int = 0
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Call every timer once a round, in an order that rotates and is reversed every other time.
+
+    Args:
+        timers: by name.
+        rounds: how many.
+        first: where the rotation begins.
+
+    Returns:
+        (name -> its times, as many as rounds; name -> why it was dropped). One that raises is
+        dropped with all its times.
+    """
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    dropped: dict[str, str] = {}
+    for number in range(first, first + rounds):
+        for name in _order(list(times), number):
+            try:
+                times[name].append(timers[name]())
+            except Exception as error:
+                dropped[name] = f"raised {quote(error)} while it was timed"
+                del times[name]
+    return times, dropped
+
+
+def _order(names: list[str], number: int) -> Iterator[str]:
+    """Every two rounds the same rotation, forwards and then backwards."""
+    start = (number // 2) % len(names) if names else 0
+    turned = [*names[start:], *names[:start]]
+    return reversed(turned) if number % 2 else iter(turned)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile; the value itself where it is one."""
+    if len(values) == 1:
+        return (values[0],) * 3
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+@dataclass
+class Measured:
+    """What was found about one op at one number of tokens.
+
+    Args:
+        tokens: rows of the calls.
+        default: what runs without a table: an implementation's id, or `stock`.
+        rejected: who was not timed -> why.
+        screened: name -> the times of the first rounds, µs.
+        finals: name -> those of the finals; the default and the fastest of the first rounds.
+        again: name -> those of a second finals, at another time and in another order.
+        slower: who is slower than the default in a form of the op -> in which, and the ratio; or to
+            launch, where no graph serves -> by what.
+        copied: how long a copy of as many bytes took in the finals; empty where they are not known.
+    """
+
+    tokens: int
+    default: str
+    rejected: dict[str, str] = field(default_factory=dict)
+    screened: dict[str, list[float]] = field(default_factory=dict)
+    finals: dict[str, list[float]] = field(default_factory=dict)
+    again: dict[str, list[float]] = field(default_factory=dict)
+    slower: dict[str, str] = field(default_factory=dict)
+    copied: list[float] = field(default_factory=list)
+
+    @property
+    def promoted(self) -> str:
+        """Who beat the default in the finals, the fastest of them; else `default`."""
+        winners = [name for name in self.finals if self._beats(name, self.finals)]
+        return min(winners, key=lambda name: quartiles(self.finals[name])[1], default=DEFAULT)
+
+    @property
+    def fastest(self) -> float:
+        """The least median of the finals, µs; 0 where there were none."""
+        return min((quartiles(times)[1] for times in self.finals.values()), default=0.0)
+
+    @property
+    def winner(self) -> str:
+        """Who beat the default in the finals, and in the second ones too; else `default`."""
+        name = self.promoted
+        return name if name == DEFAULT or self._beats(name, self.again) else DEFAULT
+
+    def ratio(self, name: str) -> float | None:
+        """The default's time by `name`'s, the median of pairs; None where it may not serve."""
+        times = self.finals if name in self.finals else self.screened
+        if name in self.rejected or name in self.slower:
+            return None
+        if name not in times or self.default not in times:
+            return None
+        return statistics.median(ratios(times[self.default], times[name]))
+
+    def _beats(self, name: str, times: Mapping[str, list[float]]) -> bool:
+        if name == self.default or name in self.rejected or name in self.slower:
+            return False
+        if name not in times or self.default not in times:
+            return False
+        low, median, _ = quartiles(ratios(times[self.default], times[name]))
+        return median >= ROOM and low > 1.0
+
+    def figures(self) -> Iterator[Figure]:
+        """What a table says of everybody: first who was timed, the fastest before the others."""
+        timed = {**self.screened, **self.finals}
+        figures = [self._figure(name) for name in timed if name not in self.rejected]
+        yield from sorted(figures, key=lambda figure: figure.us or 0.0)
+        for name, why in self.rejected.items():
+            yield Figure(self.tokens, name, rejected=why)
+
+    def _figure(self, name: str) -> Figure:
+        if name in self.finals:
+            times, defaults = self.finals[name], self.finals.get(self.default, [])
+            if name in self.again:
+                times = times + self.again[name]
+                defaults = defaults + self.again.get(self.default, [])
+        else:
+            times, defaults = self.screened[name], self.screened.get(self.default, [])
+        low, median, high = quartiles(times)
+        ratio = ratio_low = None
+        if name != self.default and len(defaults) == len(times):
+            ratio_low, ratio, _ = (round(r, 4) for r in quartiles(ratios(defaults, times)))
+        copied = quartiles(self.copied)[1] if self.copied else 0.0
+        share = round(copied / median, 4) if copied and median else None
+        return Figure(
+            self.tokens,
+            name,
+            us=round(median, 3),
+            low=round(low, 3),
+            high=round(high, 3),
+            n=len(times),
+            ratio=ratio,
+            ratio_low=ratio_low,
+            copy_share=share,
+            slower=self.slower.get(name, ""),
+        )
+
+
+def ratios(defaults: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Round by round, the default's time by the other's."""
+    return [
+        default / other if other > 0 else 1.0
+        for default, other in zip(defaults, others, strict=False)
+    ]
+
+
+def rows_of(
+    measured: Sequence[Measured],
+    inlined: Container[str] = frozenset(),
+    edges: Sequence[int] = (),
+) -> tuple[Row, ...]:
+    """Who serves up to which number of tokens; neighbours with one winner are one row.
+
+    Args:
+        measured: what was found, at each number of tokens.
+        inlined: whose code the compiler takes into the graph around it. In graphs that are compiled
+            for a range of sizes such a one serves every size or none: where the winners differ and
+            one of them is inlined, a range has one row, of who is nowhere slower than the default,
+            or `default`.
+        edges: the last number of tokens of each range but the last; none where vLLM traces and
+            compiles a model once.
+    """
+    return _rows([_outcome(one) for one in measured], inlined, edges)
+
+
+def best_edges(
+    ops: Iterable[tuple[Sequence[Measured], Container[str]]], most: int
+) -> tuple[int, ...]:
+    """Where to split the numbers of tokens into ranges that are compiled apart, by what it gains.
+
+    What a way to split gains is the product of the ratios by which the rows of all ops are then
+    faster than the default, at every number of tokens.
+
+    Args:
+        ops: (what was found, whose code is inlined) of each op.
+        most: how many ranges there may be.
+
+    Returns:
+        The last number of tokens of each range but the last, as `rows_of` takes them.
+    """
+    found = [([_outcome(one) for one in measured], inlined) for measured, inlined in ops]
+    limited = [(ones, inlined) for ones, inlined in found if _is_limited(ones, inlined)]
+    largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
+    changes = {row.up_to for ones, _ in limited for row in _rows(ones, frozenset(), ())}
+
+    def gained(edges: tuple[int, ...]) -> float:
+        total = 0.0
+        for ones, inlined in limited:
+            rows = _rows(ones, inlined, edges)
+            for one in ones:
+                impl = next(row.impl for row in rows if one.tokens <= row.up_to)
+                total += math.log(one.ratios.get(impl) or 1.0)
+        return round(total, 6)
+
+    candidates = sorted(n for n in changes if n < largest)
+    ways = [way for count in range(most) for way in combinations(candidates, count)]
+    return min(ways, key=lambda way: (-gained(way), len(way), way), default=())
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What rows are made from, of one number of tokens: computed once."""
+
+    tokens: int
+    default: str
+    winner: str
+    ratios: Mapping[str, float | None]
+
+
+def _outcome(one: Measured) -> _Outcome:
+    names = {*one.screened, *one.finals}
+    return _Outcome(one.tokens, one.default, one.winner, {n: one.ratio(n) for n in names})
+
+
+def _is_limited(ones: Sequence[_Outcome], inlined: Container[str]) -> bool:
+    """Whether winners differ, and one of them is inlined."""
+    serving = {one.default if one.winner == DEFAULT else one.winner for one in ones}
+    return len(serving) > 1 and any(name in inlined for name in serving)
+
+
+def _rows(
+    ones: Sequence[_Outcome], inlined: Container[str], edges: Sequence[int]
+) -> tuple[Row, ...]:
+    ones = sorted(ones, key=lambda one: one.tokens)
+    if not _is_limited(ones, inlined):
+        found = [Row(one.tokens, one.winner) for one in ones]
+    elif not edges:
+        return (Row(ones[-1].tokens, _everywhere(ones)),)
+    else:
+        ends = [*edges, ones[-1].tokens]
+        parts = [
+            [one for one in ones if low < one.tokens <= high] for low, high in pairwise([0, *ends])
+        ]
+        found = [row for part in parts if part for row in _rows(part, inlined, ())]
+    rows: list[Row] = []
+    for row in found:
+        if rows and rows[-1].impl == row.impl:
+            rows.pop()
+        rows.append(row)
+    return tuple(rows)
+
+
+def _everywhere(ones: Sequence[_Outcome]) -> str:
+    """The fastest of those who win somewhere and lose nowhere; else `default`."""
+    speeds = {}
+    for name in {one.winner for one in ones} - {DEFAULT}:
+        ratios_of = [one.ratios.get(name) for one in ones]
+        if all(ratio is not None and ratio >= 1 / ROOM for ratio in ratios_of):
+            speeds[name] = statistics.geometric_mean(r for r in ratios_of if r is not None)
+    return max(sorted(speeds), key=lambda name: speeds[name], default=DEFAULT)

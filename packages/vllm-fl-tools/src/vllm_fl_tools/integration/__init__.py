@@ -1,0 +1,1 @@
+"""What the engines run that the verbs start: the only folder that imports vLLM."""

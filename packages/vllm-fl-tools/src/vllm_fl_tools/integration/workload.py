@@ -1,0 +1,286 @@
+"""One engine in a process of its own, which is told over its pipes what to generate.
+
+    python -m vllm_fl_tools.integration.workload '{"model": DIR, "options": {…}}'
+
+`arguments` in it are further ones as `vllm serve` takes them; of wrong ones it answers once, with
+`usage`, and ends. With `longest` in it, the engine takes sequences of so many tokens, or of as many
+as the model does where these are fewer. Answers are lines of JSON on what was its standard output,
+and logs go to standard error. It answers once when it is ready: `report`, what the worker runs
+with, or null where vllm-fl steps aside; `vocabulary`, how many tokens there are; `length`, of how
+many a sequence may be; and `graph_tokens`, those of the largest graph that was captured, 0 where
+none was. Then it answers each line that it reads: an object whose one key is a method of `_Served`,
+and whose value has that method's arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+__all__ = ["FORCED", "Visit"]
+
+FORCED = "vllm_fl_forced"
+"""The key of a request's `extra_args` under which `integration.forcing` finds its tokens."""
+
+CERTAIN = 1e6
+"""What is added to a token's logit so that no other is the likeliest."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What an engine does at one time: prompts of random tokens, each answered greedily, or with
+    its own last token again and again.
+
+    Args:
+        seed: of the prompts, which are the same in every engine.
+        batch: prompts that run together.
+        prompt_tokens: of each prompt.
+        new_tokens: that are generated for each.
+        repeated: whether a prompt is answered with its last token. Engines that differ by a
+            rounding then compute the same steps; otherwise one of them may be sent tokens whose
+            steps take another time, as they do where experts are chosen by token.
+        times: how often in a row, each time with other prompts.
+    """
+
+    seed: str
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    repeated: bool = False
+    times: int = 1
+
+    def batches(self, vocabulary: int) -> list[list[list[int]]]:
+        """The token ids by prompt, each time. The first three ids often have a meaning."""
+        pick = random.Random(self.seed)
+        return [
+            [
+                [pick.randrange(3, vocabulary) for _ in range(self.prompt_tokens)]
+                for _ in range(self.batch)
+            ]
+            for _ in range(self.times)
+        ]
+
+
+class _Served:
+    """The engine, with what it can be asked: each public method's name is a kind of request."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._ends: list[float] = []
+        engine_step = llm.llm_engine.step
+
+        def step() -> Any:
+            outputs = engine_step()
+            self._ends.append(time.perf_counter())
+            return outputs
+
+        llm.llm_engine.step = step
+
+    def visit(self, **told: Any) -> dict[str, Any]:
+        """A `Visit`: `tokens` per prompt, and the seconds of each of the engine's `steps`.
+
+        Raises:
+            RuntimeError: vLLM answered with other tokens than those that shall be repeated.
+        """
+        visit = Visit(**told)
+        answers: list[list[int]] = []
+        steps: list[float] = []
+        for batch in visit.batches(self._llm.llm_engine.model_config.get_vocab_size()):
+            more = [{"logit_bias": {ids[-1]: CERTAIN}} if visit.repeated else {} for ids in batch]
+            sampling = [_sampling(visit.new_tokens, **of_prompt) for of_prompt in more]
+            self._ends[:] = [time.perf_counter()]
+            outputs = self._generate(batch, sampling)
+            steps += [after - before for before, after in pairwise(self._ends)]
+            answered = [list(output.outputs[0].token_ids) for output in outputs]
+            if visit.repeated and answered != [[ids[-1]] * visit.new_tokens for ids in batch]:
+                raise RuntimeError("vLLM did not repeat the tokens that it was told to repeat")
+            answers += answered
+        return {"tokens": answers, "steps": steps}
+
+    def score(
+        self, prompts: list[list[int]], new_tokens: int, forced: list[list[int]] | None = None
+    ) -> dict[str, Any]:
+        """How likely the engine holds tokens to be, with all prompts in one batch.
+
+        Args:
+            prompts: token ids.
+            new_tokens: that follow each prompt.
+            forced: those tokens, by prompt; None for the likeliest.
+
+        Returns:
+            By prompt `tokens`, those that followed; `prefill`, the log-probability of each of the
+            prompt's but the first; `decode`, of each of those that followed.
+        """
+        if forced is None:
+            sampling = [_sampling(new_tokens, logprobs=0, prompt_logprobs=0) for _ in prompts]
+        else:
+            sampling = [
+                _sampling(new_tokens, logprobs=0, prompt_logprobs=0, extra_args={FORCED: list(ids)})
+                for ids in forced
+            ]
+        outputs = self._generate(prompts, sampling)
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        if forced is not None and tokens != forced:
+            raise RuntimeError("vLLM did not sample the tokens that were forced")
+        return {
+            "tokens": tokens,
+            "prefill": [
+                _of_tokens(output.prompt_logprobs[1:], ids[1:])
+                for output, ids in zip(outputs, prompts, strict=True)
+            ],
+            "decode": [
+                _of_tokens(output.outputs[0].logprobs, ids)
+                for output, ids in zip(outputs, tokens, strict=True)
+            ],
+        }
+
+    def layers(self, op: str) -> dict[str, Any]:
+        """`layers`: the names of the model's layers that run an op, each with how many share it."""
+        found: dict[str, int] = {}
+        for of_rank in self._llm.collective_rpc("vllm_fl_layers_of", args=(op,)):
+            found |= of_rank
+        return {"layers": found}
+
+    def leave(self, op: str, layers: list[str]) -> dict[str, Any]:
+        """Leave these layers of an op to vLLM, and no others."""
+        self._llm.collective_rpc("vllm_fl_leave", args=(op, layers))
+        return {}
+
+    def profile(
+        self, visit: dict[str, Any], decode: bool, steps: int, labelled: bool
+    ) -> dict[str, Any]:
+        """What the first rank's steps of one kind spend their time on, during a visit.
+
+        Args:
+            visit: a `Visit`, by field.
+            decode, steps, labelled: as for `profiling.Profiling.vllm_fl_profile`.
+
+        Returns:
+            As `vllm_fl_profiled` says.
+        """
+        self._llm.collective_rpc("vllm_fl_profile", args=(decode, steps, labelled))
+        try:
+            self.visit(**visit)
+        finally:
+            seen: list[dict[str, Any]] = self._llm.collective_rpc("vllm_fl_profiled")
+        return seen[0]
+
+    def places(self) -> dict[str, Any]:
+        """What names in a profile stand for, as `profiling.Profiling.vllm_fl_places` says."""
+        told: list[dict[str, Any]] = self._llm.collective_rpc("vllm_fl_places")
+        return told[0]
+
+    def _generate(self, prompts: list[list[int]], sampling: list[Any]) -> list[Any]:
+        """Generate for a batch whose requests all wait before the engine takes its first step.
+
+        `LLM.generate` sends them one by one to the engine's process, which begins with what is
+        there: chance decides which are computed together, and with it how a sum is rounded.
+        """
+        llm, asked = self._llm, [{"prompt_token_ids": ids} for ids in prompts]
+        if len(asked) == 1:
+            alone: list[Any] = llm.generate(asked, sampling, use_tqdm=False)
+            return alone
+        llm.sleep(level=0)
+        llm.enqueue(asked, sampling, use_tqdm=False)
+        llm.wake_up(tags=["scheduling"])
+        outputs: list[Any] = llm.wait_for_completion(use_tqdm=False)
+        return outputs
+
+
+def _sampling(new_tokens: int, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **more
+    )
+
+
+def _of_tokens(by_position: Any, tokens: list[int]) -> list[float]:
+    """The log-probability of each token, out of what vLLM tells for its position."""
+    return [told[token].logprob for told, token in zip(by_position, tokens, strict=True)]
+
+
+def _length(options: dict[str, Any]) -> int:
+    """How many tokens a sequence of the model may have; vLLM refuses to be asked for more."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    length: int = EngineArgs(**options).create_model_config().max_model_len
+    return length
+
+
+class _WrongArguments(Exception):
+    """vLLM does not take the arguments that the user gave; its text says why."""
+
+
+def _parsed(model: str, arguments: list[str]) -> dict[str, Any]:
+    """The fields of vLLM's EngineArgs that arguments of a command line give other values to.
+
+    Raises:
+        _WrongArguments: vLLM knows one of them not, or not with this value.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not typed here
+        def error(self, message: str) -> Any:
+            raise _WrongArguments(message)
+
+    parser, of = EngineArgs.add_cli_args(Parser(add_help=False)), ["--model", model]
+    try:
+        plain = EngineArgs.from_cli_args(parser.parse_args(of))
+        given = EngineArgs.from_cli_args(parser.parse_args([*of, *arguments]))
+    except (ValueError, TypeError) as error:  # what a value's own type raises
+        raise _WrongArguments(str(error)) from error
+    return {name: value for name, value in vars(given).items() if value != vars(plain)[name]}
+
+
+def _main(request: dict[str, Any]) -> None:
+    """Serve until standard input ends."""
+    # What an engine starts inherits descriptor 1 and prints there: keep the answers apart.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**values: Any) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    from vllm import LLM
+
+    options = {"model": request["model"], "skip_tokenizer_init": True, "seed": 0}
+    options |= request["options"]
+    given = request.get("arguments", [])
+    try:
+        if given:
+            options |= _parsed(request["model"], given)
+        if "longest" in request:
+            options["max_model_len"] = min(request["longest"], _length(options))
+        llm = LLM(**options)
+    except _WrongArguments as error:
+        return answer(usage=str(error))
+    except ValueError as error:  # vLLM's configuration, whose parts contradict each other
+        if not given:
+            raise
+        traceback.print_exc()
+        return answer(usage=str(error))
+    served = _Served(llm)
+    steps_aside = request.get("steps_aside", False)
+    captured = llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes
+    answer(
+        report=None if steps_aside else llm.collective_rpc("vllm_fl_report")[0],
+        vocabulary=llm.llm_engine.model_config.get_vocab_size(),
+        length=llm.llm_engine.model_config.max_model_len,
+        graph_tokens=max(captured or (0,)),
+    )
+    for line in sys.stdin:
+        ((kind, told),) = json.loads(line).items()
+        answer(**getattr(served, kind)(**told))
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))

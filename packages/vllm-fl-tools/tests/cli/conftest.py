@@ -1,0 +1,5 @@
+"""The fixtures of the command line's tests."""
+
+from commands import clean, distribution, fl, plugin
+
+__all__ = ["clean", "distribution", "fl", "plugin"]

@@ -1,0 +1,365 @@
+"""`vllm-fl tune --accept`: what its verdict follows from, and that nothing else is written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command, Plugin
+
+from vllm_fl.cli.common import ReportFile
+from vllm_fl.plugins import breadcrumb
+from vllm_fl.settings.table import Row, Table, TunedOp, Verdict, read_table
+from vllm_fl_tools.cli import _accept, _engines
+from vllm_fl_tools.cli._accept import DEFAULT, PHASES, TABLED, Served, _fitted, _part, judged
+
+TABLE = Table(
+    identity={"device": "A CPU, 2 threads"},
+    mode="eager",
+    dtype="bfloat16",
+    sizes={"hidden": 1024},
+    model="tiny",
+    date="2026-11-22T17:00:00+00:00",
+    seconds=12.5,
+    ops={"rms_norm": TunedOp("0", "stock", (Row(8, "vendor.acme"), Row(64, "default")), ())},
+    accepted=Verdict(True, "an older one", "2026-01-01T00:00:00+00:00"),
+)
+STOCK = {"impl": "stock", "reason": "it was taken out"}
+ACME = {**STOCK, "rows": [{"up_to": 8, "impl": "vendor.acme", "reason": ""}]}
+SLOWEST = "prefill, 256 tokens"
+
+ENGINE = """
+import json, os, sys
+tabled = "VLLM_FL_TABLE" in os.environ
+assert os.environ.get("VLLM_FL_TABLE_UNACCEPTED") == ("1" if tabled else None)
+options = json.loads(sys.argv[-1])["options"]
+assert options["enforce_eager"] and options["dtype"] == "bfloat16", options
+told = {"acts": {acts}, "reason": "The table has no effect: device is H200", "left_out": {left_out}}
+told["digest"] = {digest}
+report = {"digest": "d" + {plan}, "table": told if tabled or {both} else None, "ops": {ops}}
+ready = {"report": report, "vocabulary": 50, "graph_tokens": {graphs}, "length": {length}}
+print(json.dumps(ready), flush=True)
+for line in sys.stdin:
+    visit = json.loads(line)["visit"]
+    assert visit["seed"]
+    seconds = {tabled} if tabled else 0.01
+    assert visit["repeated"] == (visit["new_tokens"] > 1 and "again" not in visit["seed"])
+    tokens = [visit["batch"], visit["seed"], {tokens}]
+    assert visit["times"] == 1 or visit["new_tokens"] == 1 and "again" not in visit["seed"]
+    steps = [seconds] * visit["new_tokens"] * visit["times"]
+    print(json.dumps({"tokens": tokens, "steps": steps}), flush=True)
+"""
+
+
+def served(tabled: float, **changed: Any) -> Served:
+    """Four rounds; the prefill with the table takes this much."""
+    seconds = {(name, phase): [1.0] * 4 for name in (DEFAULT, TABLED) for phase in PHASES}
+    seconds[TABLED, SLOWEST] = [tabled, tabled, tabled, 2.0]  # one of them disturbed
+    fields: dict[str, Any] = {"tokens": [[[1, 2]], [[1, 2]]], "digests": ["aa", "aa"]}
+    return Served(seconds, **{**fields, **changed})
+
+
+def test_it_is_accepted_where_no_phase_is_slower() -> None:
+    verdict = judged(served(1 / 0.98))
+    assert verdict.accepted and "at least 0.980" in verdict.reason
+    assert verdict.figures["rounds"] == 4
+    assert verdict.figures[f"{SLOWEST}: ratio"] == pytest.approx(0.98)
+    assert verdict.figures[f"{SLOWEST}: low"] < 0.98 <= verdict.figures[f"{SLOWEST}: high"] + 1e-9
+
+
+def test_it_is_not_where_one_is_slower_or_it_is_not_reproduced() -> None:
+    for case, words in (
+        (
+            served(1 / 0.97),
+            f"slower: {SLOWEST} at 0.970",
+        ),
+        (served(1.0, tokens=[[[1, 2]], [[1, 3]]]), "with different tokens"),
+        (served(1.0, digests=["aa", "bb"]), r"different plans (aa, bb)"),
+    ):
+        verdict = judged(case)
+        assert not verdict.accepted and words in verdict.reason
+        assert f"{SLOWEST}: ratio" in verdict.figures
+
+
+def test_where_the_rounds_differ_too_much_to_be_sure_it_says_so() -> None:
+    sure = judged(served(1 / 0.97))
+    assert "more --rounds" not in sure.reason
+    seconds = served(1 / 0.97).seconds
+    noisy = {**seconds, (TABLED, SLOWEST): [1.1, 1.05, 1.03, 0.9]}
+    verdict = judged(replace(served(1.0), seconds=noisy))
+    assert not verdict.accepted
+    assert verdict.reason.startswith(f"slower: {SLOWEST}")
+    assert f"to be sure of it in {SLOWEST}: a quieter machine, or more --rounds" in verdict.reason
+
+
+@pytest.fixture
+def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`accept(…)`: the command, with engines that behave as told; its table's path."""
+    path = tmp_path / "table.json"
+    path.write_text(TABLE.text, encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    script = tmp_path / "engine.py"
+    monkeypatch.setattr(_engines, "COMMAND", (sys.executable, str(script)))
+
+    def run(*arguments: str, **behaviour: str) -> Any:
+        plain = {
+            "acts": "True",
+            "left_out": "{}",
+            "digest": f"{read_table(str(path)).digest!r}",
+            "both": "False",
+            "plan": "''",
+            "tabled": "0.005",
+            "tokens": "0",
+            "graphs": "0",
+            "length": "2048",
+            "ops": repr({"rms_norm": ACME}),
+        }
+        text = ENGINE
+        for name, value in (plain | behaviour).items():
+            text = text.replace(f"{{{name}}}", value)
+        script.write_text(text)
+        model = ("--model", str(tmp_path / "model"), "--rounds", "4")
+        return path, fl("tune", "--accept", str(path), *model, *arguments)
+
+    return run
+
+
+def test_the_verdict_goes_into_the_file(accept: Any) -> None:
+    path, done = accept()
+    assert done.status == 0, done.err
+    table = read_table(str(path))
+    assert table.digest == TABLE.digest
+    assert table.accepted is not None and table.accepted.accepted
+    assert table.accepted.figures["decode, batch 8: ratio"] == pytest.approx(2.0)
+    assert "is accepted" in done.out and "2.000" in done.out
+
+
+@pytest.mark.parametrize(
+    ("graphs", "length", "prompt"), [(512, 2048, 1024), (4096, 2048, 2047), (512, 1000, 999)]
+)
+def test_where_graphs_are_captured_a_prompt_is_larger_than_any(
+    accept: Any, graphs: int, length: int, prompt: int
+) -> None:
+    path, done = accept(graphs=str(graphs), length=str(length))
+    assert done.status == 0, done.err
+    verdict = read_table(str(path)).accepted
+    assert verdict is not None
+    assert verdict.figures[f"prefill, {prompt} tokens: ratio"] == pytest.approx(2.0)
+
+
+def test_a_model_of_short_sequences_gets_no_prompt_that_it_does_not_take(accept: Any) -> None:
+    path, done = accept(length="256")
+    assert done.status == 0, done.err
+    verdict = read_table(str(path)).accepted
+    assert verdict is not None
+    ratios = {name for name in verdict.figures if name.endswith(": ratio")}
+    assert ratios == {f"{phase}: ratio" for phase in PHASES if phase != SLOWEST}
+
+
+def test_both_starts_are_asked_for_the_same(accept: Any, tmp_path: Path) -> None:
+    """The second start's prefills beyond the graphs were single ones, of some milliseconds."""
+    log = tmp_path / "visits"
+    noted = f"open({str(log)!r}, 'a').write(json.dumps(visit) + chr(10)) and 0"
+    _, done = accept(tokens=noted, graphs="512")
+    assert done.status == 0, done.err
+    visits = [json.loads(line) for line in log.read_text().splitlines()]
+    for phase in (*PHASES, "prefill, 1024 tokens"):
+        timed = [visit for visit in visits if visit["seed"] == f"{phase} 0 0"]
+        assert len(timed) == 4, "two engines, started twice"
+        assert timed == [timed[0]] * 4 and max(timed[0]["times"], timed[0]["new_tokens"]) == 16
+
+
+def test_the_engines_take_turns_within_a_round(accept: Any, tmp_path: Path) -> None:
+    """What changes a machine's speed for half a second must not fall on one of them alone."""
+    log = tmp_path / "visits"
+    noted = f"open({str(log)!r}, 'a').write(f\"{{tabled:d}} {{visit['seed']}}\\n\") and 0"
+    _, done = accept(tokens=noted)
+    assert done.status == 0, done.err
+    visits = [line.split(" ", 1) for line in log.read_text().splitlines()]
+    for number, first in ((0, "1"), (1, "0")):
+        turns = [who for who, seed in visits if seed.startswith(f"{SLOWEST} {number} ")][:8]
+        other = {"0": "1", "1": "0"}[first]
+        assert turns == [first, other, other, first] * 2
+
+
+@pytest.mark.parametrize(
+    ("step", "decoded", "prefilled"), [(0.001, 64, 64), (0.05, 20, 20), (10.0, 16, 4)]
+)
+def test_a_round_has_as_many_steps_as_there_is_time_for(
+    step: float, decoded: int, prefilled: int
+) -> None:
+    """One prefill of some milliseconds says nothing: what else the host does takes as long."""
+    fitted = _fitted(PHASES, {name: dict.fromkeys(PHASES, step) for name in (DEFAULT, TABLED)})
+    decode, prefill = fitted["decode, batch 1"], fitted[SLOWEST]
+    assert (decode.new_tokens, decode.times) == (decoded, 1)
+    assert (prefill.new_tokens, prefill.times) == (1, prefilled)
+    assert _part(decode).new_tokens == decoded // 4 and _part(prefill).times == prefilled // 4
+
+
+def test_a_slower_one_is_not_accepted(accept: Any) -> None:
+    path, done = accept("--json", tabled="0.011")
+    assert done.status == 1
+    answer = done.json()
+    assert answer["accepted"] is False and answer["digest"] == TABLE.digest
+    found = read_table(str(path)).accepted
+    assert found is not None and found.reason == answer["reason"] and "slower" in found.reason
+
+
+def test_what_differs_from_start_to_start_is_not_reproduced(accept: Any) -> None:
+    for behaviour, words in (
+        ({"tokens": "os.getpid()"}, "different tokens"),
+        ({"plan": "str(os.getpid())"}, "different plans"),
+    ):
+        _, done = accept(**behaviour)
+        assert done.status == 1 and words in done.out
+
+
+def test_what_does_not_hold_here_is_refused_and_the_file_left(accept: Any) -> None:
+    for behaviour, words in (
+        ({"acts": "False"}, "The table has no effect: device is H200"),
+        ({"left_out": "{'rms_norm': 'gone'}"}, "rows of op 'rms_norm' have no effect: gone"),
+        ({"acts": "sys.exit('no engine')"}, "no engine"),
+        ({"digest": "'another'", "acts": "False"}, "cannot be told apart: VLLM_FL_CONFIG"),
+        ({"both": "True"}, "cannot be told apart: VLLM_FL_CONFIG"),
+    ):
+        path, done = accept(**behaviour)
+        assert done.status == 1 and words in done.err
+        assert path.read_text() == TABLE.text
+
+
+def test_sigterm_ends_the_engines_and_leaves_the_file(accept: Any, tmp_path: Path) -> None:
+    seen = tmp_path / "engines"
+    noted = f"open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n') and os.kill(os.getppid(), 15)"
+    path, done = accept(tokens=noted)
+    assert done.status == 130 and "interrupted" in done.err
+    assert path.read_text() == TABLE.text
+    assert not list(tmp_path.glob(".*")), "no draft of the file is left"
+    for pid in seen.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_on_a_full_disk_the_verdict_is_said_at_least(
+    accept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: ReportFile, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ReportFile, "write", full)
+    path, done = accept()
+    assert done.status == 1 and "is accepted" in done.out
+    assert f"{path} cannot be written: No space left on device" in done.err
+    assert path.read_text() == TABLE.text
+    assert accept("--json")[1].json()["accepted"] is True
+
+
+def test_an_engine_that_is_ended_leaves_no_note_of_what_it_ran(accept: Any) -> None:
+    noted = "note() and os.kill(os.getppid(), 15) or __import__('time').sleep(60)"
+    head = "from vllm_fl.plugins.breadcrumb import running\n"
+    head += "runs = running('the verification of gelu_and_mul=vendor.cpu')\n"
+    head += "note = lambda: runs.__enter__() or 1"
+    _, done = accept(tokens=noted, graphs=f"exec({head!r}, globals()) or 0")
+    assert done.status == 130
+    assert breadcrumb.lost() == ()
+
+
+def test_one_that_dies_leaves_its_note(accept: Any) -> None:
+    head = "from vllm_fl.plugins.breadcrumb import running\nimport os\n"
+    head += "with running('the verification of gelu_and_mul=vendor.cpu'): os.abort()"
+    _, done = accept(graphs=f"exec({head!r}) or 0")
+    assert done.status == 1 and "failed" in done.err
+    (crumb,) = breadcrumb.lost()
+    assert crumb.what == "the verification of gelu_and_mul=vendor.cpu"
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [{}, {"rms_norm": TunedOp("0", "stock", (Row(64, "default"),), ())}],
+    ids=["no op", "one"],
+)
+def test_a_table_without_a_choice_is_refused_before_an_engine_starts(accept: Any, ops: Any) -> None:
+    path, _ = accept()
+    path.write_text(replace(TABLE, ops=ops).text)
+    before = path.read_text()
+    _, done = accept()
+    assert done.status == 1 and path.read_text() == before
+    assert "chooses nothing" in done.err and "starting" not in done.err
+    assert not done.out
+
+
+def test_a_table_that_does_not_hold_is_told_after_one_start(accept: Any) -> None:
+    _, done = accept(acts="False")
+    assert done.err.count("starting an engine") == 1
+
+
+CHOSEN = {
+    op: TunedOp("0", "stock", (Row(8, "vendor.acme"), Row(64, "default")), ())
+    for op in ("rms_norm", "silu_and_mul")
+}
+
+
+@pytest.mark.parametrize(
+    ("ops", "status", "words"),
+    [
+        ({"rms_norm": ACME, "silu_and_mul": ACME}, 0, "of the default's speed. "),
+        ({"rms_norm": STOCK, "silu_and_mul": ACME}, 0, "rms_norm (it was taken out)"),
+        ({"silu_and_mul": ACME}, 0, "rms_norm (the model does not have it)"),
+        ({"rms_norm": STOCK, "silu_and_mul": STOCK}, 1, "'rms_norm': it was taken out. Nothing"),
+    ],
+)
+def test_what_did_not_serve_is_said_and_a_table_of_nothing_else_refused(
+    accept: Any, ops: Any, status: int, words: str
+) -> None:
+    path, _ = accept()
+    path.write_text(replace(TABLE, ops=CHOSEN).text)
+    _, done = accept(ops=repr(ops))
+    assert done.status == status and words in " ".join((done.out + done.err).split())
+
+
+def test_a_list_of_the_users_own_would_win_over_the_table(
+    accept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = accept()
+    path.write_text(replace(TABLE, ops=CHOSEN).text)
+    before = path.read_text()
+    monkeypatch.setenv("VLLM_FL_PER_OP", "rms_norm=reference")
+    path, done = accept()
+    assert done.status == 1 and "a list of your own orders it" in done.err
+    assert path.read_text() == before
+
+
+def test_usage(accept: Any, fl: Command, tmp_path: Path) -> None:
+    path, done = accept("--rounds", "1")
+    assert done.status == 2 and "--rounds 1" in done.err
+    done = fl("tune", "--accept", str(path), "--model", str(tmp_path))
+    assert done.status == 2 and "has no config.json" in done.err
+    done = fl("tune", "--accept", str(path), "--sizes", "hidden=64")
+    assert done.status == 2 and "--model DIR" in done.err
+    done = fl("tune", "--sizes", "hidden=64", "--rounds", "3")
+    assert done.status == 2 and "--rounds is for --accept" in done.err
+    path.write_text(path.read_text()[:200])
+    assert fl("tune", "--accept", str(path), "--model", str(tmp_path)).status == 2
+
+
+def test_the_command_that_doctor_advises_runs(
+    fl: Command, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(_accept, "run", lambda arguments: asked.append(arguments) or 0)
+    plugin()
+    table = tmp_path / "table.json"
+    table.write_text(replace(TABLE, accepted=None).text)
+    findings = fl("doctor", "--json", VLLM_FL_TABLE=str(table)).json()["findings"]
+    (todo,) = [f["todo"] for f in findings if "--accept" in f["todo"]]
+    command, *arguments = todo.split("`")[1].split()
+    assert command == "vllm-fl"
+    done = fl(*arguments)
+    assert done.status == 0, done.err
+    assert [each.model for each in asked] == ["DIR"]

@@ -1,0 +1,523 @@
+"""`vllm-fl tune`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from commands import HEAD, Command, Plugin
+
+from vllm_fl.cli import _report
+from vllm_fl.settings.table import Row, Table, read_table
+from vllm_fl_tools.cli import _part, _tuning, tune
+from vllm_fl_tools.engine import tuning
+from vllm_fl_tools.engine.timing import Measured
+
+CLOCKED = """
+NOW, CALLS = [0.0], []
+
+def timed(name, us, wrong_at=()):
+    def fn(x):
+        NOW[0] += us * 1e-6
+        CALLS.append((name, len(x)))
+        result = silu_and_mul(x)
+        if len(x) in wrong_at:
+            result[-1, -1] += 100
+        return result
+    return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
+
+@hookimpl
+def register_ops():
+    return [timed("acme", 30), timed("fast", 10, (16,)), timed("slow", 90)]
+"""
+
+SIZES = ("--sizes", "intermediate=8")
+QUICK = (
+    *SIZES,
+    *("--device", "cpu", "--dtype", "float32", "--mode", "eager", "--op", "silu_and_mul"),
+    *("--impl", "vendor.fast", "--impl", "vendor.slow"),
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, caches that are cold at once, and threads as torch has them."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(tuning, "cold_bytes", lambda device: 1024)
+    monkeypatch.setattr(tune, "worker_threads", lambda: None)
+    return work
+
+
+@pytest.fixture
+def clocked(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plugin whose kernels alone move the clock; gives its module, once it is loaded."""
+    name = plugin(CLOCKED)
+    monkeypatch.setattr(_tuning, "CLOCK", lambda: sys.modules[name].NOW[0])
+    return lambda: sys.modules[name]
+
+
+def the_one(here: Path, name: str = "t.json") -> Table:
+    assert os.listdir(here) == [name]  # nothing lies beside it
+    return read_table(str(here / name))
+
+
+class TestTable:
+    def test_a_kernel_that_is_wrong_at_one_size_only(
+        self, fl: Command, clocked: Any, here: Path
+    ) -> None:
+        done = fl("tune", *QUICK, "--tokens", "1,8,16,32", "--out", "t.json")
+        assert done.status == 0, done.err
+        tuned = the_one(here).ops["silu_and_mul"]
+        assert tuned.default == "vendor.acme"
+        assert tuned.rows == (
+            Row(8, "vendor.fast"),
+            Row(16, "default"),
+            Row(32, "vendor.fast"),
+        )
+        (rejected,) = [f for f in tuned.figures if f.rejected]
+        assert (rejected.tokens, rejected.impl, rejected.us) == (16, "vendor.fast", None)
+        assert "1 of 128 elements are off, the worst by" in rejected.rejected
+        assert clocked().CALLS.count(("fast", 16)) == 1  # by the check, and never timed
+        assert rejected.rejected in done.out
+
+    def test_what_it_says_of_the_machine_and_the_model(
+        self, fl: Command, clocked: Any, here: Path
+    ) -> None:
+        assert fl("tune", *QUICK, "--tokens", "8", "--out", "t.json").status == 0
+        table = the_one(here)
+        assert (table.mode, table.dtype, table.model) == ("eager", "float32", "intermediate=8")
+        assert table.sizes["intermediate"] == 8
+        assert "hidden" not in table.sizes
+        assert {"device", "torch", "vllm-fl-core", clocked().__name__} <= {*table.identity}
+        figures = {f.impl: f for f in table.ops["silu_and_mul"].figures}
+        assert {name: f.us for name, f in figures.items()} == pytest.approx(
+            {"vendor.acme": 30, "vendor.fast": 10, "vendor.slow": 90}
+        )
+        assert figures["vendor.fast"].n == 22
+        assert figures["vendor.slow"].ratio == pytest.approx(1 / 3, abs=1e-3)
+
+    def test_two_runs_agree(self, fl: Command, clocked: Any, here: Path) -> None:
+        tables = []
+        for name in ("a.json", "b.json"):
+            assert fl("tune", *QUICK, "--tokens", "1,16", "--out", name).status == 0
+            tables.append(read_table(str(here / name)))
+        first, second = (table.ops["silu_and_mul"] for table in tables)
+        assert first.rows == second.rows
+        assert [f.us for f in first.figures] == [f.us for f in second.figures]
+        assert not tables[0].differs(tables[1].identity)
+
+    def test_a_denied_vendor_is_no_candidate(self, fl: Command, clocked: Any, here: Path) -> None:
+        more = {"VLLM_FL_DENY_VENDORS": "fast"}
+        assert fl("tune", *QUICK, "--tokens", "8", "--out", "t.json", **more).status == 0
+        tuned = the_one(here).ops["silu_and_mul"]
+        assert {f.impl for f in tuned.figures} == {"vendor.acme", "vendor.slow"}
+        assert ("fast", 8) not in clocked().CALLS
+
+    def test_one_that_no_list_names_is_a_candidate(
+        self, fl: Command, clocked: Any, here: Path
+    ) -> None:
+        more = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.slow"}
+        assert fl("tune", *QUICK, "--tokens", "8", "--out", "t.json", **more).status == 0
+        tuned = the_one(here).ops["silu_and_mul"]
+        assert (tuned.default, tuned.rows) == ("vendor.slow", (Row(8, "vendor.fast"),))
+
+    def test_json(self, fl: Command, clocked: Any, here: Path) -> None:
+        done = fl("tune", "--json", *QUICK, "--tokens", "8", "--out", "t.json")
+        answer = done.json()
+        assert answer["path"] == str(here / "t.json")
+        assert (answer["taken_over"], answer["remarks"]) == (0, [])
+        assert answer["table"] == json.loads((here / "t.json").read_text())
+
+    def test_each_measurement_has_a_line(self, fl: Command, clocked: Any) -> None:
+        done = fl("tune", *QUICK, "--tokens", "1,16", "--out", "t.json")
+        lines = [line for line in done.err.splitlines() if line.startswith("[")]
+        assert [line.partition(":")[0] for line in lines] == [
+            "[ 50 %] silu_and_mul, 1 tokens",
+            "[100 %] silu_and_mul, 16 tokens",
+        ]
+        assert all("s left" in line for line in lines)
+        assert "vendor.fast 10.0 µs, 3.00 times as fast as vendor.acme" in lines[0]
+        assert "left out: vendor.fast" in lines[1]
+
+    def test_what_is_left_is_judged_by_what_each_size_took(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        at = iter([0.0, 20.0, 30.0, 32.0, 45.0])
+        monkeypatch.setattr(_tuning, "time", SimpleNamespace(monotonic=lambda: next(at)))
+        progress = _tuning._Progress(5, [1, 16384, 1, 16384])
+        for op, tokens in [("a", 1), ("a", 16384), ("b", 1), ("b", 16384)]:
+            progress.tell(op, Measured(tokens, "stock"))
+        lines = capsys.readouterr().err.splitlines()
+        assert [line[:7] for line in lines] == ["[ 40 %]", "[ 60 %]", "[ 80 %]", "[100 %]"]
+        left = [line.partition("; about ")[2] for line in lines]
+        assert left == ["60 s left", "30 s left", "10 s left", "0 s left"]
+
+    def test_the_default_name_is_not_replaced(self, fl: Command, clocked: Any, here: Path) -> None:
+        name = "vllm-fl-table.json"
+        assert fl("tune", *QUICK, "--tokens", "8").status == 0
+        before = (here / name).read_text()
+        done = fl("tune", *QUICK, "--tokens", "8")
+        assert (done.status, done.out) == (2, "")
+        assert f"{name} is there already; --out {name} replaces it" in done.err
+        assert (here / name).read_text() == before
+        assert fl("tune", *QUICK, "--tokens", "16", "--out", name).status == 0
+        assert (here / name).read_text() != before
+
+
+class TestThreads:
+    COUNTS = """
+        import torch
+
+        SEEN = set()
+
+        def counts(x):
+            SEEN.add(torch.get_num_threads())
+            return silu_and_mul(x)
+
+        @hookimpl
+        def register_ops():
+            kind = BackendImplKind.VENDOR
+            return [vendor("acme"), OpImpl("silu_and_mul", "vendor.fast", kind, counts, "fast")]
+    """
+    RUN = (*QUICK[:10], "--impl", "vendor.fast", "--tokens", "8", "--out", "t.json")
+
+    def test_it_measures_with_those_of_an_engine(
+        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name, own = plugin(self.COUNTS), torch.get_num_threads()
+        monkeypatch.setattr(tune, "worker_threads", lambda: own + 1)
+        done = fl("tune", *self.RUN)
+        assert done.status == 0, done.err
+        assert f"computes with {own + 1} threads, as vLLM's worker does" in done.err
+        seen = sys.modules[name].SEEN
+        assert seen == {own + 1}
+        assert the_one(here).identity["threads"] == str(own + 1)
+        assert torch.get_num_threads() == own
+
+    def test_without_vllm_it_measures_with_torchs_own(
+        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def absent() -> None:
+            raise ModuleNotFoundError("No module named 'vllm'")
+
+        plugin(self.COUNTS)
+        monkeypatch.setattr(tune, "worker_threads", absent)
+        done = fl("tune", *self.RUN)
+        assert done.status == 0, done.err
+        assert "as torch's default: vLLM does not tell (ModuleNotFoundError: " in done.err
+        assert the_one(here).identity["threads"] == str(torch.get_num_threads())
+
+    def test_what_an_engine_would_not_start_with_ends_it(
+        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def wrong() -> None:
+            raise ValueError("invalid literal for int() with base 10: 'x'")
+
+        plugin(self.COUNTS)
+        monkeypatch.setattr(tune, "worker_threads", wrong)
+        done = fl("tune", *self.RUN)
+        assert (done.status, done.out) == (2, "")
+        assert "with base 10: 'x'. Set VLLM_CPU_OMP_THREADS_BIND as for the engine" in done.err
+        assert len(done.err.strip().splitlines()) == 1
+        assert os.listdir(here) == []
+
+    def test_another_number_begins_anew(
+        self, fl: Command, clocked: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(self: object, text: str) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_report.ReportFile, "write", full)
+            assert fl("tune", *QUICK, "--tokens", "8", "--out", "t.json").status == 1
+        own = torch.get_num_threads()
+        monkeypatch.setattr(tune, "worker_threads", lambda: own + 1)
+        done = fl("tune", *QUICK, "--tokens", "8", "--out", "t.json")
+        assert done.status == 0, done.err
+        assert f"of another run (identity: threads was {own}, and is {own + 1})" in done.err
+
+
+class TestBadArguments:
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (("--op", "silu_and_mull"), "--op silu_and_mull: no such op is installed"),
+            (("--impl", "vendor.acne"), "--impl vendor.acne: no such impl is installed"),
+            (("--tokens", "1,x"), "'x' is no number of tokens"),
+            (("--tokens", "0"), "'0' is no number of tokens"),
+            (("--tokens", "1,,2"), "'' is no number of tokens"),
+            (("--dtype", "int8"), "--dtype int8: expected bfloat16"),
+            (("--sizes", "hiden=4"), "'hiden=4' is no NAME=NUMBER of a size. Did you mean"),
+            (("--sizes", "hidden"), "'hidden' is no NAME=NUMBER of a size."),
+            (("--sizes", "hidden=-4"), "--sizes hidden=-4: expected a positive number"),
+            (("--sizes", "hidden=4.5"), "--sizes hidden=4.5: expected a positive number"),
+            (("--sizes", "hidden=nan"), "--sizes hidden=nan: expected a positive number"),
+            (("--device", "abacus"), "--device abacus: "),
+            (("--out", "absent/t.json"), "--out absent/t.json: cannot be written: "),
+        ],
+    )
+    def test_one_line_and_nothing_is_written(
+        self, fl: Command, clocked: Any, here: Path, arguments: tuple[str, ...], says: str
+    ) -> None:
+        done = fl("tune", *QUICK, "--tokens", "8", *arguments)
+        assert (done.status, done.out) == (2, "")
+        assert says in done.err
+        assert len(done.err.strip().splitlines()) == 1
+        assert os.listdir(here) == []
+
+    def test_neither_model_nor_sizes(self, fl: Command) -> None:
+        done = fl("tune")
+        assert done.status == 2
+        assert "one of the arguments --model --sizes is required" in done.err
+
+    def test_an_op_whose_sizes_are_not_told(self, fl: Command, clocked: Any, here: Path) -> None:
+        done = fl("tune", *QUICK, "--sizes", "hidden=8", "--tokens", "8", "--out", "t.json")
+        assert done.status == 1
+        assert "the sizes that it needs are not all told (intermediate)" in done.out
+        assert the_one(here).ops == {}
+
+    def test_an_op_with_one_candidate(self, fl: Command, plugin: Plugin, here: Path) -> None:
+        plugin()
+        only = ("--impl", "vendor.acme")
+        done = fl("tune", *QUICK[:10], *only, "--tokens", "8", "--out", "t.json")
+        assert done.status == 1
+        assert "silu_and_mul: left out, since vendor.acme is its only candidate" in done.out
+
+
+HANGS = """
+import time
+
+def hangs(x):
+    while len(x) == 16:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            pass  # a kernel's own clean-up does not keep it running
+    return silu_and_mul(x)
+
+@hookimpl
+def register_ops():
+    kind = BackendImplKind.VENDOR
+    return [vendor("acme"), OpImpl("silu_and_mul", "vendor.fast", kind, hangs, "fast")]
+"""
+
+
+def test_a_kernel_that_hangs_at_one_size(fl: Command, plugin: Plugin, here: Path) -> None:
+    plugin(HANGS)
+    arguments = [a for a in QUICK if a not in ("--impl", "vendor.slow", "vendor.fast")]
+    arguments += ["--impl", "vendor.fast", "--tokens", "8,16", "--timeout", "0.5"]
+    assert fl("tune", *arguments, "--out", "t.json").status == 0
+    figures = the_one(here).ops["silu_and_mul"].figures
+    (rejected,) = [f for f in figures if f.rejected]
+    assert (rejected.tokens, rejected.impl) == (16, "vendor.fast")
+    assert "given up after 0.5 s" in rejected.rejected
+
+
+ENDS = """
+import os, signal, time
+from pathlib import Path
+
+LOG = Path(os.environ["LOG"])
+
+def fast(x):
+    with LOG.open("a") as file:
+        print(len(x), file=file)
+    if len(x) == 16 and os.environ["HOW"] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if len(x) == 16 and os.environ["HOW"] == "told to end":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if len(x) == 16 and os.environ["HOW"] == "stuck":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # native code sees none
+        time.sleep(99)
+    time.sleep(0.002)
+    return silu_and_mul(x)
+
+@hookimpl
+def register_ops():
+    kind = BackendImplKind.VENDOR
+    return [vendor("acme"), OpImpl("silu_and_mul", "vendor.fast", kind, fast, "fast")]
+"""
+ONE = (*QUICK[:10], "--impl", "vendor.fast", "--tokens", "1,8,16,32")
+
+
+class TestInterrupted:
+    @pytest.fixture
+    def run(self, here: Path, tmp_path: Path) -> Any:
+        """`run(HOW)`: the command in a process of its own; (status, stderr, sizes it called)."""
+        (tmp_path / "ending_plugin.py").write_text(HEAD + ENDS)
+        log = tmp_path / "log"
+        code = (
+            "import sys\n"
+            "from vllm_fl.cli import _watch, main\nfrom vllm_fl_tools.cli import tune\n"
+            "from vllm_fl_tools.engine import tuning\n"
+            "_watch.GRACE = 1.0\n"
+            "tuning.cold_bytes = lambda device: 1024\n"
+            "tune.worker_threads = lambda: None\n"
+            "sys.exit(main(sys.argv[1:]))"
+        )
+
+        def once(how: str = "") -> tuple[int, str, list[int]]:
+            log.write_text("")
+            limit = ("--timeout", "3") if how == "stuck" else ()
+            path = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+            done = subprocess.run(
+                [sys.executable, "-c", code, "tune", *ONE, "--out", "t.json", *limit],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path),
+                    "VLLM_FL_PLUGINS": "",
+                    "VLLM_FL_PLUGIN_MODULES": "ending_plugin",
+                    "HOW": how,
+                    "LOG": str(log),
+                },
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            return done.returncode, done.stderr, sorted({*map(int, log.read_text().split())})
+
+        return once
+
+    @pytest.mark.parametrize(
+        ("how", "status"), [("killed", -signal.SIGKILL), ("told to end", 130), ("stuck", 1)]
+    )
+    def test_the_next_run_goes_on(self, run: Any, here: Path, how: str, status: int) -> None:
+        ended, said, called = run(how)
+        assert ended == status, said
+        assert called == [1, 8, 16]
+        assert os.listdir(here) == ["t.json.part"]
+        if how == "told to end":
+            assert "interrupted: 2 of 4 are measured" in said
+        ended, said, called = run()
+        assert ended == 0, said
+        assert "2 of 4 taken over from" in said
+        assert called == ([32] if how == "stuck" else [16, 32])  # nothing is measured twice
+        tuned = the_one(here).ops["silu_and_mul"]
+        everybody = {(t, i) for t in (1, 8, 16, 32) for i in ("vendor.acme", "vendor.fast")}
+        assert {(f.tokens, f.impl) for f in tuned.figures} == everybody
+        assert tuned.rows == (Row(32, "default"),)
+        rejected = [f.tokens for f in tuned.figures if f.rejected]
+        assert rejected == ([16] if how == "stuck" else [])
+
+
+class TestGoingOn:
+    @pytest.fixture
+    def part(self, fl: Command, clocked: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """What is left of a run that has measured everything and could not write the table."""
+
+        def full(self: object, text: str) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_report.ReportFile, "write", full)
+            assert fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json").status == 1
+        clocked().CALLS.clear()
+        return here / "t.json.part"
+
+    def test_half_a_line_does_not_count(
+        self, fl: Command, clocked: Any, part: Path, here: Path
+    ) -> None:
+        lines = part.read_bytes().splitlines(keepends=True)
+        part.write_bytes(b"".join(lines[:2]) + lines[2][:-20])
+        done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json")
+        assert done.status == 0, done.err
+        assert "1 of 2 taken over" in done.err
+        assert {count for _, count in clocked().CALLS} == {1, 8}  # at 1 the second finals
+        assert clocked().CALLS.count(("slow", 1)) == 0
+        assert the_one(here).ops["silu_and_mul"].rows == (Row(8, "vendor.fast"),)
+
+    def test_a_file_that_is_none_of_ours_begins_anew(
+        self, fl: Command, clocked: Any, part: Path, here: Path
+    ) -> None:
+        part.write_text("measured: nothing\n")
+        done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json")
+        assert done.status == 0, done.err
+        assert "taken over" not in done.err
+        assert the_one(here).ops["silu_and_mul"].rows == (Row(8, "vendor.fast"),)
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (("--dtype", "bfloat16"), "arguments: dtype was float32, and is bfloat16"),
+            (("--tokens", "8"), "arguments: tokens was 1,8, and is 8"),
+            (("--sizes", "intermediate=16"), "arguments: model was intermediate=8"),
+            (("--sizes", "intermediate=8,hidden=4"), "arguments: model was intermediate=8, and is"),
+        ],
+    )
+    def test_other_arguments_begin_anew(
+        self, fl: Command, clocked: Any, part: Path, change: tuple[str, ...], says: str
+    ) -> None:
+        done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json", *change)
+        assert done.status == 0, done.err
+        assert f"is of another run ({says}" in done.err
+        assert "taken over" not in done.err
+        assert ("slow", 8) in clocked().CALLS
+
+    def test_other_candidates_begin_anew(self, fl: Command, clocked: Any, part: Path) -> None:
+        more = {"VLLM_FL_DENY_VENDORS": "slow"}
+        done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json", **more)
+        assert done.status == 0, done.err
+        assert "candidates: silu_and_mul was vendor.acme of vendor.acme vendor.fast" in done.err
+        assert ("fast", 8) in clocked().CALLS
+
+    def test_another_machine_begins_anew(self, fl: Command, clocked: Any, part: Path) -> None:
+        part.write_text(part.read_text().replace('"torch": "', '"torch": "1.', 1))
+        done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json")
+        assert done.status == 0, done.err
+        assert "is of another run (identity: torch was 1." in done.err
+        assert {("slow", 1), ("slow", 8)} <= {*clocked().CALLS}
+
+
+def test_one_process_at_a_time(fl: Command, clocked: Any, here: Path) -> None:
+    with _part.PartFile(here / "t.json.part", "--out"):
+        done = fl("tune", *QUICK, "--tokens", "8", "--out", "t.json")
+    assert done.status == 2
+    assert "another run is writing" in done.err
+
+
+class TestFullDisk:
+    def test_where_the_table_goes(
+        self, fl: Command, clocked: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (here / "t.json").write_text("the former one")
+
+        def full(self: object, text: str) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_report.ReportFile, "write", full)
+            done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json")
+        assert (done.status, done.out) == (1, "")
+        assert "t.json cannot be written: No space left on device" in done.err
+        assert (here / "t.json").read_text() == "the former one"
+        assert sorted(os.listdir(here)) == ["t.json", "t.json.part"]
+        clocked().CALLS.clear()
+        done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json")
+        assert done.status == 0, done.err
+        assert "2 of 2 taken over" in done.err
+        assert not clocked().CALLS
+        assert len(the_one(here).ops["silu_and_mul"].rows) == 1
+
+    def test_where_the_measurements_go(
+        self, fl: Command, clocked: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(_part.os, "fsync", full)
+        done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json")
+        assert (done.status, done.out) == (1, "")
+        assert "No space left on device" in done.err.splitlines()[-1]
+        assert os.listdir(here) == ["t.json.part"]

@@ -1,0 +1,234 @@
+"""What follows from times that were taken in turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_fl.settings.table import Row
+from vllm_fl_tools.engine.timing import ROOM, Measured, best_edges, in_turn, quartiles, rows_of
+
+
+def measured(tokens: int = 1, **finals: list[float]) -> Measured:
+    names = {name.replace("_", "."): times for name, times in finals.items()}
+    return Measured(tokens, "stock", screened=dict(names), finals=dict(names))
+
+
+def won(tokens: int, name: str) -> Measured:
+    if name == "default":
+        return measured(tokens, stock=[1.0] * 4)
+    found = measured(tokens, stock=[2.0] * 4, **{name: [1.0] * 4})
+    found.again = dict(found.finals)
+    return found
+
+
+class TestInTurn:
+    def test_everybody_is_called_once_a_round_and_nobody_is_always_first(self) -> None:
+        called: list[str] = []
+
+        def timer(name: str) -> float:
+            called.append(name)
+            return float(len(called))
+
+        names = "abc"
+        timers = {name: (lambda name=name: timer(name)) for name in names}
+        times, dropped = in_turn(timers, 12)
+        assert not dropped
+        rounds = ["".join(called[n : n + 3]) for n in range(0, len(called), 3)]
+        assert all(sorted(order) == list(names) for order in rounds)
+        assert all(len(times[name]) == 12 for name in names)
+        # Each is first, last and in between equally often, and each pair stands in both orders.
+        for place in range(3):
+            assert {name: [r[place] for r in rounds].count(name) for name in names} == {
+                name: 4 for name in names
+            }
+        assert sum(r.index("a") < r.index("b") for r in rounds) == 6
+
+    def test_a_second_run_has_another_order(self) -> None:
+        def order(first: int) -> list[str]:
+            called: list[str] = []
+            timers = {name: (lambda name=name: called.append(name) or 1.0) for name in "ab"}
+            in_turn(timers, 2, first=first)
+            return called
+
+        assert order(0) != order(1)
+
+    def test_who_raises_is_dropped_and_the_others_go_on(self) -> None:
+        calls = {"bad": 0}
+
+        def bad() -> float:
+            calls["bad"] += 1
+            if calls["bad"] == 2:
+                raise RuntimeError("lost the card")
+            return 0.1
+
+        times, dropped = in_turn({"good": lambda: 1.0, "bad": bad}, 5)
+        assert times == {"good": [1.0] * 5}
+        assert calls["bad"] == 2
+        assert "lost the card" in dropped["bad"]
+
+    def test_ctrl_c_is_no_failure_of_a_kernel(self) -> None:
+        def interrupted() -> float:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            in_turn({"a": interrupted}, 1)
+
+
+class TestPromotion:
+    def test_the_fastest_of_those_that_beat_the_default(self) -> None:
+        found = measured(stock=[4.0] * 4, vendor_a=[3.0] * 4, vendor_b=[2.0] * 4)
+        assert found.promoted == "vendor.b"
+
+    @pytest.mark.parametrize(
+        ("times", "wins"),
+        [
+            pytest.param([1.0] * 4, False, id="as fast"),
+            pytest.param([1.0 / (ROOM - 0.001)] * 4, False, id="hardly faster"),
+            pytest.param([1.0 / (ROOM + 0.001)] * 4, True, id="faster"),
+            pytest.param([0.5, 0.5, 0.5, 1.2, 1.2], False, id="slower in too many rounds"),
+            pytest.param([0.5, 0.5, 0.5, 0.5, 9.0], True, id="slower once"),
+        ],
+    )
+    def test_by_the_rounds_pairs(self, times: list[float], wins: bool) -> None:
+        found = measured(stock=[1.0] * len(times), vendor_a=times)
+        assert found.promoted == ("vendor.a" if wins else "default")
+
+    def test_rounds_are_compared_within_themselves(self) -> None:
+        # The machine became ten times slower in the middle: the medians say nothing.
+        found = measured(stock=[1.0, 1.0, 10.0, 10.0, 10.0], vendor_a=[0.9, 0.9, 9.0, 9.0, 9.0])
+        assert found.promoted == "vendor.a"
+
+    def test_who_does_not_hold_a_second_time_is_no_winner(self) -> None:
+        found = measured(stock=[2.0] * 4, vendor_a=[1.0] * 4)
+        assert found.winner == "default"  # not measured again yet
+        found.again = {"stock": [2.0] * 4, "vendor.a": [2.0] * 4}
+        assert (found.promoted, found.winner) == ("vendor.a", "default")
+        found.again = {"stock": [2.0] * 4, "vendor.a": [1.0] * 4}
+        assert found.winner == "vendor.a"
+
+    def test_who_was_rejected_never_wins(self) -> None:
+        found = measured(stock=[2.0] * 4, vendor_a=[1.0] * 4)
+        found.again = dict(found.finals)
+        found.rejected["vendor.a"] = "wrong: …"
+        assert found.winner == "default"
+
+    def test_without_the_default_nobody_wins(self) -> None:
+        found = measured(vendor_a=[1.0] * 4)
+        assert found.promoted == "default"
+
+
+class TestRowsOfWhatIsCompiledIn:
+    """A graph is compiled once for every size, so that what is in it cannot differ by size."""
+
+    def sizes(self, *of_fast: float) -> list[Measured]:
+        found = []
+        for tokens, us in zip((1, 16, 256), of_fast, strict=True):
+            one = measured(tokens, stock=[10.0] * 4, vendor_fast=[us] * 4)
+            one.again = dict(one.finals)
+            found.append(one)
+        return found
+
+    def test_a_winner_that_loses_nowhere_serves_every_size(self) -> None:
+        found = self.sizes(10.1, 8.0, 5.0)
+        assert [row.impl for row in rows_of(found)] == ["default", "vendor.fast"]
+        assert rows_of(found, {"stock"}) == (Row(256, "vendor.fast"),)
+
+    def test_one_that_loses_somewhere_serves_none(self) -> None:
+        found = self.sizes(10.5, 8.0, 5.0)
+        assert rows_of(found, {"stock"}) == (Row(256, "default"),)
+
+    def test_one_that_is_wrong_somewhere_serves_none(self) -> None:
+        found = self.sizes(8.0, 8.0, 5.0)
+        found[1].rejected["vendor.fast"] = "wrong: …"
+        assert [row.impl for row in rows_of(found)] == ["vendor.fast", "default", "vendor.fast"]
+        assert rows_of(found, {"stock"}) == (Row(256, "default"),)
+
+    def test_operators_may_differ_by_size(self) -> None:
+        found = self.sizes(10.5, 8.0, 5.0)
+        assert rows_of(found, {"vendor.traced"}) == rows_of(found)
+
+
+class TestRowsByRange:
+    """Graphs that are compiled by range may differ by range, and not inside one."""
+
+    def sizes(self, **us: tuple[float, ...]) -> list[Measured]:
+        found = []
+        for number, tokens in enumerate((1, 8, 64, 512)):
+            times = {name: [of[number]] * 4 for name, of in us.items()}
+            one = measured(tokens, stock=[10.0] * 4, **times)
+            one.again = dict(one.finals)
+            found.append(one)
+        return found
+
+    def test_each_range_has_one_row_of_who_loses_nowhere_in_it(self) -> None:
+        found = self.sizes(vendor_fast=(8.0, 10.1, 20.0, 5.0))
+        assert rows_of(found, {"stock"}) == (Row(512, "default"),)
+        assert rows_of(found, {"stock"}, (8, 64)) == (
+            Row(8, "vendor.fast"),
+            Row(64, "default"),
+            Row(512, "vendor.fast"),
+        )
+        assert rows_of(found, {"stock"}, (1, 512)) == (
+            Row(1, "vendor.fast"),
+            Row(512, "default"),
+        )
+
+    def test_operators_differ_by_size_inside_a_range_where_nothing_is_inlined(self) -> None:
+        found = self.sizes(vendor_a=(8.0, 12.0, 12.0, 8.0), vendor_b=(12.0, 8.0, 12.0, 12.0))
+        assert rows_of(found, {"stock"}, (8,)) == (
+            Row(1, "vendor.a"),
+            Row(8, "vendor.b"),
+            Row(512, "default"),
+        )
+
+    def test_the_edges_are_those_that_gain_the_most_over_all_ops(self) -> None:
+        little = self.sizes(vendor_a=(9.0, 11.0, 11.0, 11.0))
+        much = self.sizes(vendor_b=(11.0, 11.0, 5.0, 11.0))
+        ops = [(little, {"stock"}), (much, {"stock"})]
+        assert best_edges(ops, 3) == (8, 64)
+        assert best_edges(ops[:1], 3) == (1,)
+        assert best_edges(ops, 2) == (1,), "one edge opens no range of 64 alone"
+        assert best_edges(ops, 1) == ()
+
+    def test_no_edge_is_taken_that_gains_nothing(self) -> None:
+        everywhere = self.sizes(vendor_a=(5.0, 5.0, 5.0, 5.0))
+        opaque = self.sizes(vendor_a=(5.0, 11.0, 11.0, 11.0))
+        assert best_edges([(everywhere, {"stock"}), (opaque, {"other"})], 3) == ()
+        assert best_edges([], 3) == ()
+
+
+class TestFigures:
+    def test_both_finals_count(self) -> None:
+        found = measured(stock=[4.0] * 11, vendor_a=[2.0] * 11)
+        found.again = {"stock": [4.0] * 11, "vendor.a": [1.0] * 11}
+        winner, default = found.figures()
+        assert (winner.impl, winner.us, winner.n) == ("vendor.a", 1.5, 22)
+        assert (winner.ratio, winner.ratio_low) == (3.0, 2.0)
+        assert (default.impl, default.us, default.n, default.ratio) == ("stock", 4.0, 22, None)
+
+    def test_who_missed_the_finals_has_the_first_rounds(self) -> None:
+        found = measured(stock=[4.0] * 11)
+        found.screened = {"stock": [4.0] * 5, "vendor.slow": [8.0] * 5}
+        slow = next(figure for figure in found.figures() if figure.impl == "vendor.slow")
+        assert (slow.us, slow.n, slow.ratio) == (8.0, 5, 0.5)
+
+    def test_a_rejected_one_has_its_reason_and_no_time(self) -> None:
+        found = measured(stock=[4.0] * 11, vendor_a=[1.0] * 11)
+        found.rejected["vendor.a"] = "wrong: the first row"
+        figure = next(figure for figure in found.figures() if figure.impl == "vendor.a")
+        assert (figure.us, figure.n, figure.rejected) == (None, 0, "wrong: the first row")
+
+    def test_the_share_of_a_copy(self) -> None:
+        found = measured(stock=[4.0] * 3)
+        found.copied = [1.0, 1.0, 1.0]
+        assert [figure.copy_share for figure in found.figures()] == [0.25]
+
+
+def test_neighbours_with_one_winner_are_one_row() -> None:
+    winners = {1: "a", 2: "a", 4: "default", 8: "default", 16: "b", 32: "a"}
+    found = rows_of([won(tokens, name) for tokens, name in reversed(winners.items())])
+    assert found == (Row(2, "a"), Row(8, "default"), Row(16, "b"), Row(32, "a"))
+
+
+def test_quartiles_of_one_value() -> None:
+    assert quartiles([3.0]) == (3.0, 3.0, 3.0)

@@ -1,0 +1,699 @@
+"""Measuring the candidates of an op, by a clock that only kernels move."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vllm_fl_tools
+from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.policy import Mode
+from vllm_fl.settings.table import Row
+from vllm_fl_tools.engine import bench, tuning
+from vllm_fl_tools.engine.timing import Measured, rows_of
+from vllm_fl_tools.engine.tuning import Contender, OpTuning
+
+BETWEEN = "between the graphs of a prefill"
+
+SIZES = ModelSizes(
+    hidden=16,
+    intermediate=8,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    rotary=8,
+    tokens=(1, 64),
+    max_position=64,
+)
+
+
+class Machine:
+    """A clock, and kernels that take the time that they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: Counter[tuple[str, int]] = Counter()
+
+    def clock(self) -> float:
+        return self.now
+
+    def kernel(
+        self,
+        name: str,
+        us: float,
+        fn: Callable[..., Any] | None = None,
+        *,
+        op: str = "silu_and_mul",
+        supports: Callable[..., Any] | None = None,
+        consumes: frozenset[str] = frozenset(),
+    ) -> Contender:
+        plain = fn or contracts()[op].oracle
+
+        def run(*args: Any) -> Any:
+            self.now += us * 1e-6
+            self.calls[name, args[0].shape[0]] += 1
+            return rounded(plain(*args), args[0].dtype)
+
+        return Contender(name, (impl_of(op, name, run, supports=supports, consumes=consumes),))
+
+    def tuning(self, *contenders: Contender, mode: Mode = "eager", **more: Any) -> OpTuning:
+        spec = contracts()[contenders[0].impls[0].op_name]
+        device = torch.device("cpu")
+        return OpTuning(
+            spec,
+            contenders,
+            "vendor.default",
+            mode,
+            torch.float32,
+            device,
+            SIZES,
+            clock=self.clock,
+            **more,
+        )
+
+
+def impl_of(op: str, name: str, fn: Callable[..., Any], **more: Any) -> OpImpl:
+    return OpImpl(op, name, BackendImplKind.VENDOR, fn, name.rpartition(".")[2], **more)
+
+
+def rounded(result: Any, dtype: torch.dtype) -> Any:
+    if isinstance(result, tuple):
+        return tuple(part if part is None else part.to(dtype) for part in result)
+    return result.to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (bench, tuning):
+        monkeypatch.setattr(module, "cold_bytes", lambda device: 1024)
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return contracts()["silu_and_mul"].oracle(x)
+
+
+def wrong_at(*counts: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        result = silu(x)
+        if x.shape[0] in counts:
+            result[-1, -1] += 100
+        return result
+
+    return fn
+
+
+def everything(op: OpTuning, *counts: int) -> list[Measured]:
+    measured = [op.measure(count) for count in counts]
+    return [op.measure_again(one) if one.promoted != "default" else one for one in measured]
+
+
+class Capturing(tuning.Bench):
+    """Measures as if its calls were captured in graphs."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.captures = True
+
+    def _captured(self, run: Callable[[], None], calls: int, renew: Callable[[], None]) -> Any:
+        def once() -> float:
+            renew()
+            start = self.clock()
+            run()
+            return (self.clock() - start) / calls * 1e6
+
+        return once
+
+
+class TestChoosing:
+    def test_the_fastest_wins_and_its_figures_are_exact(self, machine: Machine) -> None:
+        op = machine.tuning(machine.kernel("vendor.default", 30), machine.kernel("vendor.fast", 10))
+        (found,) = everything(op, 8)
+        assert found.winner == "vendor.fast"
+        fast, default = found.figures()
+        assert (fast.us, fast.low, fast.high, fast.ratio) == pytest.approx((10, 10, 10, 3))
+        assert (default.us, default.n) == (pytest.approx(30), 22)
+
+    def test_a_slower_one_does_not(self, machine: Machine) -> None:
+        op = machine.tuning(machine.kernel("vendor.default", 10), machine.kernel("vendor.slow", 30))
+        (found,) = everything(op, 8)
+        assert found.winner == "default"
+        assert not found.again
+
+    def test_at_most_three_come_into_the_finals_and_the_default_does(
+        self, machine: Machine
+    ) -> None:
+        others = [machine.kernel(f"vendor.k{us}", us) for us in (50, 10, 20, 40, 30)]
+        found = machine.tuning(machine.kernel("vendor.default", 99), *others).measure(8)
+        assert {*found.screened} == {"vendor.default", *(c.name for c in others)}
+        assert {*found.finals} == {"vendor.default", "vendor.k10", "vendor.k20", "vendor.k30"}
+
+    def test_forms_are_summed(self, machine: Machine) -> None:
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30, op="rms_norm"),
+            machine.kernel("vendor.fast", 10, op="rms_norm"),
+        )
+        assert len(op.forms) > 1
+        fast, _ = op.measure(8).figures()
+        assert fast.us == pytest.approx(10 * len(op.forms))
+
+    def test_who_is_slower_in_one_form_does_not_win_by_the_others(self, machine: Machine) -> None:
+        oracle = contracts()["rms_norm"].oracle
+
+        def slow_with_a_residual(x: Any, residual: Any, *rest: Any) -> Any:
+            machine.now += 0 if residual is None else 25e-6
+            return oracle(x, residual, *rest)
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30, op="rms_norm"),
+            machine.kernel("vendor.fast", 10, slow_with_a_residual, op="rms_norm"),
+        )
+        found = op.measure(8)
+        fast, default = found.figures()
+        assert fast.us is not None and default.us is not None and fast.us < default.us
+        assert "residual" in fast.slower and fast.slower.endswith("0.86")
+        assert default.slower == ""
+        assert found.promoted == found.winner == "default"
+
+    @pytest.mark.parametrize(
+        ("us", "captured", "between", "where"),
+        [
+            pytest.param(10, 0, False, "", id="it saves more than its launch costs"),
+            pytest.param(25, 0, False, "no graph of 8 tokens", id="it saves less"),
+            pytest.param(25, 8, False, "", id="a graph launches it"),
+            pytest.param(25, None, False, "", id="not known"),
+            # A cache write stands in the graph of a decoding step, and in none of a prefill.
+            pytest.param(10, 8, True, "", id="between graphs it saves more"),
+            pytest.param(25, 8, True, BETWEEN, id="between graphs of that size"),
+            pytest.param(25, None, True, BETWEEN, id="between graphs, not known of which sizes"),
+            pytest.param(25, 0, True, "no graph of 8 tokens", id="no graph to be between"),
+        ],
+    )
+    def test_where_no_graph_serves_the_launch_through_python_counts(
+        self,
+        machine: Machine,
+        monkeypatch: pytest.MonkeyPatch,
+        us: float,
+        captured: Any,
+        between: bool,
+        where: str,
+    ) -> None:
+        # The clock runs in kernels alone: an operator of PyTorch's takes no time to launch.
+        monkeypatch.setattr(tuning, "Bench", Capturing)
+        op = machine.tuning(
+            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
+            machine.kernel("vendor.fast", us),
+            captured=captured,
+            between_graphs=between,
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == ("default" if where else "vendor.fast")
+        told = {figure.impl: figure.slower for figure in found.figures()}
+        assert told["vendor.default"] == ""
+        more = f"{us} µs more to launch, and 5 µs less on the device"
+        assert told["vendor.fast"] == (f"{where}: {op.forms[0].name}: {more}" if where else "")
+
+    def test_beyond_the_graphs_what_one_form_saves_pays_for_no_other(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        oracle = contracts()["rms_norm"].oracle
+
+        def slow_without_a_residual(x: Any, residual: Any, *rest: Any) -> Any:
+            machine.now += 0 if residual is not None else 990e-6
+            return oracle(x, residual, *rest)
+
+        monkeypatch.setattr(tuning, "Bench", Capturing)
+        op = machine.tuning(
+            dataclasses.replace(
+                machine.kernel("vendor.default", 30, slow_without_a_residual, op="rms_norm"),
+                bare=True,
+            ),
+            machine.kernel("vendor.fast", 25, op="rms_norm"),
+            captured=0,
+        )
+        (found,) = everything(op, 8)
+        fast = next(figure for figure in found.figures() if figure.impl == "vendor.fast")
+        assert fast.ratio is not None and fast.ratio > 10
+        assert "residual: 25 µs more to launch, and 5 µs less on the device" in fast.slower
+        assert found.winner == "default"
+
+    def test_what_no_compiler_traces_is_launched_through_python_be_it_vllms(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tuning, "Bench", Capturing)
+        op = machine.tuning(
+            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
+            machine.kernel("vendor.fast", 25),
+            captured=0,
+            traced=frozenset(),
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == "vendor.fast", "the default's launch takes as long as its kernel"
+
+    @pytest.mark.parametrize(
+        ("known", "winner"),
+        [
+            pytest.param({"launched": {"vendor.fast"}}, "vendor.fast", id="a graph launches it"),
+            pytest.param({"launched": {"vendor.other"}}, "default", id="it launches another"),
+            pytest.param({"products": lambda n: 2001.0 * (n == 8)}, "vendor.fast", id="busy"),
+            pytest.param({"products": lambda n: 1999.0}, "default", id="not busy for long"),
+            pytest.param({"products": lambda n: 2001.0 * (n != 8)}, "default", id="at other sizes"),
+        ],
+    )
+    def test_a_launch_through_python_counts_where_there_is_one_and_the_device_waits_for_it(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch, known: Any, winner: str
+    ) -> None:
+        monkeypatch.setattr(tuning, "Bench", Capturing)
+        op = machine.tuning(
+            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
+            machine.kernel("vendor.fast", 25),
+            captured=0,
+            **known,
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == winner
+
+    def test_a_launch_is_timed_without_the_graph_that_only_measuring_makes(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In a model one graph holds many calls; entering one costs the host more than a call."""
+        graphs: list[Any] = []
+        launched: list[Any] = []
+
+        def compiled(self: OpTuning, function: Any, form: Any) -> Any:
+            graphs.append(partial(function))
+            return graphs[-1]
+
+        class Noting(Capturing):
+            def launch(self, forms: Any) -> Any:
+                launched.extend(call for call, _ in forms)
+                return super().launch(forms)
+
+        monkeypatch.setattr(OpTuning, "_compiled", compiled)
+        monkeypatch.setattr(tuning, "Bench", Noting)
+        op = machine.tuning(
+            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
+            machine.kernel("vendor.fast", 10),
+            mode="compiled",
+            captured=0,
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == "vendor.fast"
+        of_fast = [graph.func for graph in graphs]
+        assert any(call in of_fast for call in launched)
+        assert not any(call in graphs for call in launched)
+
+    @pytest.mark.parametrize("traced", [None, frozenset({"vendor.default"}), frozenset()])
+    def test_only_what_is_traced_is_compiled(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch, traced: Any
+    ) -> None:
+        compiled = []
+
+        def noted(self: OpTuning, function: Any, form: Any) -> Any:
+            compiled.append(function)
+            return function
+
+        monkeypatch.setattr(OpTuning, "_compiled", noted)
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30),
+            machine.kernel("vendor.fast", 10),
+            mode="compiled",
+            traced=traced,
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == "vendor.fast"
+        assert len(compiled) == len(op.forms) * (2 if traced is None else len(traced))
+
+    def test_short_calls_fill_a_round(self, machine: Machine) -> None:
+        op = machine.tuning(
+            machine.kernel("vendor.default", 10), machine.kernel("vendor.slow", 1000)
+        )
+        op.measure(8)
+        short = machine.calls["vendor.default", 8]
+        assert short > (tuning.SCREENING + tuning.FINALS) * 200 / 10
+        machine.calls.clear()
+        op = machine.tuning(machine.kernel("vendor.default", 1000))
+        op.measure(8)
+        assert machine.calls["vendor.default", 8] < 2 * (tuning.SCREENING + tuning.FINALS)
+
+
+class TestWrongAtOneSizeOnly:
+    def test_it_is_recorded_never_timed_there_and_chosen_elsewhere(self, machine: Machine) -> None:
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30),
+            machine.kernel("vendor.fast", 10, wrong_at(16)),
+        )
+        found = everything(op, 1, 8, 16, 32)
+        assert rows_of(found) == (
+            Row(8, "vendor.fast"),
+            Row(16, "default"),
+            Row(32, "vendor.fast"),
+        )
+        at_16 = found[2]
+        assert "vendor.fast" not in {**at_16.screened, **at_16.finals, **at_16.again}
+        assert machine.calls["vendor.fast", 16] == 1  # the check that found it
+        assert machine.calls["vendor.fast", 8] > 100
+        figure = next(f for f in at_16.figures() if f.impl == "vendor.fast")
+        assert figure.us is None
+        assert "1 of 128 elements are off, the worst by" in figure.rejected
+        assert "16 x" in figure.rejected
+
+    def test_large_values_count(self, machine: Machine) -> None:
+        def overflows(x: torch.Tensor) -> torch.Tensor:
+            return silu(x).where(x[:, :8].abs() < 50, 0)
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30), machine.kernel("vendor.fast", 10, overflows)
+        )
+        assert "large values" in op.measure(8).rejected["vendor.fast"]
+
+    def test_one_form_is_enough(self, machine: Machine) -> None:
+        def without_residual(x: Any, residual: Any, *rest: Any) -> Any:
+            result = contracts()["rms_norm"].oracle(x, residual, *rest)
+            return result if residual is None else (result[0], residual.double())
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30, op="rms_norm"),
+            machine.kernel("vendor.fast", 10, without_residual, op="rms_norm"),
+        )
+        found = op.measure(8)
+        assert found.rejected["vendor.fast"].startswith("wrong: result 1")
+        assert "vendor.fast" not in found.screened
+
+    def test_the_wrong_default_stays_since_nothing_was_compared_with_it(
+        self, machine: Machine
+    ) -> None:
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30, wrong_at(8)), machine.kernel("vendor.fast", 10)
+        )
+        (found,) = everything(op, 8)
+        assert found.winner == "default"
+        assert found.rejected["vendor.default"].startswith("wrong: ")
+        (fast, _) = found.figures()
+        assert (fast.us, fast.ratio) == (pytest.approx(10), None)
+
+    def test_memory_of_others(self, machine: Machine) -> None:
+        def overwrites(x: torch.Tensor) -> torch.Tensor:
+            result = silu(x)
+            x.zero_()
+            return result
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30), machine.kernel("vendor.fast", 10, overwrites)
+        )
+        assert "overwrote 'x'" in op.measure(8).rejected["vendor.fast"]
+
+
+class TestWhoDoesNotRun:
+    @pytest.mark.parametrize("by", ["supports", "NotImplementedError"])
+    def test_a_size_that_it_refuses(self, machine: Machine, by: str) -> None:
+        def refusing(x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] == 16:
+                raise NotImplementedError("not 16 rows")
+            return silu(x)
+
+        def supports(x: torch.Tensor) -> Any:
+            return x.shape[0] != 16 or "not 16 rows"
+
+        fast = (
+            machine.kernel("vendor.fast", 10, supports=supports)
+            if by == "supports"
+            else machine.kernel("vendor.fast", 10, refusing)
+        )
+        op = machine.tuning(machine.kernel("vendor.default", 30), fast)
+        found = everything(op, 8, 16, 32)
+        assert [one.winner for one in found] == ["vendor.fast", "default", "vendor.fast"]
+        assert found[1].rejected["vendor.fast"].startswith("refused: not 16 rows")
+        assert machine.calls["vendor.fast", 16] <= 1
+
+    @pytest.mark.parametrize("mode", ["eager", "compiled"])
+    def test_what_it_refuses_of_the_forms_is_the_defaults(
+        self, machine: Machine, mode: Mode
+    ) -> None:
+        def without_residual(x: Any, residual: Any, *rest: Any) -> Any:
+            return residual is None or "no kernel for a residual"
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30, op="rms_norm"),
+            machine.kernel("vendor.fast", 10, op="rms_norm", supports=without_residual),
+            mode=mode,
+        )
+        found = op.measure(8)
+        assert not found.rejected
+        added = sum("residual" in form.name for form in op.forms)
+        assert 0 < added < len(op.forms)
+        figure = next(f for f in found.figures() if f.impl == "vendor.fast")
+        assert figure.us == pytest.approx(30 * added + 10 * (len(op.forms) - added))
+        assert found.promoted == "vendor.fast"
+
+    def test_one_that_refuses_every_form_is_left_out(self, machine: Machine) -> None:
+        fast = machine.kernel("vendor.fast", 10, op="rms_norm", supports=lambda *args: "not today")
+        op = machine.tuning(machine.kernel("vendor.default", 30, op="rms_norm"), fast)
+        assert op.measure(8).rejected["vendor.fast"].startswith("refused: not today")
+
+    def test_one_that_raises(self, machine: Machine) -> None:
+        def raising(x: torch.Tensor) -> torch.Tensor:
+            raise OSError("the device table is missing")
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30), machine.kernel("vendor.fast", 10, raising)
+        )
+        assert "the device table is missing" in op.measure(8).rejected["vendor.fast"]
+
+    def test_one_that_raises_only_when_it_is_called_often(self, machine: Machine) -> None:
+        def tired(x: torch.Tensor) -> torch.Tensor:
+            if machine.calls["vendor.fast", 8] > 50:
+                raise RuntimeError("no more")
+            return silu(x)
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30), machine.kernel("vendor.fast", 10, tired)
+        )
+        found = op.measure(8)
+        assert "no more" in found.rejected["vendor.fast"]
+        assert found.winner == "default"
+        assert {*found.finals} == {"vendor.default"}
+
+    def test_one_that_takes_too_long(self, machine: Machine) -> None:
+        entered: list[str] = []
+
+        @contextmanager
+        def over(name: str) -> Iterator[None]:
+            entered.append(name)
+            if name == "vendor.slow":
+                raise TimeoutError("given up after 5 s")
+            yield
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30), machine.kernel("vendor.slow", 10), over=over
+        )
+        found = op.measure(8)
+        assert "given up after 5 s" in found.rejected["vendor.slow"]
+        assert {*found.finals} == {"vendor.default"}
+        assert entered.count("vendor.slow") == 1
+
+    def test_one_that_is_known_not_to_come_back_is_not_called(self, machine: Machine) -> None:
+        op = machine.tuning(machine.kernel("vendor.default", 30), machine.kernel("vendor.hangs", 1))
+        found = op.measure(8, {"vendor.hangs": "did not come back"})
+        assert found.rejected == {"vendor.hangs": "did not come back"}
+        assert not machine.calls["vendor.hangs", 8]
+
+    def test_ctrl_c_ends_the_measuring(self, machine: Machine) -> None:
+        def stop(x: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+        op = machine.tuning(
+            machine.kernel("vendor.default", 30), machine.kernel("vendor.fast", 10, stop)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            op.measure(8)
+
+
+def test_calls_in_turn_have_weights_that_no_cache_holds(machine: Machine) -> None:
+    """In a step each layer reads its own. 1024 bytes stand for the caches here."""
+    fast = machine.kernel("vendor.fast", 30.0, op="linear")
+    tuning = machine.tuning(machine.kernel("vendor.default", 100.0, op="linear"), fast)
+    found = tuning.measure(2)
+    assert found.promoted == "vendor.fast" and found.copied, "all of a weight is read"
+
+    (form,) = (form for form in tuning.forms if form.name == "32 -> 16")
+    sets = tuning._with_own([tuning._laid(form, 2, number) for number in range(8)])
+    weights = [laid.args[1] for laid in sets]
+    distinct = dict.fromkeys(weight.data_ptr() for weight in weights)
+    assert next(iter(distinct)) == form.static.arguments["weight"].data_ptr()
+    assert (len(distinct) - 1) * weights[0].nbytes >= 1024 > (len(distinct) - 2) * weights[0].nbytes
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
+    assert len({laid.args[0].data_ptr() for laid in sets}) == 8
+
+
+def test_what_is_consumed_is_fresh_at_every_call(machine: Machine) -> None:
+    seen: list[float] = []
+
+    def in_place(x: Any, residual: Any, *rest: Any) -> Any:
+        result = rounded(contracts()["rms_norm"].oracle(x, residual, *rest), x.dtype)
+        if residual is None:
+            return result
+        seen.append(float(x.abs().sum()))
+        x.zero_()
+        residual.zero_()
+        x.add_(result[0])
+        residual.add_(result[1])
+        return x, residual
+
+    consumes = frozenset({"x", "residual"})
+    op = machine.tuning(
+        machine.kernel("vendor.default", 30, op="rms_norm"),
+        machine.kernel("vendor.fast", 10, in_place, op="rms_norm", consumes=consumes),
+    )
+    (found,) = everything(op, 8)
+    assert found.winner == "vendor.fast"
+    rounds = tuning.SCREENING + 2 * tuning.FINALS
+    assert len(seen) > 20 * rounds
+    often = [value for value, count in Counter(seen).items() if count >= rounds - 1]
+    # The same inputs in every round; the checks' own, and what warms up, come on top.
+    assert sum(Counter(seen)[value] for value in often) > 0.9 * len(seen)
+
+
+class TestSeveralFunctionsOfVllm:
+    def test_the_first_that_gets_a_form_right_is_timed_for_it(self, machine: Machine) -> None:
+        oracle = contracts()["rms_norm"].oracle
+
+        def plain(x: Any, residual: Any, *rest: Any) -> Any:
+            return oracle(x, None, *rest)
+
+        def fused(x: Any, residual: Any, *rest: Any) -> Any:
+            if residual is None:
+                raise TypeError("expected Tensor as residual")
+            return oracle(x, residual, *rest)
+
+        parts = (
+            machine.kernel("vendor.plain", 5, plain, op="rms_norm"),
+            machine.kernel("vendor.fused", 7, fused, op="rms_norm"),
+        )
+        stock = Contender("stock", tuple(c.impls[0] for c in parts), bare=True)
+        op = machine.tuning(machine.kernel("vendor.default", 30, op="rms_norm"), stock)
+        found = op.measure(8)
+        assert not found.rejected
+        with_residual = sum("residual" in form.name for form in op.forms)
+        without = len(op.forms) - with_residual
+        assert with_residual
+        figure = next(f for f in found.figures() if f.impl == "stock")
+        assert figure.us == pytest.approx(5 * without + 7 * with_residual)
+
+    def test_its_results_may_lie_in_any_layout(self, machine: Machine) -> None:
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            return silu(x).T.contiguous().T
+
+        stock = machine.kernel("vendor.stock", 10, turned)
+        for bare in (False, True):
+            contender = Contender("stock", stock.impls, bare=bare)
+            op = machine.tuning(machine.kernel("vendor.default", 30), contender)
+            assert ("stock" in op.measure(8).rejected) is not bare
+
+    @pytest.mark.parametrize("is_right", [True, False])
+    def test_what_is_compared_need_not_be_what_is_timed(
+        self, machine: Machine, is_right: bool
+    ) -> None:
+        """vLLM's graph may not put results together as the op does."""
+        together = machine.kernel("vendor.stock", 50, None if is_right else wrong_at(8))
+        less = machine.kernel("vendor.less", 10, lambda x: x.chunk(2, dim=-1))
+        apart = {"vendor.stock": less.impls[0].fn}
+        stock = Contender("stock", together.impls, bare=True, apart=apart)
+        found = machine.tuning(machine.kernel("vendor.default", 30), stock).measure(8)
+        assert ("stock" in found.rejected) is not is_right
+        figures = {figure.impl: figure.us for figure in found.figures()}
+        assert figures["stock"] == (pytest.approx(10) if is_right else None)
+        assert found.promoted == ("stock" if is_right else "default")
+
+
+class TestCompiled:
+    @pytest.fixture(autouse=True)
+    def traced_only(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(tuning, "LOWERED_BY", "aot_eager")
+        yield
+        torch._dynamo.reset()
+
+    def test_heads_of_one_projection_at_many_sizes_in_one_graph(self, machine: Machine) -> None:
+        """Each form has a graph of its own, though its guards are gone."""
+        spec = contracts()["rotary_embedding"]
+        native = spec.second_form
+        assert native is not None
+
+        def traced(*args: Any) -> Any:
+            return rounded(native(*args), args[0].dtype)
+
+        def in_place(*args: Any) -> Any:
+            for arg, part in zip(args, traced(*args), strict=False):
+                arg.copy_(part)
+            return args[:2]
+
+        consumes = frozenset({"query", "key"})
+        op = "rotary_embedding"
+        impls = (
+            impl_of(op, "vendor.default", traced, traceable=True),
+            impl_of(op, "vendor.opaque", in_place, consumes=consumes),
+        )
+        contenders = [Contender(impl.impl_id, (impl,)) for impl in impls]
+        found = machine.tuning(*contenders, mode="compiled")
+        assert len(found.forms) == 2
+        for tokens in (1, 5, 64):
+            one = found.measure(tokens)
+            assert not one.rejected
+            assert {*one.finals} == {"vendor.default", "vendor.opaque"}
+
+    def test_one_that_cannot_be_traced(self, machine: Machine) -> None:
+        def branching(x: torch.Tensor) -> torch.Tensor:
+            return silu(x).float() if bool(x.sum() > 0) else -silu(-x).float()
+
+        impls = (
+            impl_of("silu_and_mul", "vendor.default", lambda x: silu(x).float()),
+            impl_of("silu_and_mul", "vendor.branches", branching, traceable=True),
+        )
+        op = machine.tuning(*(Contender(i.impl_id, (i,)) for i in impls), mode="compiled")
+        found = op.measure(8)
+        assert {*found.rejected} == {"vendor.branches"}
+        assert found.rejected["vendor.branches"].startswith("raised: ")
+
+
+class TestNeverAtBoot:
+    ROOT = Path(vllm_fl_tools.__file__).parent
+    MEASURING = ("tuning", "timing", "bench")
+
+    def test_only_the_verb_imports_it(self) -> None:
+        importers = set()
+        for path in self.ROOT.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    names = {(node.module or "").rpartition(".")[2], *(a.name for a in node.names)}
+                    if names & {*self.MEASURING}:
+                        importers.add(str(path.relative_to(self.ROOT)))
+        assert importers == {"cli/_tuning.py", "engine/bench.py", "engine/tuning.py"}
+
+    @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+    def test_an_engines_modules_do_not_load_it(self) -> None:
+        code = (
+            "import sys, vllm_fl.engine.preflight, vllm_fl.integration.entry\n"
+            "import vllm_fl.integration.planning, vllm_fl.integration.worker\n"
+            "print([m for m in sys.modules if m.startswith('vllm_fl_tools')])"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines()[-1] == "[]"
