@@ -290,7 +290,7 @@ def real(session: nox.Session) -> None:
 
 def engines_on_real_models(session: nox.Session, *args: str) -> None:
     """The tests on real models; those of one file share engines, and have one worker."""
-    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    env = over(session, with_vllm(session), CORE, TOOLS, REFERENCE, CPU)
     options = ("--dist=loadfile", "--timeout=3600")  # one test may start, and compile, two engines
     tests_in_parallel(session, env, "tests/real", *options, *args, **ENGINE)
 
@@ -320,7 +320,7 @@ def ray(session: nox.Session) -> None:
 @timed("quickstart")
 def quickstart(session: nox.Session) -> None:
     """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
-    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    env = over(session, with_vllm(session), CORE, TOOLS, REFERENCE, CPU)
     model = real_model(session, SMOLLM2)
     options = ("--model", str(model.relative_to(ROOT))) if model else ()
     python(session, env, "quickstart.py", *options, *session.posargs, **ENGINE)
@@ -329,7 +329,7 @@ def quickstart(session: nox.Session) -> None:
 @timed("bench", default=False)
 def bench(session: nox.Session) -> None:
     """Measure the call path and the engine against a direct call and stock vLLM."""
-    env = over(session, with_vllm(session), CORE, REFERENCE, CPU)
+    env = over(session, with_vllm(session), CORE, TOOLS, REFERENCE, CPU)
     model = real_model(session, SMOLLM2)
     options = ("--real", str(model.relative_to(ROOT))) if model else ()
     python(session, env, "benchmarks/run.py", *options, *session.posargs, **ENGINE)

@@ -40,7 +40,7 @@ def end_profile(worker: Any) -> dict[str, list[float]]:
     """Kernel -> its µs and calls since `begin_profile`."""
     import torch
 
-    from vllm_fl.integration.profiling import device_times
+    from vllm_fl_tools.integration.profiling import device_times
 
     torch.cuda.synchronize()
     profiled = worker.__dict__.pop("profiled")

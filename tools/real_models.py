@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = ["MODELS", "RealModel", "make"]
 
@@ -113,8 +114,8 @@ def _from_gguf(weights: Path, folder: Path) -> None:
     import torch
     import transformers
 
-    where = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
-    read = transformers.AutoModelForCausalLM.from_pretrained(dtype=torch.bfloat16, **where)
+    where: Any = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    read: Any = transformers.AutoModelForCausalLM.from_pretrained(dtype=torch.bfloat16, **where)
     config = read.config
     # transformers does not save a model that it calls quantised: its state goes into a fresh one.
     del config.quantization_config

@@ -73,7 +73,7 @@ def test_wrong_usage_is_status_2(install: Install, arguments: list[str]) -> None
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["tune", "bisect", "report"])
+@pytest.mark.parametrize("verb", ["tune", "bisect", "coverage", "report"])
 def test_a_verb_of_the_tools_says_how_to_get_it(install: Install, verb: str) -> None:
     done = install().command(verb, "--json")
     assert (done.returncode, done.stdout) == (2, "")
@@ -86,7 +86,9 @@ def test_a_verb_of_the_tools_says_how_to_get_it(install: Install, verb: str) -> 
 
 def test_the_tools_need_neither_torch_nor_vllm_to_be_listed(install: Install) -> None:
     installed = install("vllm-fl-tools")
-    assert {"tune", "bisect", "report", "ops"} <= {*installed.command("--help").stdout.split()}
+    assert {"tune", "bisect", "report", "coverage", "ops"} <= {
+        *installed.command("--help").stdout.split()
+    }
     assert installed.command("report", "--help").returncode == 0
     done = installed.command("tune", "--sizes", "hidden=64")
     assert done.returncode == 2 and "torch cannot be imported" in done.stderr

@@ -48,7 +48,9 @@ BARE = Distribution("vllm_fl_core.dist-info", "")
 
 TOOLS = "vllm-fl-tools"
 
-ELSEWHERE: Mapping[str, str] = MappingProxyType(dict.fromkeys(("bisect", "report", "tune"), TOOLS))
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("bisect", "coverage", "report", "tune"), TOOLS)
+)
 """Well-known verbs that core does not bring, with the distribution that does."""
 
 

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..dispatch import get_default_manager
-from ..settings.schema import Settings
+from vllm_fl.cli.common import UsageError, print_json, print_table, say
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.settings.schema import Settings
+
 from ._coverage import Phase, Whose, attribute, named, sums
 from ._engines import Engine, running
-from ._show import UsageError, print_json, print_table, say
 
-EXTENSION = "vllm_fl.integration.profiling.Profiling"
+EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Variable -> the folder of a cache that this command gives the engine empty: code that an earlier

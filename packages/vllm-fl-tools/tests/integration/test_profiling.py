@@ -16,7 +16,7 @@ from builders import managing, planning, refusing, silu
 from vllm.config import CUDAGraphMode
 
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.profiling import Profiling, device_times
+from vllm_fl_tools.integration.profiling import Profiling, device_times
 
 OP = "vllm-fl/op/silu_and_mul/vendor.acme"
 X = torch.randn(3, 8)

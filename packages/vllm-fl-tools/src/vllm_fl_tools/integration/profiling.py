@@ -23,13 +23,13 @@ import torch
 from torch.compiler import is_compiling
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from ..contracts.binding import GraphPlace, IrPlace, OperatorPlace
-from ..engine.opaque import operators as our_operators
-from ..plugins.types import OpImpl
-from ..text import quote
-from .bindings import installed_bindings, places
-from .functional_operators import OWNER
-from .seams import layers
+from vllm_fl.contracts.binding import GraphPlace, IrPlace, OperatorPlace
+from vllm_fl.engine.opaque import operators as our_operators
+from vllm_fl.integration.bindings import installed_bindings, places
+from vllm_fl.integration.functional_operators import OWNER
+from vllm_fl.integration.seams import layers
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.text import quote
 
 __all__ = ["AMBIGUOUS", "Profiling", "device_times", "watch_compiler"]
 

@@ -11,14 +11,14 @@ import pytest
 from commands import Command
 from profiles import LINEAR, NORM, NORM_OP, learnt, measured, on_host, places, report
 
-from vllm_fl.cli import _engines
+from vllm_fl_tools.cli import _engines
 
 ENGINE = """
 import json, os, sys
 
 request = json.loads(sys.argv[-1])
 told = json.load(open("told.json"))
-assert request["options"]["worker_extension_cls"].startswith("vllm_fl.integration.profiling")
+assert request["options"]["worker_extension_cls"].startswith("vllm_fl_tools.integration.profiling")
 assert not os.path.exists(os.environ["VLLM_CACHE_ROOT"])
 if "--bad" in request.get("arguments", []):
     print(json.dumps({"usage": "unrecognized arguments: --bad"}), flush=True)

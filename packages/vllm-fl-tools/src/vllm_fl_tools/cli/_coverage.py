@@ -209,7 +209,9 @@ class Whose:
                 others[part] = None
         if not impls:
             name = f"fused: {', '.join(others)}" if others else "fused by the compiler"
-            unknown = "" if parts else "; this PyTorch does not tell what is in it"
+            knows = self.places["knows_kernels"]
+            untold = "its layers are not known" if knows else "this PyTorch does not tell"
+            unknown = "" if parts else f"; {untold}"
             return Owner("", STOCK, name, NO if parts else UNKNOWN, f"no contract{unknown}")
         ours = [op for op, impl in impls.items() if impl != STOCK]
         reached = YES if len(ours) == len(impls) else PARTLY if ours else NO
