@@ -120,7 +120,8 @@ def _from_gguf(weights: Path, folder: Path) -> None:
     # transformers does not save a model that it calls quantised: its state goes into a fresh one.
     del config.quantization_config
     config.dtype = torch.bfloat16
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fresh: Any = transformers.AutoModelForCausalLM
+    model = fresh.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
