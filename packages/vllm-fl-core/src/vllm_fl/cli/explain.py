@@ -21,7 +21,7 @@ from ..contracts.binding import (
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import UNORDERED, Trace
-from ..integration.bindings import all_bindings
+from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from ..settings.policy import Mode, OpOrder

@@ -19,7 +19,7 @@ from ..contracts import ModelSizes
 from ..contracts.binding import Binding
 from ..contracts.sizes import RULES
 from ..dispatch import get_default_manager
-from ..integration.bindings import all_bindings
+from ..integration.places import all_bindings
 from ..integration.threads import worker_threads
 from ..settings.policy import closest
 from ..settings.table import DEFAULT, Figure, Table, TunedOp

@@ -25,7 +25,7 @@ from ..contracts import ModelSizes, OpSpec
 from ..contracts.sizes import typical_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
-from ..integration.bindings import all_bindings
+from ..integration.places import all_bindings
 from ..plugins.forms import asked_for
 from ..plugins.types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
 from ..settings.policy import closest

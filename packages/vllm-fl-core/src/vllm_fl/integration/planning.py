@@ -20,8 +20,8 @@ from ..plugins.attention import ATTENTION
 from ..plugins.communicator import NAMED_CLASSES
 from ..settings.loading import Settings, check_names
 from . import ranges
-from .bindings import installed_bindings
 from .compat import hide_our_variables
+from .places import installed_bindings
 from .seams import attention, communicator, fusions, torch_operators, whole_layers
 from .seams.ir import ir_ops
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table

@@ -17,7 +17,7 @@ from ..contracts.binding import (
     OperatorPlace,
 )
 from ..settings.policy import Mode
-from .bindings import stock_form
+from .places import stock_form
 from .seams import functions, operators
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import probe, serving
-from .bindings import installed_bindings
+from .places import installed_bindings
 from .planning import plan_for
 from .ranks import Verdict, agree, common_table, differences, lacking
 from .seams import attention, fusions, whole_layers

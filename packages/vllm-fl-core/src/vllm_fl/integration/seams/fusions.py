@@ -24,7 +24,7 @@ from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
-from ..bindings import installed_bindings, places, stock_form
+from ..places import installed_bindings, places, stock_form
 from ..serving import plan_now
 from .ir import ir_ops
 

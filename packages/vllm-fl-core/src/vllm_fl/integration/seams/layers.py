@@ -26,8 +26,8 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.installed import identity
 from ...text import quote
-from ..bindings import installed_bindings, places, stock_form
 from ..compat import FORMER_LAYERS
+from ..places import installed_bindings, places, stock_form
 from .ir import ir_ops
 
 if TYPE_CHECKING:
