@@ -270,6 +270,10 @@ class Binding:
         between_graphs: whether vLLM calls the op in what its piecewise CUDA graphs leave out (its
             `splitting_ops`: attention, linear attention). In a step that prefills the host launches
             it then, at sizes of which graphs are captured, too, and `vllm-fl tune` counts that.
+        formerly: ops of vllm-plugin-FL whose place the op has, with other parameters: who orders
+            one of them is told this op's name.
+        former_layers: names of the op's layers that vllm-plugin-FL's lists of layers hold: a vLLM
+            that lacks such a layer is said to, and the start goes on.
     """
 
     places: tuple[Place, ...] = ()
@@ -277,6 +281,8 @@ class Binding:
     not_reached: tuple[str, ...] = ()
     when: Callable[[Any], bool] | None = None
     between_graphs: bool = False
+    formerly: tuple[str, ...] = ()
+    former_layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

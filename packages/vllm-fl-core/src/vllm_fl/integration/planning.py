@@ -255,7 +255,12 @@ def _read_settings(platform: str) -> Settings:
     layers = known_layers()
     if not layers.issuperset((*(settings.oot_whitelist or ()), *settings.oot_blacklist)):
         layers |= whole_layers.names()  # reads vLLM's source
-    return check_names(settings, ops={*registry.snapshot().ops, *NAMED_CLASSES}, layers=layers)
+    return check_names(
+        settings,
+        ops={*registry.snapshot().ops, *NAMED_CLASSES},
+        layers=layers,
+        bindings=installed_bindings(),
+    )
 
 
 def plan_for(

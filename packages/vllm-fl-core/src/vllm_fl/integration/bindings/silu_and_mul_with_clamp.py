@@ -37,4 +37,5 @@ BINDING = Binding(
         HW_AGNOSTIC,
     ),
     when=mentions("swiglu"),  # as `swiglu_limit`
+    former_layers=("silu_and_mul_with_clamp",),
 )
