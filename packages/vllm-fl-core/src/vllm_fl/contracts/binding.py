@@ -274,6 +274,17 @@ class Binding:
             one of them is told this op's name.
         former_layers: names of the op's layers that vllm-plugin-FL's lists of layers hold: a vLLM
             that lacks such a layer is said to, and the start goes on.
+        fused_by: the fields of vLLM's PassConfig that turn on passes which match the op and put a
+            kernel of vLLM's there. While one is on, compiled code has vLLM's own form, unless the
+            op is one of vLLM's IR there.
+        batch_invariant: what of vLLM's own VLLM_BATCH_INVARIANT asks for where the op would run, as
+            `vLLM's own kernel`: the op is left to vLLM then. Empty where it asks for nothing.
+        needs: names that the places call or read, as `vllm.package.module:Class.method`. A release
+            that lacks one has no place for the op, which is left to vLLM, and said to be. What a
+            place itself names (a class, a function) is asked for without being told here.
+        shared: where vLLM keeps layers of the op that all models of a process share, as
+            `vllm.package.module:TABLE`: dictionaries, which are emptied before a model is built.
+            Each counts as needed, too.
     """
 
     places: tuple[Place, ...] = ()
@@ -283,6 +294,10 @@ class Binding:
     between_graphs: bool = False
     formerly: tuple[str, ...] = ()
     former_layers: tuple[str, ...] = ()
+    fused_by: tuple[str, ...] = ()
+    batch_invariant: str = ""
+    needs: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace, put
 from ...contracts.sizes import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from . import rms_norm
+from ._ropes import ROTATION
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,4 +162,6 @@ BINDING = Binding(
         "projections, models that norm heads all at once; on CUDA and ROCm heads of another size "
         "than 64, 128 or 256, and an epsilon other than 1e-5 and 1e-6",
     ),
+    batch_invariant="vLLM's own norms, which it replaces",
+    needs=(ROTATION,),
 )

@@ -8,7 +8,7 @@ from ...contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, put
 from ...contracts.rotary_embedding import joint_cos_sin
 from ...contracts.sizes import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._phrases import HW_AGNOSTIC
-from ._ropes import halves
+from ._ropes import LAYER, ROTATION, SHARED, halves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -224,4 +224,6 @@ BINDING = Binding(
         "compiled mode on CUDA",
         HW_AGNOSTIC,
     ),
+    needs=(*LAYER, ROTATION),
+    shared=SHARED,
 )
