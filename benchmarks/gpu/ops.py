@@ -167,7 +167,7 @@ def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
 
 def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
     """vLLM's C++ kernel called straight."""
-    from vllm_fl.contracts.rotary_embedding import joint_cos_sin
+    from vllm_fl import joint_cos_sin
     from vllm_fl_cuda.impl import kernel
 
     if op == "silu_and_mul":

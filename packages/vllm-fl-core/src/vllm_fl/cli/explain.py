@@ -232,7 +232,7 @@ def places_of(binding: Binding) -> list[str]:
             case GraphPlace():
                 told.append(f"{', '.join(place.operators)} of PyTorch's, in compiled graphs")
             case FusionPlace():
-                ours = ", or one of ours on a plugin's device" * bool(place.own)
+                ours = ", or one of ours on a plugin's device" * (place.own is not None)
                 told.append(f"where vLLM's pass {place.path.rpartition('.')[2]} finds it{ours}")
     return list(dict.fromkeys(told))
 

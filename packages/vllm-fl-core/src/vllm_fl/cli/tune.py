@@ -29,7 +29,7 @@ from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._progress import doing
 from ._report import ReportFile
 from ._show import UsageError, print_json, print_table, say
-from ._tuning import EXPERTS, STOCK, Subject, Work
+from ._tuning import STOCK, Subject, Work
 from .verify import check_known, device_of, positive_seconds
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _subject(
     if sizes is not None:
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
-        absent = frozenset() if sizes.more.get("experts") else frozenset({EXPERTS})
+        absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
         captured = None
     else:
         try:
@@ -243,6 +243,14 @@ def _subject(
         absent,
         captured,
     )
+
+
+def _is_left_out(binding: Binding, sizes: ModelSizes) -> bool:
+    """Whether `--sizes` tells no size of an op's own, of those that call others' operators: they
+    would keep these from being ordered by range of sizes."""
+    every = {field.name for field in fields(ModelSizes)}
+    own = [rule.name for rule in binding.sizes if rule.name not in every]
+    return binding.calls_operators and not any(sizes.more.get(name) for name in own)
 
 
 @contextmanager

@@ -50,9 +50,6 @@ seconds no further one is begun."""
 BATCH = 300
 """The largest batch in which the bits of rows are compared: beyond the pool of verification."""
 
-EXPERTS = 16
-"""How many experts a mixture has there. More of them would be more memory, and no other kernel."""
-
 TIMEOUT = 120.0
 """Seconds that one sample may take: room for a kernel that is compiled, or built, at its first."""
 
@@ -264,9 +261,12 @@ class _Work:
         snapshot = manager.registry.snapshot()
         self.specs = snapshot.contracts
         self.sizes = replace(typical_sizes(snapshot.bindings.values()), tokens=(TOKENS,))
-        every = typical_sizes(all_bindings(snapshot).values())
-        more = {**every.more, "experts": EXPERTS}
-        self.all_sizes = replace(every, more=more, tokens=(1, BATCH))
+        bindings = all_bindings(snapshot).values()
+        every = typical_sizes(bindings)
+        few = {r.name: r.few for binding in bindings for r in binding.sizes if r.few is not None}
+        more = {name: few.get(name, value) for name, value in every.more.items()}
+        own: dict[str, Any] = {name: few[name] for name in few if name not in more}
+        self.all_sizes = replace(every, **own, more=more, tokens=(1, BATCH))
         self.units = [
             (impl, dtype)
             for impl in impls

@@ -321,4 +321,5 @@ BINDING = Binding(
     ),
     when=_may_serve,
     formerly=("invoke_fused_moe_triton_kernel",),
+    calls_operators=True,
 )

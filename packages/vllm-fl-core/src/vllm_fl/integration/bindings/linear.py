@@ -103,4 +103,5 @@ BINDING = Binding(
         "the logits' product, which is outside of the compiled model",
     ),
     when=_may_have,
+    products=True,
 )
