@@ -269,7 +269,8 @@ def test_discovering_by_hand_looks_where_a_start_looks(
     monkeypatch.setenv("VLLM_FL_PLUGINS", "")
     registry = OpRegistry()
     plugins = dispatch.discover_plugins(registry)
-    assert [p.target for p in plugins if p.status == "ok"] == ["acme_older_a"]
+    loaded = [p.target for p in plugins if p.status == "ok" and p.hooks != ("contracts",)]
+    assert loaded == ["acme_older_a"]
     assert all(p.status != "failed" for p in plugins)
     assert registry.list_operators() == ["silu_and_mul"]
 

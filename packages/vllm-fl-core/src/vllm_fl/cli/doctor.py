@@ -24,7 +24,7 @@ from ..plugins.breadcrumb import Crumb
 from ..plugins.calling import LEAVE_OUT, devices, find_device, policy_files
 from ..plugins.finding import Finding
 from ..plugins.plugin import Plugin
-from ..plugins.registry import OpRegistry
+from ..plugins.registry import EMPTY, OpRegistry
 from ..settings.loading import load_startup
 from ..settings.schema import CONFIG, TAKEN, Settings
 from ..settings.values import OP_CONFIG
@@ -108,7 +108,7 @@ class _Examined:
     """What a process would start with, found step by step so that each may fail on its own."""
 
     def __init__(self) -> None:
-        self.registry = OpRegistry()
+        self.registry = OpRegistry(EMPTY)
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
         self.device: str | None = None

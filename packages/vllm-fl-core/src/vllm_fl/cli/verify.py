@@ -260,13 +260,12 @@ class _Work:
         self.manager, self.device, self.timed = manager, device, timed
         snapshot = manager.registry.snapshot()
         self.specs = snapshot.contracts
-        self.sizes = replace(typical_sizes(snapshot.bindings.values()), tokens=(TOKENS,))
         bindings = all_bindings(snapshot).values()
         every = typical_sizes(bindings)
         few = {r.name: r.few for binding in bindings for r in binding.sizes if r.few is not None}
         more = {name: few.get(name, value) for name, value in every.more.items()}
         own: dict[str, Any] = {name: few[name] for name in few if name not in more}
-        self.all_sizes = replace(every, **own, more=more, tokens=(1, BATCH))
+        self.sizes = replace(every, **own, more=more, tokens=(1, BATCH))
         self.units = [
             (impl, dtype)
             for impl in impls
@@ -288,9 +287,10 @@ class _Work:
             same = self._same_bits(impl, dtype, watch) if sound else None
             call = None
             if self.timed and sound:
+                one = replace(self.sizes, tokens=(TOKENS,))
                 try:
                     with watch.call("measuring"):
-                        call = _timed(impl, spec, dtype, self.sizes, self.device)
+                        call = _timed(impl, spec, dtype, one, self.device)
                 except TookTooLong:
                     say(f"{watch.running}: given up; --no-times leaves it out", error=True)
             self.results.append(
@@ -322,7 +322,7 @@ class _Work:
         from ..engine.preflight import Trials
 
         spec = self.specs[impl.op_name]
-        trials = Trials(spec, getattr(torch, dtype), self.device, self.all_sizes, seed=0)
+        trials = Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
         try:
             with watch.call("repeating"):
                 found = determinism_of(impl, trials)

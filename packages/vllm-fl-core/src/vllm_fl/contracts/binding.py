@@ -256,13 +256,16 @@ class SizeRule:
             not tell the size.
         typical: what `vllm-fl verify` and the conformance kit take, where there is no model.
         few: what `vllm-fl verify` takes where it compares the bits of rows, if fewer are the same
-            to a kernel and less memory; None for `typical`.
+            to a kernel and less memory, and for the call that it times; None for `typical`.
+        in_kit: whether the conformance kit makes calls of this size where a backend's test does not
+            tell it. Not if such calls take long, and the contract's samples show as much.
     """
 
     name: str
     ask: Callable[[Any], float]
     typical: float
     few: float | None = None
+    in_kit: bool = True
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from ..dispatch import get_default_manager
 from ..plugins.attention import ATTENTION
 from ..plugins.registry import RegistrySnapshot
 from ..plugins.types import BackendImplKind, OpImpl
-from .bindings import bindings
 
 __all__ = ["ATTENTION_LAYERS", "all_bindings", "installed_bindings", "places", "stock_form"]
 
@@ -51,8 +50,8 @@ ATTENTION_LAYERS = Binding(
 
 
 def all_bindings(snapshot: RegistrySnapshot) -> Mapping[str, Binding]:
-    """Every binding by op: attention's, core's own, and those that plugins brought."""
-    return {ATTENTION: ATTENTION_LAYERS, **bindings(), **snapshot.bindings}
+    """Every binding by op: attention's, and those that came with contracts."""
+    return {ATTENTION: ATTENTION_LAYERS, **snapshot.bindings}
 
 
 def installed_bindings() -> Mapping[str, Binding]:

@@ -49,6 +49,11 @@ class Plugin:
     settings: tuple[SettingSpec[Any], ...] = ()
     contracts: tuple[tuple[Contract, Binding], ...] = ()
 
+    @property
+    def lost_contracts(self) -> bool:
+        """Whether it has failed and may have had contracts: nobody knows of which ops."""
+        return self.status == "failed" and (not self.hooks or "contracts" in self.hooks)
+
     def may_bring(self, name: str, op: str | None = None) -> bool:
         """Whether an impl id or vendor called `name` would have come from this plugin, for `op`."""
         vendor = name.removeprefix("vendor.")
