@@ -145,7 +145,7 @@ class _Examined:
                     "What it set would have counted as yours.",
                     "Set it yourself if you want it, and tell the plugin's author.",
                 )
-        if not found:
+        if all(each.is_data for each in found):
             yield Finding(
                 "plugins",
                 "No backend is installed.",

@@ -127,9 +127,9 @@ def _problem(name: str, parent: Path, folder: Path) -> str | None:
 
 def _unknown(ops: Sequence[str], platform: str | None) -> str | None:
     for op in ops:
-        known = known_contracts().contracts
-        if op not in known:
-            return f"--ops: no contract names {op!r}.{closest(op, known)} " + (
+        named = known_contracts().contracts
+        if op not in named:
+            return f"--ops: no contract names {op!r}.{closest(op, named)} " + (
                 f"Known: {', '.join(_ops())}"
             )
         if op not in _ops():

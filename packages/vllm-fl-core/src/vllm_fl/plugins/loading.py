@@ -158,7 +158,10 @@ def load(
         _register(registry, plugin, impls, claims, why, todo) if plugin.status == "ok" else plugin
         for (plugin, impls), why, todo in zip(brought, refused, told, strict=True)
     ]
-    loaded = tuple(replace(p, remarks=each) for p, each in zip(plugins, remarks, strict=True))
+    loaded = tuple(
+        replace(plugin, remarks=each, is_data=one.is_data)
+        for plugin, each, one in zip(plugins, remarks, found, strict=True)
+    )
     registry.plugins += loaded
     return loaded
 

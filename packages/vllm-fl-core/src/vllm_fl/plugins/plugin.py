@@ -35,6 +35,7 @@ class Plugin:
         lost: the (op, id)s that were refused to one that is `partial`.
         settings: the settings that it declares.
         contracts: the ops that it brings, each with its places in vLLM.
+        is_data: whether it brings contracts and nothing else, by the group of its entry point.
     """
 
     owner: Owner
@@ -48,6 +49,7 @@ class Plugin:
     lost: tuple[tuple[str, str], ...] = ()
     settings: tuple[SettingSpec[Any], ...] = ()
     contracts: tuple[tuple[Contract, Binding], ...] = ()
+    is_data: bool = False
 
     @property
     def lost_contracts(self) -> bool:
