@@ -40,9 +40,11 @@ class Installed:
         )
 
     def plugins(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
-        """What `vllm-fl plugins --json` lists, by distribution; `status` is its exit status."""
+        """What `vllm-fl plugins --json` lists beside core's own ops, by distribution; `status` is
+        its exit status."""
         found = self.answer("plugins", status=status, **variables)["plugins"]
-        return {plugin["distribution"]: plugin for plugin in found}
+        ours = {("vllm-fl-core", "ops")}
+        return {p["distribution"]: p for p in found if (p["distribution"], p["name"]) not in ours}
 
     def ops(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
         """What `vllm-fl ops --json` lists, by op; `status` is its exit status."""

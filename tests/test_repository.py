@@ -123,6 +123,7 @@ print(json.dumps(sorted(loaded)))
     )
     plugins = [f"vllm_fl.plugin: {name.removeprefix('vllm-fl-')}" for name in BACKENDS]
     ours = ["console_scripts: vllm-fl", "vllm.general_plugins: fl", "vllm.platform_plugins: fl"]
+    ours += ["vllm_fl.contracts: ops"]
     verbs = [
         f"vllm_fl.cli: {verb}"
         for name in ("vllm-fl-core", TOOLS)

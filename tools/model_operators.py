@@ -214,7 +214,8 @@ def mark_places() -> dict[str, str]:
     To be called before the model is built: a layer keeps the method that it finds then.
     """
     from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
-    from vllm_fl.integration.bindings import bindings, places
+    from vllm_fl.integration.bindings import bindings
+    from vllm_fl.integration.places import places
     from vllm_fl.integration.seams.layers import FORWARDS
 
     for op, layer in places(bindings(), LayerPlace):

@@ -142,7 +142,8 @@ def bound() -> set[str]:
     """The operators that core's bindings name."""
     sys.path.insert(0, str(SOURCES))
     from vllm_fl.contracts.binding import OperatorPlace
-    from vllm_fl.integration.bindings import bindings, places
+    from vllm_fl.integration.bindings import bindings
+    from vllm_fl.integration.places import places
 
     return {place.name for _, place in places(bindings(), OperatorPlace)}
 

@@ -126,7 +126,7 @@ def implementations(op: str) -> dict[str, Callable[..., Any]]:
     for name in ("reference.torch", "vendor.cuda", "default.flagos"):
         policy = SelectionPolicy(per_op_order={op: (f"impl:{name}",)})
         trace = get_default_manager().trace(op, policy=policy)
-        plan = Plan("eager", {op: PlanEntry(op, trace)}, strict=True)
+        plan = Plan("eager", {op: PlanEntry(op, trace)}, strict=True, contracts=contracts())
         impl = plan.entries[op].impl
         if impl is None:
             print(f"{op} {name}: {trace.rejected}", file=sys.stderr)
@@ -167,7 +167,7 @@ def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
 
 def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
     """vLLM's C++ kernel called straight."""
-    from vllm_fl.contracts.rotary_embedding import joint_cos_sin
+    from vllm_fl import joint_cos_sin
     from vllm_fl_cuda.impl import kernel
 
     if op == "silu_and_mul":

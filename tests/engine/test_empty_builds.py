@@ -18,7 +18,8 @@ from engine_run import STOCK, Job, largest_difference, run
 from engines import IN_ONE_PROCESS, PLUGINS, Once, Runner
 
 from vllm_fl.contracts.binding import OperatorPlace
-from vllm_fl.integration.bindings import bindings, places
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.places import places
 
 pytestmark = pytest.mark.skipif(
     find_spec("fl_bare_cpu") is None,

@@ -32,8 +32,10 @@ print(json.dumps(names))
     assert {f"vllm_fl.contracts.{op}" for op in ("rms_norm", "rotary_embedding")} <= set(imported)
 
 
-def test_plugins_lists_none(install: Install) -> None:
-    assert install().plugins(status=0) == {}
+def test_plugins_lists_the_ops_alone_and_says_what_to_install(install: Install) -> None:
+    (ops,) = install().answer("plugins", status=0)["plugins"]
+    assert (ops["name"], ops["status"], ops["hooks"]) == ("ops", "ok", ["contracts"])
+    assert "pip install vllm-fl-reference" in install().command("plugins").stdout
 
 
 def test_ops_lists_every_contract_without_a_candidate(install: Install) -> None:

@@ -52,7 +52,7 @@ def test_a_registry_of_ones_own_is_held_to_the_list_too(install: Install) -> Non
         "print(json.dumps({p.owner.plugin: p.status for p in discover_plugins(OpRegistry())}))"
     )
     found = install("fl-sound", "fl-exits").script(code, VLLM_FL_PLUGINS="fl-sound")
-    assert found == {"exits": "disabled", "sound": "ok"}
+    assert found == {"exits": "disabled", "ops": "ok", "sound": "ok"}
 
 
 def test_an_id_that_is_reserved_is_its_holders(install: Install) -> None:

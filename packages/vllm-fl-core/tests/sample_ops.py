@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import vllm_fl.contracts
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 FOLDER = Path(__file__).with_name("sample_contracts")
@@ -19,15 +20,17 @@ FOLDER = Path(__file__).with_name("sample_contracts")
 
 @contextmanager
 def sample_contracts() -> Iterator[None]:
-    """The contracts of `sample_contracts/` beside core's own."""
+    """The contracts of `sample_contracts/` beside those of the distributions of contracts alone."""
     path = vllm_fl.contracts.__path__
     path.append(str(FOLDER))
     vllm_fl.contracts.contracts.cache_clear()
+    known_contracts.cache_clear()
     try:
         yield
     finally:
         path.remove(str(FOLDER))
         vllm_fl.contracts.contracts.cache_clear()
+        known_contracts.cache_clear()
 
 
 def greedy_token(logits: Tensor) -> Tensor:

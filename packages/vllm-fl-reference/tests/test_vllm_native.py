@@ -18,7 +18,8 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.context import building
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
-from vllm_fl.integration.bindings import bindings, places
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.places import places
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_reference import plugin
 

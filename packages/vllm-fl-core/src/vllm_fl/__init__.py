@@ -72,7 +72,7 @@ if TYPE_CHECKING:
         OperatorPlace,
         SizeRule,
     )
-    from .contracts.rotary_embedding import joint_cos_sin
+    from .contracts.cos_sin import joint_cos_sin
     from .contracts.sampling import Source
     from .errors import PluginError, SettingsError, VllmFLError
     from .logs import get_logger
@@ -140,7 +140,7 @@ _HOMES = {
     "WorkerReport": ".plugins.types",
     "get_logger": ".logs",
     "hookimpl": ".plugins.hookspecs",
-    "joint_cos_sin": ".contracts.rotary_embedding",
+    "joint_cos_sin": ".contracts.cos_sin",
 }
 
 __all__ = [

@@ -7,6 +7,7 @@ import json
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -58,7 +59,8 @@ def test_nothing_of_the_template_s_own_name_is_left(tmp_path: Path) -> None:
 def test_an_op_without_a_plain_form_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb, "contracts", lambda: {**contracts(), "wiggle": None})
+    known = SimpleNamespace(contracts={**contracts(), "wiggle": None})
+    monkeypatch.setattr(verb, "known_contracts", lambda: known)
     assert main(["new", "foo", "--dir", str(tmp_path)]) == 0, "it is not among the defaults"
     assert main(["new", "bar", "--dir", str(tmp_path), "--ops", "wiggle"]) == 2
     said = capsys.readouterr().err

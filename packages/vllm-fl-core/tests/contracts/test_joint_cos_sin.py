@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vllm_fl.contracts.rotary_embedding import joint_cos_sin
+from vllm_fl.contracts.cos_sin import joint_cos_sin
 
 CACHE = torch.randn(10, 16, generator=torch.Generator().manual_seed(0))
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,7 @@ def main() -> None:
     plan = planning(managing(*impls, prefer="vendor"), "compiled")
     name = passes.manager_path(fusions.VLLMS_MANAGER).rpartition(".")[2]
     manager_class = getattr(passes, name)
-    plan = type(plan)(plan.mode, plan.entries, whole=frozenset({"rotary_embedding"}))
+    plan = replace(plan, whole=frozenset({"rotary_embedding"}))
     turn = plan.bind("rotary_embedding", None, frozenset({"query", "key"}))
     config = VllmConfig()
     config.model_config = SimpleNamespace(dtype=torch.float32, using_transformers_backend=bool)

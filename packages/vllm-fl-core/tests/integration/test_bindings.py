@@ -14,13 +14,13 @@ import pytest
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
 from vllm_fl.contracts.sizes import RULES
-from vllm_fl.integration.bindings import bindings, places
-from vllm_fl.plugins.attention import ATTENTION
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.places import ATTENTION_LAYERS, places
 
 
 def test_every_op_has_a_binding_and_says_what_runs_past_it() -> None:
-    assert set(bindings()) == {*contracts(), ATTENTION}
-    for binding in bindings().values():
+    assert set(bindings()) == {*contracts()}
+    for binding in (*bindings().values(), ATTENTION_LAYERS):
         told = binding.not_reached
         assert told and len(set(told)) == len(told)
         assert all(line.isprintable() and not line.endswith(".") for line in told)

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm_fl.contracts.binding import Binding, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.bindings import bindings
-from vllm_fl.integration.bindings import places as places_of
+from vllm_fl.integration.places import places as places_of
 from vllm_fl.integration.seams import operators
 from vllm_fl.integration.seams.callers import only_calls
 from vllm_fl.integration.seams.lookups import target_of

@@ -86,10 +86,11 @@ def test_a_module_is_missed(tmp_path: Path) -> None:
 
 def test_a_name_may_be_conditional_imported_or_asynchronous(tmp_path: Path) -> None:
     write_vllm(tmp_path)
-    (tmp_path / "ir/ops/layernorm.py").write_text(
-        "if True:\n    from .other import norm as rms_norm\n"
+    (tmp_path / "distributed/parallel_state.py").write_text(
+        (tmp_path / "distributed/parallel_state.py").read_text().replace("_groups = None", "")
+        + "\nif True:\n    from .other import groups as _groups\n"
         "else:\n    pass\n"
-        "try:\n    async def fused_add_rms_norm(): ...\nexcept ImportError:\n    pass\n"
+        "try:\n    async def get_world_group(): ...\nexcept ImportError:\n    pass\n"
     )
     assert missing([tmp_path]) is None
 

@@ -33,8 +33,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm_fl.contracts.binding import Binding, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
-from vllm_fl.integration.bindings import bindings, places
+from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
+from vllm_fl.integration.places import places
 from vllm_fl.integration.seams import empty, operators
 from vllm_fl.integration.serving import calling
 

@@ -28,7 +28,8 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FusionPlace, OperatorPlace
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.integration import planning
-from vllm_fl.integration.bindings import bindings, places
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.places import places
 from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
 from vllm_fl.integration.seams import fusions
 from vllm_fl.integration.seams import ir as ir_seam

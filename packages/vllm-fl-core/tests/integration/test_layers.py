@@ -13,7 +13,8 @@ from vllm.model_executor import custom_op
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import LayerPlace
-from vllm_fl.integration.bindings import bindings, places
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.integration.places import places
 from vllm_fl.integration.seams import layers
 
 

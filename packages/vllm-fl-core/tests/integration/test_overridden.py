@@ -1,7 +1,7 @@
-"""`compat.OVERRIDDEN` names all of vLLM's that integration imports, reads, calls or overrides.
+"""`compat.OVERRIDDEN` and bindings' `needs` name all of vLLM's that integration uses or overrides.
 
 The sources are walked as `ast` gives them: what comes from vLLM is followed through assignments,
-and each attribute of it must be in the table. What is asked for with a default (`getattr` with
+and each attribute of it must be in one of the two. What is asked for with a default (`getattr` with
 three arguments) is optional, and is not in it. Names that stand in strings (the forwards of a
 layer) are not followed.
 """
@@ -16,6 +16,7 @@ import pytest
 
 from vllm_fl.contracts import sizes
 from vllm_fl.integration import compat
+from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.compat import OVERRIDDEN
 
 ROOT = Path(compat.__file__).parent
@@ -69,7 +70,9 @@ PARAMETERS = {
 
 SUBMODULES = {part for module in OVERRIDDEN for part in module.split(".")} | {"selector"}
 SUBMODULES -= {"platforms"}  # the package; `current_platform` is what has attributes
-DECLARED = {name for names in OVERRIDDEN.values() for name in names}
+DECLARED = {name for names in OVERRIDDEN.values() for name in names} | {
+    path.partition(":")[2] for binding in bindings().values() for path in binding.needs
+}
 CLASSES = {name.partition(".")[0] for name in DECLARED if "." in name}
 
 
@@ -233,7 +236,6 @@ def test_everything_that_is_used_is_in_the_table() -> None:
         "VllmConfig.kernel_config",
         "WorkerBase.device",
         "WorkerBase.load_model",
-        "_ROPE_DICT",
         "builtin_platform_plugins",
         "get_current_vllm_config",
         "op_registry_oot",
@@ -265,5 +267,6 @@ def test_nothing_in_the_table_is_a_name_that_we_have_given_up() -> None:
                     ast.Constant(value=str(text))
                     | ast.JoinedStr(values=[*_, ast.Constant(value=str(text))])
                 ):
-                    mentioned |= {text, text.rpartition(".")[2]}  # a place is named by its path
+                    if ":" not in text:  # as those of `needs`
+                        mentioned |= {text, text.rpartition(".")[2]}  # a place's path
     assert {name for name in DECLARED if name.rpartition(".")[2] not in mentioned} == set()

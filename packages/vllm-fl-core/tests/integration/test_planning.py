@@ -28,6 +28,7 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.errors import SettingsError
 from vllm_fl.integration import planning
+from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.planning import (
     Carried,
@@ -327,14 +328,14 @@ def test_compiled_norms_are_planned_with_and_without_the_ir(
     assert planned_norm(process).label == "vendor.acme"
 
 
-@pytest.mark.parametrize("name", planning.NORM_FUSIONS)
+@pytest.mark.parametrize("name", bindings()["rms_norm"].fused_by)
 def test_without_the_ir_norms_that_vllm_fuses_itself_are_stock(
     process: OpManager, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     monkeypatch.setattr(ir_seam, "has_ir", lambda: False)
     entry = planned_norm(process, pass_config={name: True})
-    assert (entry.label, entry.reason) == ("stock", f"vLLM's own norm fusions are on ({name})")
+    assert (entry.label, entry.reason) == ("stock", f"vLLM's own fusions of it are on ({name})")
 
 
 def test_with_the_ir_vllms_fusions_come_first_and_our_norms_are_the_rest(

@@ -452,7 +452,8 @@ def test_every_kind_in_a_compiled_plan(
     fn: Any, lacks: list[str], traceable: bool, grown: OpSpec
 ) -> None:
     manager = managing(of("grown", fn, traceable=traceable))
-    plan = Plan("compiled", {"grown": PlanEntry("grown", manager.trace("grown"))}, strict=True)
+    entries = {"grown": PlanEntry("grown", manager.trace("grown"))}
+    plan = Plan("compiled", entries, strict=True, contracts={"grown": grown})
     bound = plan.as_compiled("grown", *plan.entries["grown"].firsts)
     compiled = torch.compile(bound, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(X, 1.0).double(), grown.oracle(X, 1.0))

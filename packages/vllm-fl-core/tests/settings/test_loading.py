@@ -18,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import settings as trials
 from hypothesis import strategies as st
 
+from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch.resolver import resolve
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
@@ -871,10 +872,12 @@ def test_name_that_its_owner_does_not_know_is_an_error() -> None:
 
 def test_an_order_for_an_op_of_vllm_plugin_fl_says_what_has_its_place() -> None:
     settings = load_settings({"VLLM_FL_PER_OP": "topk_softmax=vendor;rms_norm=vendor"})
-    (warning,) = check_names(settings, ops=OPS).warnings
+    bindings = {"acme_topk": Binding(formerly=("topk_softmax",))}  # whoever's op it is
+    (warning,) = check_names(settings, ops=OPS, bindings=bindings).warnings
     assert warning.startswith("environment VLLM_FL_PER_OP: op_backends.topk_softmax: ")
-    assert "'moe_topk'" in warning and "has no effect" in warning
-    assert check_names(settings, ops=(*OPS, "topk_softmax")).warnings == ()  # a plugin brings it
+    assert "'acme_topk'" in warning and "has no effect" in warning
+    brought = (*OPS, "topk_softmax")
+    assert check_names(settings, ops=brought, bindings=bindings).warnings == ()
 
 
 def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -> None:

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl import WorkerContext, WorkerReport
-from vllm_fl.contracts import contracts
+from vllm_fl.dispatch import get_default_manager
 
 from .loading import flag_gems, problem
 from .settings import BLACKLIST, OPLIST, USE, WHITELIST, check_names, value
 
 __all__ = ["known_names", "start", "write_list"]
-
-NOT_ATEN = frozenset(contracts()) | {"attention_backend"}
-"""Names in the lists that mean an op of the plan, not one of PyTorch's."""
 
 _replaced: list[tuple[str, ...]] = []
 """The replaced operators of this process, once there are any: there is no way back."""
@@ -43,7 +40,8 @@ def start(context: WorkerContext) -> WorkerReport | None:
     """
     settings = context.settings
     listed = value(settings, WHITELIST)
-    wanted = None if listed is None else tuple(n for n in listed if n not in NOT_ATEN)
+    planned = _ops_of_the_plan()
+    wanted = None if listed is None else tuple(n for n in listed if n not in planned)
     if not value(settings, USE) or wanted == () or context.device.type == "cpu":
         return None
     if context.wants_invariance:
@@ -59,7 +57,7 @@ def start(context: WorkerContext) -> WorkerReport | None:
     if reason:
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {reason}",), {"aten": []})
     gems = flag_gems()
-    check_names(settings, known_names(gems) | NOT_ATEN)
+    check_names(settings, known_names(gems) | planned)
     lines = []
     if _replaced:
         lines.append("FlagGems: PyTorch's operators stay as this process's first engine set them")
@@ -73,6 +71,11 @@ def start(context: WorkerContext) -> WorkerReport | None:
     if context.rank == 0:
         lines.append(_listed(value(settings, OPLIST), keys))
     return WorkerReport(tuple(lines), {"flag_gems": str(gems.__version__), "aten": list(keys)})
+
+
+def _ops_of_the_plan() -> frozenset[str]:
+    """Names in the lists that mean an op of the plan, not one of PyTorch's."""
+    return frozenset({*get_default_manager().registry.snapshot().ops, "attention_backend"})
 
 
 def known_names(gems: Any) -> frozenset[str]:

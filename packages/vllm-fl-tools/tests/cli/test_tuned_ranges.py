@@ -12,6 +12,7 @@ import torch
 from builders import silu
 
 from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts.binding import Binding, SizeRule
 from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.seams import fusions
 from vllm_fl_tools.cli import _tuning, tune
@@ -163,7 +164,11 @@ def test_a_model_of_which_no_number_of_experts_is_told_has_none(
         model=None, sizes="intermediate=8", mode="compiled", dtype=None, device="cpu"
     )
     sizes = ModelSizes(intermediate=8, more=more)
-    assert tune._subject(told, sizes, (1,), {}, torch.device("cpu")).absent == absent
+    cpu = torch.device("cpu")
+    assert tune._subject(told, sizes, (1,), bindings(), cpu).absent == absent
+    acme = Binding(sizes=(SizeRule("experts", lambda config: 8, 8),), calls_operators=True)
+    mine = tune._subject(told, sizes, (1,), {"acme_experts": acme}, cpu)
+    assert bool(mine.absent) is bool(absent), "anybody's op is asked, and by its own sizes"
 
 
 def test_all_ops_have_the_same_ranges() -> None:

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Iterator
 
-from ..contracts import contracts
+from ..plugins.loading import known_contracts
 
 __all__ = ["complete", "is_asked_for"]
 
@@ -37,5 +37,6 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _ops(**_: object) -> list[str]:
-    """The ops with a contract of core's; plugins are not loaded while somebody types."""
-    return [*contracts()]
+    """The ops of distributions that bring contracts alone; no other plugin is loaded while somebody
+    types."""
+    return [*known_contracts().contracts]

@@ -10,7 +10,7 @@ from typing import Any
 from ..plugins.calling import ENDED
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
-from ..plugins.loading import GROUP
+from ..plugins.loading import CONTRACTS, GROUP
 from ..settings.loading import load_startup
 from ..settings.schema import Settings
 from ._environment import SHOWN, torch_build, torch_facts, version_of
@@ -88,7 +88,7 @@ def _is_ours(dist: Any) -> bool:
     """Whether it is core, or a plugin for it: by its name, entry points, or what it depends on."""
     names = [dist.name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
     ours = any(canonical(name).startswith("vllm-fl-") for name in names)
-    return ours or bool(dist.entry_points.select(group=GROUP))
+    return ours or any(dist.entry_points.select(group=group) for group in (GROUP, CONTRACTS))
 
 
 def _gone(dist: Any) -> str:

@@ -32,7 +32,7 @@ from ..plugins.calling import (
 )
 from ..plugins.finding import Finding
 from ..plugins.plugin import Plugin
-from ..plugins.registry import OpRegistry
+from ..plugins.registry import EMPTY, OpRegistry
 from ..settings.loading import load_startup
 from ..settings.schema import CONFIG, TAKEN, Settings
 from ..settings.values import OP_CONFIG
@@ -116,7 +116,7 @@ class _Examined:
     """What a process would start with, found step by step so that each may fail on its own."""
 
     def __init__(self) -> None:
-        self.registry = OpRegistry()
+        self.registry = OpRegistry(EMPTY)
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
         self.device: str | None = None
@@ -153,7 +153,7 @@ class _Examined:
                     "What it set would have counted as yours.",
                     "Set it yourself if you want it, and tell the plugin's author.",
                 )
-        if not found:
+        if all(each.is_data for each in found):
             yield Finding(
                 "plugins",
                 "No backend is installed.",

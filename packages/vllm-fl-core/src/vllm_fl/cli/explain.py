@@ -21,7 +21,7 @@ from ..contracts.binding import (
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import UNORDERED, Trace
-from ..integration.bindings import all_bindings
+from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from ..settings.policy import Mode, OpOrder
@@ -232,7 +232,7 @@ def places_of(binding: Binding) -> list[str]:
             case GraphPlace():
                 told.append(f"{', '.join(place.operators)} of PyTorch's, in compiled graphs")
             case FusionPlace():
-                ours = ", or one of ours on a plugin's device" * bool(place.own)
+                ours = ", or one of ours on a plugin's device" * (place.own is not None)
                 told.append(f"where vLLM's pass {place.path.rpartition('.')[2]} finds it{ours}")
     return list(dict.fromkeys(told))
 

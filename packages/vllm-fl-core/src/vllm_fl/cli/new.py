@@ -13,9 +13,9 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from types import MappingProxyType
 
-from ..contracts import contracts
 from ..dispatch import get_default_manager
 from ..dispatch.startup import known_platforms
+from ..plugins.loading import known_contracts
 from ..settings.policy import closest
 from ..settings.values import PLATFORMS, normalise_platform
 from ._show import UsageError, print_json, say
@@ -43,7 +43,8 @@ def template_ops() -> Mapping[str, tuple[str, ...]]:
     for path in (TEMPLATE / "src" / "vllm_fl_acme" / "impl").iterdir():
         if path.name.endswith(".py"):
             functions = re.findall(r"^def (\w+)\(", path.read_text("utf-8"), re.M)
-            if ops := tuple(name for name in functions if name in contracts()):
+            known = known_contracts().contracts
+            if ops := tuple(name for name in functions if name in known):
                 found[path.name.removesuffix(".py")] = ops
     return MappingProxyType(dict(sorted(found.items())))
 
@@ -126,8 +127,9 @@ def _problem(name: str, parent: Path, folder: Path) -> str | None:
 
 def _unknown(ops: Sequence[str], platform: str | None) -> str | None:
     for op in ops:
-        if op not in contracts():
-            return f"--ops: no contract names {op!r}.{closest(op, contracts())} " + (
+        named = known_contracts().contracts
+        if op not in named:
+            return f"--ops: no contract names {op!r}.{closest(op, named)} " + (
                 f"Known: {', '.join(_ops())}"
             )
         if op not in _ops():

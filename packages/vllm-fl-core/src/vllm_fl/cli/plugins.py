@@ -26,10 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
     rows, warnings, others = found["plugins"], found["warnings"], found["rivals"]
     if arguments.json:
         print_json(plugins=rows, warnings=warnings, rivals=others)
-    elif not rows:
-        say("No plugin is installed. Try: pip install vllm-fl-reference")
     else:
-        show(rows)
+        if rows:
+            show(rows)
+        if not found["backends"]:
+            say("No backend is installed. Try: pip install vllm-fl-reference")
     if not arguments.json:
         for row in rows:
             if row["error"]:
@@ -50,6 +51,7 @@ def _look() -> dict[str, Any]:
     return {
         "plugins": as_rows(startup.plugins),
         "warnings": [*absent, *remarks],
+        "backends": not all(plugin.is_data for plugin in startup.plugins),
         "remarks": bool(remarks),
         "nothing_matches": bool(absent) and len(absent) == len(startup.allowed or ()),
         "rivals": list(rivals()),

@@ -25,7 +25,7 @@ from ..contracts import ModelSizes, OpSpec
 from ..contracts.sizes import typical_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
-from ..integration.bindings import all_bindings
+from ..integration.places import all_bindings
 from ..plugins.forms import asked_for
 from ..plugins.types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
 from ..text import quote, scrub
@@ -49,9 +49,6 @@ seconds no further one is begun."""
 
 BATCH = 300
 """The largest batch in which the bits of rows are compared: beyond the pool of verification."""
-
-EXPERTS = 16
-"""How many experts a mixture has there. More of them would be more memory, and no other kernel."""
 
 TIMEOUT = 120.0
 """Seconds that one sample may take: room for a kernel that is compiled, or built, at its first."""
@@ -221,10 +218,12 @@ class _Work:
         self.manager, self.device, self.timed = manager, device, timed
         snapshot = manager.registry.snapshot()
         self.specs = snapshot.contracts
-        self.sizes = replace(typical_sizes(snapshot.bindings.values()), tokens=(TOKENS,))
-        every = typical_sizes(all_bindings(snapshot).values())
-        more = {**every.more, "experts": EXPERTS}
-        self.all_sizes = replace(every, more=more, tokens=(1, BATCH))
+        bindings = all_bindings(snapshot).values()
+        every = typical_sizes(bindings)
+        few = {r.name: r.few for binding in bindings for r in binding.sizes if r.few is not None}
+        more = {name: few.get(name, value) for name, value in every.more.items()}
+        own: dict[str, Any] = {name: few[name] for name in few if name not in more}
+        self.sizes = replace(every, **own, more=more, tokens=(1, BATCH))
         self.units = [
             (impl, dtype)
             for impl in impls
@@ -246,9 +245,10 @@ class _Work:
             same = self._same_bits(impl, dtype, watch) if sound else None
             call = None
             if self.timed and sound:
+                one = replace(self.sizes, tokens=(TOKENS,))
                 try:
                     with watch.call("measuring"):
-                        call = _timed(impl, spec, dtype, self.sizes, self.device)
+                        call = _timed(impl, spec, dtype, one, self.device)
                 except TookTooLong:
                     say(f"{watch.running}: given up; --no-times leaves it out", error=True)
             self.results.append(
@@ -280,7 +280,7 @@ class _Work:
         from ..engine.preflight import Trials
 
         spec = self.specs[impl.op_name]
-        trials = Trials(spec, getattr(torch, dtype), self.device, self.all_sizes, seed=0)
+        trials = Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
         try:
             with watch.call("repeating"):
                 found = determinism_of(impl, trials)

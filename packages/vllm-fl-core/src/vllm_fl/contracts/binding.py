@@ -95,6 +95,8 @@ class OperatorPlace:
             operator, as `vllm._custom_ops.reshape_and_cache_flash`, each module that imports it by
             name included. Its calls are spared the way through torch's dispatcher. Of a release
             whose function does more, or that lacks it, the calls go that way.
+        on_cpu: whether vLLM's layers call it on a CPU, too. Most compute with plain PyTorch there,
+            though vLLM has the operator.
     """
 
     name: str
@@ -104,6 +106,7 @@ class OperatorPlace:
     grants: tuple[str, ...] = ()
     tokens: str = ""
     callers: tuple[str, ...] = ()
+    on_cpu: bool = False
 
     def __post_init__(self) -> None:
         _check_tokens(self)
@@ -200,9 +203,11 @@ class FusionPlace:
         unfused: operator -> the code that vLLM compiles in its place while `layers` are off, by the
             operator's parameters. It returns what the operator writes over, in the order of its
             schema. Graphs have it, of sizes at which the op is left to vLLM.
-        own: the class of a pass of ours that does the same on a plugin's device, where vLLM lacks
-            the pass; empty for none. It is made with the op's operator and a count of places, and
-            finds `parts` as ops of vLLM's IR or as operators of ours.
+        own: (a graph, a node of it, the op's operator) -> whether the node was the last of the
+            op's parts, and the operator was put there: on a plugin's device, where vLLM lacks the
+            pass, one of ours asks it of every node. It finds `parts` as ops of vLLM's IR, or as
+            operators of ours. None where nothing does it.
+        in_ir: those of `parts` that `own` finds as ops of vLLM's IR alone.
     """
 
     path: str
@@ -212,7 +217,8 @@ class FusionPlace:
     native: Bound | None = None
     apart: Bound | None = None
     unfused: Mapping[str, Bound] = field(default_factory=dict)
-    own: str = ""
+    own: Callable[[Any, Any, Any], bool] | None = None
+    in_ir: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -249,11 +255,17 @@ class SizeRule:
             number such as the norms' epsilon. Whatever it raises means that the configuration does
             not tell the size.
         typical: what `vllm-fl verify` and the conformance kit take, where there is no model.
+        few: what `vllm-fl verify` takes where it compares the bits of rows, if fewer are the same
+            to a kernel and less memory, and for the call that it times; None for `typical`.
+        in_kit: whether the conformance kit makes calls of this size where a backend's test does not
+            tell it. Not if such calls take long, and the contract's samples show as much.
     """
 
     name: str
     ask: Callable[[Any], float]
     typical: float
+    few: float | None = None
+    in_kit: bool = True
 
 
 @dataclass(frozen=True)
@@ -270,6 +282,26 @@ class Binding:
         between_graphs: whether vLLM calls the op in what its piecewise CUDA graphs leave out (its
             `splitting_ops`: attention, linear attention). In a step that prefills the host launches
             it then, at sizes of which graphs are captured, too, and `vllm-fl tune` counts that.
+        formerly: ops of vllm-plugin-FL whose place the op has, with other parameters: who orders
+            one of them is told this op's name.
+        former_layers: names of the op's layers that vllm-plugin-FL's lists of layers hold: a vLLM
+            that lacks such a layer is said to, and the start goes on.
+        fused_by: the fields of vLLM's PassConfig that turn on passes which match the op and put a
+            kernel of vLLM's there. While one is on, compiled code has vLLM's own form, unless the
+            op is one of vLLM's IR there.
+        batch_invariant: what of vLLM's own VLLM_BATCH_INVARIANT asks for where the op would run, as
+            `vLLM's own kernel`: the op is left to vLLM then. Empty where it asks for nothing.
+        needs: names that the places call or read, as `vllm.package.module:Class.method`. A release
+            that lacks one has no place for the op, which is left to vLLM, and said to be. What a
+            place itself names (a class, a function) is asked for without being told here.
+        shared: where vLLM keeps layers of the op that all models of a process share, as
+            `vllm.package.module:TABLE`: dictionaries, which are emptied before a model is built.
+            Each counts as needed, too.
+        products: whether the op is the model's matrix products, which are most of what the device
+            does in a large batch. Where they keep it busy for longer than the host takes for a
+            layer, `vllm-fl tune` counts no launches.
+        calls_operators: whether vLLM's own form of the op calls operators that are places of other
+            ops: of a model that has it, those are not ordered by range of sizes.
     """
 
     places: tuple[Place, ...] = ()
@@ -277,6 +309,14 @@ class Binding:
     not_reached: tuple[str, ...] = ()
     when: Callable[[Any], bool] | None = None
     between_graphs: bool = False
+    formerly: tuple[str, ...] = ()
+    former_layers: tuple[str, ...] = ()
+    fused_by: tuple[str, ...] = ()
+    batch_invariant: str = ""
+    needs: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    products: bool = False
+    calls_operators: bool = False
 
 
 @dataclass(frozen=True)

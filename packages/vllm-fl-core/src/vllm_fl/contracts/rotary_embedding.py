@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .checks import Problem, floating_tensor, on_device_of, shaped
+from .cos_sin import joint_cos_sin
 from .sampling import Source
 from .spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
@@ -102,54 +102,6 @@ def _by_complex_numbers(
         return torch.cat((turned, x[..., 2 * half :].double()), dim=-1)
 
     return turn(query), None if key is None else turn(key)
-
-
-def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-    """The cache whose left half is `cos` and whose right half is `sin`, without a copy.
-
-    For kernels that take one table. It compares addresses, so it is not for traced code.
-
-    Args:
-        cos, sin: (max_position, half) tables.
-
-    Returns:
-        The contiguous (max_position, 2 * half) tensor in the storage of both, or None when they
-        are not adjacent halves of its rows.
-    """
-    key = id(cos), id(sin)
-    known = _joint.get(key)
-    if known is not None and known[0]() is cos and known[1]() is sin:
-        return known[2]
-    cache = _as_one(cos, sin)
-    if cache is not None:
-
-        def forget(_: object) -> None:
-            _joint.pop(key, None)
-
-        _joint[key] = (weakref.ref(cos, forget), weakref.ref(sin, forget), cache)
-    return cache
-
-
-_joint: dict[
-    tuple[int, int],
-    tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], torch.Tensor],
-] = {}
-"""Pairs of tables that are alive, and their cache: a layer passes the same pair at every step."""
-
-
-def _as_one(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-    if cos.ndim != 2 or cos.shape != sin.shape or cos.dtype != sin.dtype or not cos.numel():
-        return None
-    rows, half = cos.shape
-    width = 2 * half
-    if cos.stride() != sin.stride() or cos.stride(1) != 1 or (rows > 1 and cos.stride(0) != width):
-        return None
-    offset = cos.storage_offset()
-    if cos.device != sin.device or sin.storage_offset() != offset + half:
-        return None
-    if cos.untyped_storage().data_ptr() != sin.untyped_storage().data_ptr():
-        return None
-    return cos.as_strided((rows, width), (width, 1), offset)
 
 
 def _fake(

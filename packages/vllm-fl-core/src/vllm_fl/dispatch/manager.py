@@ -25,7 +25,7 @@ from ..logs import get_logger
 from ..older import lookup, outdated
 from ..plugins.calling import rejections
 from ..plugins.communicator import NAMED_CLASSES
-from ..plugins.registry import OpRegistry
+from ..plugins.registry import EMPTY, OpRegistry
 from ..plugins.types import BackendImplKind, Impl, OpImpl
 from ..settings.loading import Settings
 from ..settings.policy import Mode, SelectionPolicy, closest
@@ -74,7 +74,7 @@ class OpManager:
 
     def _reset(self) -> None:
         registry, policy = self._given
-        self._registry = registry if registry is not None else OpRegistry()
+        self._registry = registry if registry is not None else OpRegistry(EMPTY)
         self._policy = policy
         self._startup: Startup | None = None
         self._ready = registry is not None and policy is not None
@@ -167,7 +167,7 @@ class OpManager:
                     raise problem
                 self._startup = Startup((), settings, problem)
             else:
-                registry = OpRegistry()
+                registry = OpRegistry(EMPTY)
                 startup = start(
                     registry, platform=platform, defer_errors=defer_errors, engine=engine
                 )
@@ -216,7 +216,8 @@ class OpManager:
 
         Raises:
             UnknownOpError: neither a contract nor a plugin names `op`.
-            PluginError: the policy names an implementation whose plugin failed.
+            PluginError: the policy names an implementation whose plugin failed, or the op has no
+                contract and a plugin failed that may have brought it.
         """
         policy = self._in_force(settings, policy)
         snapshot = self._registry.snapshot()
@@ -233,7 +234,17 @@ class OpManager:
             op, impls, policy, mode=mode, rejections=rejected, engine=engine, tokens=tokens
         )
         self._check_named(trace, impls)
+        self._check_contract(op, impls)
         return trace
+
+    def check_contracts(self) -> None:
+        """Check that every implementation that an engine could run has a contract.
+
+        Raises:
+            PluginError: one has none, and a plugin failed that may have brought it.
+        """
+        for op, impls in self.registry.snapshot().impls_by_op.items():
+            self._check_contract(op, impls)
 
     def ceilings(
         self,
@@ -292,6 +303,26 @@ class OpManager:
                         distribution=plugin.error.distribution,
                         cause=plugin.error,
                     )
+
+    def _check_contract(self, op: str, impls: tuple[Impl, ...]) -> None:
+        """An implementation whose contract got lost would run unverified, or not at all."""
+        first = next((impl for impl in impls if isinstance(impl, OpImpl)), None)
+        if first is None or op in self._registry.snapshot().contracts:
+            return
+        for plugin in self._startup.failed if self._startup else ():
+            if plugin.error is not None and plugin.lost_contracts:
+                owner = self._registry.snapshot().owners.get((op, first.impl_id))
+                whose = f" of {owner.name}" if owner is not None else ""
+                raise PluginError(
+                    f"Op '{op}' has no contract, by which '{first.impl_id}'{whose} would be "
+                    "verified, and a plugin failed that may have brought it. "
+                    f"{plugin.error.message}",
+                    op=op,
+                    impl=first.impl_id,
+                    plugin=plugin.owner.plugin,
+                    distribution=plugin.error.distribution,
+                    cause=plugin.error,
+                )
 
     def resolve_candidates(self, op: str) -> list[OpImpl]:
         """The implementations of `op` that `call` would try, in order; ordered by size, those of
@@ -529,9 +560,12 @@ class OpManager:
 
     def _unknown(self, op: str) -> UnknownOpError:
         known = self._registry.snapshot().ops
+        plugins = self._startup.plugins if self._startup else ()
+        left_out = [p.owner.label for p in plugins if p.status == "disabled"]
+        more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
         return UnknownOpError(
             f"No contract and no installed plugin names the op '{op}'.{closest(op, known)} "
-            f"Known: {', '.join(known)}.",
+            f"Known: {', '.join(known) or 'none'}.{more}",
             op=op,
         )
 

@@ -229,6 +229,7 @@ def read_settings(
         ops={*snapshot.ops, *NAMED_CLASSES},
         vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
         impls=snapshot.impls_by_op,
+        bindings=snapshot.bindings,
         has_failed=has_failed,
     )
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..contracts import Exact, ModelSizes, OpSpec, contracts
+from ..contracts import Exact, ModelSizes, OpSpec
 from ..plugins.forms import asked_for
+from ..plugins.loading import known_contracts
 from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import rows_of
@@ -280,17 +281,19 @@ def find_variant(
         backend: what lowers it.
         layer_for: as for `as_call`.
         seed: for the token counts and orders that are drawn.
-        specs: the contracts by op; None takes core's own.
+        specs: the contracts by op; None takes those of the distributions that bring contracts
+            and nothing else.
         seconds: how long further token counts are tried, for all implementations together.
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
     """
     impls, found = list(impls), {}
     if not impls:
         return {}
+    specs = known_contracts().contracts if specs is None else specs
     of_op: dict[str, list[Trials]] = {}
     for impl in impls:
         key = impl.op_name, impl.impl_id
-        spec = (specs or contracts())[impl.op_name]
+        spec = specs[impl.op_name]
         if impl.op_name not in of_op:
             kinds = dtypes_of(spec, dtype)
             given = provided.get(impl.op_name, ())

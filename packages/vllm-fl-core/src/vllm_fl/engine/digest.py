@@ -45,14 +45,14 @@ def fingerprint(
     Args:
         plan: the plan.
         owners: (op, impl id) -> who brought it.
-        authors: op -> who brought its contract and its binding, where that is a plugin.
+        authors: op -> who brought its contract and its binding.
         table: the digest of the table by which it was made; empty without one.
         required: what its implementations were required to be; empty for nothing.
 
     Returns:
         `mode`, `strict`, `ops`, for each op the candidates, each with its distribution and the hash
         of that distribution's code; for an op that is ordered by size those of each row too, as
-        `rms_norm(<=16)`; `contracts`, the same of the planned ops that plugins brought, and the
+        `rms_norm(<=16)`; `contracts`, the same of the contracts of planned ops, and the
         `versions` of what computes beneath them.
     """
 
@@ -68,7 +68,7 @@ def fingerprint(
             for ceiling, impls in (*entry.by_row, (None, entry.candidates))
         },
         "contracts": {
-            op: code_facts(author, author.plugin)
+            op: code_facts(author, plan.contracts[op].oracle.__module__)
             for op, author in sorted(authors.items())
             if op in plan.entries and not plan.is_stock(op)
         },

@@ -34,7 +34,8 @@ class EngineFacts:
         attention_backend: the name of the attention backend that vLLM was told to take, or None.
         batch_invariant: whether vLLM was told to use its batch-invariant kernels.
         compile_backend: what vLLM compiles the model with; empty for its default.
-        norm_fusions: vLLM's passes that are on and take norms into a kernel of their own.
+        passes_on: vLLM's passes that are on, of those that take an op of ours into a kernel of
+            their own.
         passes_off: vLLM's passes that the user turned off, of those that find an op of ours.
         runs_passes: whether vLLM runs its passes over graphs of the model.
         absent: the ops that the model cannot have, as their bindings read its configuration, and
@@ -57,7 +58,7 @@ class EngineFacts:
     attention_backend: str | None = None
     batch_invariant: bool = False
     compile_backend: str = ""
-    norm_fusions: tuple[str, ...] = ()
+    passes_on: frozenset[str] = frozenset()
     passes_off: tuple[str, ...] = ()
     runs_passes: bool = False
     absent: frozenset[str] = frozenset()

@@ -13,7 +13,7 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from ..contracts import OpSpec, contracts
+from ..contracts import OpSpec
 from ..dispatch.context import current_binder
 from ..dispatch.guard import Chain, call_guard, method_guard, uncounted
 from ..dispatch.record import Record
@@ -201,7 +201,7 @@ class Plan:
     record: Record = field(default_factory=lambda: Record(log))
     kept_layers: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
-    contracts: Mapping[str, OpSpec] = field(default_factory=contracts)
+    contracts: Mapping[str, OpSpec] = field(default_factory=dict)
     place: int = 1
     _bound: dict[Any, tuple[Callable[..., Any], bool]] = field(
         default_factory=dict, init=False, repr=False
@@ -450,9 +450,13 @@ def make_plan(
         demoted: (op, impl id) -> why it is demoted for this engine.
         notes: op -> why it is left to vLLM whatever the policy says.
         kept_layers: classes of vLLM's that the user leaves alone.
+
+    Raises:
+        PluginError: an implementation has no contract, and a plugin failed that may have had it.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
+    manager.check_contracts()
     snapshot = manager.registry.snapshot()
     specs = snapshot.contracts
     policy = facts.settings.policy

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..contracts import ModelSizes, OpSpec, Sample, contracts
+from ..contracts import ModelSizes, OpSpec, Sample
 from ..logs import get_logger
 from ..plugins import breadcrumb
 from ..plugins.forms import asked_for
+from ..plugins.loading import known_contracts
 from ..text import quote
 from . import graphs, process_state
 from .guarded import Guarded, guarded, poisoned, rows_of
@@ -148,7 +149,8 @@ def find_faults(
         seed: for the token counts that are drawn anew at each start; None draws one. It is logged.
         owners: (op, impl id) -> who brought it, for the note that is left by a process which a
             kernel ends.
-        specs: the contracts by op; None takes core's own.
+        specs: the contracts by op; None takes those of the distributions that bring contracts
+            and nothing else.
         seconds: how long further token counts are tried, for all implementations together; None
             takes `SECONDS`.
         warm: (op, impl id) -> the token counts at which it must have run once before it serves, in
@@ -158,6 +160,7 @@ def find_faults(
         in_graphs: (op, impl id) of those whose traced form compiled graphs may have.
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
     """
+    specs = known_contracts().contracts if specs is None else specs
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     findings, thinned = Findings(), set()
     trials: dict[str, list[Trials]] = {}
@@ -171,7 +174,7 @@ def find_faults(
     with breadcrumb.Watchdog(log) as watch:
         for impl in impls:
             key = impl.op_name, impl.impl_id
-            spec = (specs or contracts())[impl.op_name]
+            spec = specs[impl.op_name]
             if impl.op_name not in trials:
                 kinds = dtypes_of(spec, dtype)
                 given = provided.get(impl.op_name, ())

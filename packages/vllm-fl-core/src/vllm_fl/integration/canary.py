@@ -19,7 +19,7 @@ from ..engine.plan import Plan
 from ..engine.shadow import Shadow, Tally
 from ..logs import get_logger
 from ..text import quote
-from .bindings import installed_bindings
+from .places import installed_bindings
 
 if TYPE_CHECKING:
     import torch

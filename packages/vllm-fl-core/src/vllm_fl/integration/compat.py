@@ -5,18 +5,21 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..settings.schema import VARIABLES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from ..contracts.binding import Binding
 
 __all__ = [
     "FORMER_LAYERS",
@@ -28,10 +31,12 @@ __all__ = [
     "has_ir",
     "has_pass_context",
     "hide_our_variables",
+    "lacks",
     "leave_out_cuda_fusions",
     "missing",
     "obstacle",
     "outside",
+    "shared_table",
     "vllm_folders",
     "vllm_version",
 ]
@@ -66,7 +71,7 @@ _NAMES = {
         "PassConfig: fuse_act_quant fuse_norm_quant",
     ),
     "config.kernel": (
-        "IrOpPriorityConfig: fused_add_rms_norm rms_norm set_default",
+        "IrOpPriorityConfig: set_default",
         "KernelConfig: ir_op_priority",
     ),
     "config.model": (
@@ -99,24 +104,12 @@ _NAMES = {
         "IrOp: allow_inplace impls register_impl torch_op",
         "IrOpImpl: impl_fn inplace supported supports_args uuid",
     ),
-    "ir.ops.layernorm": ("fused_add_rms_norm rms_norm",),
     "model_executor.custom_op": (
         "CustomOp: dispatch_forward forward_cpu forward_cuda forward_native "
         "forward_oot register_oot",
         "PluggableLayer op_registry op_registry_oot",
     ),
     "model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
-    "model_executor.layers.activation": (
-        "GeluAndMul _ACTIVATION_AND_MUL_REGISTRY _ACTIVATION_REGISTRY",
-        "SiluAndMul: forward_native",
-    ),
-    "model_executor.layers.layernorm": ("GemmaRMSNorm RMSNorm",),
-    "model_executor.layers.rotary_embedding": ("RotaryEmbedding _ROPE_DICT",),
-    "model_executor.layers.rotary_embedding.base": (
-        "RotaryEmbedding: forward_static",
-        "RotaryEmbeddingBase: _match_cos_sin_cache_dtype head_size is_neox_style",
-    ),
-    "utils.collection_utils": ("LazyDict: _dict",),
     "v1.attention.backends.registry": ("AttentionBackendEnum",),
     "v1.worker.worker_base": (
         "WorkerBase: compile_or_warm_up_model device get_model init_device load_model rank "
@@ -136,7 +129,8 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Module below `vllm` -> what of it we override, call, read or patch; a vLLM that lacks one runs as
-stock. What is optional, and asked for with a default, is not here."""
+stock. What is optional, and asked for with a default, is not here; nor is what a single op needs,
+which its binding names."""
 
 
 def vllm_version() -> str:
@@ -192,16 +186,65 @@ def missing(folders: Iterable[Path]) -> str | None:
     """
     roots = list(folders)
     for module, names in OVERRIDDEN.items():
-        stem = module.replace(".", "/")
-        files = (root / form for root in roots for form in (f"{stem}.py", f"{stem}/__init__.py"))
-        source = next((file for file in files if file.is_file()), None)
-        if source is None:
+        known = _defined(roots, module)
+        if known is None:
             return f"vllm.{module}"
-        known = set(_names(ast.parse(source.read_bytes()).body))
         for name in names:
             if name not in known:
                 return f"vllm.{module}.{name}"
     return None
+
+
+def lacks(binding: Binding) -> str:
+    """The first of a binding's `needs` and `shared` that the installed vLLM lacks, or nothing.
+
+    What is needed is read from the source, as `missing` does, since it may be an attribute that
+    only instances have; what is shared is an object, and is looked up.
+    """
+    for needed in binding.needs:
+        if not _is_defined(needed):
+            return needed
+    for path in binding.shared:
+        if shared_table(path) is None:
+            return path
+    return ""
+
+
+def shared_table(path: str) -> MutableMapping[Any, Any] | None:
+    """The dictionary at a path of a binding's `shared`; None where there is none."""
+    module, _, names = path.partition(":")
+    try:
+        found: Any = import_module(module)
+        for name in names.split("."):
+            found = getattr(found, name)
+    except Exception:  # a release without it, or somebody's module that fails
+        return None
+    return found if isinstance(found, MutableMapping) else None
+
+
+@cache
+def _is_defined(path: str) -> bool:
+    module, _, name = path.partition(":")
+    top, _, rest = module.partition(".")
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    known = _defined(map(Path, (spec.submodule_search_locations if spec else None) or ()), rest)
+    return known is not None and name in known
+
+
+def _defined(roots: Iterable[Path], module: str) -> frozenset[str] | None:
+    """What a module defines, by its source; None where there is none.
+
+    Args:
+        roots: where its package lies.
+        module: its name below the package.
+    """
+    stem = module.replace(".", "/")
+    files = (root / form for root in roots for form in (f"{stem}.py", f"{stem}/__init__.py"))
+    source = next((file for file in files if file.is_file()), None)
+    return None if source is None else frozenset(_names(ast.parse(source.read_bytes()).body))
 
 
 def _names(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:

@@ -20,7 +20,7 @@ from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..settings.policy import Mode
 from ..text import quote
-from .bindings import installed_bindings
+from .places import installed_bindings
 from .planning import lacks
 from .seams.layers import Layer, layer_table
 

@@ -20,8 +20,9 @@ from ..plugins.attention import ATTENTION
 from ..plugins.communicator import NAMED_CLASSES
 from ..settings.loading import Settings, check_names
 from . import ranges
-from .bindings import installed_bindings
 from .compat import hide_our_variables
+from .compat import lacks as lacks_names
+from .places import installed_bindings
 from .seams import attention, communicator, fusions, torch_operators, whole_layers
 from .seams.ir import ir_ops
 from .seams.layers import Layer, foreign_layers, known_layers, layer_table
@@ -74,15 +75,6 @@ class Carried(dict[str, Any]):
         return Carried, (dict(self),)
 
 
-NORM_FUSIONS = (
-    "fuse_norm_quant",
-    "fuse_allreduce_rms",
-    "fuse_mla_dual_rms_norm",
-    "enable_qk_norm_rope_fusion",
-    "fuse_qk_norm_rope_kvcache",
-)
-"""vLLM's passes that match norms and take them into a kernel of their own; releases have some."""
-
 log = get_logger("engine")
 
 
@@ -126,8 +118,11 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         attention_backend=None if backend is None else backend.name,
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
         compile_backend=compilation.backend,
-        norm_fusions=tuple(
-            name for name in NORM_FUSIONS if getattr(compilation.pass_config, name, False)
+        passes_on=frozenset(
+            name
+            for binding in installed_bindings().values()
+            for name in binding.fused_by
+            if getattr(compilation.pass_config, name, False)
         ),
         passes_off=tuple(entry.get("passes_off", ()) if entry is not None else ()),
         runs_passes=compilation.mode == CompilationMode.VLLM_COMPILE
@@ -255,7 +250,12 @@ def _read_settings(platform: str) -> Settings:
     layers = known_layers()
     if not layers.issuperset((*(settings.oot_whitelist or ()), *settings.oot_blacklist)):
         layers |= whole_layers.names()  # reads vLLM's source
-    return check_names(settings, ops={*registry.snapshot().ops, *NAMED_CLASSES}, layers=layers)
+    return check_names(
+        settings,
+        ops={*registry.snapshot().ops, *NAMED_CLASSES},
+        layers=layers,
+        bindings=installed_bindings(),
+    )
 
 
 def plan_for(
@@ -421,19 +421,18 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
 
 
 def _without_place() -> dict[str, str]:
-    """The ops that this vLLM has no place for."""
+    """The ops that this vLLM has no place for, or whose places need what it lacks."""
     placed = {layer.op for layer in layer_table()} | set(ir_ops())
     anywhere = OperatorPlace | FunctionPlace | GraphPlace
-    return {
-        op: "this vLLM has no place for it"
-        for op in get_default_manager().registry.snapshot().contracts
-        if op not in placed
-        and not any(isinstance(place, anywhere) for place in _binding(op).places)
-    }
-
-
-def _binding(op: str) -> Binding:
-    return installed_bindings().get(op, Binding())
+    found, table = {}, installed_bindings()
+    for op in get_default_manager().registry.snapshot().contracts:
+        binding = table.get(op, Binding())
+        lacking = lacks_names(binding)
+        if lacking:
+            found[op] = f"this vLLM has no {lacking}, which its places need"
+        elif op not in placed and not any(isinstance(place, anywhere) for place in binding.places):
+            found[op] = "this vLLM has no place for it"
+    return found
 
 
 def _oot_note(names: set[str], settings: Settings) -> str:
@@ -470,11 +469,12 @@ def _user_notes(facts: EngineFacts) -> dict[str, str]:
         for place in of_op:
             if providers := facts.ir_priority.get(place.name):
                 notes[op] = f"ir_op_priority.{place.name} is {','.join(providers)}"
-    if facts.mode == "compiled" and facts.norm_fusions and "rms_norm" not in ir_ops():
-        notes["rms_norm"] = f"vLLM's own norm fusions are on ({', '.join(facts.norm_fusions)})"
-    if facts.batch_invariant:
-        notes["rms_norm"] = "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"
-        notes["qk_norm_rope"] = "VLLM_BATCH_INVARIANT asks for vLLM's own norms, which it replaces"
+    for op, binding in installed_bindings().items():
+        fused = [name for name in binding.fused_by if name in facts.passes_on]
+        if fused and facts.mode == "compiled" and op not in ir_ops():
+            notes[op] = f"vLLM's own fusions of it are on ({', '.join(fused)})"
+        if binding.batch_invariant and facts.batch_invariant:
+            notes[op] = f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
     if facts.attention_backend is not None:
         notes[ATTENTION] = f"attention_config.backend is {facts.attention_backend}"
     return notes

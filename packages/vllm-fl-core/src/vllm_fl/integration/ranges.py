@@ -18,7 +18,7 @@ from ..dispatch.guard import Chain
 from ..engine.opaque import mutated
 from ..engine.plan import Plan
 from ..engine.ranges import Range, choice, edges
-from .bindings import installed_bindings, places, stock_form
+from .places import installed_bindings, places, stock_form
 from .seams import fusions, torch_operators
 from .seams.ir import chain_of, ir_ops, natives
 

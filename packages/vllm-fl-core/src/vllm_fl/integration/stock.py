@@ -17,17 +17,13 @@ from ..contracts.binding import (
     OperatorPlace,
 )
 from ..settings.policy import Mode
-from .bindings import stock_form
+from .places import stock_form
 from .seams import functions, operators
 
 if TYPE_CHECKING:
     from ..plugins.types import OpImpl
 
 __all__ = ["apart", "stock_forms"]
-
-KERNELS_ON_CPU = frozenset({"_C::rotary_embedding"})
-"""The operators that vLLM's layers call on a CPU; its other layers compute with plain PyTorch
-there, though some have an operator, too."""
 
 
 def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> tuple[OpImpl, ...]:
@@ -63,7 +59,7 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
     for place in binding.places:
         form = _opaque(op, place, device)
         if form is not None:
-            used = isinstance(place, OperatorPlace) and place.name in KERNELS_ON_CPU
+            used = isinstance(place, OperatorPlace) and place.on_cpu
             (on_cpu if device.type == "cpu" and used else kernels).append(form)
     if mode == "compiled":
         ordered = [*natives, *on_cpu, *kernels]

@@ -26,7 +26,7 @@ from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import probe, serving
-from .bindings import installed_bindings
+from .places import installed_bindings
 from .planning import plan_for
 from .ranks import Ran, Verdict, agree, common_table, differences, lacking, refusing
 from .seams import attention, fusions, whole_layers

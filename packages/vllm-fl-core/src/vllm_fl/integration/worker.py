@@ -21,8 +21,8 @@ from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import OpImpl, WorkerContext
 from . import ranges, serving
-from .bindings import installed_bindings
 from .models import skeleton_of
+from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, seal
 from .seams import (
     attention,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "entry_points",
     "identity",
     "is_installed",
+    "required_by",
     "rivals",
 ]
 
@@ -44,13 +45,16 @@ class Distribution:
         self.root = root
 
     @cached_property
-    def _headers(self) -> dict[str, str]:
+    def _head(self) -> str:
         for name in ("METADATA", "PKG-INFO"):
             text = _read(f"{self._path}/{name}")
             if text is not None:
-                head = re.split(r"\r?\n\r?\n", text, maxsplit=1)[0]
-                return dict(re.findall(r"^(Name|Version):[ \t]*(.*?)[ \t]*\r?$", head, re.M))
-        return {}
+                return re.split(r"\r?\n\r?\n", text, maxsplit=1)[0]
+        return ""
+
+    @cached_property
+    def _headers(self) -> dict[str, str]:
+        return dict(re.findall(r"^(Name|Version):[ \t]*(.*?)[ \t]*\r?$", self._head, re.M))
 
     @property
     def name(self) -> str | None:
@@ -61,6 +65,11 @@ class Distribution:
     def version(self) -> str | None:
         """Its version; None without METADATA."""
         return self._headers.get("Version")
+
+    @property
+    def requires(self) -> list[str]:
+        """What it requires, as its METADATA says it: `acme-ops (>=1); extra == "all"`."""
+        return re.findall(r"^Requires-Dist:[ \t]*(.*?)[ \t]*\r?$", self._head, re.M)
 
     def locate_file(self, path: str) -> str:
         """Where a file of it lies."""
@@ -73,12 +82,14 @@ class EntryPoint:
     Args:
         name: its name.
         value: what it points at, `module` or `module:attribute`.
+        group: its group.
         dist: the distribution.
     """
 
-    def __init__(self, name: str, value: str, dist: Distribution) -> None:
+    def __init__(self, name: str, value: str, group: str, dist: Distribution) -> None:
         self.name = name
         self.value = value
+        self.group = group
         self.dist = dist
 
     def load(self) -> Any:
@@ -90,8 +101,8 @@ class EntryPoint:
         return found
 
 
-def entry_points(group: str) -> list[Any]:
-    """The entry points of `group`, in the order of `sys.path`.
+def entry_points(*groups: str) -> list[Any]:
+    """The entry points of these groups, in the order of `sys.path`.
 
     Of two folders of one distribution the first counts. Where a finder of somebody else's brings
     distributions, or one lies in an archive, `importlib.metadata` is asked.
@@ -101,7 +112,7 @@ def entry_points(group: str) -> list[Any]:
     if archives or any(f.__module__ not in OWN_FINDERS for f in map(_class_of, finders)):
         from importlib.metadata import entry_points as every
 
-        return list(every(group=group))
+        return [entry for group in groups for entry in every(group=group)]
     found: list[EntryPoint] = []
     seen: set[str] = set()
     for root in sys.path:
@@ -109,7 +120,7 @@ def entry_points(group: str) -> list[Any]:
             name = _folded(dist)
             if name not in seen:
                 seen.add(name)
-                found += _entries(dist, group)
+                found += _entries(dist, groups)
     return found
 
 
@@ -149,18 +160,18 @@ def _folded(dist: Distribution) -> str:
     return canonical(stem.partition("-")[0] or dist.name or dist._path)
 
 
-def _entries(dist: Distribution, group: str) -> Iterator[EntryPoint]:
+def _entries(dist: Distribution, groups: Collection[str]) -> Iterator[EntryPoint]:
     text = _read(f"{dist._path}/entry_points.txt")
-    if text is None or group not in text:
+    if text is None or not any(group in text for group in groups):
         return
-    section = None
+    section = ""
     for line in map(str.strip, text.splitlines()):
         if line.startswith("[") and line.endswith("]"):
             section = line[1:-1].strip()
-        elif section == group and line and not line.startswith(("#", ";")):
+        elif section in groups and line and not line.startswith(("#", ";")):
             name, equals, value = line.partition("=")
             if equals:
-                yield EntryPoint(name.strip(), value.strip(), dist)
+                yield EntryPoint(name.strip(), value.strip(), section, dist)
 
 
 def _read(path: str) -> str | None:
@@ -174,6 +185,20 @@ def _read(path: str) -> str | None:
 def canonical(name: str) -> str:
     """A distribution's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def required_by(dist: Any) -> frozenset[str]:
+    """The names of the distributions that one requires, whatever the version or the extra is.
+
+    Args:
+        dist: as for `identity`.
+    """
+    try:
+        told = dist.requires or ()
+    except Exception:  # without METADATA, as for `identity`
+        told = ()
+    names = (re.match(r"[A-Za-z0-9][\w.-]*", str(each).strip()) for each in told)
+    return frozenset(canonical(name[0]) for name in names if name)
 
 
 def rivals() -> tuple[str, ...]:

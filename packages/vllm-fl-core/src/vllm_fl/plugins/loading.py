@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from inspect import getattr_static
 from itertools import islice, pairwise
@@ -20,14 +21,16 @@ import pluggy
 
 from ..contracts.binding import Binding, Contract
 from ..errors import PluginError
+from ..logs import get_logger
 from ..text import clean
 from . import hookspecs
 from .calling import ENDED, contained, whose
 from .communicator import NAMED_CLASSES
 from .hookspecs import HOOK_API, PROJECT
-from .installed import CORE, canonical, entry_points, identity
+from .installed import CORE, canonical, entry_points, identity, required_by
 from .plugin import Plugin, Status
-from .registry import OpRegistry, Owner, RegistrySnapshot, reservation
+from .registry import EMPTY, OpRegistry, Owner, RegistrySnapshot
+from .reserved import brings_ops, op_holder, reservation
 from .types import (
     PLUGIN_KEY,
     AttentionImpl,
@@ -38,9 +41,13 @@ from .types import (
     SettingSpec,
 )
 
-__all__ = ["GROUP", "Found", "discover", "load", "unmatched"]
+__all__ = ["CONTRACTS", "GROUP", "Found", "discover", "known_contracts", "load", "unmatched"]
 
 GROUP = "vllm_fl.plugin"
+CONTRACTS = "vllm_fl.contracts"
+"""The group of plugins that bring contracts and nothing else. They are data: what is allowed to
+load brings along those that it requires."""
+
 OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
 
 RETURNED = {
@@ -53,6 +60,8 @@ RETURNED = {
 }
 """Hook -> what it returns an iterable of."""
 
+log = get_logger("plugins")
+
 MOST = 10_000
 """Implementations of one plugin; a generator that gives more never ends."""
 
@@ -64,6 +73,10 @@ class Found:
     owner: Owner
     target: str
     load: Callable[[], object]
+    is_data: bool = False
+    """Whether it brings contracts and nothing else, as its group says."""
+    requires: frozenset[str] = frozenset()
+    """The distributions that its own requires."""
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
@@ -72,7 +85,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
     Reads metadata only; nothing is imported.
     """
     found = []
-    for entry in entry_points(GROUP):
+    for entry in entry_points(GROUP, CONTRACTS):
         dist = entry.dist
         name, version, problem = (None, None, "") if dist is None else identity(dist)
         owner = Owner(
@@ -82,7 +95,8 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
             path=os.fspath(dist.locate_file("")) if dist else None,
         )
         load = _raising(problem) if problem else entry.load
-        found.append(Found(owner, entry.value, load))
+        requires = frozenset() if dist is None else required_by(dist)
+        found.append(Found(owner, entry.value, load, entry.group == CONTRACTS, requires))
     found.sort(key=lambda f: (canonical(f.owner.distribution or ""), f.owner.plugin, f.target))
     seen: set[tuple[str | None, str, str]] = set()
     unique = []
@@ -111,22 +125,20 @@ def load(
     Args:
         registry: what they register into. A plugin that fails leaves nothing in it.
         found: the plugins, in the order in which they are loaded.
-        only: the distributions to load, beside the modules that were named; None loads all.
+        only: the distributions to load, beside the modules that were named, and the contracts that
+            these need (`_allowed`); None loads all.
         variables: the variables and keys of core's own settings. These variables, those of
             plugins' settings and all VLLM_FL_* are the user's: what a plugin sets of them while it
             is loaded is undone.
     """
-    names = None if only is None else {canonical(name) for name in only}
-    allowed = [f.owner.distribution for f in found if f.owner.distribution]
-    if names is not None:
-        allowed = [name for name in allowed if canonical(name) in names]
-    todos = {each.owner: _todo(each.owner, allowed) for each in found}
+    allowed = _allowed(found, only)
+    names = [f.owner.distribution for f in allowed if f.owner.distribution and not f.is_data]
+    todos = {each.owner: _todo(each, names) for each in found}
     brought: list[tuple[Plugin, list[Any]]] = []
     environments = [dict(os.environ)]
     for candidate in found:
         owner = candidate.owner
-        # A module has no distribution: VLLM_FL_PLUGIN_MODULES has asked for it by name already.
-        if names is not None and owner.distribution and canonical(owner.distribution) not in names:
+        if candidate not in allowed:
             brought.append((Plugin(owner, candidate.target, "disabled"), []))
         else:
             brought.append(_bring(candidate, registry, todos[owner]))
@@ -146,18 +158,66 @@ def load(
         _register(registry, plugin, impls, claims, why, todo) if plugin.status == "ok" else plugin
         for (plugin, impls), why, todo in zip(brought, refused, told, strict=True)
     ]
-    loaded = tuple(replace(p, remarks=each) for p, each in zip(plugins, remarks, strict=True))
+    loaded = tuple(
+        replace(plugin, remarks=each, is_data=one.is_data)
+        for plugin, each, one in zip(plugins, remarks, found, strict=True)
+    )
     registry.plugins += loaded
     return loaded
 
 
-def _todo(owner: Owner, allowed: Iterable[str]) -> str:
+def _allowed(found: Sequence[Found], only: Collection[str] | None) -> list[Found]:
+    """Those that may load: what the user names, and the contracts that come along.
+
+    Contracts alone are data. They come along with what is named and requires them, and those of
+    this project with whatever is named. Where nothing is named none of them is needed.
+    """
+    if only is None:
+        return [*found]
+    names = {canonical(name) for name in only}
+
+    def is_named(each: Found) -> bool:
+        # A module has no distribution: VLLM_FL_PLUGIN_MODULES has asked for it by name already.
+        return each.owner.distribution is None or canonical(each.owner.distribution) in names
+
+    allowed = [each for each in found if is_named(each)]
+    if only or allowed:
+        allowed += [f for f in found if f.is_data and brings_ops(f.owner) and f not in allowed]
+    for each in allowed:  # grows while it is walked: contracts may require contracts
+        allowed += [
+            other
+            for other in found
+            if other.is_data
+            and other not in allowed
+            and canonical(other.owner.distribution or "") in each.requires
+        ]
+    return allowed
+
+
+@cache
+def known_contracts() -> RegistrySnapshot:
+    """The contracts of the distributions that bring nothing else, whatever the settings allow.
+
+    For a registry that a script makes, and for who asks what an op is and runs none. What of them
+    fails to load is logged, once.
+    """
+    registry = OpRegistry(EMPTY)
+    for plugin in load(registry, [each for each in discover() if each.is_data]):
+        if plugin.error is not None:
+            log.error("%s", plugin.error)
+    return registry.snapshot()
+
+
+def _todo(found: Found, allowed: Iterable[str]) -> str:
     """What a failure at loading is followed by: how to do without this plugin.
 
     Args:
-        owner: whose plugin it is.
-        allowed: the distributions whose plugins are loaded.
+        found: the plugin.
+        allowed: the distributions whose plugins are loaded, but for those of contracts alone.
     """
+    owner = found.owner
+    if found.is_data:
+        return "Reinstall it: no engine runs an implementation of an op that has no contract."
     if owner.distribution is None:
         return "The other plugins work; mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
     mine = canonical(owner.distribution)
@@ -216,6 +276,11 @@ def _bring(found: Found, registry: OpRegistry, todo: str) -> tuple[Plugin, list[
         with contained(owner, "the import", todo, own):
             plugin = found.load()
             hooks, old_form = _forms(plugin)
+            if found.is_data and hooks != ("contracts",):
+                raise TypeError(
+                    f"the group {CONTRACTS} is for plugins that bring contracts alone, and it "
+                    f"implements {', '.join(hooks)}: name it in the group {GROUP}"
+                )
             _check_api(plugin)
             owner = replace(owner, kernels=_kernels(plugin))
         with contained(owner, "the registration", todo, own):
@@ -273,20 +338,26 @@ def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list
     claims: dict[str, list[Owner]] = {}
     for plugin in plugins:
         for contract, _ in plugin.contracts:
-            claims.setdefault(contract.name, []).append(plugin.owner)
+            if not op_holder(contract.name, plugin.owner):
+                claims.setdefault(contract.name, []).append(plugin.owner)
     known = registry.snapshot()
     refused: list[list[str]] = []
     for plugin in plugins:
         refused.append([])
         for contract, binding in plugin.contracts:
             name = contract.name
-            others = [each for each in claims[name] if each != plugin.owner]
-            if name in known.contracts or name in NAMED_CLASSES:
+            claimants = claims.get(name, [])
+            others = [each for each in claimants if each != plugin.owner]
+            holder: object = op_holder(name, plugin.owner)
+            if not holder and (name in known.contracts or name in NAMED_CLASSES):
+                holder = known.authors.get(name, CORE)
+                if holder == plugin.owner and known.contracts[name] is contract.spec:
+                    continue  # a script's registry began with it
+            if holder:
                 refused[-1].append(
-                    f"the contract of op {name!r}: {known.authors.get(name, CORE)} has this op; "
-                    "give yours another name"
+                    f"the contract of op {name!r}: {holder} has this op; give yours another name"
                 )
-            elif len(claims[name]) > 1:
+            elif len(claimants) > 1:
                 named = ", ".join(clean(str(other)) for other in others) or "the same plugin"
                 refused[-1].append(
                     f"the contract of op {name!r}: {named} brings one of this name too, and it is "

@@ -35,6 +35,7 @@ class Plugin:
         lost: the (op, id)s that were refused to one that is `partial`.
         settings: the settings that it declares.
         contracts: the ops that it brings, each with its places in vLLM.
+        is_data: whether it brings contracts and nothing else, by the group of its entry point.
     """
 
     owner: Owner
@@ -48,6 +49,12 @@ class Plugin:
     lost: tuple[tuple[str, str], ...] = ()
     settings: tuple[SettingSpec[Any], ...] = ()
     contracts: tuple[tuple[Contract, Binding], ...] = ()
+    is_data: bool = False
+
+    @property
+    def lost_contracts(self) -> bool:
+        """Whether it has failed and may have had contracts: nobody knows of which ops."""
+        return self.status == "failed" and (not self.hooks or "contracts" in self.hooks)
 
     def may_bring(self, name: str, op: str | None = None) -> bool:
         """Whether an impl id or vendor called `name` would have come from this plugin, for `op`."""

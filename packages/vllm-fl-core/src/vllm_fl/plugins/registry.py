@@ -10,30 +10,23 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from ..contracts import OpSpec, contracts
+from ..contracts import OpSpec
 from ..contracts.binding import Binding, Contract
 from ..errors import DuplicateError, PluginError
 from ..text import clean
 from .attention import ATTENTION, from_older_form
 from .communicator import NAMED_CLASSES
 from .forms import fitted, shape
-from .installed import CORE, canonical
+from .installed import CORE
+from .reserved import reservation
 from .types import Impl, LayerImpl, OpImpl, parameters_of
 
 if TYPE_CHECKING:
     from .plugin import Plugin
 
-__all__ = ["SCRIPT", "OpRegistry", "Owner", "RegistrySnapshot", "reservation"]
+__all__ = ["EMPTY", "SCRIPT", "OpRegistry", "Owner", "RegistrySnapshot"]
 
 T = TypeVar("T")
-
-RESERVED = {
-    "reference.": "vllm-fl-reference",
-    "default.flagos": "vllm-fl-flaggems",
-    "stock.": None,
-}
-"""Ids, or what they begin with, and the one distribution that may use them; None: nobody. They are
-what settings and documentation promise by name."""
 
 
 @dataclass(frozen=True)
@@ -81,24 +74,6 @@ class Owner:
 SCRIPT = Owner(plugin="(registered by a script)")
 
 
-def reservation(impl_id: str, owner: Owner) -> str:
-    """Why `owner` may not use this id; empty when it may.
-
-    What has no distribution (a script, a module that the user named) is held to `stock.` alone.
-    """
-    for reserved, holder in RESERVED.items():
-        is_prefix = reserved.endswith(".")
-        given = impl_id.lower()
-        if not (given.startswith(reserved) if is_prefix else given == reserved):
-            continue
-        ids = f"ids that begin with {reserved!r}" if is_prefix else f"the id {reserved!r}"
-        if holder is None:
-            return f"{ids} mean vLLM's own path and are nobody's to use"
-        if owner.distribution is not None and canonical(owner.distribution) != holder:
-            return f"{ids} {'are' if is_prefix else 'is'} {holder}'s to use"
-    return ""
-
-
 @dataclass(frozen=True)
 class RegistrySnapshot:
     """The registry at one moment, read-only.
@@ -108,14 +83,14 @@ class RegistrySnapshot:
             `attention_backend`, communicators under `communicator`, whole layers under the name of
             vLLM's class.
         owners: (op, impl id) -> who brought it.
-        contracts: every op's contract by name: core's own, and those that plugins brought.
-        bindings: op -> its places in vLLM, for the ops that plugins brought.
-        authors: op -> who brought its contract, for these.
+        contracts: every op's contract by name.
+        bindings: op -> its places in vLLM.
+        authors: op -> who brought its contract and its binding.
     """
 
     impls_by_op: Mapping[str, tuple[Impl, ...]]
     owners: Mapping[tuple[str, str], Owner]
-    contracts: Mapping[str, OpSpec] = field(default_factory=contracts)
+    contracts: Mapping[str, OpSpec] = field(default_factory=lambda: MappingProxyType({}))
     bindings: Mapping[str, Binding] = field(default_factory=lambda: MappingProxyType({}))
     authors: Mapping[str, Owner] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -134,13 +109,26 @@ class RegistrySnapshot:
         return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)
 
 
-class OpRegistry:
-    """The implementations that plugins brought. Writes are all or nothing; reads take no lock."""
+EMPTY = RegistrySnapshot(MappingProxyType({}), MappingProxyType({}))
+"""A registry into which nothing was loaded."""
 
-    def __init__(self) -> None:
+
+class OpRegistry:
+    """The implementations that plugins brought. Writes are all or nothing; reads take no lock.
+
+    Args:
+        first: what it begins with; None takes the contracts of the distributions that bring
+            nothing else (`known_contracts`), so that a script knows what an op is.
+    """
+
+    def __init__(self, first: RegistrySnapshot | None = None) -> None:
+        if first is None:
+            from .loading import known_contracts  # it loads into a registry
+
+            first = known_contracts()
         self._lock = threading.Lock()
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._snapshot = RegistrySnapshot(MappingProxyType({}), MappingProxyType({}))
+        self._first = self._snapshot = first
         self.plugins: tuple[Plugin, ...] = ()
         """The plugins that were loaded into it: their settings hold, and what those reject."""
 
@@ -234,7 +222,7 @@ class OpRegistry:
         """Add an op that a plugin brings.
 
         Raises:
-            PluginError: core or another plugin has a contract of this name.
+            PluginError: another plugin has a contract of this name, or core a meaning for it.
         """
         with self._lock:
             before, name = self._snapshot, contract.name
@@ -287,9 +275,9 @@ class OpRegistry:
             )
 
     def clear(self) -> None:
-        """Take out everything."""
+        """Take out everything but what it began with."""
         with self._lock:
-            self._change(RegistrySnapshot(MappingProxyType({}), MappingProxyType({})))
+            self._change(self._first)
 
 
 def _as_it_is_now(impl: Impl, specs: Mapping[str, OpSpec]) -> Impl:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
+from ..contracts.binding import Binding
 from ..plugins.types import Impl
 from .policy import OpOrder, closest
 from .schema import Setting, Settings
@@ -20,24 +22,11 @@ OLDER_LAYERS = frozenset(
         "deepseek_v4_multi_head_latent_attention",
         "gated_layer",
         "masked_fill",
-        "silu_and_mul_with_clamp",
         "unquantized_fused_moe_method",
     )
 )
-"""What vllm-plugin-FL's lists of layers and its platform files name; not every vLLM has them."""
-
-
-OLDER_OPS = {
-    "causal_conv1d_fn": "causal_conv1d",
-    "chunk_gated_delta_rule_fwd": "chunk_gated_delta_rule",
-    "dynamic_per_token_quant_int8": "quant_int8",
-    "fused_gdn_gating": "gdn_gating",
-    "fused_recurrent_gated_delta_rule_fwd": "recurrent_gated_delta_rule",
-    "fused_topk_bias": "moe_topk",
-    "invoke_fused_moe_triton_kernel": "fused_experts",
-    "topk_softmax": "moe_topk",
-}
-"""Ops of vllm-plugin-FL -> the op that has their place here, with other parameters."""
+"""What vllm-plugin-FL's lists of layers and its platform files name, and no op here has; not every
+vLLM has them. Those of ops are in their bindings."""
 
 
 class _Use(NamedTuple):
@@ -49,11 +38,10 @@ class _Use(NamedTuple):
     setting: Setting
 
     @property
-    def is_older_op(self) -> bool:
-        """Whether it is an op of vllm-plugin-FL's that an order of the user's is for."""
+    def is_users_op(self) -> bool:
+        """Whether it is an op that an order of the user's is for."""
         order = self.setting.value
-        mine = isinstance(order, OpOrder) and order.pinned
-        return mine and self.space == "op" and self.name in OLDER_OPS
+        return self.space == "op" and isinstance(order, OpOrder) and order.pinned
 
     @property
     def in_users_order(self) -> bool:
@@ -69,6 +57,7 @@ def check_names(
     vendors: Collection[str] | None = None,
     layers: Collection[str] | None = None,
     impls: Mapping[str, Collection[Impl]] | None = None,
+    bindings: Mapping[str, Binding] = MappingProxyType({}),
     has_failed: Callable[[str, str], bool] = lambda name, op: False,
 ) -> Settings:
     """Check the names whose owner is here; the others stay as they are, and stay unchecked.
@@ -83,6 +72,7 @@ def check_names(
         layers: the names of vLLM's layers, or None where vLLM is not loaded.
         impls: op -> what is installed for it, which the tokens of the user's orders should match;
             or None.
+        bindings: those of the ops, which know what vllm-plugin-FL called them and their layers.
         has_failed: as for `unmatched`.
 
     Raises:
@@ -95,6 +85,8 @@ def check_names(
         "layer": layers,
         "setting": None,
     }
+    older_ops = {name: op for op, binding in bindings.items() for name in binding.formerly}
+    older_layers = OLDER_LAYERS.union(*(binding.former_layers for binding in bindings.values()))
     checked = set()
     warnings = []
     for use in _uses(settings):
@@ -102,15 +94,15 @@ def check_names(
         names = known.get(use.space)
         if names is not None and use.name in names:
             checked.add(use.label)
-        elif names is not None and use.space == "layer" and use.name in OLDER_LAYERS:
+        elif names is not None and use.space == "layer" and use.name in older_layers:
             warnings.append(
                 f"{use.setting.origin}: {use.setting.key}: the installed vLLM has no layer "
                 f"{use.name!r}, so that it has no effect."
             )
-        elif names is not None and use.is_older_op:
+        elif names is not None and use.is_users_op and use.name in older_ops:
             warnings.append(
                 f"{use.setting.origin}: {use.setting.key}: {use.name!r} is vllm-plugin-FL's op, "
-                f"and has no effect. What it computes is part of {OLDER_OPS[use.name]!r} here: "
+                f"and has no effect. What it computes is part of {older_ops[use.name]!r} here: "
                 "name that instead."
             )
         elif names is not None and use.space == "layer":

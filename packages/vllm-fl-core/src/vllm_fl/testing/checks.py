@@ -18,7 +18,6 @@ from ..engine.preflight import Trials
 from ..engine.verification import Comparison, compare
 from ..errors import AllFailedError, CallError, PluginError
 from ..plugins.forms import states_support
-from ..plugins.registry import OpRegistry
 from ..plugins.types import OpImpl
 from ..text import quote
 from .processes import apart
@@ -48,7 +47,7 @@ def availability(subject: Subject, dtype: str, sample: str) -> None:
 def declaration(subject: Subject, dtype: str, sample: str) -> None:
     """A registry takes it: parameters and consumed arguments are the contract's."""
     try:
-        OpRegistry().register_impl(subject.impl)
+        subject.registry()
     except PluginError as error:
         raise AssertionError(str(error)) from error
 

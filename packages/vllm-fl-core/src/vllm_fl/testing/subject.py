@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..contracts import BadInput, ModelSizes, OpSpec, Sample, contracts
+from ..contracts import BadInput, ModelSizes, OpSpec, Sample
 from ..contracts.binding import Binding, Contract
 from ..contracts.sizes import typical_sizes
 from ..dispatch import get_default_manager
@@ -21,7 +21,8 @@ from ..dispatch.manager import OpManager
 from ..engine.verification import as_call
 from ..engine.wanted import promised
 from ..plugins.forms import asked_for
-from ..plugins.registry import SCRIPT, OpRegistry
+from ..plugins.loading import known_contracts
+from ..plugins.registry import EMPTY, SCRIPT, OpRegistry, RegistrySnapshot
 from ..plugins.types import OpImpl
 from ..settings.policy import SelectionPolicy
 
@@ -101,11 +102,9 @@ class Subject:
     @property
     def all_sizes(self) -> ModelSizes:
         """The served model's sizes, with those that the op's own binding asks."""
-        op = self.impl.op_name
-        if op in contracts():
-            return self.sizes
-        binding = get_default_manager().registry.snapshot().bindings.get(op, Binding())
-        own = typical_sizes([binding]).more
+        binding = _installed(self.impl.op_name).bindings[self.impl.op_name]
+        rules = tuple(rule for rule in binding.sizes if rule.in_kit)
+        own = typical_sizes([dataclasses.replace(binding, sizes=rules)]).more
         return dataclasses.replace(self.sizes, more={**own, **self.sizes.more})
 
     def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
@@ -164,21 +163,33 @@ class Subject:
 
     def manager(self) -> OpManager:
         """A manager that has this implementation and no other."""
-        registry = OpRegistry()
-        if self.spec.name not in registry.snapshot().contracts:
-            registry.add_contract(Contract(self.spec), Binding(), SCRIPT)
+        return OpManager(self.registry(), SelectionPolicy())
+
+    def registry(self) -> OpRegistry:
+        """A registry that has this implementation and its contract.
+
+        Raises:
+            PluginError: it does not take the implementation.
+        """
+        registry = OpRegistry(EMPTY)
+        registry.add_contract(Contract(self.spec), Binding(), SCRIPT)
         registry.register_impl(self.impl)
-        return OpManager(registry, SelectionPolicy())
+        return registry
 
 
 def contract_of(op: str) -> OpSpec:
-    """The contract of an op: core's own, or the one that an installed plugin brings.
+    """The contract of an op.
 
     Raises:
         KeyError: there is none.
     """
-    known = contracts()
-    return known[op] if op in known else get_default_manager().registry.snapshot().contracts[op]
+    return _installed(op).contracts[op]
+
+
+def _installed(op: str) -> RegistrySnapshot:
+    """Where the contract of `op` is: in a distribution of contracts alone, or among plugins."""
+    known = known_contracts()
+    return known if op in known.contracts else get_default_manager().registry.snapshot()
 
 
 def fresh(sample: Sample) -> Sample:

@@ -42,16 +42,10 @@ if TYPE_CHECKING:
     from ..engine.timing import Measured
     from ..engine.tuning import Contender, OpTuning
 
-__all__ = ["EXPERTS", "STOCK", "Subject", "Work"]
+__all__ = ["STOCK", "Subject", "Work"]
 
 STOCK = "stock"
 """vLLM's own form of an op, in tables and options."""
-
-PRODUCTS = "linear"
-"""The op of a model's matrix products, which are most of what the device does in a large batch."""
-
-EXPERTS = "fused_experts"
-"""The op inside whose stock form vLLM calls operators of other ops, activations among them."""
 
 CLOCK = time.perf_counter
 """What calls are timed with, seconds."""
@@ -122,7 +116,7 @@ class Work:
         self._tunings = {
             op: tuning
             # What the products take says where launches cost nothing.
-            for op in sorted(specs, key=lambda op: op != PRODUCTS)
+            for op in sorted(specs, key=lambda op: not self._binding(op).products)
             if (not ops or op in ops) and (tuning := self._tuning(op, explicit=bool(ops)))
         }
         if self._without_stock:
@@ -356,7 +350,7 @@ class Work:
         """
         if self._is_between_graphs(op):
             return frozenset()
-        places = self._bindings[op].places if op in self._bindings else ()
+        places = self._binding(op).places
         if any(isinstance(place, LayerPlace | IrPlace | GraphPlace) for place in places):
             return frozenset(contender.name for contender in contenders)
         if any(isinstance(place, FusionPlace) for place in places):
@@ -366,17 +360,23 @@ class Work:
     def _products(self, tokens: int) -> float:
         """How long the device takes for the matrix products of a layer, µs; 0 where it was not
         measured. Each is a form of the op, and stands in a layer once."""
-        found = self._found.get((PRODUCTS, tokens))
-        return found.fastest if found is not None else 0.0
+        return sum(
+            found.fastest
+            for (op, of), found in self._found.items()
+            if of == tokens and self._binding(op).products
+        )
+
+    def _binding(self, op: str) -> Binding:
+        return self._bindings.get(op, Binding())
 
     def _is_between_graphs(self, op: str) -> bool:
-        return op in self._bindings and self._bindings[op].between_graphs
+        return self._binding(op).between_graphs
 
     def _launched(self, op: str, contenders: Sequence[Contender]) -> frozenset[str]:
         """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""
         from vllm_fl.integration.seams import fusions
 
-        places = self._bindings[op].places if op in self._bindings else ()
+        places = self._binding(op).places
         if not any(isinstance(p, FusionPlace) and fusions.is_by_range(p) for p in places):
             return frozenset()
         traced = (c for c in contenders if all(impl.traced is not None for impl in c.impls))
@@ -397,7 +397,7 @@ class Work:
             return frozenset()
         traced = self._traced(op, tuning.contenders)
         code = {c.name for c in tuning.contenders if not any(map(is_opaque, c.impls))}
-        places = self._bindings[op].places if op in self._bindings else ()
+        places = self._binding(op).places
         all_tell = all(p.tokens for p in places if isinstance(p, OperatorPlace | FunctionPlace))
         own = traced & {STOCK} if all_tell else {STOCK}
         return frozenset({*own, *(code & traced)})
@@ -409,13 +409,15 @@ class Work:
         """Whether an engine inlines the op by range of sizes, or a pass finds it so.
 
         Not on a CPU, whose model vLLM traces and compiles once; nor where an operator writes over
-        its arguments, but in vLLM's IR; nor where vLLM's experts may call the op's operator.
+        its arguments, but in vLLM's IR; nor where another op's own form, as that of experts, may
+        call the op's operator.
         """
         from vllm_fl.integration.seams import fusions
 
+        absent = self.subject.absent
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False
-        places = self._bindings[op].places if op in self._bindings else ()
+        places = self._binding(op).places
         if any(isinstance(place, IrPlace) for place in places):
             return True
         has_vllm = any(contender.name == STOCK for contender in tuning.contenders)
@@ -424,7 +426,8 @@ class Work:
         fused = [place for place in places if isinstance(place, FusionPlace)]
         if fused:
             return has_vllm and any(map(fusions.is_by_range, fused))
-        if EXPERTS not in self.subject.absent and any(isinstance(p, OperatorPlace) for p in places):
+        is_called = any(b.calls_operators and o not in absent for o, b in self._bindings.items())
+        if is_called and any(isinstance(place, OperatorPlace) for place in places):
             return False
         layers = [place for place in places if isinstance(place, LayerPlace)]
         granted = {name for place in layers for name in place.grants}

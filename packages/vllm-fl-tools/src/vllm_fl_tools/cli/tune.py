@@ -30,7 +30,7 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.contracts.sizes import RULES
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.integration.bindings import all_bindings
+from vllm_fl.integration.places import all_bindings
 from vllm_fl.integration.threads import worker_threads
 from vllm_fl.settings.policy import closest
 from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
@@ -38,7 +38,7 @@ from vllm_fl.text import clean, quote
 
 from . import _accept
 from ._part import INTERRUPTED, PartFile, ended_by_signal
-from ._tuning import EXPERTS, STOCK, Subject, Work
+from ._tuning import STOCK, Subject, Work
 
 if TYPE_CHECKING:
     import torch
@@ -226,7 +226,7 @@ def _subject(
     if sizes is not None:
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
-        absent = frozenset() if sizes.more.get("experts") else frozenset({EXPERTS})
+        absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
         captured = None
     else:
         try:
@@ -251,6 +251,14 @@ def _subject(
         absent,
         captured,
     )
+
+
+def _is_left_out(binding: Binding, sizes: ModelSizes) -> bool:
+    """Whether `--sizes` tells no size of an op's own, of those that call others' operators: they
+    would keep these from being ordered by range of sizes."""
+    every = {field.name for field in fields(ModelSizes)}
+    own = [rule.name for rule in binding.sizes if rule.name not in every]
+    return binding.calls_operators and not any(sizes.more.get(name) for name in own)
 
 
 @contextmanager

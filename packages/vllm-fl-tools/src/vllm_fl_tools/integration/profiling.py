@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from vllm_fl.contracts.binding import GraphPlace, IrPlace, OperatorPlace
 from vllm_fl.engine.opaque import operators as our_operators
-from vllm_fl.integration.bindings import installed_bindings, places
 from vllm_fl.integration.functional_operators import OWNER
+from vllm_fl.integration.places import installed_bindings, places
 from vllm_fl.integration.seams import layers
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote

@@ -10,7 +10,13 @@ from ...contracts.binding import Bound, OperatorPlace, put
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["elementwise", "gated"]
+__all__ = ["SHARED", "elementwise", "gated"]
+
+SHARED = tuple(
+    f"vllm.model_executor.layers.activation:{registry}._dict"
+    for registry in ("_ACTIVATION_REGISTRY", "_ACTIVATION_AND_MUL_REGISTRY")
+)
+"""Where vLLM keeps activations by their names."""
 
 
 def elementwise(name: str) -> OperatorPlace:

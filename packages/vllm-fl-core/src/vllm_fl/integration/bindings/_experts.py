@@ -56,6 +56,8 @@ def _intermediate(config: Any) -> int:
     return max(1, width // int(parallel.tensor_parallel_size))
 
 
-EXPERT_COUNT = SizeRule("experts", lambda config: first(config, _COUNTS), 128)
-EXPERTS_OF_A_TOKEN = SizeRule("experts_per_token", lambda config: first(config, _TAKEN), 8)
-EXPERT_INTERMEDIATE = SizeRule("expert_intermediate", _intermediate, 768)
+EXPERT_COUNT = SizeRule("experts", lambda config: first(config, _COUNTS), 128, few=16, in_kit=False)
+EXPERTS_OF_A_TOKEN = SizeRule(
+    "experts_per_token", lambda config: first(config, _TAKEN), 8, in_kit=False
+)
+EXPERT_INTERMEDIATE = SizeRule("expert_intermediate", _intermediate, 768, in_kit=False)

@@ -70,4 +70,5 @@ LINEAR_VALUE_HEADS = SizeRule(
         // int(config.parallel_config.tensor_parallel_size)
     ),
     8,
+    in_kit=False,
 )

@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["halves"]
+__all__ = ["LAYER", "ROTATION", "SHARED", "halves"]
+
+SHARED = ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT",)
+"""Where vLLM keeps ropes by their sizes."""
+
+_BASE = "vllm.model_executor.layers.rotary_embedding.base"
+LAYER = tuple(
+    f"{_BASE}:RotaryEmbeddingBase.{name}"
+    for name in ("_match_cos_sin_cache_dtype", "head_size", "is_neox_style")
+)
+"""What is read of a layer."""
+
+ROTATION = f"{_BASE}:RotaryEmbedding.forward_static"
+"""vLLM's own form, in plain PyTorch."""
 
 
 def halves() -> Callable[[Tensor], tuple[Tensor, ...]]:

@@ -12,5 +12,7 @@ _TAKEN = ("topk_group", "num_limited_groups", "moe_topk_group")
 """What configurations call these numbers."""
 
 
-EXPERT_GROUPS = SizeRule("expert_groups", lambda config: first(config, _GROUPS), 8)
-GROUPS_OF_A_TOKEN = SizeRule("expert_groups_per_token", lambda config: first(config, _TAKEN), 4)
+EXPERT_GROUPS = SizeRule("expert_groups", lambda config: first(config, _GROUPS), 8, in_kit=False)
+GROUPS_OF_A_TOKEN = SizeRule(
+    "expert_groups_per_token", lambda config: first(config, _TAKEN), 4, in_kit=False
+)

@@ -157,4 +157,5 @@ BINDING = Binding(
     ),
     when=has_states,
     between_graphs=True,
+    formerly=("causal_conv1d_fn",),
 )

@@ -170,4 +170,5 @@ BINDING = Binding(
     ),
     when=has_states,
     between_graphs=True,
+    formerly=("chunk_gated_delta_rule_fwd",),
 )

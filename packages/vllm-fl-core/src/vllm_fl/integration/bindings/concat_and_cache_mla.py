@@ -142,12 +142,16 @@ BINDING = Binding(
     ),
     sizes=(
         SizeRule(
-            "kv_lora_rank", lambda config: config.model_config.hf_text_config.kv_lora_rank, 512
+            "kv_lora_rank",
+            lambda config: config.model_config.hf_text_config.kv_lora_rank,
+            512,
+            in_kit=False,
         ),
         SizeRule(
             "qk_rope_head_dim",
             lambda config: config.model_config.hf_text_config.qk_rope_head_dim,
             64,
+            in_kit=False,
         ),
     ),
     not_reached=(

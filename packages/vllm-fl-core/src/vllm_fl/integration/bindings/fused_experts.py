@@ -320,4 +320,6 @@ BINDING = Binding(
         "vLLM's CPU build under expert parallelism",
     ),
     when=_may_serve,
+    formerly=("invoke_fused_moe_triton_kernel",),
+    calls_operators=True,
 )

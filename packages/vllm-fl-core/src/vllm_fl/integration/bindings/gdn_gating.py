@@ -43,4 +43,5 @@ BINDING = Binding(
     ),
     when=has_states,
     between_graphs=True,
+    formerly=("fused_gdn_gating",),
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._activation import gated
+from ._activation import SHARED, gated
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -30,4 +30,5 @@ BINDING = Binding(
     ),
     sizes=(INTERMEDIATE,),
     not_reached=(EXPERTS, HW_AGNOSTIC),
+    shared=SHARED,
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
+from ._activation import SHARED
 from ._models import mentions
 from ._phrases import HW_AGNOSTIC
 
@@ -31,4 +32,5 @@ BINDING = Binding(
     sizes=(INTERMEDIATE,),
     not_reached=(HW_AGNOSTIC,),
     when=mentions("activation_sparsity"),  # Gemma 3n
+    shared=SHARED,
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._activation import elementwise
+from ._activation import SHARED, elementwise
 from ._models import is_multimodal, mentions
 from ._phrases import GELU_TANH, HW_AGNOSTIC
 
@@ -32,4 +32,5 @@ BINDING = Binding(
     sizes=(INTERMEDIATE,),
     not_reached=(GELU_TANH, HW_AGNOSTIC),
     when=lambda config: is_multimodal(config) or mentions("gelu_new")(config),
+    shared=SHARED,
 )

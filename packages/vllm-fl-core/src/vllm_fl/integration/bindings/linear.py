@@ -93,8 +93,8 @@ BINDING = Binding(
         HEADS,
         KV_HEADS,
         HEAD_SIZE,
-        SizeRule("dense_intermediate", _dense_intermediate, INTERMEDIATE.typical),
-        SizeRule("router_experts", _router_experts, EXPERT_COUNT.typical),
+        SizeRule("dense_intermediate", _dense_intermediate, INTERMEDIATE.typical, in_kit=False),
+        SizeRule("router_experts", _router_experts, EXPERT_COUNT.typical, in_kit=False),
     ),
     not_reached=(
         "eager mode, vLLM's CPU platform, whose layers hold packed weights, and devices of plugins "
@@ -103,4 +103,5 @@ BINDING = Binding(
         "the logits' product, which is outside of the compiled model",
     ),
     when=_may_have,
+    products=True,
 )

@@ -180,4 +180,5 @@ BINDING = Binding(
         "before it had a router of its own",
     ),
     when=has_experts,
+    formerly=("fused_topk_bias", "topk_softmax"),
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._activation import gated
+from ._activation import SHARED, gated
 from ._models import is_multimodal
 from ._phrases import HW_AGNOSTIC
 
@@ -31,4 +31,5 @@ BINDING = Binding(
     sizes=(INTERMEDIATE,),
     not_reached=(HW_AGNOSTIC,),
     when=is_multimodal,  # Molmo, Ultravox, Cohere's and Aya's vision models
+    shared=SHARED,
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...contracts.binding import Binding, Bound, LayerPlace
 from ...contracts.sizes import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._phrases import HW_AGNOSTIC
-from ._ropes import halves
+from ._ropes import LAYER, SHARED, halves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,4 +97,6 @@ BINDING = Binding(
         "Hunyuan's `XDRotaryEmbedding` (vLLM 0.26 and 0.27), which has four axes",
         HW_AGNOSTIC,
     ),
+    needs=LAYER,
+    shared=SHARED,
 )

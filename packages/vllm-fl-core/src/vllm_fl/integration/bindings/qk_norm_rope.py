@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace, put
 from ...contracts.sizes import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from . import rms_norm
+from ._norms_with_ropes import put_operator
+from ._ropes import ROTATION
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +150,8 @@ BINDING = Binding(
             native=_native,
             apart=_apart,
             unfused={"_C::rotary_embedding": _rope, "vllm::flashinfer_rotary_embedding": _rope},
-            own="vllm_fl.integration.seams.graphs.QKNormRopePass",
+            own=put_operator,
+            in_ir=("rms_norm",),
         ),
     ),
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON),
@@ -161,4 +164,6 @@ BINDING = Binding(
         "projections, models that norm heads all at once; on CUDA and ROCm heads of another size "
         "than 64, 128 or 256, and an epsilon other than 1e-5 and 1e-6",
     ),
+    batch_invariant="vLLM's own norms, which it replaces",
+    needs=(ROTATION,),
 )

@@ -122,4 +122,5 @@ BINDING = Binding(
         "quantisation inside another kernel: after a norm, or in a matrix product",
     ),
     when=is_quantised,
+    formerly=("dynamic_per_token_quant_int8",),
 )

@@ -326,4 +326,5 @@ BINDING = Binding(
     ),
     when=has_states,
     between_graphs=True,
+    formerly=("fused_recurrent_gated_delta_rule_fwd",),
 )

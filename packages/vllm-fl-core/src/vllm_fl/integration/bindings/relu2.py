@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._activation import elementwise
+from ._activation import SHARED, elementwise
 from ._models import is_multimodal, mentions
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
@@ -33,4 +33,5 @@ BINDING = Binding(
         HW_AGNOSTIC,
     ),
     when=lambda config: is_multimodal(config) or mentions("relu2")(config),
+    shared=SHARED,
 )

@@ -161,4 +161,12 @@ BINDING = Binding(
         "releases of vLLM without an IR",
         "gated norms of Mamba and linear attention, and LayerNorm: other formulas",
     ),
+    fused_by=(
+        "fuse_norm_quant",
+        "fuse_allreduce_rms",
+        "fuse_mla_dual_rms_norm",
+        "enable_qk_norm_rope_fusion",
+        "fuse_qk_norm_rope_kvcache",
+    ),
+    batch_invariant="vLLM's own kernel",
 )

@@ -153,8 +153,8 @@ BINDING = Binding(
         ),
     ),
     sizes=(
-        SizeRule("gated_norm", _width, 128),
-        SizeRule("gated_norm_groups", _groups, 1),
+        SizeRule("gated_norm", _width, 128, in_kit=False),
+        SizeRule("gated_norm_groups", _groups, 1, in_kit=False),
         EPSILON,
     ),
     when=_keeps_a_state,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, put
-from ...contracts.rotary_embedding import joint_cos_sin
+from ...contracts.cos_sin import joint_cos_sin
 from ...contracts.sizes import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._phrases import HW_AGNOSTIC
-from ._ropes import halves
+from ._ropes import LAYER, ROTATION, SHARED, halves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -209,6 +209,7 @@ BINDING = Binding(
             _to_operator,
             _from_operator,
             grants=("query", "key"),
+            on_cpu=True,
         ),
     ),
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY),
@@ -224,4 +225,6 @@ BINDING = Binding(
         "compiled mode on CUDA",
         HW_AGNOSTIC,
     ),
+    needs=(*LAYER, ROTATION),
+    shared=SHARED,
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._activation import gated
+from ._activation import SHARED, gated
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -36,4 +36,6 @@ BINDING = Binding(
         "both",
         HW_AGNOSTIC,
     ),
+    shared=SHARED,
+    needs=("vllm.model_executor.layers.activation:SiluAndMul.forward_native",),
 )

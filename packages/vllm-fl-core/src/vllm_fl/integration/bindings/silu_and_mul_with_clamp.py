@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._activation import gated
+from ._activation import SHARED, gated
 from ._models import mentions
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
@@ -37,4 +37,6 @@ BINDING = Binding(
         HW_AGNOSTIC,
     ),
     when=mentions("swiglu"),  # as `swiglu_limit`
+    former_layers=("silu_and_mul_with_clamp",),
+    shared=SHARED,
 )

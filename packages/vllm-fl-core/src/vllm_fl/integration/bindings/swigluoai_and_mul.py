@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...contracts.binding import Binding, LayerPlace
 from ...contracts.sizes import INTERMEDIATE
-from ._activation import gated
+from ._activation import SHARED, gated
 from ._models import has_experts
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
@@ -36,4 +36,5 @@ BINDING = Binding(
         HW_AGNOSTIC,
     ),
     when=has_experts,  # in gpt-oss and MiniMax's models: experts alone
+    shared=SHARED,
 )

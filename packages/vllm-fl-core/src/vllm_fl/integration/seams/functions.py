@@ -22,7 +22,7 @@ from ...engine.plan import Plan
 from ...errors import PlaceError
 from ...logs import get_logger
 from ...text import quote
-from ..bindings import stock_form
+from ..places import stock_form
 from ..serving import plan_now
 from .arguments import Route, known, leaving
 from .lookups import Target, target_of

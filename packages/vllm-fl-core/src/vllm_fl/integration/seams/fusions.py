@@ -24,7 +24,7 @@ from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
-from ..bindings import installed_bindings, places, stock_form
+from ..places import installed_bindings, places, stock_form
 from ..serving import plan_now
 from .ir import ir_ops
 
@@ -130,10 +130,10 @@ def _is_ours(place: FusionPlace, facts: EngineFacts) -> bool:
 
     device = getattr(current_platform, "vllm_fl_device", None)
     return bool(
-        place.own
+        place.own is not None
         and device is not None
         and facts.runs_passes
-        and "rms_norm" in ir_ops()
+        and not set(place.in_ir) - set(ir_ops())
         and current_platform.vllm_fl_stock_pass_manager() == VLLMS_MANAGER
     )
 
@@ -255,7 +255,10 @@ def watch(plan: Plan) -> None:
             known = _counted.setdefault(plan, {})[op] = Sites()
             last = stock_form(op, place.native, plan.contracts[op].consumable)
             operator = operator_of(plan, plan.chain(op, last=last))
-            _ours[plan].append(_named(place.own)(operator, known))
+            from .graphs import FindingPass
+
+            assert place.own is not None  # none of ours finds it otherwise
+            _ours[plan].append(FindingPass(operator, place.own, known))
             continue
         try:
             cls = _named(place.path)

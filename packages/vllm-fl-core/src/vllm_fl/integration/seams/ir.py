@@ -22,8 +22,8 @@ from ...dispatch.guard import Chain
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl
-from ..bindings import installed_bindings, places, stock_form
 from ..compat import has_ir
+from ..places import installed_bindings, places, stock_form
 from ..serving import plan_now
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
-from vllm.model_executor.layers import activation, rotary_embedding
 
 from ...contracts import OpSpec
 from ...contracts.binding import LayerPlace
@@ -26,8 +25,8 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.installed import identity
 from ...text import quote
-from ..bindings import installed_bindings, places, stock_form
-from ..compat import FORMER_LAYERS
+from ..compat import FORMER_LAYERS, shared_table
+from ..places import installed_bindings, places, stock_form
 from .ir import ir_ops
 
 if TYPE_CHECKING:
@@ -177,15 +176,18 @@ def replace_layers() -> None:
 
 
 def forget_shared_layers() -> None:
-    """Let the model that is built next have ropes and activations of its own.
+    """Let the model that is built next have layers of its own, which a process shares otherwise.
 
     vLLM gives layers of one process that have the same sizes one rope, and those that ask for an
     activation by name one, which is bound to the plan that it was built under: an engine must not
-    be given that of another. Who has one keeps it.
+    be given that of another. Who has one keeps it. Where this vLLM has no such table, its ops are
+    not planned.
     """
-    rotary_embedding._ROPE_DICT.clear()
-    for made_once in (activation._ACTIVATION_REGISTRY, activation._ACTIVATION_AND_MUL_REGISTRY):
-        made_once._dict.clear()
+    paths = (path for binding in installed_bindings().values() for path in binding.shared)
+    for path in dict.fromkeys(paths):
+        table = shared_table(path)
+        if table is not None:
+            table.clear()
 
 
 def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:

@@ -30,8 +30,8 @@ from ...errors import PlaceError
 from ...logs import get_logger
 from ...plugins.forms import asked_for
 from ...plugins.types import OpImpl
-from ..bindings import places as places_of
-from ..bindings import stock_form
+from ..places import places as places_of
+from ..places import stock_form
 from ..serving import plan_now
 from . import empty
 from .arguments import Route, known, leaving

@@ -17,7 +17,7 @@ from ...dispatch.guard import Chain
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...plugins.types import BackendImplKind
-from ..bindings import installed_bindings, places, stock_form
+from ..places import installed_bindings, places, stock_form
 from .fusions import Sites, operator_of, say_found, taken_whole
 
 __all__ = ["Replaced", "by_range", "left", "notes", "replaced", "say", "sites", "watch"]

@@ -1,0 +1,83 @@
+"""Which places in vLLM are an op's, by the bindings of the contracts that this process has loaded.
+
+Imports no vLLM, so that the command line and the documentation may read it anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ..contracts.binding import (
+    AttentionPlace,
+    Binding,
+    FunctionPlace,
+    FusionPlace,
+    GraphPlace,
+    IrPlace,
+    LayerPlace,
+    OperatorPlace,
+)
+from ..dispatch import get_default_manager
+from ..plugins.attention import ATTENTION
+from ..plugins.registry import RegistrySnapshot
+from ..plugins.types import BackendImplKind, OpImpl
+
+__all__ = ["ATTENTION_LAYERS", "all_bindings", "installed_bindings", "places", "stock_form"]
+
+P = TypeVar(
+    "P",
+    LayerPlace,
+    OperatorPlace,
+    FunctionPlace,
+    IrPlace,
+    AttentionPlace,
+    FusionPlace,
+    GraphPlace,
+)
+
+
+ATTENTION_LAYERS = Binding(
+    places=(AttentionPlace(),),
+    not_reached=(
+        "layers for which vLLM is told a backend: --attention-backend, a backend per kind of "
+        "layer, a model's or a drafter's own",
+        "attention that asks no platform: Mamba and linear attention, vision encoders, models "
+        "that bring their own backend",
+    ),
+)
+"""Where vLLM asks for an attention backend, which has no contract."""
+
+
+def all_bindings(snapshot: RegistrySnapshot) -> Mapping[str, Binding]:
+    """Every binding by op: attention's, and those that came with contracts."""
+    return {ATTENTION: ATTENTION_LAYERS, **snapshot.bindings}
+
+
+def installed_bindings() -> Mapping[str, Binding]:
+    """Every binding of this process: of the contracts that it has loaded, and attention's."""
+    return all_bindings(get_default_manager().registry.snapshot())
+
+
+def places(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
+    """(op, place) for every place of one kind, in the order of the table."""
+    return [
+        (op, place)
+        for op, binding in table.items()
+        for place in binding.places
+        if isinstance(place, kind)
+    ]
+
+
+def stock_form(
+    op: str,
+    native: Callable[..., Any] | None,
+    consumes: frozenset[str] = frozenset(),
+    *,
+    traceable: bool = True,
+) -> OpImpl | None:
+    """vLLM's own form of an op, by the contract's parameters: the last of a plan's candidates."""
+    if native is None:
+        return None
+    kind = BackendImplKind.REFERENCE
+    return OpImpl(op, "stock.vllm", kind, native, consumes=consumes, traceable=traceable)

@@ -1,0 +1,111 @@
+"""What core knows of one op alone stands in the op's binding: here in that of somebody's own op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import vllm.platforms
+from builders import silu
+from configs import engine_config
+from vllm.config import CompilationMode
+
+import vllm_fl.dispatch
+from vllm_fl.contracts.binding import Binding, Contract, OperatorPlace
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.engine.plan import PlanEntry
+from vllm_fl.integration import planning
+from vllm_fl.integration.planning import facts_of, plan_for
+from vllm_fl.integration.seams import layers
+from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
+SPEC = import_module("sample_contracts.greedy_token").SPEC
+OP = SPEC.name
+PLACE = OperatorPlace("acme::greedy", ("out", "logits"), lambda op: op, lambda own: own)
+
+Entries = Callable[..., dict[str, PlanEntry]]
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
+    """`entries(fused_by=(...))`: the plan of an engine where the op has such a binding."""
+    monkeypatch.setattr(planning, "foreign_layers", dict)
+    platform = SimpleNamespace(vllm_fl_platform="cuda", device_type="cuda")
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+
+    def greedy_token(logits: Any) -> Any:
+        return logits.argmax(-1)
+
+    def planned(config: Any = None, **binding: Any) -> dict[str, PlanEntry]:
+        registry = OpRegistry()
+        registry.add_contract(Contract(SPEC), Binding((PLACE,), **binding), Owner("acme"))
+        vendor = BackendImplKind.VENDOR
+        mine = OpImpl(OP, "vendor.acme", vendor, greedy_token, "acme")
+        registry.register_many([mine, silu("vendor.acme")])
+        monkeypatch.setattr(vllm_fl.dispatch, "_default", OpManager(registry))
+        found = plan_for(facts_of(engine_config() if config is None else config)).entries
+        return {op: found[op] for op in (OP, "silu_and_mul")}
+
+    return planned
+
+
+def test_it_is_planned_where_nothing_speaks_against_it(entries: Entries) -> None:
+    needs = ("vllm.config.model:ModelConfig.get_head_size", "vllm.config:VllmConfig")
+    found = entries(needs=needs, shared=("vllm.envs:environment_variables",))
+    assert {entry.label for entry in found.values()} == {"vendor.acme"}
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        {"needs": ("vllm.config.model:ModelConfig.no_such",)},
+        {"needs": ("vllm.no_such:Name",)},
+        {"needs": ("no_such_package.module:Name",)},
+        {"shared": ("vllm.config.model:NO_SUCH",)},
+        {"shared": ("vllm.config.model:ModelConfig",)},
+    ],
+)
+def test_a_name_that_this_vllm_lacks_costs_the_op_alone(entries: Entries, binding: Any) -> None:
+    found = entries(**binding)
+    ((name,),) = binding.values()
+    assert found[OP].label == "stock"
+    assert found[OP].note == f"this vLLM has no {name}, which its places need"
+    assert found["silu_and_mul"].label == "vendor.acme"
+
+
+def test_what_vllms_passes_take_is_left_to_them(entries: Entries) -> None:
+    config = engine_config(mode=CompilationMode.VLLM_COMPILE, pass_config={"fuse_act_quant": True})
+    note = "vLLM's own fusions of it are on (fuse_act_quant)"
+    assert entries(config, fused_by=("fuse_norm_quant", "fuse_act_quant"))[OP].note == note
+    assert entries(config, fused_by=("fuse_norm_quant",))[OP].label == "vendor.acme"
+    eager = engine_config(pass_config={"fuse_act_quant": True})
+    assert entries(eager, fused_by=("fuse_act_quant",))[OP].label == "vendor.acme"
+
+
+def test_what_batch_invariance_asks_for_is_vllms(
+    entries: Entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert entries(batch_invariant="vLLM's own sampling")[OP].note == (
+        "VLLM_BATCH_INVARIANT asks for vLLM's own sampling"
+    )
+    assert entries()[OP].note == ""
+
+
+def test_layers_that_models_share_are_forgotten(
+    entries: Entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"size 8": object()}
+    monkeypatch.setattr(vllm.platforms, "KEPT", kept, raising=False)
+    entries(shared=("vllm.platforms:KEPT", "vllm.platforms:NO_SUCH"))
+    layers.forget_shared_layers()
+    assert kept == {}

@@ -1,0 +1,246 @@
+"""Distributions that bring contracts and nothing else: which load, what their failure means."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import planning, silu
+
+from vllm_fl.contracts import contracts
+from vllm_fl.contracts.binding import Contract
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.startup import Startup
+from vllm_fl.errors import PluginError
+from vllm_fl.integration.bindings import bindings
+from vllm_fl.plugins.hookspecs import hookimpl
+from vllm_fl.plugins.loading import CONTRACTS, GROUP, Found, discover, known_contracts, load
+from vllm_fl.plugins.registry import EMPTY, OpRegistry, Owner
+from vllm_fl.plugins.reserved import OPS, RESERVED_OPS
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.policy import SelectionPolicy
+
+SPEC = contracts()["silu_and_mul"]
+
+
+def contract(name: str) -> Contract:
+    """A contract of this name, whatever it says."""
+
+    def oracle(x: Any) -> Any:
+        return SPEC.oracle(x)
+
+    oracle.__name__ = name
+    return Contract(dataclasses.replace(SPEC, oracle=oracle))
+
+
+def bringing(*names: str) -> Any:
+    """A plugin that brings these contracts."""
+
+    @hookimpl
+    def brought() -> list[Contract]:
+        return [contract(name) for name in names]
+
+    return SimpleNamespace(contracts=brought)
+
+
+def found(distribution: str | None, plugin: Any = None, *requires: str, data: bool = True) -> Found:
+    """What a distribution has; without a plugin it must not be imported."""
+
+    def import_it() -> Any:
+        assert plugin is not None, f"{distribution} was imported"
+        if isinstance(plugin, Exception):
+            raise plugin
+        return plugin
+
+    owner = Owner(str(distribution), distribution, "1.0")
+    return Found(owner, f"{distribution}.plugin", import_it, data, frozenset(requires))
+
+
+def backend(distribution: str | None, op: str, *requires: str) -> Found:
+    """A distribution that brings an implementation of `op`."""
+
+    def implementation(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @hookimpl
+    def register_ops() -> list[OpImpl]:
+        vendor = BackendImplKind.VENDOR
+        return [OpImpl(op, "vendor.acme", vendor, implementation, "acme")]
+
+    plugin = SimpleNamespace(register_ops=register_ops)
+    return found(distribution, plugin, *requires, data=False)
+
+
+EVERYTHING = ["fl-acme", "fl-acme-ops", "fl-base-ops", "fl-other", "fl-stray-ops", OPS]
+
+
+@pytest.mark.parametrize(
+    ("only", "loaded"),
+    [
+        (None, EVERYTHING),
+        ([], []),
+        (["fl-other"], ["fl-other", OPS]),
+        # It requires contracts, which require others and, in a circle, the first.
+        (["FL_acme"], ["fl-acme", "fl-acme-ops", "fl-base-ops", OPS]),
+        (["fl-base-ops"], ["fl-acme-ops", "fl-base-ops", OPS]),
+        (["fl-stray-ops"], ["fl-stray-ops", OPS]),
+        (["fl-nobody"], [OPS]),
+    ],
+)
+def test_contracts_come_along_with_what_requires_them_and_nothing_else_is_imported(
+    only: list[str] | None, loaded: list[str]
+) -> None:
+    def data(name: str, *requires: str) -> Found:
+        return found(name, bringing(name.replace("-", "_")) if name in loaded else None, *requires)
+
+    every = [
+        backend("fl-acme", "acme", "fl-acme-ops", "fl-other", "torch"),
+        data("fl-acme-ops", "fl-base-ops"),
+        data("fl-base-ops", "fl-acme-ops"),
+        backend("fl-other", "other") if "fl-other" in loaded else found("fl-other", data=False),
+        data("fl-stray-ops"),
+        found(OPS, bringing("rms_norm") if OPS in loaded else None),
+    ]
+    registry = OpRegistry(EMPTY)
+    plugins = load(registry, every, only=only)
+    assert [p.owner.distribution for p in plugins if p.status == "ok"] == loaded
+    assert {p.status for p in plugins} <= {"ok", "disabled"}
+    brought = [n.replace("-", "_") for n in loaded if n.endswith("-ops")]
+    assert [*registry.snapshot().contracts] == sorted(brought + ["rms_norm"] * (OPS in loaded))
+
+
+def test_a_module_that_the_user_names_has_the_ops_too() -> None:
+    registry = OpRegistry(EMPTY)
+    load(registry, [backend(None, "rms_norm"), found(OPS, bringing("rms_norm"))], only=[])
+    assert [*registry.snapshot().contracts] == ["rms_norm"]
+
+
+def test_what_brings_more_than_contracts_is_no_data() -> None:
+    more = bringing("acme_op")
+    more.register_ops = hookimpl(lambda: [])
+    registry = OpRegistry(EMPTY)
+    (plugin,) = load(registry, [found("fl-acme-ops", more)])
+    assert plugin.status == "failed" and not registry.snapshot().contracts
+    assert f"it implements contracts, register_ops: name it in the group {GROUP}" in str(
+        plugin.error
+    )
+
+
+@pytest.mark.parametrize("data", [True, False])
+@pytest.mark.parametrize("distribution", ["fl-acme", None])
+def test_a_strangers_contract_of_a_reserved_name_costs_the_stranger(
+    distribution: str | None, data: bool
+) -> None:
+    stranger = found(distribution, bringing("rms_norm", "acme_op"), data=data)
+    registry = OpRegistry(EMPTY)
+    mine, ours = load(registry, [stranger, found(OPS, bringing("rms_norm"))])
+    assert (mine.status, ours.status) == ("partial", "ok")
+    assert f"the contract of op 'rms_norm': {OPS} has this op" in str(mine.error)
+    snapshot = registry.snapshot()
+    assert {op: owner.label for op, owner in snapshot.authors.items()} == {
+        "acme_op": mine.owner.label,
+        "rms_norm": OPS,
+    }
+    (alone,) = load(OpRegistry(EMPTY), [stranger])
+    assert alone.status == "partial", "also where nobody else has it"
+
+
+def test_the_reserved_names_are_those_of_our_ops() -> None:
+    assert set(contracts()) == RESERVED_OPS
+
+
+def started(*every: Found) -> OpManager:
+    registry = OpRegistry(EMPTY)
+    plugins = load(registry, every)
+    manager = OpManager()
+    manager.use_startup(Startup(plugins, load_settings({})), registry)
+    return manager
+
+
+@pytest.mark.parametrize("broken", [ImportError("no such file"), bringing("a", "not a name")])
+def test_an_implementation_whose_contract_may_be_lost_ends_the_start_by_name(broken: Any) -> None:
+    manager = started(backend("fl-acme", "acme_op"), found("fl-acme-ops", broken))
+    for use in (lambda: planning(manager), lambda: manager.call("acme_op", torch.ones(2))):
+        with pytest.raises(PluginError) as caught:
+            use()
+        assert (caught.value.op, caught.value.impl) == ("acme_op", "vendor.acme")
+        assert caught.value.distribution == "fl-acme-ops 1.0"
+        told = str(caught.value)
+        assert told.startswith(
+            "Op 'acme_op' has no contract, by which 'vendor.acme' of fl-acme 1.0"
+        )
+        assert "Reinstall it" in told
+
+
+def test_one_that_has_its_contract_starts_whatever_else_failed() -> None:
+    manager = started(
+        backend("fl-acme", "silu_and_mul"),
+        found("fl-acme-ops", ImportError("gone")),
+        found(OPS, bringing("silu_and_mul")),
+    )
+    assert planning(manager).entries["silu_and_mul"].trace.rejected is not None
+
+
+def test_one_that_never_had_a_contract_is_left_alone() -> None:
+    """A script's op: no plugin has failed that could have brought a contract of it."""
+    failed = found("fl-other", SimpleNamespace(), data=False)
+    failed_later = SimpleNamespace(register_ops=hookimpl(lambda: [1]))
+    manager = started(backend("fl-acme", "acme_op"), found("fl-late", failed_later, data=False))
+    assert "acme_op" not in planning(manager).entries
+    assert manager.call("acme_op", torch.ones(2)).eq(1).all()
+    with pytest.raises(PluginError):
+        planning(started(backend("fl-acme", "acme_op"), failed))
+
+
+def test_the_group_says_it_and_metadata_says_what_is_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, group, required in (
+        ("fl_acme", GROUP, ["Fl.Acme_Ops>=1,<2", 'torch ; extra == "gpu"', "pluggy (>=1)"]),
+        ("fl_acme_ops", CONTRACTS, []),
+    ):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        head = [f"Name: {name.replace('_', '-')}", "Version: 1.0"]
+        lines = ["Metadata-Version: 2.1", *head, *(f"Requires-Dist: {r}" for r in required)]
+        (folder / "METADATA").write_text("\n".join(lines) + "\n\nRequires-Dist: not-this\n")
+        (folder / "entry_points.txt").write_text(f"[{group}]\nacme = {name}.plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    every = {each.owner.distribution: each for each in discover()}
+    acme, ops = every["fl-acme"], every["fl-acme-ops"]
+    assert (acme.is_data, ops.is_data) == (False, True)
+    assert acme.requires == {"fl-acme-ops", "torch", "pluggy"} and ops.requires == set()
+
+
+def test_our_ops_come_by_the_hook_and_need_no_torch() -> None:
+    code = (
+        "import json, sys; from vllm_fl.plugins.registry import OpRegistry; "
+        "s = OpRegistry().snapshot(); "
+        "print(json.dumps([[*s.contracts], sorted(s.bindings), "
+        "sorted({o.plugin + ' ' + o.distribution for o in s.authors.values()}), "
+        "sorted({'torch', 'vllm', 'triton'} & set(sys.modules))]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = sorted(contracts())
+    assert json.loads(run.stdout) == [names, names, [f"ops {OPS}"], []]
+
+
+def test_each_has_its_own_binding() -> None:
+    assert known_contracts().bindings == bindings()
+
+
+def test_a_scripts_registry_may_be_loaded_into() -> None:
+    """It begins with the contracts of those distributions, and is not told that it has them."""
+    registry = OpRegistry()
+    plugins = load(registry, [each for each in discover() if each.is_data])
+    assert plugins and {plugin.status for plugin in plugins} == {"ok"}
+    registry.register_impl(silu("vendor.acme"))
+    assert OpManager(registry, SelectionPolicy()).call("silu_and_mul", torch.ones(2, 4)).shape

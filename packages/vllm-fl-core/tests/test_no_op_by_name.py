@@ -1,0 +1,119 @@
+"""Core knows no op by name: what it has to know of one stands in the op's contract or binding."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import vllm_fl
+from vllm_fl.contracts import contracts
+
+ROOT = Path(vllm_fl.__file__).parent
+OPS = frozenset(contracts())
+
+OF_OPS = ("activations", "paging", "routing", "sequences")
+"""Modules beside the contracts that several of these share; `_…` are those beside the bindings."""
+
+EXAMPLE = "an example, in words for a reader"
+EXCEPTIONS = {
+    ("plugins/reserved.py", "*"): "the one table of reserved names",
+    ("dispatch/contracts/rotary_embedding.py", "rotary_embedding"): "kept for plugins in the field",
+    ("plugins/types.py", "rms_norm"): EXAMPLE,
+    ("settings/values.py", "rms_norm"): EXAMPLE,
+    ("cli/new.py", "rms_norm"): "the example in the template's README",
+}
+"""(module, op) -> why its name may stand there. Docstrings, comments and the template of a vendor's
+package are not looked at."""
+
+
+def is_of_ops(path: Path) -> bool:
+    """Whether a module is a contract, a binding, or what these share."""
+    folder = path.parent.relative_to(ROOT).as_posix()
+    return folder == "integration/bindings" or (
+        folder == "contracts" and path.stem in {*OPS, *OF_OPS}
+    )
+
+
+def core() -> dict[str, ast.Module]:
+    """The modules that stay when the ops move, by their paths."""
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_bytes())
+        for path in sorted(ROOT.rglob("*.py"))
+        if not is_of_ops(path) and "templates" not in path.parts
+    }
+
+
+def words(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, a name or a string) of a module, but for the strings that document it."""
+    documentation = {
+        id(node.value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(module):
+        match node:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word):
+                yield node.lineno, word
+            case ast.FunctionDef(name=word) | ast.ClassDef(name=word):
+                yield node.lineno, word
+            case ast.keyword(arg=str(word)):
+                yield node.value.lineno, word
+            case ast.alias(name=word, asname=other):
+                yield node.lineno, word
+                yield node.lineno, other or ""
+            case ast.ImportFrom(module=str(word)):
+                yield node.lineno, word
+            case ast.Constant(value=str(word)) if id(node) not in documentation:
+                yield node.lineno, word
+
+
+def named(word: str) -> set[str]:
+    """The ops that a word names, or a text: there a plain word, as `linear`, may mean itself."""
+    parts = set(re.findall(r"\w+", word))
+    return {op for op in OPS if op == word or (op in parts and "_" in op)}
+
+
+def test_no_op_is_named_in_core() -> None:
+    found = {
+        (path, op): line
+        for path, module in core().items()
+        for line, word in [*words(module), (1, Path(path).stem)]
+        for op in named(word)
+    }
+    unexplained = {
+        f"{path}:{line} names {op}"
+        for (path, op), line in found.items()
+        if (path, op) not in EXCEPTIONS and (path, "*") not in EXCEPTIONS
+    }
+    assert unexplained == set(), "make it a field of the op's Binding or OpSpec"
+    used = {*found, *((path, "*") for path, _ in found)}
+    assert set(EXCEPTIONS) <= used, "an exception that nothing needs any more"
+
+
+def test_core_imports_no_contract_and_asks_the_registry_which_there_are() -> None:
+    for path, module in core().items():
+        for node in ast.walk(module):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            names = {alias.name for alias in node.names}
+            parts = node.module.split(".")
+            assert not (parts[-1] == "contracts" and names & {"contracts", *OF_OPS}), path
+            assert not ("contracts" in parts and parts[-1] in OF_OPS), path
+            assert "bindings" not in parts and not ("bindings" in names and node.level), path
+
+
+def test_it_would_be_seen() -> None:
+    source = """
+x = "linear"
+y = f"{x} as rms_norm does"
+quick_gelu(x)
+z = "a linear layer"
+"documentation of relu2"
+"""
+    assert {op for _, word in words(ast.parse(source)) for op in named(word)} == {
+        "linear",
+        "rms_norm",
+        "quick_gelu",
+    }
