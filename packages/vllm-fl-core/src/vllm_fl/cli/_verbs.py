@@ -90,7 +90,9 @@ def brought() -> dict[str, list[Any]]:
         found.setdefault(entry.name, []).append(entry)
     for name in OWN:
         if not any(map(_is_cores, found.get(name, ()))):
-            found.setdefault(name, []).append(EntryPoint(name, f"{__package__}.{name}", BARE))
+            found.setdefault(name, []).append(
+                EntryPoint(name, f"{__package__}.{name}", GROUP, BARE)
+            )
     return dict(sorted(found.items()))
 
 
