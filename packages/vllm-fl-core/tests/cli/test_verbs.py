@@ -53,7 +53,7 @@ def test_a_verb_of_another_distribution_runs(fl: Command, bring: Bring) -> None:
     assert done.json() == {"schema": 1, "acme": True}
     assert "hello" in done.err
     shown = " ".join(fl("--help").out.split())
-    assert "acme say what Acme's is, 100 % of it bisect" in shown
+    assert "acme say what Acme's is, 100 % of it" in shown
     assert "say what Acme's is, 100 % of it." in " ".join(fl("acme", "--help").out.split())
 
 

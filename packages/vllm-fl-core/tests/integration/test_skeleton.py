@@ -69,7 +69,12 @@ def built(folder: Path, own: dict[str, Any], architecture: str = "", **arguments
     (folder / "config.json").write_text(json.dumps(COMMON | own))
     done = subprocess.run(
         [sys.executable, "-c", BUILT, str(folder), json.dumps(arguments), architecture],
-        env={**os.environ, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "VLLM_PLUGINS": "fl",
+            "VLLM_FL_PLUGINS": "vllm-fl-core",
+            "HF_HUB_OFFLINE": "1",
+        },
         capture_output=True,
         text=True,
         check=False,

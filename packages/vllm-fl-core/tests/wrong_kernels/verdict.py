@@ -60,7 +60,9 @@ def _faults_at_start(impls: Sequence[OpImpl], like: Wrong, captured: int = 0) ->
         seed=SEED,
         captured={(impl.op_name, impl.impl_id): captured for impl in impls if captured},
     )
-    return {impl_id: reason for (_, impl_id), (reason, _) in findings.faults.items()}
+    faults = {impl_id: reason for (_, impl_id), (reason, _) in findings.faults.items()}
+    # Who refuses every call that the model makes is taken out as well: it is rejected by name.
+    return {**{impl_id: reason for (_, impl_id), reason in findings.refused.items()}, **faults}
 
 
 def _prepare(wrong: Wrong) -> None:
