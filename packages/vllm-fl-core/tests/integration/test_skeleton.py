@@ -65,6 +65,10 @@ GEMMA = {
 BERT = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu"}
 
 
+OURS_ALONE = {"VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-core", "HF_HUB_OFFLINE": "1"}
+"""Ops without a backend."""
+
+
 def built(folder: Path, own: dict[str, Any], architecture: str = "", **arguments: Any) -> Any:
     (folder / "config.json").write_text(json.dumps(COMMON | own))
     done = subprocess.run(
