@@ -77,6 +77,8 @@ def test_with_weights_of_eight_bits(
     true: True_,
     record_property: Record,
 ) -> None:
+    if form == FP8 and (took := checkpoints.seconds_of_fp8()) > 0.02:
+        pytest.skip(f"PyTorch takes {took:.2f} s for 14 million products in fp8: seconds a token")
     folder = quantised(form)
     stock, ours = (scored(SMOLLM2, p, label=form, folder=folder) for p in ("stock", plan))
     rounded = true(SMOLLM2, form, partial(checkpoints.round_as, form=form))
