@@ -75,7 +75,8 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
         "impl": "stock",
         "reason": f"layer SiluAndMul is {OWNER}, not vllm-fl's",
     }
-    assert log.count("foreign: ForeignSilu serves") == 2  # layers
+    # Of two layers: once more before that, in the model that is built without memory.
+    assert log.count("foreign: ForeignSilu serves") == 2 * 2
     said = [line for line in log.splitlines() if "Layer SiluAndMul is left to" in line]
     assert len(said) == 1
     assert OWNER in said[0] and "'vendor.cpu' of vllm-fl-cpu " in said[0]
