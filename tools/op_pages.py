@@ -14,7 +14,7 @@ from pathlib import Path
 from vllm_fl.cli.explain import documentation_of, places_of, signature_of
 from vllm_fl.contracts import OpSpec, contracts
 from vllm_fl.contracts.binding import Binding
-from vllm_fl.integration.bindings import bindings
+from vllm_fl.plugins.loading import known_contracts
 
 __all__ = ["FOLDER", "pages"]
 
@@ -39,7 +39,7 @@ bring [an op of its own](../new-op.md).
 
 def pages() -> dict[str, str]:
     """Name of the file -> its text."""
-    specs, found = contracts(), bindings()
+    specs, found = contracts(), known_contracts().bindings
     made = {f"{op}.md": _page(spec, found.get(op, Binding())) for op, spec in specs.items()}
     return {"README.md": _list(specs), **made}
 

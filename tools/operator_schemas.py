@@ -142,10 +142,10 @@ def bound() -> set[str]:
     """The operators that core's bindings name."""
     sys.path.insert(0, str(SOURCES))
     from vllm_fl.contracts.binding import OperatorPlace
-    from vllm_fl.integration.bindings import bindings
     from vllm_fl.integration.places import places
+    from vllm_fl.plugins.loading import known_contracts
 
-    return {place.name for _, place in places(bindings(), OperatorPlace)}
+    return {place.name for _, place in places(known_contracts().bindings, OperatorPlace)}
 
 
 def main() -> None:

@@ -88,10 +88,10 @@ def others(tokens: int) -> Iterator[Shape]:
     """The ops that Qwen3-8B has no layer of, at its sizes."""
     from vllm_fl.contracts import contracts
     from vllm_fl.contracts.sizes import typical_sizes
-    from vllm_fl.integration.bindings import bindings
+    from vllm_fl.plugins.loading import known_contracts
 
     sizes = replace(
-        typical_sizes(bindings().values()),
+        typical_sizes(known_contracts().bindings.values()),
         hidden=HIDDEN,
         intermediate=INTERMEDIATE,
         heads=HEADS,

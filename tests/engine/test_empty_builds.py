@@ -18,8 +18,8 @@ from engine_run import STOCK, Job, largest_difference, run
 from engines import IN_ONE_PROCESS, PLUGINS, Once, Runner
 
 from vllm_fl.contracts.binding import OperatorPlace
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.places import places
+from vllm_fl.plugins.loading import known_contracts
 
 pytestmark = pytest.mark.skipif(
     find_spec("fl_bare_cpu") is None,
@@ -248,7 +248,7 @@ def test_an_operator_that_a_model_calls_by_name_is_there_and_the_plans(
     }  # fmt: skip
     planned = {
         place.name
-        for op, place in places(bindings(), OperatorPlace)
+        for op, place in places(known_contracts().bindings, OperatorPlace)
         if report["ops"].get(op, {}).get("impl") == "reference.torch"
     }
     assert taken == planned and left <= CPU_BUILDS_ALONE

@@ -21,11 +21,11 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.contracts.sizes import typical_sizes
     from vllm_fl.engine.preflight import find_faults
     from vllm_fl.engine.verification import Comparison, compare, dtype_name
-    from vllm_fl.integration.bindings import bindings
+    from vllm_fl.plugins.loading import known_contracts
 
     device = torch.device("cuda")
     torch.zeros(1, device=device)  # the device exists, as it does in a worker
-    more = typical_sizes(bindings().values()).more
+    more = typical_sizes(known_contracts().bindings.values()).more
     qwen3 = ModelSizes(4096, 12288, 32, 8, 128, 128, more=more)
     served = replace(qwen3, tokens=(1, 16384), max_position=40960)
     sizes = replace(qwen3, tokens=(1, 16, 4096))

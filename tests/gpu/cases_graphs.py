@@ -33,18 +33,18 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.contracts.binding import IrPlace, LayerPlace
     from vllm_fl.contracts.sizes import typical_sizes
     from vllm_fl.engine.preflight import find_faults, graphs
-    from vllm_fl.integration.bindings import bindings
+    from vllm_fl.plugins.loading import known_contracts
 
     device = torch.device("cuda")
     torch.zeros(1, device=device)  # the device exists, as it does in a worker
     yield from wrong_ones()
     yield from corpus_in_graphs()
-    more = typical_sizes(bindings().values()).more
+    more = typical_sizes(known_contracts().bindings.values()).more
     served = ModelSizes(4096, 12288, 32, 8, 128, 128, tokens=(1, 16384), more=more)
     served = replace(served, max_position=40960)
     plugins = (vllm_fl_cuda.plugin, vllm_fl_flaggems.plugin, vllm_fl_reference.plugin)
     for impl in (impl for plugin in plugins for impl in plugin.register_ops()):
-        binding = bindings().get(impl.op_name)
+        binding = known_contracts().bindings.get(impl.op_name)
         in_layers = binding and any(isinstance(p, LayerPlace | IrPlace) for p in binding.places)
         if not in_layers or impl.availability() is not True:
             continue

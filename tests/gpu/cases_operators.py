@@ -21,10 +21,10 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.dispatch.manager import OpManager
     from vllm_fl.engine.facts import EngineFacts
     from vllm_fl.engine.plan import make_plan
-    from vllm_fl.integration.bindings import bindings
     from vllm_fl.integration.compat import vllm_version
     from vllm_fl.integration.seams import empty, operators
     from vllm_fl.integration.serving import calling
+    from vllm_fl.plugins.loading import known_contracts
     from vllm_fl.plugins.registry import OpRegistry
     from vllm_fl.settings.loading import load_settings
 
@@ -37,8 +37,13 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     registry.register_many(vllm_fl_reference.plugin.register_ops())
     settings = load_settings({"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_PREFER": "reference"})
     plan = make_plan(OpManager(registry), EngineFacts(settings, "eager"))
-    chosen = operators.choose(plan, bindings(), device, torch.bfloat16)
-    known = {p.name for b in bindings().values() for p in b.places if isinstance(p, OperatorPlace)}
+    chosen = operators.choose(plan, known_contracts().bindings, device, torch.bfloat16)
+    known = {
+        p.name
+        for b in known_contracts().bindings.values()
+        for p in b.places
+        if isinstance(p, OperatorPlace)
+    }
     taken = {name for names in chosen.names.values() for name in names}
     yield "every operator is there", f"left: {chosen.left}" if taken != known else ""
     for name in sorted(taken):

@@ -12,13 +12,13 @@ from vllm_fl import OpImpl
 from vllm_fl.contracts import ModelSizes, Sample, contracts
 from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.engine.verification import compare
-from vllm_fl.integration.bindings import bindings
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl_cpu.plugin import register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
 
 CPU = torch.device("cpu")
-MORE = typical_sizes(bindings().values()).more
+MORE = typical_sizes(known_contracts().bindings.values()).more
 QWEN3_06B = ModelSizes(1024, 3072, 16, 8, 128, 128, tokens=(1, 16, 256), more=MORE)
 PARTIAL = ModelSizes(2560, 10240, 32, 32, 80, 32, tokens=(1, 7), more=MORE)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import vllm_fl.contracts
 from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -21,16 +22,18 @@ FOLDER = Path(__file__).with_name("sample_contracts")
 @contextmanager
 def sample_contracts() -> Iterator[None]:
     """The contracts of `sample_contracts/` beside those of the distributions of contracts alone."""
-    path = vllm_fl.contracts.__path__
-    path.append(str(FOLDER))
-    vllm_fl.contracts.contracts.cache_clear()
-    known_contracts.cache_clear()
-    try:
-        yield
-    finally:
-        path.remove(str(FOLDER))
-        vllm_fl.contracts.contracts.cache_clear()
+    with TemporaryDirectory() as folder:
+        metadata = Path(folder, "sample_ops-1.dist-info")
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sample-ops\nVersion: 1\n")
+        (metadata / "entry_points.txt").write_text("[vllm_fl.contracts]\nops = sample_contracts\n")
+        sys.path.append(folder)
         known_contracts.cache_clear()
+        try:
+            yield
+        finally:
+            sys.path.remove(folder)
+            known_contracts.cache_clear()
 
 
 def greedy_token(logits: Tensor) -> Tensor:

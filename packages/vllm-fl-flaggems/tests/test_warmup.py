@@ -16,7 +16,7 @@ from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.warmup import warm_counts
-from vllm_fl.integration.bindings import bindings
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.testing.triton import to_compile
 from vllm_fl_flaggems.plugin import register_ops
 
@@ -27,7 +27,14 @@ pytestmark = pytest.mark.skipif(
 LARGEST = 2048
 LATER = [17, 100, 1000, *random.Random(5).choices(range(1, LARGEST + 1), k=20)]
 NARROW = ModelSizes(
-    72, 75, 6, 2, 12, 12, max_position=64, more=typical_sizes(bindings().values()).more
+    72,
+    75,
+    6,
+    2,
+    12,
+    12,
+    max_position=64,
+    more=typical_sizes(known_contracts().bindings.values()).more,
 )
 """Widths that 16 does not divide: then the token count decides whether it divides the products."""
 

@@ -18,8 +18,8 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.context import building
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.places import places
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_reference import plugin
 
@@ -204,7 +204,9 @@ def of_layer(spec: OpSpec) -> Callable[..., Any]:
     return native
 
 
-LAYERS = sorted({op for op, _ in places(bindings(), LayerPlace)} - {"chunk_gated_delta_rule"})
+LAYERS = sorted(
+    {op for op, _ in places(known_contracts().bindings, LayerPlace)} - {"chunk_gated_delta_rule"}
+)
 """The ops that layers run in PyTorch. The others have no native form in vLLM."""
 
 # RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, a rope and
@@ -255,7 +257,11 @@ def test_bit_equal(name: str, function: Callable[..., Any], sample: Sample) -> N
 
 @pytest.mark.parametrize("op", LAYERS)
 def test_what_runs_when_every_candidate_refused_is_bit_equal_too(op: str) -> None:
-    natives = [p.native for p in bindings()[op].places if isinstance(p, LayerPlace) and p.native]
+    natives = [
+        p.native
+        for p in known_contracts().bindings[op].places
+        if isinstance(p, LayerPlace) and p.native
+    ]
     assert natives
     for dtype in DTYPES:
         for sample in contracts()[op].samples(dtype, CPU):

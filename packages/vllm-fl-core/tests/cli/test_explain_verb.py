@@ -10,7 +10,7 @@ from commands import Command, Distribution, Plugin
 
 from vllm_fl.cli import _replaced
 from vllm_fl.contracts import contracts
-from vllm_fl.integration.bindings import bindings
+from vllm_fl.plugins.loading import known_contracts
 
 TWO = """
 @hookimpl
@@ -126,13 +126,16 @@ def test_only_what_has_a_contract_shows_one(fl: Command, plugin: Plugin) -> None
 def test_what_is_not_reached_inside_vllm(fl: Command, plugin: Plugin, op: str) -> None:
     plugin()
     done = fl("explain", op)
-    assert bindings()[op].not_reached
-    for bypass in bindings()[op].not_reached:
+    assert known_contracts().bindings[op].not_reached
+    for bypass in known_contracts().bindings[op].not_reached:
         assert bypass in done.out
     told = fl("explain", op, "--json").json()
-    assert told["bypasses"] == list(bindings()[op].not_reached)
+    assert told["bypasses"] == list(known_contracts().bindings[op].not_reached)
     assert told["places"] and len(set(told["places"])) == len(told["places"])
-    assert bindings()[op].not_reached[0] not in fl("explain", op, "--mode", "script").out
+    assert (
+        known_contracts().bindings[op].not_reached[0]
+        not in fl("explain", op, "--mode", "script").out
+    )
 
 
 def test_it_names_the_layers_and_operators_in_which_an_op_runs(fl: Command, plugin: Plugin) -> None:

@@ -35,8 +35,8 @@ from vllm_fl.dispatch import (
     with_strict_mode,
 )
 from vllm_fl.errors import PluginError, PolicySealedError, SettingsError
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.older import MODULES, NAMES
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.settings.loading import check_names, load_settings
 
 X = torch.ones(2, 8)
@@ -347,7 +347,7 @@ def test_layer_names_of_the_older_plugin_end_no_start(name: str, tmp_path: Path)
     path.write_text(f"prefer: flagos\noot_blacklist: [{name}]\n")
     settings = load_settings({}, platform="metax", platform_files=[("older 1.0", str(path))])
     layers = ("rms_norm", "fused_moe")
-    checked = check_names(settings, ops=(), layers=layers, bindings=bindings())
+    checked = check_names(settings, ops=(), layers=layers, bindings=known_contracts().bindings)
     assert checked.unchecked == (f"oot_blacklist.{name}",)
     assert any(f"no layer '{name}'" in warning for warning in checked.warnings)
     known = check_names(settings, ops=(), layers=("rms_norm", name))

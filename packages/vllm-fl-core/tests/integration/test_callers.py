@@ -26,12 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_fl.contracts.binding import Binding, OperatorPlace
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.places import places as places_of
 from vllm_fl.integration.seams import operators
 from vllm_fl.integration.seams.callers import only_calls
 from vllm_fl.integration.seams.lookups import target_of
 from vllm_fl.integration.serving import calling
+from vllm_fl.plugins.loading import known_contracts
 
 CPU = torch.device("cpu")
 X = torch.arange(32.0).reshape(4, 8)
@@ -225,7 +225,8 @@ def test_a_function_that_does_anything_else_is_left(
 
 
 @pytest.mark.parametrize(
-    "place", [place for _, place in places_of(bindings(), OperatorPlace) if place.callers]
+    "place",
+    [place for _, place in places_of(known_contracts().bindings, OperatorPlace) if place.callers],
 )
 def test_vllms_own_functions_only_call_their_operators(place: OperatorPlace) -> None:
     function = target_of(place.callers[0]).function

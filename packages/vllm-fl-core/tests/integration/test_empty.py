@@ -33,11 +33,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm_fl.contracts.binding import Binding, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
 from vllm_fl.integration.places import places
 from vllm_fl.integration.seams import empty, operators
 from vllm_fl.integration.serving import calling
+from vllm_fl.plugins.loading import known_contracts
 
 CPU = torch.device("cpu")
 
@@ -447,7 +447,11 @@ RELEASES = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], TOO_NEW[1])]
 def test_the_table_has_each_operator_of_cores_bindings_in_every_release(release: str) -> None:
     known = empty._table(f"{release}.7+empty")
     fitting: set[str] = set()
-    bound = [p for _, p in places(bindings(), OperatorPlace) if p.name not in CPU_BUILDS_ALONE]
+    bound = [
+        p
+        for _, p in places(known_contracts().bindings, OperatorPlace)
+        if p.name not in CPU_BUILDS_ALONE
+    ]
     for found in bound:
         parameters = [a.name for a in torch._C.parse_schema(known[found.name][0]).arguments]
         if tuple(parameters[: len(found.parameters)]) == found.parameters:
@@ -499,7 +503,9 @@ def test_the_table_says_what_the_installed_build_says() -> None:
             assert ours.default_value == theirs.default_value, (name, ours.name)
             assert (ours.alias_info is None) == (theirs.alias_info is None), (name, ours.name)
         compared[name] = text
-    named = {found.name for _, found in places(bindings(), OperatorPlace)} - CPU_BUILDS_ALONE
+    named = {
+        found.name for _, found in places(known_contracts().bindings, OperatorPlace)
+    } - CPU_BUILDS_ALONE
     there = {name: operators._schema(name) for name in named}
     assert compared and {n for n, schema in there.items() if schema and schema.arguments} <= set(
         compared

@@ -13,9 +13,9 @@ from vllm.model_executor import custom_op
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import LayerPlace
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.places import places
 from vllm_fl.integration.seams import layers
+from vllm_fl.plugins.loading import known_contracts
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,9 @@ def _nothing_found_before() -> None:
 
 def test_every_layer_that_a_binding_names_is_there_and_has_one_op() -> None:
     table = layers.layer_table()
-    assert {layer.op for layer in table} == {op for op, _ in places(bindings(), LayerPlace)}
+    assert {layer.op for layer in table} == {
+        op for op, _ in places(known_contracts().bindings, LayerPlace)
+    }
     assert len({layer.cls for layer in table}) == len(table)
     for layer in table:
         assert layer.registered in custom_op.op_registry

@@ -32,9 +32,9 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import Binding, FusionPlace, LayerPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, CallError, VllmFLError
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.seams import operators
 from vllm_fl.integration.serving import calling
+from vllm_fl.plugins.loading import known_contracts
 
 CPU = torch.device("cpu")
 
@@ -698,7 +698,7 @@ have tests of their own, `test_linear_attention.py`, `test_experts.py` and
 OPERATORS = sorted(
     {
         (op, p.name)
-        for op, b in bindings().items()
+        for op, b in known_contracts().bindings.items()
         for p in b.places
         if isinstance(p, OperatorPlace) and p.name not in ELSEWHERE
     }
@@ -723,7 +723,7 @@ def exists(name: str) -> bool:
 
 def test_every_operator_that_this_vllm_has_fits() -> None:
     assert all(exists(name) for name in HERE)
-    for op, bound in bindings().items():
+    for op, bound in known_contracts().bindings.items():
         places = [p for p in bound.places if isinstance(p, OperatorPlace) and exists(p.name)]
         found, why = operators._fitting(places, "CPU")
         assert not why and {p.name for p in found} == {p.name for p in places}, op
@@ -756,7 +756,11 @@ def arguments(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]
 
 def sampled(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]:
     """The same of samples of the contract, as the binding hands them to the replaced kernel."""
-    kinds = (p for p in bindings()[op].places if isinstance(p, OperatorPlace) and p.name == name)
+    kinds = (
+        p
+        for p in known_contracts().bindings[op].places
+        if isinstance(p, OperatorPlace) and p.name == name
+    )
     place, calls = next(kinds), list[tuple[Any, ...]]()
     dtype = torch.bfloat16 if name.endswith("_mla_cpu") else torch.float32  # it takes no other
     for sample in contracts()[op].samples(dtype, torch.device("cpu")):
@@ -805,7 +809,7 @@ def test_an_overridden_operator_of_vllms_computes_what_its_kernel_does(
     plan = replace(planning(managing(impl)), counts_calls=True)
     namespace, _, short = name.partition("::")
     operator = getattr(getattr(torch.ops, namespace), short)
-    bound = {op: bindings()[op]}
+    bound = {op: known_contracts().bindings[op]}
     for args, written in arguments(op, name):
         wanted = [alike(a) if isinstance(a, Tensor) else a for a in args]
         if all(a.numel() for a in args if isinstance(a, Tensor)):

@@ -16,8 +16,8 @@ import pytest
 
 from vllm_fl.contracts import sizes
 from vllm_fl.integration import compat
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.compat import OVERRIDDEN
+from vllm_fl.plugins.loading import known_contracts
 
 ROOT = Path(compat.__file__).parent
 WITHOUT_AN_ENGINE = {
@@ -71,7 +71,9 @@ PARAMETERS = {
 SUBMODULES = {part for module in OVERRIDDEN for part in module.split(".")} | {"selector"}
 SUBMODULES -= {"platforms"}  # the package; `current_platform` is what has attributes
 DECLARED = {name for names in OVERRIDDEN.values() for name in names} | {
-    path.partition(":")[2] for binding in bindings().values() for path in binding.needs
+    path.partition(":")[2]
+    for binding in known_contracts().bindings.values()
+    for path in binding.needs
 }
 CLASSES = {name.partition(".")[0] for name in DECLARED if "." in name}
 

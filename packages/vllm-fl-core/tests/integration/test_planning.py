@@ -28,7 +28,6 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.errors import SettingsError
 from vllm_fl.integration import planning
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.planning import (
     Carried,
@@ -39,6 +38,7 @@ from vllm_fl.integration.planning import (
     refuse_batch_invariance,
 )
 from vllm_fl.integration.seams import ir as ir_seam
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import Settings, load_settings
@@ -328,7 +328,7 @@ def test_compiled_norms_are_planned_with_and_without_the_ir(
     assert planned_norm(process).label == "vendor.acme"
 
 
-@pytest.mark.parametrize("name", bindings()["rms_norm"].fused_by)
+@pytest.mark.parametrize("name", known_contracts().bindings["rms_norm"].fused_by)
 def test_without_the_ir_norms_that_vllm_fuses_itself_are_stock(
     process: OpManager, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

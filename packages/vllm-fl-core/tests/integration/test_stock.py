@@ -16,8 +16,8 @@ pytest.importorskip("vllm", reason="the forms are vLLM's own")
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.engine.verification import compare
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.stock import apart, stock_forms
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.settings.policy import Mode
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ SIZES = ModelSizes(
 )
 def test_each_call_has_a_form_that_is_right(op: str, mode: Mode) -> None:
     spec = contracts()[op]
-    forms = stock_forms(op, bindings()[op], mode, CPU)
+    forms = stock_forms(op, known_contracts().bindings[op], mode, CPU)
     assert len({form.impl_id for form in forms}) == len(forms), "operators are named after ids"
     samples = list(spec.served(SIZES, torch.float32, CPU))
     assert samples
@@ -56,11 +56,11 @@ def test_each_call_has_a_form_that_is_right(op: str, mode: Mode) -> None:
 
 def test_what_vllms_graph_has_of_heads_is_query_and_key() -> None:
     """It puts them into no projection; with the values behind them they are the op's result."""
-    binding = bindings()["qk_norm_rope"]
+    binding = known_contracts().bindings["qk_norm_rope"]
     forms = stock_forms("qk_norm_rope", binding, "compiled", CPU)
     (impl_id, less), *others = apart(binding, forms).items()
     assert not others and impl_id == forms[0].impl_id
-    other = bindings()["rms_norm"]
+    other = known_contracts().bindings["rms_norm"]
     assert apart(other, stock_forms("rms_norm", other, "compiled", CPU)) == {}
     for sample in contracts()["qk_norm_rope"].served(SIZES, torch.float32, CPU):
         parts = [part.flatten(1) for part in less(*sample.args)]
@@ -71,8 +71,8 @@ def test_what_vllms_graph_has_of_heads_is_query_and_key() -> None:
 def test_and_its_rope_reads_the_whole_table_as_a_layer_does() -> None:
     """Rows that are gathered for it first are kernels that vLLM's graph does not have."""
     (less,) = apart(
-        bindings()["qk_norm_rope"],
-        stock_forms("qk_norm_rope", bindings()["qk_norm_rope"], "compiled", CPU),
+        known_contracts().bindings["qk_norm_rope"],
+        stock_forms("qk_norm_rope", known_contracts().bindings["qk_norm_rope"], "compiled", CPU),
     ).values()
     spec = contracts()["qk_norm_rope"]
     place = spec.parameters.index("cos_sin_cache")
@@ -88,26 +88,28 @@ def test_and_its_rope_reads_the_whole_table_as_a_layer_does() -> None:
 
 def test_what_a_layer_runs_comes_first() -> None:
     """On a CPU a rope's layer calls the operator; compiled, it is traced."""
-    binding = bindings()["rotary_embedding"]
+    binding = known_contracts().bindings["rotary_embedding"]
     assert not stock_forms("rotary_embedding", binding, "eager", CPU)[0].traceable
     assert stock_forms("rotary_embedding", binding, "compiled", CPU)[0].traceable
-    binding = bindings()["silu_and_mul"]
+    binding = known_contracts().bindings["silu_and_mul"]
     assert stock_forms("silu_and_mul", binding, "eager", CPU)[0].traceable
 
 
 def test_there_is_none_where_vllm_runs_the_op_nowhere() -> None:
-    assert stock_forms("qk_norm_rope", bindings()["qk_norm_rope"], "eager", CPU) == ()
+    assert (
+        stock_forms("qk_norm_rope", known_contracts().bindings["qk_norm_rope"], "eager", CPU) == ()
+    )
     assert stock_forms("acme_op", Binding(), "eager", CPU) == ()
 
 
 DESCRIBED = """
 import json, sys
-from vllm_fl.integration.bindings import bindings
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.integration.models import describe
 
 told = {}
 for mode in ("eager", "compiled"):
-    model = describe(sys.argv[1], mode, None, bindings())
+    model = describe(sys.argv[1], mode, None, known_contracts().bindings)
     sizes = model.sizes
     told[mode] = [sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.epsilon]
     told[mode] += [str(model.dtype), "fused_experts" in model.absent, "rms_norm" in model.absent]

@@ -30,9 +30,9 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
 from vllm_fl.integration import ranges, replacing
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.seams import torch_operators
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
 
@@ -257,7 +257,7 @@ def test_nothing_found_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 def test_quantised_models_and_those_with_experts_have_other_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    binding = bindings()[OP]
+    binding = known_contracts().bindings[OP]
     assert binding.when is not None
     plain, quantised = (
         SimpleNamespace(model_config=SimpleNamespace(quantization=how)) for how in (None, "fp8")
@@ -285,6 +285,6 @@ def test_quantised_models_and_those_with_experts_have_other_products(
 
 
 def test_every_operator_of_the_binding_is_one_of_pytorchs() -> None:
-    for place in bindings()[OP].places:
+    for place in known_contracts().bindings[OP].places:
         assert isinstance(place, GraphPlace)
         assert [str(replacing._operator(name)) for name in place.operators] == [*place.operators]

@@ -22,10 +22,10 @@ import vllm_fl.dispatch
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.bindings.rms_norm import BINDING
 from vllm_fl.integration.seams import ir as ir_seam
 from vllm_fl.integration.seams.layers import replace_layers
 from vllm_fl.plugins.types import OpImpl
+from vllm_fl_ops.bindings.rms_norm import BINDING
 
 HIDDEN = 64
 NORMS = ("RMSNorm", "GemmaRMSNorm")

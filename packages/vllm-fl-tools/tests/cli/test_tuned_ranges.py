@@ -13,8 +13,8 @@ from builders import silu
 
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.contracts.binding import Binding, SizeRule
-from vllm_fl.integration.bindings import bindings
 from vllm_fl.integration.seams import fusions
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl_tools.cli import _tuning, tune
 from vllm_fl_tools.engine.timing import Measured
 from vllm_fl_tools.engine.tuning import Contender
@@ -47,7 +47,7 @@ def work(
     )
     slow = Contender(default, (silu("vendor.slow"),))
     contenders = [contender("vendor.fast", traceable=True, **fields), slow]
-    done._bindings = bindings()
+    done._bindings = known_contracts().bindings
     done._tunings = {
         op: SimpleNamespace(contenders=contenders, spec=contracts()[op], default=default)
         for op in tuned
@@ -165,7 +165,7 @@ def test_a_model_of_which_no_number_of_experts_is_told_has_none(
     )
     sizes = ModelSizes(intermediate=8, more=more)
     cpu = torch.device("cpu")
-    assert tune._subject(told, sizes, (1,), bindings(), cpu).absent == absent
+    assert tune._subject(told, sizes, (1,), known_contracts().bindings, cpu).absent == absent
     acme = Binding(sizes=(SizeRule("experts", lambda config: 8, 8),), calls_operators=True)
     mine = tune._subject(told, sizes, (1,), {"acme_experts": acme}, cpu)
     assert bool(mine.absent) is bool(absent), "anybody's op is asked, and by its own sizes"

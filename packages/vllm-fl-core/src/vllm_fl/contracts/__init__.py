@@ -1,11 +1,10 @@
-"""The contracts: one module per op, each with `SPEC`. A new module here is a new op."""
+"""What a contract is. The contracts themselves come from distributions, by the hook `contracts`."""
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 
 from .outputs import Exact, ExpertBlocks, QuantisedPair, Routing, Within
@@ -26,13 +25,26 @@ __all__ = [
     "contracts",
 ]
 
+OPS = "vllm-fl-ops"
+"""The distribution that brings the ops of this project."""
+
+# Until 0.3 each of them had a module here. That distribution has modules of their names, for code
+# that imports them as before; this goes with 0.4.
+if (_ops := find_spec(OPS.replace("-", "_"))) is not None:
+    __path__ += [f"{folder}/old_names" for folder in _ops.submodule_search_locations or ()]
+
 
 @cache
 def contracts() -> Mapping[str, OpSpec]:
-    """Every contract by op name, read-only. Imports no torch."""
-    found: dict[str, OpSpec] = {}
-    for module in pkgutil.iter_modules(__path__):
-        spec = getattr(import_module(f"{__name__}.{module.name}"), "SPEC", None)
-        if spec is not None:
-            found[spec.name] = spec
-    return MappingProxyType(dict(sorted(found.items())))
+    """The contracts of vllm-fl-ops by op name, read-only; none where it is not installed.
+
+    Imports no torch. `vllm_fl.plugins.loading.known_contracts` has other distributions' ops, too.
+    """
+    from importlib.metadata import PackageNotFoundError, distribution  # slow to import
+
+    try:
+        found = distribution(OPS).entry_points.select(group="vllm_fl.contracts")
+    except PackageNotFoundError:
+        return MappingProxyType({})
+    brought = [contract.spec for plugin in found for contract in plugin.load().contracts()]
+    return MappingProxyType({spec.name: spec for spec in brought})

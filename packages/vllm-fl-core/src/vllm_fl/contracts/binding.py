@@ -16,6 +16,7 @@ from .spec import OpSpec
 
 if TYPE_CHECKING:
     import torch
+    from torch.fx import Graph, Node
 
 __all__ = [
     "AttentionPlace",
@@ -30,6 +31,7 @@ __all__ = [
     "OperatorPlace",
     "Place",
     "SizeRule",
+    "new_node",
     "put",
 ]
 
@@ -404,3 +406,17 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.shape == other.shape
         and one.stride() == other.stride()
     )
+
+
+def new_node(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
+    """A call of `target` in a graph, for `FusionPlace.own`: it has what later passes read of it."""
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.fx.node import map_arg
+
+    node = graph.call_function(target, args)
+    values: Any = map_arg(args, lambda of: of.meta["val"])
+    fake: Any = detect_fake_mode(values)
+    with unset_fake_temporarily(), fake:
+        node.meta["val"] = target(*values)
+    return node

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 
+from ..contracts.binding import new_node
 from ..dispatch.guard import Chain, refusal
 from ..dispatch.resolver import STOCK
 from ..engine.ranges import choice
@@ -28,7 +29,6 @@ from ..plugins.types import OpImpl
 from ..text import clean
 from . import ranges
 from .planning import digest_of
-from .seams.graphs import new_node
 from .seams.torch_operators import Replaced
 from .unknowns import as_numbers
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .installed import CORE, canonical
+from ..contracts import OPS
+from .installed import canonical
 
 if TYPE_CHECKING:
     from .registry import Owner
@@ -20,9 +21,6 @@ RESERVED = {
     "stock.": None,
 }
 """Ids, or what they begin with, and the one distribution that may use them; None: nobody."""
-
-OPS = CORE
-"""The distribution that brings the ops of this project."""
 
 RESERVED_OPS = frozenset(
     (

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from vllm.compilation.passes.inductor_pass import InductorPass
 
+from ...contracts.binding import new_node
 from .fusions import Sites
 
-__all__ = ["FindingPass", "new_node"]
+__all__ = ["FindingPass"]
 
 
 class FindingPass(InductorPass):  # type: ignore[misc]
@@ -39,19 +38,10 @@ class FindingPass(InductorPass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """Another one for other code and for another operator."""
-        modules = (sys.modules[module] for module in (__name__, self.own.__module__))
+        names = (__name__, new_node.__module__, self.own.__module__)
+        modules = (sys.modules[module] for module in names)
         return str(self.hash_source(*map(inspect.getsource, modules), str(self.fused)))
 
     def __call__(self, graph: fx.Graph) -> None:
         self.sites.graphs += 1
         self.sites.found += sum(self.own(graph, node, self.fused) for node in list(graph.nodes))
-
-
-def new_node(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """A node with the fake value that the passes behind this one read."""
-    node = graph.call_function(target, args)
-    values: Any = fx.node.map_arg(args, lambda of: of.meta["val"])
-    fake: Any = detect_fake_mode(values)
-    with unset_fake_temporarily(), fake:
-        node.meta["val"] = target(*values)
-    return node

@@ -1,0 +1,1 @@
+"""Where vLLM runs each op: one module per op, named after it, with its `BINDING`."""

@@ -1,0 +1,63 @@
+"""What a configuration says of a model's routed experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm_fl.contracts.binding import SizeRule
+from vllm_fl.contracts.sizes import INTERMEDIATE
+
+__all__ = [
+    "EXPERTS_OF_A_TOKEN",
+    "EXPERT_COUNT",
+    "EXPERT_INTERMEDIATE",
+    "first",
+    "may_have_experts",
+]
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
+"""What configurations call these numbers."""
+
+
+def may_have_experts(config: Any) -> bool:
+    """Whether anything in the model's configuration names experts; vLLM's VllmConfig is asked."""
+    named = _named(config.model_config.hf_config.to_dict())
+    return any(("expert" in name or "moe" in name) and value for name, value in named)
+
+
+def _named(told: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in told.items():
+        yield str(name).lower(), value
+        if isinstance(value, Mapping):
+            yield from _named(value)
+
+
+def first(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these numbers that the configuration tells; that of the first layer."""
+    text = config.model_config.hf_text_config
+    value = next(v for name in names if (v := getattr(text, name, None)))
+    return int(value[0] if isinstance(value, list | tuple) else value)
+
+
+def _intermediate(config: Any) -> int:
+    """Features of one half of an expert on one rank. Expert parallelism does not divide them."""
+    parallel = config.parallel_config
+    try:
+        width = first(config, _WIDTHS)
+    except StopIteration:  # Mixtral's experts have the width of an MLP, which is divided already
+        if not parallel.enable_expert_parallel:
+            return int(INTERMEDIATE.ask(config))
+        return int(INTERMEDIATE.ask(config)) * int(parallel.tensor_parallel_size)
+    if parallel.enable_expert_parallel:
+        return width
+    return max(1, width // int(parallel.tensor_parallel_size))
+
+
+EXPERT_COUNT = SizeRule("experts", lambda config: first(config, _COUNTS), 128, few=16, in_kit=False)
+EXPERTS_OF_A_TOKEN = SizeRule(
+    "experts_per_token", lambda config: first(config, _TAKEN), 8, in_kit=False
+)
+EXPERT_INTERMEDIATE = SizeRule("expert_intermediate", _intermediate, 768, in_kit=False)

@@ -1,0 +1,19 @@
+"""The sizes of a routing by groups of experts, as a model's configuration tells them."""
+
+from __future__ import annotations
+
+from vllm_fl.contracts.binding import SizeRule
+
+from ._experts import first
+
+__all__ = ["EXPERT_GROUPS", "GROUPS_OF_A_TOKEN"]
+
+_GROUPS = ("n_group", "num_expert_group", "moe_n_group")
+_TAKEN = ("topk_group", "num_limited_groups", "moe_topk_group")
+"""What configurations call these numbers."""
+
+
+EXPERT_GROUPS = SizeRule("expert_groups", lambda config: first(config, _GROUPS), 8, in_kit=False)
+GROUPS_OF_A_TOKEN = SizeRule(
+    "expert_groups_per_token", lambda config: first(config, _TAKEN), 4, in_kit=False
+)

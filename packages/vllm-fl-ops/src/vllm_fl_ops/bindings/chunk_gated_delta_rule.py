@@ -1,0 +1,175 @@
+"""Where vLLM runs `chunk_gated_delta_rule`: Qwen's linear attention, in prefill."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace
+
+from ._hybrid import FLA_EPSILON, has_states
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+
+def _native(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor,
+    epsilon: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """By vLLM's Triton kernels, which take the state in float32."""
+    from vllm.third_party.flash_linear_attention.ops import chunk_gated_delta_rule
+
+    if epsilon not in (None, FLA_EPSILON):
+        q, k = (
+            (x.float() * (x.float().pow(2).sum(-1, keepdim=True) + epsilon).rsqrt()).to(x.dtype)
+            for x in (q, k)
+        )
+    out, state = chunk_gated_delta_rule(
+        *(x[None] for x in (q, k, v, g, beta)),
+        initial_state=initial_state,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=epsilon == FLA_EPSILON,
+    )
+    return out[0], state.to(initial_state.dtype)
+
+
+def _as_layer(layer: Any, op: Bound) -> Bound:
+    """vLLM's layer (a dimension of 1 before the tokens, and flags) over the contract's."""
+
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor,
+        output_final_state: bool,
+        cu_seqlens: Tensor | None = None,
+        chunk_indices: Tensor | None = None,
+        chunk_offsets: Tensor | None = None,
+        use_qk_l2norm_in_kernel: bool = True,
+        core_attn_out: Tensor | None = None,
+        aiter_prefill_metadata: object = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        rows, tokens = q.shape[:2]
+        if cu_seqlens is None:
+            import torch
+
+            cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * tokens
+        flat = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+        epsilon = FLA_EPSILON if use_qk_l2norm_in_kernel else None
+        out, state = op(*flat, initial_state, cu_seqlens, epsilon)
+        if core_attn_out is not None:
+            core_attn_out.view(-1)[: out.numel()].copy_(out.flatten())
+        return out.unflatten(0, (rows, tokens)), state if output_final_state else None
+
+    return forward
+
+
+def _into(op: Bound) -> Bound:
+    """The CPU build's operator: states of keys by values in a cache, which it overwrites."""
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor,
+        output_final_state: bool,
+        cu_seqlens: Tensor,
+        head_first: bool,
+        use_qk_l2norm_in_kernel: bool,
+        initial_state_indices: Tensor,
+        eps: float = 1e-5,
+    ) -> Any:
+        if head_first or len(query) != 1:
+            return NotImplemented
+        rows = initial_state_indices.long()
+        out, state = op(
+            *(x[0] for x in (query, key, value, g, beta)),
+            initial_state[rows].transpose(2, 3),
+            cu_seqlens,
+            eps if use_qk_l2norm_in_kernel else None,
+        )
+        initial_state[rows] = state.transpose(2, 3)
+        return out[None], initial_state
+
+    return kernel
+
+
+def _from(replaced: Bound) -> Bound:
+    def op(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor,
+        cu_seqlens: Tensor,
+        epsilon: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        import torch
+
+        states = initial_state.transpose(2, 3).clone(memory_format=torch.contiguous_format)
+        rows = torch.arange(len(states), dtype=torch.int32, device=states.device)
+        out, _ = replaced(
+            *(x[None] for x in (q, k, v, g, beta.to(q.dtype))),
+            states,
+            True,
+            cu_seqlens.int(),
+            False,
+            epsilon is not None,
+            rows,
+            epsilon or FLA_EPSILON,
+        )
+        return out[0], states.transpose(2, 3).contiguous()
+
+    return op
+
+
+BINDING = Binding(
+    places=(
+        LayerPlace(
+            "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.ChunkGatedDeltaRule",
+            _native,
+            adapt=_as_layer,
+        ),
+        OperatorPlace(
+            "_C::chunk_gated_delta_rule_cpu",
+            (
+                "query",
+                "key",
+                "value",
+                "g",
+                "beta",
+                "initial_state",
+                "output_final_state",
+                "cu_seqlens",
+                "head_first",
+                "use_qk_l2norm_in_kernel",
+                "initial_state_indices",
+                "eps",
+            ),
+            _into,
+            _from,
+        ),
+    ),
+    not_reached=(
+        "the prefill backends cutedsl and aiter_flydsl: vLLM's layer calls a forward of their own",
+        "OLMo's hybrid models, which call vLLM's Triton function, and Kimi's delta attention, "
+        "another op",
+    ),
+    when=has_states,
+    between_graphs=True,
+    formerly=("chunk_gated_delta_rule_fwd",),
+)

@@ -1,0 +1,326 @@
+"""Where vLLM runs `fused_experts`.
+
+On CUDA that is one method of the experts of vLLM's Triton backend. On the CPU it is one operator,
+to which weights come as another operator has packed them, once, after they were loaded. Where the
+op is planned, that one leaves them as they are: each is there once, as the contract has it.
+
+A device of a plugin has no experts in vLLM at all: where the op is planned, it is given those of
+the Triton backend.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
+from vllm_fl.contracts.sizes import HIDDEN
+from vllm_fl.errors import StartError
+
+from ..contracts.fused_experts import ACTIVATIONS
+from ._experts import EXPERT_COUNT, EXPERT_INTERMEDIATE, EXPERTS_OF_A_TOKEN, may_have_experts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+
+ALONE = "vLLM's own experts run inside a call of their layer's only"
+
+
+class _Thread(threading.local):
+    """The call of vLLM's that a thread is answering, by the parameters of its place."""
+
+    call: tuple[Any, ...] | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def _answering(*call: Any) -> Iterator[None]:
+    before, _thread.call = _thread.call, call
+    try:
+        yield
+    finally:
+        _thread.call = before
+
+
+def _weights(topk_weights: Tensor, on_input: bool) -> Tensor:
+    """The op's weights. Those that belong on the input are in it when vLLM calls its kernels."""
+    return topk_weights.new_ones(topk_weights.shape) if on_input else topk_weights
+
+
+def _from_triton(op: Bound) -> Bound:
+    def apply(
+        self: Any,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> Any:
+        if not _is_plain(self, hidden_states, w1, activation):
+            return NotImplemented
+        with _answering(
+            self,
+            output,
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            global_num_experts,
+            expert_map,
+            a1q_scale,
+            a2_scale,
+            workspace13,
+            workspace2,
+            expert_tokens_meta,
+            apply_router_weight_on_input,
+        ):
+            result = op(
+                hidden_states,
+                w1,
+                w2,
+                *_of_tokens(_weights(topk_weights, apply_router_weight_on_input), topk_ids),
+                activation.value,
+                False,
+                -1 if expert_map is None else expert_map.numel(),
+                expert_map,
+                self.w1_bias,
+                self.w2_bias,
+            )
+        put(output, result)
+        return None
+
+    return apply
+
+
+def _is_plain(experts: Any, x: Tensor, w1: Tensor, activation: Any) -> bool:
+    """Whether these experts compute the op and nothing more: no LoRA, no scales, plain numbers."""
+    quantised = experts.quant_config
+    more = getattr(experts, "activation_config", quantised)
+    limit = getattr(more, "clamp_limit", None) or getattr(quantised, "gemm1_clamp_limit", None)
+    return (
+        getattr(experts, "_lora_context", None) is None
+        and quantised.quant_dtype is None
+        and quantised.weight_quant_dtype is None
+        and not getattr(experts, "quantization_emulation", False)
+        and x.dtype == w1.dtype
+        and limit is None
+        and activation.value in ACTIVATIONS
+    )
+
+
+def _of_tokens(topk_weights: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The routing without the id -1, which routers may give the tokens that pad a batch."""
+    import vllm.envs
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    skips = getattr(vllm.envs, "VLLM_MOE_SKIP_PADDING", False) and is_forward_context_available()
+    if not skips or getattr(get_forward_context(), "is_padding", None) is None:
+        return topk_weights, topk_ids
+    return topk_weights.masked_fill(topk_ids < 0, 0.0), topk_ids.clamp(min=0)
+
+
+def _in_triton(replaced: Bound) -> Bound:
+    def op(*_: Any) -> Tensor:
+        call = _thread.call
+        if call is None:
+            raise NotImplementedError(ALONE)
+        replaced(*call)
+        output: Tensor = call[1]
+        return output
+
+    return op
+
+
+def _given(_: Bound) -> Bound:
+    def select_unquantized_moe_backend(moe_config: Any) -> tuple[Any, Any]:
+        from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+        from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+        backend, experts = unquantized.select_unquantized_moe_backend(moe_config)
+        if backend is unquantized.UnquantizedMoeBackend.OOT:
+            return unquantized.UnquantizedMoeBackend.TRITON, TritonExperts
+        return backend, experts
+
+    return select_unquantized_moe_backend
+
+
+def _from_cpu(op: Bound) -> Bound:
+    def cpu_fused_moe(
+        output: Tensor,
+        input: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        w13_bias: Tensor | None,
+        w2_bias: Tensor | None,
+        topk_weights: Tensor,
+        topk_id: Tensor,
+        skip_weighted: bool,
+        act: str,
+        isa: str,
+    ) -> None:
+        with _answering(
+            output,
+            input,
+            w13,
+            w2,
+            w13_bias,
+            w2_bias,
+            topk_weights,
+            topk_id,
+            skip_weighted,
+            act,
+            isa,
+        ):
+            weights = _weights(topk_weights, skip_weighted)
+            result = op(input, w13, w2, weights, topk_id, act, False, -1, None, w13_bias, w2_bias)
+        put(output, result)
+
+    return cpu_fused_moe
+
+
+def _in_cpu(replaced: Bound) -> Bound:
+    def op(*_: Any) -> Tensor:
+        from torch import empty_like, ops
+
+        call = _thread.call
+        if call is None:
+            raise NotImplementedError(ALONE)
+        output, x, w13, w2, *rest = call
+        packed = []
+        for weight in (w13, w2):
+            packed.append(empty_like(weight))
+            ops._C.prepack_moe_weight(weight, packed[-1], rest[-1])
+        replaced(output, x, *packed, *rest)
+        result: Tensor = output
+        return result
+
+    return op
+
+
+def _unpacked(_: Bound) -> Bound:
+    def prepack_moe_weight(weight: Tensor, packed_weight: Tensor, isa: str) -> Any:
+        if _thread.call is not None:  # what answers packs for a kernel that it calls
+            return NotImplemented
+        _refuse_expert_parallelism()
+        packed_weight.copy_(weight)
+        return None
+
+    return prepack_moe_weight
+
+
+def _refuse_expert_parallelism() -> None:
+    from vllm.config import get_current_vllm_config
+
+    if get_current_vllm_config().parallel_config.enable_expert_parallel:
+        raise StartError(
+            "Op 'fused_experts' is planned, but vLLM's CPU build does not tell its kernel which "
+            "experts a rank has, as expert parallelism needs. Leave the op to vLLM "
+            "(VLLM_FL_PER_OP='fused_experts=stock'), or start without expert parallelism.",
+            op="fused_experts",
+        )
+
+
+def _prepares(_: Bound) -> Bound:
+    def op(*_: Any) -> Tensor:
+        raise NotImplementedError(ALONE)  # packing and choosing are no calls of the op
+
+    return op
+
+
+def _may_serve(config: Any) -> bool:
+    if config.device_config.device_type == "cpu" and config.parallel_config.enable_expert_parallel:
+        return False
+    return may_have_experts(config)
+
+
+BINDING = Binding(
+    places=(
+        FunctionPlace(
+            ("vllm.model_executor.layers.fused_moe.experts.triton_moe.TritonExperts.apply",),
+            (
+                "self",
+                "output",
+                "hidden_states",
+                "w1",
+                "w2",
+                "topk_weights",
+                "topk_ids",
+                "activation",
+                "global_num_experts",
+                "expert_map",
+                "a1q_scale",
+                "a2_scale",
+                "workspace13",
+                "workspace2",
+                "expert_tokens_meta",
+                "apply_router_weight_on_input",
+            ),
+            _from_triton,
+            _in_triton,
+            tokens="hidden_states",
+        ),
+        FunctionPlace(
+            (
+                "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
+                ".select_unquantized_moe_backend",
+            ),
+            ("moe_config",),
+            _given,
+            _prepares,
+        ),
+        # It names no `tokens`: the replaced kernel wants packed weights, and no call brings them
+        # while the op is planned.
+        OperatorPlace(
+            "_C::cpu_fused_moe",
+            (
+                "output",
+                "input",
+                "w13",
+                "w2",
+                "w13_bias",
+                "w2_bias",
+                "topk_weights",
+                "topk_id",
+                "skip_weighted",
+                "act",
+                "isa",
+            ),
+            _from_cpu,
+            _in_cpu,
+        ),
+        OperatorPlace(
+            "_C::prepack_moe_weight", ("weight", "packed_weight", "isa"), _unpacked, _prepares
+        ),
+    ),
+    sizes=(HIDDEN, EXPERT_COUNT, EXPERTS_OF_A_TOKEN, EXPERT_INTERMEDIATE),
+    not_reached=(
+        "experts of another backend than Triton's: FlashInfer's, AITER's, DeepGEMM's, Marlin's, "
+        "zentorch's, those that all-to-all kernels feed in batches, and those in PyTorch of older "
+        "CPU builds",
+        "quantised experts, and those with LoRA",
+        "experts with another activation, or with a limit of its own (MiniMax-M3, DeepSeek V4)",
+        "vLLM's CPU build under expert parallelism",
+    ),
+    when=_may_serve,
+    formerly=("invoke_fused_moe_triton_kernel",),
+    calls_operators=True,
+)

@@ -1,0 +1,139 @@
+"""Where vLLM runs `grouped_topk`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, LayerPlace
+
+from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
+from ._models import has_experts
+from ._routing import EXPERT_GROUPS, GROUPS_OF_A_TOKEN
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+_ROUTER = "vllm.model_executor.layers.fused_moe.router"
+
+
+def _native(
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import grouped_topk
+
+    own = getattr(grouped_topk, "__wrapped__", grouped_topk)  # vLLM compiles it at its first call
+    logits = gating_output.float()  # as the CPU build does: scores of 16 bits tie
+    routing: tuple[Tensor, Tensor] = own(
+        logits,  # stands for hidden states: only their number is looked at
+        logits,
+        topk,
+        renormalize,
+        num_expert_group,
+        topk_group,
+        scoring_func,
+        routed_scaling_factor,
+        e_score_correction_bias,
+    )
+    return routing
+
+
+def _from_hidden_states(layer: Any, op: Bound) -> Bound:
+    def forward(
+        hidden_states: Tensor,
+        gating_output: Tensor,
+        e_score_correction_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        routing: tuple[Tensor, Tensor] = op(gating_output, e_score_correction_bias)
+        return routing
+
+    return forward
+
+
+def _function(op: Bound) -> Bound:
+    def grouped_topk(
+        hidden_states: Tensor,
+        gating_output: Tensor,
+        topk: int,
+        renormalize: bool,
+        num_expert_group: int = 0,
+        topk_group: int = 0,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        e_score_correction_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        routing: tuple[Tensor, Tensor] = op(
+            gating_output,
+            topk,
+            renormalize,
+            num_expert_group,
+            topk_group,
+            scoring_func,
+            routed_scaling_factor,
+            e_score_correction_bias,
+        )
+        return routing
+
+    return grouped_topk
+
+
+def _by_function(replaced: Bound) -> Bound:
+    def op(gating_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        routing: tuple[Tensor, Tensor] = replaced(gating_output, gating_output, *rest)
+        return routing
+
+    return op
+
+
+def _same(op: Bound) -> Bound:
+    """The CPU build's function has the contract's parameters."""
+    return op
+
+
+_CPU = (
+    "gating_output",
+    "topk",
+    "renormalize",
+    "num_expert_group",
+    "topk_group",
+    "scoring_func",
+    "routed_scaling_factor",
+    "e_score_correction_bias",
+)
+
+BINDING = Binding(
+    places=(
+        LayerPlace(
+            f"{_ROUTER}.grouped_topk_router.GroupedTopk", _native, adapt=_from_hidden_states
+        ),
+        # What vLLM's router calls, and what calls `_moe_C::grouped_topk`; it makes no layer.
+        FunctionPlace(
+            (f"{_ROUTER}.grouped_topk_router.grouped_topk",),
+            ("hidden_states", *_CPU),
+            _function,
+            _by_function,
+            tokens="gating_output",
+        ),
+        # The CPU build, from the release that has this module on.
+        FunctionPlace(
+            (f"{_ROUTER}.cpu_router._grouped_topk",), _CPU, _same, _same, tokens="gating_output"
+        ),
+    ),
+    sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN, EXPERT_GROUPS, GROUPS_OF_A_TOKEN),
+    not_reached=(
+        "experts whose kernel routes, too (monolithic ones: FlashInfer's of TensorRT-LLM), and "
+        "AITER's routing on ROCm",
+        "models that choose among 1 group, which vLLM routes by `moe_topk`",
+        "vLLM's CPU build where it compiles the model, since its routing is part of the graph, and "
+        "before it had a router of its own",
+    ),
+    when=has_experts,
+)

@@ -1,0 +1,33 @@
+"""Where vLLM runs `layer_norm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_fl.contracts.binding import Binding, LayerPlace
+from vllm_fl.contracts.sizes import EPSILON, HIDDEN
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+
+def _native(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    """In the wider of the dtypes of x and weight, as vLLM's layer computes it."""
+    import torch
+
+    wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))
+    normed = torch.nn.functional.layer_norm(wide, x.shape[-1:], weight, bias, epsilon)
+    return normed.to(x.dtype)
+
+
+BINDING = Binding(
+    places=(LayerPlace("vllm.model_executor.layers.layernorm.LayerNorm", _native),),
+    sizes=(HIDDEN, EPSILON),
+    not_reached=(
+        "`LayerNorm` of releases in which it is no `CustomOp` (vLLM 0.26 and 0.27)",
+        "models that call `torch.nn.LayerNorm`, as many vision encoders do, and layer norms of a "
+        "model's own (Cohere's)",
+    ),
+)

@@ -1,0 +1,108 @@
+"""Where vLLM runs `linear`: products with unquantised weights, in the graphs that it compiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.binding import Binding, GraphPlace, SizeRule
+from vllm_fl.contracts.sizes import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS
+
+from ._experts import EXPERT_COUNT, may_have_experts
+from ._models import is_quantised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+OPERATORS = ("aten.mm.default", "aten.addmm.default", "aten.sum.dim_IntList")
+"""The last one is what Inductor makes of one row's product where vLLM compiles for that size alone:
+the sum of products of all its factors."""
+
+
+def _native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    from torch.nn.functional import linear
+
+    return linear(x, weight, bias)
+
+
+def _find(node: Any) -> tuple[Any, ...] | None:
+    """x, weight and bias of a product with a transposed weight that is an input of the graph."""
+    if node.kwargs:  # factors of a sum, or another dtype of the result
+        return None
+    x: Any
+    bias = None
+    match str(node.target):
+        case "aten.mm.default":
+            x, turned = node.args
+        case "aten.addmm.default":
+            bias, x, turned = node.args
+        case _:
+            x, turned = _factors(*node.args)
+    weight = _transposed(turned)
+    if weight is None or (bias is not None and len(bias.meta["val"].shape) != 1):
+        return None
+    return x, weight, bias
+
+
+def _factors(product: Any, dims: list[int], keepdim: bool = False) -> tuple[Any, Any]:
+    """x and the turned weight of `(x.unsqueeze(2) * turned.unsqueeze(0)).sum(1)`; else nothing."""
+    if dims == [1] and not keepdim and str(product.target) == "aten.mul.Tensor":
+        match [(str(getattr(part, "target", "")), part) for part in product.args]:
+            case [("aten.unsqueeze.default", x), ("aten.unsqueeze.default", turned)]:
+                if (x.args[1], turned.args[1]) == (2, 0):
+                    return x.args[0], turned.args[0]
+    return None, None
+
+
+def _transposed(turned: Any) -> Any:
+    """The matrix that is transposed, where that is an input of the graph with rows in one piece."""
+    match str(getattr(turned, "target", "")):
+        case "aten.permute.default" if list(turned.args[1]) == [1, 0]:
+            weight = turned.args[0]
+        case "aten.t.default":
+            weight = turned.args[0]
+        case _:
+            return None
+    value = weight.meta["val"]
+    is_input = weight.op in ("placeholder", "get_attr") and value.ndim == 2
+    return weight if is_input and value.stride(1) == 1 else None
+
+
+def _dense_intermediate(config: Any) -> int:
+    """Features of one half of the MLP; 0 where experts, beside which some layers may have an MLP,
+    take its place."""
+    return 0 if may_have_experts(config) else int(INTERMEDIATE.ask(config))
+
+
+def _router_experts(config: Any) -> int:
+    """Among how many experts a router chooses; 0 for a model without any."""
+    return int(EXPERT_COUNT.ask(config)) if may_have_experts(config) else 0
+
+
+def _may_have(config: Any) -> bool:
+    """Whether the model has weights as they were loaded: vLLM's CPU platform packs them."""
+    from vllm.platforms import current_platform
+
+    return not is_quantised(config) and not current_platform.is_cpu()
+
+
+BINDING = Binding(
+    places=(GraphPlace(OPERATORS, _find, _native),),
+    sizes=(
+        HIDDEN,
+        HEADS,
+        KV_HEADS,
+        HEAD_SIZE,
+        SizeRule("dense_intermediate", _dense_intermediate, INTERMEDIATE.typical, in_kit=False),
+        SizeRule("router_experts", _router_experts, EXPERT_COUNT.typical, in_kit=False),
+    ),
+    not_reached=(
+        "eager mode, vLLM's CPU platform, whose layers hold packed weights, and devices of plugins "
+        "whose compiler runs no passes of vLLM's",
+        "quantised layers, and kernels that compute more than a product (experts, attention)",
+        "the logits' product, which is outside of the compiled model",
+    ),
+    when=_may_have,
+    products=True,
+)

@@ -1,0 +1,78 @@
+"""Where vLLM runs `moe_align_block_size`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace
+
+from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
+from ._models import has_experts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+_EXPERTS = "vllm.model_executor.layers.fused_moe"
+_CALLERS = (
+    f"{_EXPERTS}.moe_align_block_size",
+    f"{_EXPERTS}.fused_moe",
+    f"{_EXPERTS}.experts.fused_humming_moe",
+    f"{_EXPERTS}.experts.marlin_moe",
+    f"{_EXPERTS}.experts.mxfp8_native_moe",
+    f"{_EXPERTS}.experts.nvfp4_emulation_moe",
+    f"{_EXPERTS}.experts.rdna3_moe",
+    f"{_EXPERTS}.experts.triton_moe",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+    ".compressed_tensors_moe_wna16_rdna3",  # before vLLM 0.32
+)
+
+
+def _of_signed_ids(op: Bound) -> Bound:
+    """The op, of ids in the dtypes of its contract: some all-to-all kernels give unsigned ones."""
+
+    def moe_align_block_size(topk_ids: Tensor, *rest: Any) -> Any:
+        import torch
+
+        if topk_ids.ndim != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
+            return NotImplemented
+        return op(topk_ids, *rest)
+
+    return moe_align_block_size
+
+
+def _same(replaced: Bound) -> Bound:
+    """The function has the contract's parameters."""
+    return replaced
+
+
+BINDING = Binding(
+    places=(
+        FunctionPlace(
+            tuple(f"{module}.moe_align_block_size" for module in _CALLERS),
+            (
+                "topk_ids",
+                "block_size",
+                "num_experts",
+                "expert_map",
+                "pad_sorted_ids",
+                "ignore_invalid_experts",
+            ),
+            _of_signed_ids,
+            _same,
+            tokens="topk_ids",
+        ),
+    ),
+    sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN),
+    not_reached=(
+        "experts of `fused_experts`, where that op is planned: its implementations sort as they "
+        "like",
+        "experts whose kernel sorts, too (FlashInfer's, DeepGEMM's, AITER's), experts in batches, "
+        "and experts with LoRA",
+        "small batches of vLLM's Triton experts, which take each row for a block of its own, and "
+        "its call that asks for the place of each row, too (`return_scatter_idx`)",
+        "vLLM's CPU build, whose experts need no blocks",
+    ),
+    when=has_experts,
+)

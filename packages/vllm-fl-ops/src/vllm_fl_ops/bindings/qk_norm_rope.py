@@ -1,0 +1,170 @@
+"""Where vLLM runs `qk_norm_rope`: an operator that one pass of its compiler puts into graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.binding import Binding, Bound, FusionPlace, OperatorPlace, put
+from vllm_fl.contracts.sizes import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
+
+from . import rms_norm
+from ._norms_with_ropes import put_operator
+from ._ropes import ROTATION
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+
+def _apart(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    position_ids: Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Query and key after the norms and the rope, each as vLLM's layers compute it."""
+    size = q_weight.shape[0]
+    query, key = (heads * size, kv_heads * size)
+    q = qkv[:, :query].reshape(-1, heads, size)
+    k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
+    q = rms_norm.native(q, None, q_weight, epsilon)
+    k = rms_norm.native(k, None, k_weight, epsilon)
+    # With the whole table, as layers have it: rows gathered first are kernels of their own.
+    return _rope(position_ids, q, k, size, cos_sin_cache, not rotary_interleaved)
+
+
+def _native(qkv: Tensor, *rest: Any) -> Tensor:
+    """The same, put back into the projection: more than twice the bytes of it in compiled code."""
+    start = 0
+    for heads_of in _apart(qkv, *rest):
+        if heads_of is not None:
+            flat = heads_of.flatten(1)
+            qkv[:, start : start + flat.shape[1]] = flat
+            start += flat.shape[1]
+    return qkv
+
+
+def _rope(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What vLLM compiles in the place of the operator that its rope calls as a custom op."""
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    # In a graph the two token counts may be two unknowns, which the layer's own code has as one.
+    positions = positions.flatten().view(query.shape[0])
+    rotary = cos_sin_cache.shape[-1]
+    turned: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
+        positions, query, key, head_size, rotary, cos_sin_cache, is_neox
+    )
+    return turned
+
+
+def _to_operator(op: Bound) -> Bound:
+    """(qkv, heads and their size, weights, table, pairing, positions) over the contract's order."""
+
+    def kernel(
+        qkv: Tensor,
+        num_heads_q: int,
+        num_heads_k: int,
+        num_heads_v: int,
+        head_dim: int,
+        eps: float,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+        position_ids: Tensor,
+    ) -> None:
+        heads = (num_heads_q, num_heads_k)
+        put(
+            qkv,
+            op(qkv, q_weight, k_weight, cos_sin_cache, position_ids, *heads, eps, not is_neox),
+        )
+
+    return kernel
+
+
+def _from_operator(replaced: Bound) -> Bound:
+    def qk_norm_rope(
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos_sin_cache: Tensor,
+        position_ids: Tensor,
+        heads: int,
+        kv_heads: int,
+        epsilon: float,
+        rotary_interleaved: bool = False,
+    ) -> Tensor:
+        size = q_weight.shape[0]
+        values = qkv.shape[1] // size - heads - kv_heads
+        replaced(
+            qkv,
+            *(heads, kv_heads, values, size, epsilon),
+            *(q_weight, k_weight, cos_sin_cache, not rotary_interleaved, position_ids),
+        )
+        return qkv
+
+    return qk_norm_rope
+
+
+BINDING = Binding(
+    places=(
+        OperatorPlace(
+            "_C::fused_qk_norm_rope",
+            (
+                "qkv",
+                "num_heads_q",
+                "num_heads_k",
+                "num_heads_v",
+                "head_dim",
+                "eps",
+                "q_weight",
+                "k_weight",
+                "cos_sin_cache",
+                "is_neox",
+                "position_ids",
+            ),
+            _to_operator,
+            _from_operator,
+            grants=("qkv",),
+            tokens="qkv",
+        ),
+        # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph (Gemma 3);
+        # vLLM's own kernel raises there, so that some candidate must take them.
+        FusionPlace(
+            "vllm.compilation.passes.fusion.qk_norm_rope_fusion.QKNormRoPEFusionPass",
+            "enable_qk_norm_rope_fusion",
+            parts=("rms_norm", "rotary_embedding"),
+            layers=("rotary_embedding",),
+            native=_native,
+            apart=_apart,
+            unfused={"_C::rotary_embedding": _rope, "vllm::flashinfer_rotary_embedding": _rope},
+            own=put_operator,
+            in_ir=("rms_norm",),
+        ),
+    ),
+    sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON),
+    not_reached=(
+        "eager mode, and platforms of vLLM's other than CUDA and ROCm: there no pass looks for a "
+        "norm with a rope behind it",
+        "a device of a plugin that runs another pass manager than vLLM's, or has another compiler; "
+        "implementations in PyTorch there, whose parts its compiler joins better",
+        "norms and ropes that the pass does not find: multimodal ropes, a gate between the "
+        "projections, models that norm heads all at once; on CUDA and ROCm heads of another size "
+        "than 64, 128 or 256, and an epsilon other than 1e-5 and 1e-6",
+    ),
+    batch_invariant="vLLM's own norms, which it replaces",
+    needs=(ROTATION,),
+)

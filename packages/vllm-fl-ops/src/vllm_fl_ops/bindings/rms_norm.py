@@ -1,0 +1,172 @@
+"""Where vLLM runs `rms_norm`: layers, and in the releases that have an IR, two ops of that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.binding import Binding, Bound, IrPlace, LayerPlace, OperatorPlace, put
+from vllm_fl.contracts.sizes import EPSILON, HIDDEN
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING", "native"]
+
+
+def native(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> Any:
+    """As vLLM's layers compute it, in its order of operations and casts; its IR's native too."""
+    import torch
+
+    wide = x.float()
+    if residual is not None:
+        wide = wide + residual.float()
+        residual = wide.to(x.dtype)
+    measured = wide if variance_size is None else wide[..., :variance_size]
+    wide = wide * torch.rsqrt(measured.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    normed = (wide if weight is None else wide.to(weight.dtype) * weight).to(x.dtype)
+    return normed if residual is None else (normed, residual)
+
+
+class _GemmaAsRMSNorm:
+    """A GemmaRMSNorm as the RMSNorm that it computes: its weight is 1 + w, in float32."""
+
+    has_weight = True
+    variance_size_override = None
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    @property
+    def weight(self) -> Tensor:
+        """What the normed x is multiplied with; made at each call, as vLLM does."""
+        weight: Tensor = self.layer.weight.float() + 1.0
+        return weight
+
+    @property
+    def variance_epsilon(self) -> float:
+        epsilon: float = self.layer.variance_epsilon
+        return epsilon
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.layer, name)
+
+
+def _plain(bound: Bound) -> Bound:
+    def rms_norm(
+        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> Any:
+        return bound(x, None, weight, epsilon, variance_size)
+
+    return rms_norm
+
+
+def _fused(bound: Bound) -> Bound:
+    def fused_add_rms_norm(
+        x: Tensor,
+        x_residual: Tensor,
+        weight: Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Any:
+        return bound(x, x_residual, weight, epsilon, variance_size)
+
+    return fused_add_rms_norm
+
+
+def _to_operator(op: Bound) -> Bound:
+    def kernel(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
+        put(result, op(input, None, weight, epsilon))
+
+    return kernel
+
+
+def _from_operator(replaced: Bound) -> Bound:
+    def rms_norm(
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Tensor:
+        result = x.new_empty(x.shape)
+        replaced(result, x, weight, epsilon)
+        return result
+
+    return rms_norm
+
+
+def _to_fused_operator(op: Bound) -> Bound:
+    def kernel(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
+        put((input, residual), op(input, residual, weight, epsilon))
+
+    return kernel
+
+
+def _from_fused_operator(replaced: Bound) -> Bound:
+    def rms_norm(
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> Any:
+        replaced(x, residual, weight, epsilon)
+        return x, residual
+
+    return rms_norm
+
+
+_NORMS = "vllm.model_executor.layers.layernorm"
+
+BINDING = Binding(
+    places=(
+        # vLLM's fused_add_rms_norm writes over both, too.
+        LayerPlace(f"{_NORMS}.RMSNorm", native, grants=("x", "residual"), enabled=False),
+        LayerPlace(f"{_NORMS}.GemmaRMSNorm", native, stand_in=_GemmaAsRMSNorm, enabled=False),
+        IrPlace("rms_norm", _plain),
+        IrPlace("fused_add_rms_norm", _fused, grants=("x", "residual")),
+        # The parameters of vLLM's CUDA build, and of its CPU one.
+        *(
+            OperatorPlace(
+                "_C::rms_norm",
+                (target, "input", "weight", "epsilon"),
+                _to_operator,
+                _from_operator,
+                tokens="input",
+            )
+            for target in ("result", "out")
+        ),
+        OperatorPlace(
+            "_C::fused_add_rms_norm",
+            ("input", "residual", "weight", "epsilon"),
+            _to_fused_operator,
+            _from_fused_operator,
+            grants=("x", "residual"),
+            tokens="input",
+        ),
+    ),
+    sizes=(HIDDEN, EPSILON),
+    not_reached=(
+        "norms that a fusion pass of vLLM matched (with quantisation, all-reduce, or rope), in "
+        "compiled mode on CUDA: the pass puts its own kernel there",
+        "subclasses of RMSNorm and GemmaRMSNorm (the Transformers backend's, K2-Horizon's), in "
+        "releases of vLLM without an IR",
+        "gated norms of Mamba and linear attention, and LayerNorm: other formulas",
+    ),
+    fused_by=(
+        "fuse_norm_quant",
+        "fuse_allreduce_rms",
+        "fuse_mla_dual_rms_norm",
+        "enable_qk_norm_rope_fusion",
+        "fuse_qk_norm_rope_kvcache",
+    ),
+    batch_invariant="vLLM's own kernel",
+)

@@ -1,0 +1,166 @@
+"""Where vLLM runs `rms_norm_gated`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, SizeRule
+from vllm_fl.contracts.sizes import EPSILON, first_told
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+
+def _native(
+    x: Tensor,
+    z: Tensor | None,
+    weight: Tensor,
+    epsilon: float,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "swish",
+) -> Tensor:
+    """In fp32, as vLLM's `RMSNormGated` computes it."""
+    import torch
+
+    act = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
+    y = x.float()
+    if z is not None and not norm_before_gate:
+        y = y * act(z.float())
+    groups = y if group_size is None else y.unflatten(-1, (-1, group_size))
+    groups = groups * torch.rsqrt(groups.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    y = groups if group_size is None else groups.flatten(-2)
+    y = y * weight.float()
+    if z is not None and norm_before_gate:
+        y = y * act(z.float())
+    return y.to(x.dtype)
+
+
+class _AsRMSNormGated:
+    """A layer of another class as the RMSNormGated that it computes."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.layer, name)
+
+
+class _Mamba2AsRMSNormGated(_AsRMSNormGated):
+    """A Mixer2RMSNormGated, whose groups all lie on this rank."""
+
+    norm_before_gate = False
+    activation = "silu"
+
+    @property
+    def eps(self) -> float:
+        epsilon: float = self.layer.variance_epsilon
+        return epsilon
+
+
+class _FusedAsRMSNormGated(_AsRMSNormGated):
+    """A FusedRMSNormGated, which norms all features before the gate."""
+
+    norm_before_gate = True
+    group_size = None
+
+
+def _on_this_rank(layer: Any, norm: Bound) -> Bound:
+    """Mamba 2's norm: vLLM's own form where it norms nothing, or groups reach beyond this rank."""
+    if not layer.use_rms_norm or layer.n_groups % layer.tp_size:
+        return partial(_vllms(layer).forward_native, layer)
+
+    def forward(x: Tensor, gate: Tensor) -> Any:
+        return norm(x, gate)
+
+    return forward
+
+
+def _without_residual(layer: Any, norm: Bound) -> Bound:
+    """Kimi's norm: vLLM's own kernel for calls that add a residual, too, and without a weight."""
+
+    def forward(
+        x: Tensor,
+        g: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Any:
+        if residual is not None or prenorm or layer.weight is None:
+            return _vllms(layer).forward_cuda(layer, x, g, residual, prenorm, residual_in_fp32)
+        return norm(x, g)
+
+    return forward
+
+
+def _vllms(layer: Any) -> Any:
+    """vLLM's class of a layer whose class may be ours."""
+    return next(cls for cls in type(layer).__mro__ if cls.__module__.startswith("vllm."))
+
+
+def _width(config: Any) -> int:
+    """Features of one row: a head's in linear attention, all of this rank's in Mamba 2."""
+    text = config.model_config.hf_text_config
+    head = getattr(text, "linear_value_head_dim", None)
+    if head is None:
+        head = (getattr(text, "linear_attn_config", None) or {}).get("head_dim")
+    if head is not None:
+        return int(head)
+    whole = first_told(text, ("mamba_d_ssm", "mamba_intermediate_size"))
+    if whole is None:
+        heads = first_told(text, ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"))
+        each = first_told(text, ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"))
+        whole = heads * each
+    return int(whole) // int(config.parallel_config.tensor_parallel_size)
+
+
+def _groups(config: Any) -> int:
+    """Groups of features with one mean, of those on this rank; 1 where a head is a row."""
+    text = config.model_config.hf_text_config
+    if getattr(text, "linear_value_head_dim", None) or getattr(text, "linear_attn_config", None):
+        return 1
+    groups = first_told(text, ("mamba_n_groups", "mamba_ngroups", "n_groups"))
+    return max(1, int(groups) // int(config.parallel_config.tensor_parallel_size))
+
+
+def _keeps_a_state(config: Any) -> bool:
+    """Whether the model has linear attention or Mamba: each such layer keeps a state."""
+    model = config.model_config
+    return any(getattr(model, name, True) for name in ("has_inner_state", "is_hybrid"))
+
+
+BINDING = Binding(
+    places=(
+        LayerPlace("vllm.model_executor.layers.layernorm.RMSNormGated", _native, enabled=False),
+        LayerPlace(
+            "vllm.model_executor.layers.mamba.mamba_mixer2.Mixer2RMSNormGated",
+            _native,
+            adapt=_on_this_rank,
+            stand_in=_Mamba2AsRMSNormGated,
+            enabled=False,
+        ),
+        LayerPlace(
+            "vllm.third_party.flash_linear_attention.ops.kda.FusedRMSNormGated",
+            _native,
+            adapt=_without_residual,
+            stand_in=_FusedAsRMSNormGated,
+            enabled=False,
+        ),
+    ),
+    sizes=(
+        SizeRule("gated_norm", _width, 128, in_kit=False),
+        SizeRule("gated_norm_groups", _groups, 1, in_kit=False),
+        EPSILON,
+    ),
+    when=_keeps_a_state,
+    not_reached=(
+        "Mamba 2's norm where a group of features reaches beyond one rank: it sums over the ranks",
+        "kernels that compute the norm with what is before it or after it: Kimi's with a residual, "
+        "quantised ones, the recurrent step's",
+    ),
+)

@@ -1,0 +1,231 @@
+"""Where vLLM runs `rotary_embedding`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, put
+from vllm_fl.contracts.cos_sin import joint_cos_sin
+from vllm_fl.contracts.sizes import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
+
+from ._phrases import HW_AGNOSTIC
+from ._ropes import LAYER, ROTATION, SHARED, halves
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING", "native"]
+
+
+def native(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    rotary_interleaved: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """As vLLM's layers compute it."""
+    import torch
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    # The rows of these positions alone: the whole table may have a hundred thousand.
+    rows = torch.cat((cos[position_ids], sin[position_ids]), dim=-1)
+    at = torch.arange(rows.shape[0], device=rows.device)
+    rotated: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
+        at, query, key, query.shape[-1], rows.shape[-1], rows, not rotary_interleaved
+    )
+    return rotated
+
+
+def _from_positions(layer: Any, rotate: Bound) -> Bound:
+    """vLLM's rope (positions, flat query, flat key) over the contract's (heads apart, cos, sin)."""
+    tables = halves()
+
+    def forward(
+        positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        positions = positions.flatten()
+        cos, sin = tables(layer._match_cos_sin_cache_dtype(query))
+        heads = (positions.shape[0], -1, layer.head_size)
+        try:
+            q = query.view(heads)
+            k = None if key is None else key.view(heads)
+        except RuntimeError:  # what made them gave another layout than its contract promises
+            return forward(positions, query.contiguous(), None if key is None else key.contiguous())
+        q_out, k_out = rotate(q, k, cos, sin, positions, not layer.is_neox_style)
+        # What was turned in place is there already.
+        return (
+            query if q_out is q else q_out.reshape(query.shape),
+            key if key is None or k_out is k else k_out.reshape(key.shape),
+        )
+
+    return forward
+
+
+def _of_heads(layer: Any, rotate: Bound) -> Bound:
+    """DeepSeek's rope, whose query and key have their heads apart, and whose table may be fp32."""
+    tables = halves()
+
+    def forward(
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if offsets is not None:
+            positions = positions + offsets
+        cos, sin = tables(layer.cos_sin_cache)
+        q, k = query.flatten(0, -3), None if key is None else key.flatten(0, -3)
+        q_out, k_out = rotate(q, k, cos, sin, positions.flatten(), not layer.is_neox_style)
+        return q_out.view(query.shape), None if key is None else k_out.view(key.shape)
+
+    return forward
+
+
+def _by_rows(layer: Any, rotate: Bound) -> Bound:
+    """Ernie 4.5's and Bailing's rope: each token's own row of cos and sin, made of three.
+
+    The first pairs take turns between height and width, and the last ones have the time.
+    """
+    section = layer.mrope_section or (0, 0, 0)
+    first_of_time = getattr(layer, "spatial_size", section[0] + section[1])
+    plain = _from_positions(layer, rotate)
+
+    def forward(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
+        if positions.ndim == 1:
+            turned: tuple[Tensor, Tensor | None] = plain(positions, query, key)
+            return turned
+        import torch
+
+        cache = layer._match_cos_sin_cache_dtype(query)
+        time, height, width = cache[positions].unflatten(-1, (2, -1))
+        rows = time.clone()
+        rows[..., :first_of_time:2] = height[..., :first_of_time:2]
+        rows[..., 1:first_of_time:2] = width[..., 1:first_of_time:2]
+        heads = (positions.shape[-1], -1, layer.head_size)
+        q_out, k_out = rotate(
+            query.reshape(heads),
+            key.reshape(heads),
+            *rows.flatten(-2).chunk(2, dim=-1),
+            torch.arange(positions.shape[-1], device=positions.device),
+            not layer.is_neox_style,
+        )
+        return q_out.reshape(query.shape), k_out.reshape(key.shape)
+
+    return forward
+
+
+def _of_patches(layer: Any, rotate: Bound) -> Bound:
+    """Llama 4's vision encoder's rope, in float32: a row of a complex table for each patch."""
+    known: Tensor | None = None
+    cos_sin: tuple[Tensor, ...] = ()
+
+    def forward(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        import torch
+
+        nonlocal known, cos_sin
+        patches = query.shape[1]
+        if known is not layer.cos_sin_cache or cos_sin[0].device != query.device:
+            known = layer.cos_sin_cache
+            table = torch.view_as_real(known.to(query.device).view(patches, -1))
+            cos_sin = table.transpose(-1, -2).flatten(-2).chunk(2, dim=-1)
+        at = torch.arange(patches, device=query.device).repeat(query.shape[0])
+        q, k = (x.float().flatten(0, 1) for x in (query, key))
+        q_out, k_out = rotate(q, k, *cos_sin, at, True)
+        return q_out.view(query.shape).to(query.dtype), k_out.view(key.shape).to(key.dtype)
+
+    return forward
+
+
+def _to_operator(op: Bound) -> Bound:
+    """(positions, flat projections, one cache) over the contract's (heads apart, cos, sin)."""
+    known: Tensor | None = None
+    halves: tuple[Tensor, ...] = ()
+
+    def kernel(
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None,
+        head_size: int,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+    ) -> None:
+        nonlocal known, halves
+        if not positions.numel():
+            return
+        cos, sin = halves if cos_sin_cache is known else cos_sin_cache.chunk(2, dim=-1)
+        known, halves = cos_sin_cache, (cos, sin)
+        positions = positions.flatten()
+        heads = (positions.shape[0], -1, head_size)
+        q = query.reshape(heads)  # a view, but for layouts that allow none
+        k = None if key is None else key.reshape(heads)
+        q_out, k_out = op(q, k, cos, sin, positions, not is_neox)
+        k_out = None if key is None else k_out.reshape(key.shape)
+        put((query, key), (q_out.reshape(query.shape), k_out))
+
+    return kernel
+
+
+def _from_operator(replaced: Bound) -> Bound:
+    def rotary_embedding(
+        query: Tensor,
+        key: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        position_ids: Tensor,
+        rotary_interleaved: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        import torch
+
+        cache = joint_cos_sin(cos, sin)
+        if cache is None:
+            cache = torch.cat((cos, sin), dim=-1)
+        # Flat projections are what every build's kernel reads: a view, but for odd layouts.
+        q, k = query.flatten(1), None if key is None else key.flatten(1)
+        replaced(position_ids, q, k, query.shape[-1], cache, not rotary_interleaved)
+        return q.view(query.shape), None if key is None or k is None else k.view(key.shape)
+
+    return rotary_embedding
+
+
+_ROPES = "vllm.model_executor.layers.rotary_embedding"
+
+BINDING = Binding(
+    places=(
+        LayerPlace(
+            f"{_ROPES}.RotaryEmbedding",
+            native,
+            grants=("query", "key"),  # vLLM's own kernels write into the projections too
+            adapt=_from_positions,
+            subclasses=True,
+        ),
+        LayerPlace(f"{_ROPES}.DeepseekScalingRotaryEmbedding", native, adapt=_of_heads),
+        LayerPlace(f"{_ROPES}.ernie45_vl_rope.Ernie4_5_VLRotaryEmbedding", native, adapt=_by_rows),
+        LayerPlace(f"{_ROPES}.bailing_mrope.BailingMRotaryEmbedding", native, adapt=_by_rows),
+        LayerPlace(f"{_ROPES}.Llama4VisionRotaryEmbedding", native, adapt=_of_patches),
+        OperatorPlace(
+            "_C::rotary_embedding",
+            ("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"),
+            _to_operator,
+            _from_operator,
+            grants=("query", "key"),
+            on_cpu=True,
+        ),
+    ),
+    sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY),
+    not_reached=(
+        "multimodal rope (`MRotaryEmbedding`): another op, `multimodal_rotary_embedding`",
+        "DeepSeek V4's rope: its models hand the table to kernels that compute more, and call no "
+        "layer",
+        "dual-chunk rope, which turns each query five times, and Fourier rope, whose pairs have "
+        "factors of their own for each half and each head",
+        "Phi-3's long rope, which is no `CustomOp`; vision encoders that call `ApplyRotaryEmb` or "
+        "vLLM's kernel for a packed qkv buffer",
+        "ropes that a fusion pass of vLLM matched (with qk-norm, or the KV-cache write), in "
+        "compiled mode on CUDA",
+        HW_AGNOSTIC,
+    ),
+    needs=(*LAYER, ROTATION),
+    shared=SHARED,
+)

@@ -1,0 +1,42 @@
+"""Where vLLM runs `silu_and_mul`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_fl.contracts.binding import Binding, LayerPlace
+from vllm_fl.contracts.sizes import INTERMEDIATE
+
+from ._activation import SHARED, gated
+from ._phrases import EXPERTS, HW_AGNOSTIC
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+
+def _native(x: Tensor) -> Tensor:
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    result: Tensor = SiluAndMul.forward_native(x)
+    return result
+
+
+BINDING = Binding(
+    places=(
+        LayerPlace("vllm.model_executor.layers.activation.SiluAndMul", _native),
+        # What mixtures of experts call: the parameters of vLLM's CUDA build, and of its CPU one.
+        gated("_C::silu_and_mul", ("result", "input")),
+        gated("_C::silu_and_mul", ("out", "input")),
+    ),
+    sizes=(INTERMEDIATE,),
+    not_reached=(
+        EXPERTS,
+        "quantised models: vLLM's passes and kernels that fuse activation and quantisation take "
+        "both",
+        HW_AGNOSTIC,
+    ),
+    shared=SHARED,
+    needs=("vllm.model_executor.layers.activation:SiluAndMul.forward_native",),
+)

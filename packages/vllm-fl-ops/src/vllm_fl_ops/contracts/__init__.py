@@ -1,0 +1,1 @@
+"""The contracts: one module per op, named after it, with its `SPEC`."""

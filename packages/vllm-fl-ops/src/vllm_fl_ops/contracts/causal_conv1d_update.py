@@ -1,0 +1,222 @@
+"""The short convolution for one token of each sequence: linear attention and Mamba in decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem
+from vllm_fl.contracts.outputs import Exact, Within
+from vllm_fl.contracts.sampling import Source
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
+
+from .causal_conv1d import TOLERANCES, check_activation, check_convolution
+from .sequences import slots
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    conv_state_indices: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out = act(bias + weight[:, -1] * x + sum of weight[:, i] * state[:, i] for the taps before).
+
+    Each feature by itself. The state holds the last width - 1 inputs of a token's sequence, the
+    newest last; afterwards x is the newest of them, and the oldest is gone.
+
+    Args:
+        x: (tokens, dim), float32, float16 or bfloat16, of any layout. Each token is another
+            sequence's.
+        conv_state: (slots, dim, state_len), of x's dtype, of any layout, state_len at least
+            width - 1. The first width - 1 columns are the state; further ones are for speculative
+            decoding, and stay as they are.
+        weight: (dim, width), of x's dtype, width from 2 to 5.
+        bias: (dim,), of x's dtype, or None for 0.
+        activation: "silu", or None for none.
+        conv_state_indices: (tokens,), int32 or int64: which slot has the state of each token's
+            sequence, none of them twice. 0 is padding: vLLM's null block, which no sequence has.
+
+    Returns:
+        (out, conv_state): out of x's shape and dtype, contiguous, x itself where a token is
+        padding; conv_state of its own, with the slots of the tokens written and the others, slot 0
+        among them, as they were. The inputs are left as they were, unless the implementation was
+        granted to consume x or conv_state: it returns the same tensors then.
+
+    Raises:
+        CallError: an argument is not as said here. The numbers of conv_state_indices are not looked
+            at before the call: on an accelerator wrong ones are the device's own error, or
+            undefined.
+
+    Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states and padding
+    are those of vLLM's `causal_conv1d_update`.
+    """
+    import torch
+
+    rows, width = conv_state_indices.long(), weight.shape[1]
+    inputs = torch.cat((conv_state.double()[rows][:, :, : width - 1], x.double()[..., None]), -1)
+    out = (inputs * weight.double()).sum(-1)
+    if bias is not None:
+        out = out + bias.double()
+    if activation == "silu":
+        out = out * out.sigmoid()
+    real = rows != 0
+    after = conv_state.double().clone()
+    after[rows[real], :, : width - 1] = inputs[real][:, :, 1:]
+    return torch.where(real[:, None], out, x.double()), after
+
+
+def _by_taps(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    conv_state_indices: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token by token and tap by tap, the state rolled."""
+    import torch.nn.functional as F
+
+    taps = weight.shape[1] - 1
+    out, after = x.double().clone(), conv_state.double().clone()
+    for token, slot in enumerate(conv_state_indices.tolist()):
+        if not slot:
+            continue
+        total = x[token].double() * weight[:, taps].double()
+        for tap in range(taps):
+            total = total + after[slot, :, tap] * weight[:, tap].double()
+        total = total if bias is None else total + bias.double()
+        out[token] = F.silu(total) if activation else total
+        rolled = after[slot, :, :taps].roll(-1, dims=1)
+        rolled[:, -1] = x[token].double()
+        after[slot, :, :taps] = rolled
+    return out.contiguous(), after
+
+
+def _fake(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    conv_state_indices: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), conv_state.new_empty(conv_state.shape)
+
+
+def _check(
+    x: Any,
+    conv_state: Any,
+    weight: Any,
+    bias: Any,
+    activation: Any,
+    conv_state_indices: Any,
+) -> Problem:
+    return (
+        check_convolution(x, weight, bias, "conv_state", conv_state)
+        or check_activation("activation", activation)
+        or slots("conv_state_indices", conv_state_indices, len(x), len(conv_state), ("x", x))
+    )
+
+
+def _call(
+    source: Source, tokens: int, dim: int = 64, width: int = 4, more: int = 0
+) -> dict[str, Any]:
+    import torch
+
+    return {
+        "x": source.normal(tokens, dim),
+        "conv_state": source.normal(tokens + 3, dim, width - 1 + more),
+        "weight": source.normal(dim, width, scale=0.5),
+        "bias": source.normal(dim),
+        "activation": "silu",
+        "conv_state_indices": torch.arange(tokens, dtype=torch.int32, device=source.device).flip(0)
+        + 2,
+    }
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    source = Source(dtype, device)
+
+    def sample(name: str, call: dict[str, Any], **change: Any) -> Sample:
+        return Sample(name, (*(call | change).values(),))
+
+    for tokens in (16, 1, 0):
+        yield sample(f"{tokens} token{'s' * (tokens != 1)}", _call(source, tokens))
+    padded = _call(source, 6)
+    padded["conv_state_indices"][3:] = 0
+    yield sample("padding", padded)
+    plain = _call(source, 5, dim=96)
+    yield sample("no bias, no activation", plain, bias=None, activation=None)
+    yield sample("2 taps, odd sizes", _call(source, 3, dim=7, width=2))
+    yield sample("states with room for more", _call(source, 5, dim=32, width=3, more=2))
+    views = _call(source, 4, dim=32)
+    views["x"] = source.normal(4, 48)[:, 8:40]
+    indices = views["conv_state_indices"].long()
+    yield sample("a strided x, int64 indices", views, conv_state_indices=indices)
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    """None: a start repeats the tokens of a batch, and here each has a state of its own."""
+    yield from ()
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    good = _call(source, 4, dim=64, width=4)  # of which every kernel has one
+
+    def bad(name: str, **change: Any) -> BadInput:
+        return BadInput(name, (*(good | change).values(),), next(iter(change)))
+
+    x, cache, weight, bias, _, at = good.values()
+    yield bad("x is not a tensor", x=[1.0])
+    yield bad("x of integers", x=x.long())
+    yield bad("x of three dimensions", x=x[None])
+    yield bad("weight of one feature, which would broadcast", weight=weight[:1])
+    yield bad("weight of one tap", weight=weight[:, :1])
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    yield bad("weight of another dtype", weight=weight.to(other))
+    yield bad("bias of one feature, which would broadcast", bias=bias[:1])
+    yield bad("states of fewer columns", conv_state=cache[:, :, :2])
+    yield bad("states of another dtype", conv_state=cache.to(other))
+    yield bad("an activation that is not known", activation="gelu")
+    yield bad("indices of floats", conv_state_indices=at.float())
+    yield bad("too few indices", conv_state_indices=at[:3])
+    if source.device.type == "cpu":  # an accelerator would be unusable after it
+        yield bad("an index beyond the slots", conv_state_indices=at + len(cache))
+        yield bad("a negative index", conv_state_indices=at - 7)
+
+
+SPEC = OpSpec(
+    oracle=causal_conv1d_update,
+    variants=(
+        Variant(
+            "",
+            "(Tensor x, Tensor conv_state, Tensor weight, Tensor? bias, str? activation, "
+            "Tensor conv_state_indices) -> (Tensor, Tensor)",
+            overwrites=("x", "conv_state"),
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x", "conv_state_indices"}),
+    bad_inputs=_bad_inputs,
+    consumable=frozenset({"x", "conv_state"}),
+    second_form=_by_taps,
+    whole_batch=True,
+    outputs=(Within(), Exact()),
+    tolerances=TOLERANCES,
+)

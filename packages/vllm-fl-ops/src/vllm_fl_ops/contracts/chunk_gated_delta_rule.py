@@ -1,0 +1,353 @@
+"""The gated delta rule over whole sequences: linear attention in prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.outputs import Within
+from vllm_fl.contracts.sampling import Source
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+from .sequences import boundaries, epsilon_or_none
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OUTPUTS", "SPEC", "check_heads"]
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of each token, and the state of each sequence after its last token.
+
+    For each token in turn, with its sequence's state S of (value_size, key_size) for each head:
+    S = exp(g) * S; S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
+
+    Args:
+        q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout.
+        v: (tokens, value_heads, value_size), of q's dtype; value_heads is a multiple of heads, and
+            so many neighbours share a head of q and k.
+        g: (tokens, value_heads), float32, at most 0: the logarithm of what a state keeps.
+        beta: (tokens, value_heads), of q's dtype or float32, from 0 to 1.
+        initial_state: (sequences, value_heads, value_size, key_size), of q's dtype or float32.
+        cu_seqlens: (sequences + 1,), int32 or int64: where each sequence begins, and where the last
+            one ends. A sequence may be empty.
+        epsilon: None takes q and k as they are, k of length 1 at most, or the state grows without
+            bound; a number above 0 divides each first by sqrt(sum(x**2) + epsilon).
+
+    Returns:
+        (out, final_state), contiguous: out of v's shape and dtype, final_state of initial_state's.
+        The inputs are left as they were.
+
+    Raises:
+        CallError: an argument is not as said here. cu_seqlens is not looked at before the call: on
+            an accelerator wrong ones are the device's own error, or undefined.
+
+    Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), equation 10.
+    """
+    import torch
+
+    q, k, v, g, beta = _widened(q, k, v, g, beta, epsilon)
+    out, state = torch.zeros_like(v), initial_state.double().clone()
+    for sequence, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        for token in range(begin, end):
+            kept = state[sequence] * g[token].exp()[:, None, None]
+            missing = v[token] - (kept @ k[token].unsqueeze(-1)).squeeze(-1)
+            learnt = beta[token][:, None] * missing
+            state[sequence] = kept + learnt.unsqueeze(-1) * k[token].unsqueeze(-2)
+            out[token] = (state[sequence] @ q[token].unsqueeze(-1)).squeeze(-1)
+    return out, state
+
+
+def _widened(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    epsilon: float | None,
+) -> tuple[torch.Tensor, ...]:
+    """All in fp64, q and k normed, one for each head of v, and q scaled."""
+    q, k = q.double(), k.double()
+    if epsilon is not None:
+        q, k = (x * (x.pow(2).sum(-1, keepdim=True) + epsilon).rsqrt() for x in (q, k))
+    share = v.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(share, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
+    return q, k, v.double(), g.double(), beta.double()
+
+
+def _by_triangular_systems(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A whole sequence as one chunk: what its tokens add to the state solves a linear system."""
+    import torch
+
+    q, k, v, g, beta = (x.transpose(0, 1) for x in _widened(q, k, v, g, beta, epsilon))
+    outs, states = [], []
+    for sequence, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        its = slice(begin, end)
+        s0 = initial_state[sequence].double()
+        decay = g[:, its].cumsum(1)
+        between = (decay[:, :, None] - decay[:, None, :]).tril().exp().tril()
+        kq, qq, strength = k[:, its], q[:, its], beta[:, its, None]
+        known = kq @ s0.transpose(1, 2) * decay.exp()[..., None]
+        system = (strength * (kq @ kq.transpose(1, 2)) * between).tril(-1)
+        eye = torch.eye(end - begin, dtype=torch.float64, device=q.device)
+        added = torch.linalg.solve_triangular(
+            eye + system, strength * (v[:, its] - known), upper=False
+        )
+        seen = qq @ s0.transpose(1, 2) * decay.exp()[..., None]
+        outs.append(seen + (qq @ kq.transpose(1, 2) * between).tril() @ added)
+        last = (decay[:, -1:] if end > begin else decay.new_zeros(len(decay), 1))[..., None]
+        fading = (last[..., 0] - decay).exp()[..., None]
+        states.append(s0 * last.exp() + (added * fading).transpose(1, 2) @ kq)
+    return torch.cat(outs, 1).transpose(0, 1).contiguous(), torch.stack(states)
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return v.new_empty(v.shape), initial_state.new_empty(initial_state.shape)
+
+
+def _check(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    initial_state: Any,
+    cu_seqlens: Any,
+    epsilon: Any = None,
+) -> Problem:
+    problem = check_heads(q, k, v) or _check_gates(g, beta, q, v)
+    if problem:
+        return problem
+    problem = floating_tensor("initial_state", initial_state)
+    if problem:
+        return problem
+    state = (v.shape[1], v.shape[2], q.shape[2])
+    if initial_state.ndim != 4 or initial_state.shape[1:] != state:
+        wanted = ", ".join(map(str, state))
+        return "initial_state", f"must be (sequences, {wanted}), got {tuple(initial_state.shape)}"
+    return (
+        _of_dtype("initial_state", initial_state, q)
+        or on_device_of("initial_state", initial_state, "q", q)
+        or boundaries("cu_seqlens", cu_seqlens, len(q), len(initial_state), ("q", q))
+        or epsilon_or_none("epsilon", epsilon)
+    )
+
+
+def check_heads(q: Any, k: Any, v: Any) -> Problem:
+    """What is wrong with the heads of a delta rule, or None."""
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        problem = floating_tensor(name, value)
+        if problem:
+            return problem
+        if value.ndim != 3:
+            return name, f"must be (tokens, heads, size), got {tuple(value.shape)}"
+        if value.dtype != q.dtype:
+            return name, f"must have q's dtype {q.dtype}, got {value.dtype}"
+        problem = on_device_of(name, value, "q", q)
+        if problem:
+            return problem
+    problem = shaped("k", k, q.shape, "q's shape")
+    if problem:
+        return problem
+    if len(v) != len(q) or not v.shape[1] or v.shape[1] % q.shape[1]:
+        return "v", f"must have q's {len(q)} tokens, and {q.shape[1]} heads or a multiple of them"
+    return None
+
+
+def _check_gates(g: Any, beta: Any, q: torch.Tensor, v: torch.Tensor) -> Problem:
+    for name, value in (("g", g), ("beta", beta)):
+        problem = floating_tensor(name, value)
+        problem = problem or shaped(name, value, v.shape[:2], "one number for each head of v,")
+        problem = problem or on_device_of(name, value, "q", q)
+        if problem:
+            return problem
+    if str(g.dtype) != "torch.float32":
+        return "g", f"must be float32, got {g.dtype}"
+    return _of_dtype("beta", beta, q)
+
+
+def _of_dtype(name: str, value: torch.Tensor, q: torch.Tensor) -> Problem:
+    if value.dtype == q.dtype or str(value.dtype) == "torch.float32":
+        return None
+    return name, f"must have q's dtype {q.dtype} or float32, got {value.dtype}"
+
+
+def _call(
+    source: Source,
+    ends: tuple[int, ...],
+    heads: int = 2,
+    value_heads: int = 2,
+    key_size: int = 64,
+    value_size: int = 64,
+    strength: float = 1.0,
+) -> dict[str, Any]:
+    """A call over sequences that end so; `strength` is how fast states fade."""
+    import torch
+    import torch.nn.functional as F
+
+    tokens, fp32 = ends[-1], torch.float32
+    # As a model passes them: views of one convolution's result.
+    sizes = heads * key_size, heads * key_size, value_heads * value_size
+    q, k, v = source.normal(tokens, sum(sizes)).split(sizes, dim=-1)
+    return {
+        "q": q.unflatten(-1, (heads, key_size)),
+        "k": k.unflatten(-1, (heads, key_size)),
+        "v": v.unflatten(-1, (value_heads, value_size)),
+        "g": -strength * F.softplus(source.normal(tokens, value_heads, dtype=fp32)),
+        "beta": source.normal(tokens, value_heads, dtype=fp32).sigmoid().to(source.dtype),
+        "initial_state": source.normal(
+            len(ends), value_heads, value_size, key_size, scale=0.5, dtype=fp32
+        ),
+        "cu_seqlens": torch.tensor((0, *ends), dtype=torch.int32, device=source.device),
+        "epsilon": 1e-6,
+    }
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+    import torch.nn.functional as F
+
+    source = Source(dtype, device)
+    for tokens in (16, 1, 0):
+        name = f"{tokens} token{'s' * (tokens != 1)}"
+        yield Sample(name, (*_call(source, (tokens,)).values(),))
+    two = _call(source, (67, 70), value_heads=4)
+    two["initial_state"][0] = 0  # a sequence that begins
+    yield Sample("two sequences, the first beyond 64 tokens", (*two.values(),))
+    yield Sample("an empty sequence between", (*_call(source, (5, 5, 9)).values(),))
+    normed = _call(source, (3, 8), 1, 2, 128, 128) | {"epsilon": None}
+    for name in "qk":
+        normed[name] = F.normalize(normed[name].float(), dim=-1).to(dtype)
+    yield Sample("normed before, heads of 128", (*normed.values(),))
+    yield Sample("other sizes of keys and values", (*_call(source, (9,), 1, 3, 32, 16).values(),))
+    fading = _call(source, (66,), strength=12.0)
+    yield Sample("states that fade to nothing", (*fading.values(),))
+    of_q = _call(source, (6, 11))
+    of_q["initial_state"] = of_q["initial_state"].to(dtype)
+    yield Sample("states in the dtype of q", (*of_q.values(),))
+    wide = _call(source, (7,), value_heads=4)
+    wide["beta"] = wide["beta"].to(torch.float32)
+    yield Sample("beta in float32", (*wide.values(),))
+    yield Sample("large epsilon", (*(_call(source, (5,)) | {"epsilon": 30.0}).values(),))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    """None: a start rearranges the tokens of a batch, and here they belong to sequences."""
+    yield from ()
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    # Sizes of which every kernel has one.
+    good = _call(source, (3, 5), heads=2, value_heads=4, key_size=64, value_size=64)
+
+    def bad(name: str, **change: Any) -> BadInput:
+        return BadInput(name, (*(good | change).values(),), next(iter(change)))
+
+    q, k, v, g, beta, state, at, _ = good.values()
+    yield bad("q is not a tensor", q=[1.0])
+    yield bad("q of integers", q=q.long())
+    yield bad("q of two dimensions", q=q.flatten(1))
+    yield bad("k of another head size", k=k[..., :32])
+    yield bad("k of one token, which would broadcast", k=k[:1])
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    yield bad("k of another dtype", k=k.to(other))
+    yield bad("v of three heads for two", v=v[:, :3])
+    yield bad("v of another dtype", v=v.to(other))
+    yield bad("g in float64", g=g.double())
+    yield bad("g of one head, which would broadcast", g=g[:, :1])
+    yield bad("beta of one head, which would broadcast", beta=beta[:, :1])
+    yield bad("beta is not a tensor", beta=0.5)
+    yield bad("states of half a key", initial_state=state[..., :32])
+    yield bad("one state for two sequences", cu_seqlens=at, initial_state=state[:1])
+    yield bad("states of integers", initial_state=state.long())
+    yield bad("cu_seqlens of floats", cu_seqlens=at.float())
+    yield bad("cu_seqlens of one sequence", cu_seqlens=at[:2])
+    if source.device.type == "cpu":  # an accelerator would be unusable after it
+        yield bad("cu_seqlens beyond the tokens", cu_seqlens=at * 2)
+        yield bad("cu_seqlens before the last token", cu_seqlens=at.clamp(max=len(q) - 1))
+        yield bad("cu_seqlens that fall", cu_seqlens=at[[0, 2, 1]])
+    yield bad("epsilon is no number", epsilon="1e-6")
+    yield bad("epsilon is 0", epsilon=0.0)
+
+
+OUTPUTS = (
+    Within(),
+    Within(
+        {
+            "float32": Tolerance(
+                1.6e-2,
+                2e-2,
+                "q, k, v in bfloat16 and chunks of 64 tokens, whose products are rounded to it "
+                "before they are summed: 2 roundings of 2^-8, and as much of a state of "
+                "magnitude 1 where terms cancel",
+            ),
+            "float16": Tolerance(1.7e-2, 2e-2, "as for float32, and a rounding of 2^-11"),
+            "bfloat16": Tolerance(2.4e-2, 3e-2, "as for float32, and a rounding of 2^-8"),
+        }
+    ),
+)
+"""How the results of a delta rule are compared, its outputs and its states."""
+
+SPEC = OpSpec(
+    oracle=chunk_gated_delta_rule,
+    variants=(
+        Variant(
+            "",
+            "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor initial_state, "
+            "Tensor cu_seqlens, float? epsilon=None) -> (Tensor, Tensor)",
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"q", "k", "v", "g", "beta"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_triangular_systems,
+    whole_batch=True,
+    outputs=OUTPUTS,
+    tolerances={
+        "float32": Tolerance(1e-4, 1e-5, "sums of 128 products in fp32, over up to 70 tokens"),
+        "float16": Tolerance(
+            2e-3, 1e-3, "4 roundings of 2^-11; atol for chunks, whose products are rounded"
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2, 8e-3, "4 roundings of 2^-8; atol for chunks, whose products are rounded"
+        ),
+    },
+)

@@ -1,0 +1,111 @@
+"""FATReLU's gated activation: the gate where it is above a threshold, times the other half."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, finite_number, gated_tensor
+from vllm_fl.contracts.sampling import (
+    Source,
+    activation_inputs,
+    bad_gated_inputs,
+    served_gated_inputs,
+)
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
+    """gate * x[..., d:], where d = x.shape[-1] // 2.
+
+    gate is x[..., :d] where that is above `threshold`, and 0 elsewhere.
+
+    Args:
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection.
+            Nothing is promised for a NaN in the gate: vLLM's CUDA kernel takes it for 0.
+        threshold: in the units of x; finite. Where x's dtype cannot represent it, it may be rounded
+            to that before it is compared.
+
+    Returns:
+        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+
+    Raises:
+        CallError: x is not a tensor of such a dtype, its last dimension is odd, or `threshold` is
+            not such a number.
+
+    Source: Song et al., "ProSparse: Introducing and Enhancing Intrinsic Activation Sparsity within
+    Large Language Models" (arXiv:2402.13516), FATReLU.
+    """
+    gate, up = x.double().chunk(2, dim=-1)
+    return gate.masked_fill(gate <= threshold, 0.0) * up
+
+
+def _by_product(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    gate, up = x[..., :half].double(), x[..., half:].double()
+    return (gate > threshold).double() * (gate * up)
+
+
+def _fake(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _check(x: Any, threshold: Any = 0.0) -> Problem:
+    return gated_tensor("x", x) or finite_number("threshold", threshold)
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    source = Source(dtype, device)
+    for name, x in activation_inputs(source, 2):
+        yield Sample(name, (x, 0.25))  # which every dtype represents
+    near = source.normal(8, 2 * 128)
+    near[:, ::3] = 0.5
+    yield Sample("gates at the threshold", (near, 0.5))
+    yield Sample("threshold below 0", (near, -0.5))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    for name, x, scale in served_gated_inputs(sizes, dtype, device, large):
+        yield Sample(name, (x, 0.25), scale)
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    source = Source(dtype, device)
+    for name, x in bad_gated_inputs(source):
+        yield BadInput(name, (x, 0.0), "x")
+    x = source.normal(4, 8)
+    yield BadInput("threshold is no number", (x, "0"), "threshold")
+    yield BadInput("threshold is NaN", (x, math.nan), "threshold")
+    yield BadInput("threshold is infinite", (x, math.inf), "threshold")
+
+
+SPEC = OpSpec(
+    oracle=fatrelu_and_mul,
+    variants=(Variant("", "(Tensor x, float threshold=0.0) -> Tensor"),),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_product,
+    tolerances={
+        "float32": Tolerance(
+            1.3e-6, 1e-9, "PyTorch's own fp32 default (vLLM's too); one product, rounded once"
+        ),
+        "float16": Tolerance(
+            2e-3, 1e-6, "4 roundings of 2^-11; atol for subnormals, which are 6e-8 apart"
+        ),
+        "bfloat16": Tolerance(1.6e-2, 1e-6, "4 roundings of 2^-8, as vLLM's bf16 default"),
+    },
+    from_layer=MappingProxyType({"threshold": lambda layer: layer.threshold}),
+)

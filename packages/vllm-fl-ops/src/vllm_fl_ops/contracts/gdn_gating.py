@@ -1,0 +1,173 @@
+"""The gates of a gated delta rule: how fast a state fades, and how much of a token it takes up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.outputs import Within
+from vllm_fl.contracts.sampling import Source
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC", "check_gates"]
+
+
+def gdn_gating(
+    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """g = -exp(A_log) * log(1 + exp(a + dt_bias)), and beta = sigmoid(b).
+
+    Args:
+        a: (tokens, heads), float32, float16 or bfloat16, of any layout: it usually is one half of
+            a projection's result, of which b is the other.
+        b: of a's shape, dtype and device, of any layout.
+        A_log: (heads,), the logarithm of each head's rate, of a's dtype or float32.
+        dt_bias: (heads,), added to every row of a, of a's dtype or float32.
+
+    Returns:
+        (g, beta): both (tokens, heads) and contiguous; g is float32 and at most 0, the logarithm
+        of the share of its state that a head keeps; beta is of b's dtype, from 0 to 1. The inputs
+        are left as they were.
+
+    Raises:
+        CallError: an argument is not as said here.
+
+    Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), with the parameters of Mamba 2
+    (Dao and Gu, arXiv:2405.21060).
+    """
+    rate = a.double() + dt_bias.double()
+    softplus = rate.clamp(min=0) + (-rate.abs()).exp().log1p()
+    return -A_log.double().exp() * softplus, b.double().sigmoid()
+
+
+def _by_logsigmoid(
+    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch.nn.functional as F
+
+    keeps = F.logsigmoid(-(a.double() + dt_bias.double()))
+    return keeps * A_log.double().exp(), 0.5 + 0.5 * (b.double() / 2).tanh()
+
+
+def _fake(
+    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
+
+
+def _check(a: Any, b: Any, A_log: Any, dt_bias: Any) -> Problem:
+    problem = floating_tensor("a", a)
+    if problem:
+        return problem
+    if a.ndim != 2:
+        return "a", f"must be (tokens, heads), got {tuple(a.shape)}"
+    return check_gates(a, b, A_log, dt_bias)
+
+
+def check_gates(a: torch.Tensor, b: Any, A_log: Any, dt_bias: Any) -> Problem:
+    """What is wrong with A_log, b or dt_bias beside a sound (tokens, heads) `a`, or None."""
+    for name, value, shape, meaning in (
+        ("b", b, a.shape, "a's shape"),
+        ("A_log", A_log, a.shape[1:], "one number for each head of a,"),
+        ("dt_bias", dt_bias, a.shape[1:], "one number for each head of a,"),
+    ):
+        problem = floating_tensor(name, value) or shaped(name, value, shape, meaning)
+        problem = problem or on_device_of(name, value, "a", a)
+        if problem:
+            return problem
+        if value.dtype != a.dtype and (name == "b" or str(value.dtype) != "torch.float32"):
+            other = "" if name == "b" else " or float32"
+            return name, f"must have a's dtype {a.dtype}{other}, got {value.dtype}"
+    return None
+
+
+def _calls(source: Source, tokens: int, heads: int, scale: float = 1.0) -> tuple[Any, ...]:
+    import torch
+
+    A_log = source.normal(heads, dtype=torch.float32).abs()
+    a, b = (source.normal(tokens, heads, scale=scale) for _ in "ab")
+    return a, b, A_log, source.normal(heads)
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
+    source = Source(dtype, device)
+    for tokens in (1, 16, 0):
+        yield Sample(f"{tokens} token{'s' * (tokens != 1)}", _calls(source, tokens, 8))
+    yield Sample("odd sizes", _calls(source, 5, 3))
+    yield Sample("1 head", _calls(source, 7, 1))
+    *_, A_log, dt_bias = _calls(source, 1, 6)
+    halves = source.normal(6, 12)
+    yield Sample("halves of one tensor", (halves[:, 6:], halves[:, :6], A_log, dt_bias))
+    yield Sample("far from zero", _calls(source, 9, 16, scale=12.0))
+    a, b, A_log, dt_bias = _calls(source, 4, 8)
+    yield Sample("A_log in the dtype of a", (a, b, A_log.to(dtype), dt_bias))
+    yield Sample("dt_bias in float32", (a, b, A_log, dt_bias.to(torch.float32)))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    heads = sizes.more.get("linear_value_heads")
+    if heads is None:
+        return
+    source = Source(dtype, device, large)
+    for tokens in sizes.tokens:
+        call = _calls(source, tokens, int(heads), scale=12.0 if large else 1.0)
+        yield Sample(f"{tokens} x {int(heads)} heads{', large' * large}", call)
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    a, b, A_log, dt_bias = _calls(source, 4, 6)
+    good = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
+
+    def bad(name: str, **change: Any) -> BadInput:
+        return BadInput(name, (*(good | change).values(),), next(iter(change)))
+
+    yield bad("a is not a tensor", a=[1.0])
+    yield bad("a of integers", a=torch.ones(4, 6, dtype=torch.int64, device=device))
+    yield bad("a of three dimensions", a=a[None])
+    yield bad("b of other tokens", b=b[:3])
+    yield bad("b of one token, which would broadcast", b=b[:1])
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    yield bad("b of another dtype", b=b.to(other))
+    yield bad("A_log is not a tensor", A_log=1.0)
+    yield bad("A_log of one head, which would broadcast", A_log=A_log[:1])
+    yield bad("dt_bias for each token", dt_bias=a.clone())
+    yield bad("dt_bias of integers", dt_bias=torch.ones(6, dtype=torch.int32, device=device))
+
+
+SPEC = OpSpec(
+    oracle=gdn_gating,
+    variants=(
+        Variant("", "(Tensor a, Tensor b, Tensor A_log, Tensor dt_bias) -> (Tensor, Tensor)"),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"a", "b"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_logsigmoid,
+    outputs=(Within(), Within()),
+    tolerances={
+        "float32": Tolerance(
+            2.6e-6,
+            1e-5,
+            "twice PyTorch's fp32 default for two exponentials and a logarithm; atol for "
+            "log(1 + exp(x)) where 1 + exp(x) rounds, by exp(A_log) up to 20",
+        ),
+        "float16": Tolerance(1e-3, 1e-4, "2 roundings of 2^-11; atol for a fast exp near 0"),
+        "bfloat16": Tolerance(8e-3, 1e-4, "2 roundings of 2^-8; atol for a fast exp near 0"),
+    },
+)

@@ -1,0 +1,124 @@
+"""GeGLU's activation: gelu of one half of the features, times the other half."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, gated_tensor
+from vllm_fl.contracts.sampling import Source, bad_gated_inputs, gated_inputs, served_gated_inputs
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+APPROXIMATIONS = ("none", "tanh")
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """gelu(x[..., :d]) * x[..., d:], where d = x.shape[-1] // 2.
+
+    gelu(g) is g * (1 + erf(g / sqrt(2))) / 2, or with approximate="tanh"
+    g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3))) / 2.
+
+    Args:
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection.
+        approximate: "none" or "tanh".
+
+    Returns:
+        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+
+    Raises:
+        CallError: x is not a tensor of such a dtype, its last dimension is odd, or `approximate`
+            is another word.
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415); Shazeer, "GLU
+    Variants Improve Transformer" (arXiv:2002.05202), GEGLU.
+    """
+    if approximate not in APPROXIMATIONS:
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    gate, up = x.double().chunk(2, dim=-1)
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + inner.tanh()) * up
+    # erfc keeps the digits that 1 + erf loses for a negative gate
+    return 0.5 * gate * (-gate / math.sqrt(2)).erfc() * up
+
+
+def _by_torch(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    from torch.nn.functional import gelu
+
+    gate, up = x.double().chunk(2, dim=-1)
+    return gelu(gate, approximate=approximate) * up
+
+
+def _fake(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _check(x: Any, approximate: Any = "none") -> Problem:
+    problem = gated_tensor("x", x)
+    if problem:
+        return problem
+    if approximate not in APPROXIMATIONS:
+        return "approximate", f"must be 'none' or 'tanh', got {approximate!r}"
+    return None
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    for approximate in APPROXIMATIONS:
+        for name, x in gated_inputs(Source(dtype, device)):
+            yield Sample(f"{name}, approximate={approximate}", (x, approximate))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    for approximate in APPROXIMATIONS:
+        for name, x, scale in served_gated_inputs(sizes, dtype, device, large):
+            yield Sample(f"{name}, approximate={approximate}", (x, approximate), scale)
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    source = Source(dtype, device)
+    for name, x in bad_gated_inputs(source):
+        yield BadInput(name, (x, "none"), "x")
+    yield BadInput("unknown approximate", (source.normal(4, 8), "sigmoid"), "approximate")
+    yield BadInput("approximate is no word", (source.normal(4, 8), True), "approximate")
+
+
+SPEC = OpSpec(
+    oracle=gelu_and_mul,
+    variants=(Variant("", '(Tensor x, str approximate="none") -> Tensor'),),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_torch,
+    tolerances={
+        "float32": Tolerance(
+            1.3e-6,
+            1e-5,
+            "PyTorch's own fp32 default (vLLM's too); atol because 1 + erf cancels "
+            "for a negative gate",
+        ),
+        "float16": Tolerance(
+            2e-3,
+            1e-4,
+            "4 roundings of 2^-11: vLLM's native rounds gelu and the product (2); "
+            "atol for that cancellation in fp32 and for subnormals below 6e-5",
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2,
+            1e-4,
+            "4 roundings of 2^-8, as vLLM's bf16 default; atol for that cancellation in fp32",
+        ),
+    },
+    from_layer=MappingProxyType({"approximate": lambda layer: layer.approximate}),
+)

@@ -1,0 +1,157 @@
+"""Gemma 3n's activation: GeGLU of those gates alone that lie far above their row's mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, finite_number, gated_tensor
+from vllm_fl.contracts.sampling import (
+    Source,
+    activation_inputs,
+    bad_gated_inputs,
+    served_gated_inputs,
+)
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+from .gelu_and_mul import APPROXIMATIONS
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def gelu_and_mul_sparse(
+    x: torch.Tensor, std_multiplier: float, approximate: str = "none"
+) -> torch.Tensor:
+    """gelu(max(gate - cutoff, 0)) * x[..., d:], where d = x.shape[-1] // 2.
+
+    gate is x[..., :d]; cutoff is mean(gate) + std_multiplier * std(gate) of its row, std being that
+    of the d gates themselves (divided by d, not by d - 1). gelu is as in `gelu_and_mul`.
+
+    Args:
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection; d is
+            1 or more, unless there are no rows. It is this rank's part of a layer.
+        std_multiplier: how many deviations above the mean the cutoff lies; a finite number, or a
+            tensor with one, as layers before vLLM 0.30 have it. The normal distribution's quantile
+            of the share of gates that shall be 0.
+        approximate: "none" or "tanh".
+
+    Returns:
+        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+
+    Raises:
+        CallError: x is not a tensor of such a dtype, its last dimension is odd, std_multiplier is
+            not such a number, or `approximate` is another word.
+
+    Source: Gemma 3n, as `Gemma3nTextMLP` of Hugging Face Transformers 4.53 computes it
+    (`_gaussian_topk`).
+    """
+    if approximate not in APPROXIMATIONS:
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    gate, up = x.double().chunk(2, dim=-1)
+    centred = gate - gate.mean(-1, keepdim=True)
+    deviation = centred.square().mean(-1, keepdim=True).sqrt()
+    above = (centred - std_multiplier * deviation).clamp(min=0)
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (above + 0.044715 * above**3)
+        return 0.5 * above * (1 + inner.tanh()) * up
+    return 0.5 * above * (-above / math.sqrt(2)).erfc() * up
+
+
+def _by_torch(x: torch.Tensor, std_multiplier: float, approximate: str = "none") -> torch.Tensor:
+    from torch import std_mean
+    from torch.nn.functional import gelu, relu
+
+    half = x.shape[-1] // 2
+    gate, up = x[..., :half].double(), x[..., half:].double()
+    deviation, mean = std_mean(gate, dim=-1, correction=0, keepdim=True)
+    return gelu(relu(gate - (mean + deviation * std_multiplier)), approximate=approximate) * up
+
+
+def _fake(x: torch.Tensor, std_multiplier: float, approximate: str = "none") -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _check(x: Any, std_multiplier: Any, approximate: Any = "none") -> Problem:
+    import torch
+
+    problem = gated_tensor("x", x)
+    if not isinstance(std_multiplier, torch.Tensor):
+        problem = problem or finite_number("std_multiplier", std_multiplier)
+    if problem:
+        return problem
+    if approximate not in APPROXIMATIONS:
+        return "approximate", f"must be 'none' or 'tanh', got {approximate!r}"
+    return None
+
+
+GEMMA = 1.6448536
+"""Of a share of 0.95, which Gemma 3n has in its first layers."""
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    source = Source(dtype, device)
+    for name, x in activation_inputs(source, 2):
+        # Far ones are products of about 40 * 40.
+        yield Sample(name, (x, GEMMA, "tanh"), 1600.0 if name == "far from zero" else 1.0)
+    shifted = source.normal(6, 2 * 128)
+    shifted[:, :128] += 1.0
+    yield Sample("mean of 1, half of the gates", (shifted, 0.0, "none"))
+    yield Sample("most gates, approximate=none", (shifted, -1.25, "none"))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    for name, x, scale in served_gated_inputs(sizes, dtype, device, large):
+        yield Sample(name, (x, GEMMA, "tanh"), scale**2)  # of a product
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    source = Source(dtype, device)
+    for name, x in bad_gated_inputs(source):
+        yield BadInput(name, (x, GEMMA, "none"), "x")
+    x = source.normal(4, 8)
+    yield BadInput("std_multiplier is no number", (x, "1.6", "none"), "std_multiplier")
+    yield BadInput("std_multiplier is infinite", (x, math.inf, "none"), "std_multiplier")
+    yield BadInput("unknown approximate", (x, GEMMA, "sigmoid"), "approximate")
+
+
+SPEC = OpSpec(
+    oracle=gelu_and_mul_sparse,
+    variants=(Variant("", '(Tensor x, float std_multiplier, str approximate="none") -> Tensor'),),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_torch,
+    tolerances={
+        "float32": Tolerance(
+            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); atol as gate and cutoff cancel"
+        ),
+        "float16": Tolerance(
+            2e-3,
+            4e-3,
+            "4 roundings of 2^-11; atol because vLLM's native rounds the cutoff, and gates lie a "
+            "little above it: seen up to 1.8e-3 beyond that, in 257 rows of 3072",
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2,
+            3e-2,
+            "4 roundings of 2^-8, as vLLM's bf16 default; atol because vLLM's native rounds the "
+            "cutoff: seen up to 1.7e-2 beyond that, in 257 rows of 3072",
+        ),
+    },
+    from_layer=MappingProxyType(
+        {
+            "std_multiplier": lambda layer: layer.std_multiplier,
+            "approximate": lambda layer: layer.approximate,
+        }
+    ),
+)

@@ -1,0 +1,224 @@
+"""A projection: every token's features, weighed and summed anew for each output feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, floating_tensor, matrix, on_device_of, shaped
+from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias.
+
+    Args:
+        x: (tokens, in_features), float32, float16 or bfloat16, of any layout: a part of a wider
+            projection is a strided view of it. in_features is 1 or more.
+        weight: (out_features, in_features), of x's dtype and on its device, of any layout.
+        bias: (out_features,), of x's dtype and on its device, of any layout, or None for 0.
+
+    Returns:
+        (tokens, out_features), contiguous, of x's dtype and on its device. The inputs are left as
+        they were.
+
+    Raises:
+        CallError: an argument is not as said here.
+
+    Source: `torch.nn.functional.linear`; of vLLM's layers those with `UnquantizedLinearMethod`.
+    """
+    result = x.double() @ weight.double().t()
+    return result if bias is None else result + bias.double()
+
+
+def _by_features(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A sum over blocks of input features, of the products of each."""
+    result = x.new_zeros(x.shape[0], weight.shape[0]).double()
+    if bias is not None:
+        result += bias.double()
+    for some, factors in zip(x.split(64, dim=1), weight.split(64, dim=1), strict=True):
+        result += (some.double()[:, None, :] * factors.double()[None]).sum(dim=-1)
+    return result
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _check(x: Any, weight: Any, bias: Any = None) -> Problem:
+    return matrix("x", x) or _check_weight(weight, x) or _check_bias(bias, weight, x)
+
+
+def _check_weight(weight: Any, x: torch.Tensor) -> Problem:
+    problem = floating_tensor("weight", weight)
+    if problem:
+        return problem
+    if weight.ndim != 2 or weight.shape[1] != x.shape[1]:
+        shape = tuple(weight.shape)
+        return "weight", f"must be (out_features, in_features = {x.shape[1]}), got {shape}"
+    if weight.dtype != x.dtype:
+        return "weight", f"must have x's dtype {x.dtype}, got {weight.dtype}"
+    return on_device_of("weight", weight, "x", x)
+
+
+def _check_bias(bias: Any, weight: torch.Tensor, x: torch.Tensor) -> Problem:
+    if bias is None:
+        return None
+    problem = floating_tensor("bias", bias)
+    problem = problem or shaped("bias", bias, weight.shape[:1], "the shape (out_features,) =")
+    if problem:
+        return problem
+    if bias.dtype != x.dtype:
+        return "bias", f"must have x's dtype {x.dtype}, got {bias.dtype}"
+    return on_device_of("bias", bias, "x", x)
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    source = Source(dtype, device)
+    for name, tokens, features, out in (
+        ("1 token", 1, 1024, 768),
+        ("1 token, odd sizes beyond one block", 1, 2063, 259),
+        ("2 tokens", 2, 512, 512),
+        ("16 tokens", 16, 256, 96),
+        ("17 tokens, odd sizes", 17, 129, 259),
+        ("33 tokens", 33, 192, 37),
+        ("65 tokens", 65, 64, 64),
+        ("0 tokens", 0, 256, 96),
+        ("1 feature", 5, 1, 259),
+        ("1 output feature", 7, 2063, 1),
+        ("odd sizes beyond one block", 3, 2063, 37),
+        ("many features", 40, 2184, 96),
+    ):
+        yield from _both(name, source, source.normal(tokens, features), out)
+
+    wide = source.normal(6, 129 + 32)
+    yield from _both("slice of a wider buffer", source, wide[:, 16 : 16 + 129], 37)
+    yield from _both("every other row", source, source.normal(8, 192)[::2], 64)
+    yield from _both("features apart", source, source.normal(6, 64, 2)[..., 0], 37)
+    yield from _both("x transposed", source, source.normal(129, 5).t(), 37)
+
+    x, bias = source.normal(5, 192), source.normal(64)
+    weight = source.normal(64, 192 + 32, scale=192**-0.5)[:, 16 : 16 + 192]
+    yield Sample("weight out of a wider matrix", (x, weight, bias))
+    weight = source.normal(192, 64, scale=192**-0.5).t()
+    yield Sample("weight transposed", (x, weight, bias))
+    weight = source.normal(192, 192, scale=192**-0.5).t()
+    yield Sample("square weight, transposed", (x, weight, None))
+    weight = source.normal(64, 192, scale=192**-0.5)
+    yield Sample("bias apart in memory", (x, weight, source.normal(64, 2)[:, 0]))
+
+    broken = source.normal(5, 256)
+    broken[1, 7], broken[3, 200] = float("nan"), float("inf")
+    yield from _both("NaN and infinity", source, broken, 37)
+
+
+def _both(name: str, source: Source, x: torch.Tensor, out: int) -> Iterator[Sample]:
+    features = x.shape[1]
+    weight = source.normal(out, features, scale=features**-0.5)
+    yield Sample(name, (x, weight, source.normal(out)))
+    yield Sample(f"{name}, no bias", (x.clone(), weight, None))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    source, most = Source(dtype, device, large), peak(dtype)
+    for tokens in sizes.tokens:
+        for features, out in _projections(sizes):
+            weight = source.normal(out, features, scale=features**-0.5)
+            x, scale = source.normal(tokens, features), 1.0
+            if large:
+                # One feature of 61 is `most`, so that sums are of the magnitude of an eighth of
+                # it, and the largest of them within fp16's 65504.
+                x, scale = source.spiked(tokens, features, scale=most / 32, peak=most), most / 8
+            yield Sample(
+                f"{tokens} x {features} -> {out}{', large' * large}", (x, weight, None), scale
+            )
+
+
+def _projections(sizes: ModelSizes) -> Iterator[tuple[int, int]]:
+    """(in_features, out_features) of a layer's projections, as far as they are told, each once."""
+    hidden, size = sizes.hidden, sizes.head_size
+    dense, experts = (sizes.more.get(name) for name in ("dense_intermediate", "router_experts"))
+    found: list[tuple[float | None, float | None]] = []
+    if sizes.heads is not None and size is not None:
+        if sizes.kv_heads is not None:
+            found.append((hidden, (sizes.heads + 2 * sizes.kv_heads) * size))
+        found.append((sizes.heads * size, hidden))
+    if dense:
+        found += [(hidden, 2 * dense), (dense, hidden)]
+    found.append((hidden, experts))
+    for features, out in dict.fromkeys(found):
+        if features and out:  # told, and there
+            yield int(features), int(out)
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    x, weight, bias = source.normal(4, 64), source.normal(64, 64), source.normal(64)
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+
+    def bad(name: str, argument: str, **change: Any) -> BadInput:
+        good = {"x": x, "weight": weight, "bias": bias}
+        return BadInput(name, tuple((good | change).values()), argument)
+
+    yield bad("x is not a tensor", "x", x=[1.0, 2.0])
+    yield bad("x of integers", "x", x=x.long())
+    yield bad("all of integers", "x", x=x.long(), weight=weight.long(), bias=bias.long())
+    yield bad("x is 1-D", "x", x=source.normal(64))
+    yield bad("x is 3-D", "x", x=source.normal(2, 4, 64))
+    yield bad("weight is not a tensor", "weight", weight="w")
+    yield bad("weight of another dtype", "weight", weight=weight.to(other))
+    yield bad("weight of other in_features", "weight", weight=source.normal(64, 128))
+    yield bad("weight is 1-D", "weight", weight=source.normal(64))
+    yield bad("weight is 1-D, no bias", "weight", weight=source.normal(64), bias=None)
+    yield bad("bias is not a tensor", "bias", bias="b")
+    yield bad("bias of another size", "bias", bias=source.normal(128))
+    yield bad("bias that would broadcast", "bias", bias=source.normal(1))
+    yield bad("bias of a number for each token", "bias", bias=source.normal(4, 1))
+    yield bad("bias of a row for each token", "bias", bias=source.normal(4, 64))
+    yield bad("bias of another dtype", "bias", bias=bias.to(other))
+
+
+SPEC = OpSpec(
+    oracle=linear,
+    variants=(Variant("", "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor"),),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x"}),
+    read_whole=frozenset({"weight"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_features,
+    tolerances={
+        "float32": Tolerance(
+            1e-5,
+            2e-5,
+            "thousands of products summed in any order: as many roundings of 2^-24, of partial "
+            "sums of magnitude 1; TF32's of 2^-11 are too coarse",
+        ),
+        "float16": Tolerance(
+            2e-3,
+            3e-3,
+            "4 roundings of 2^-11; atol because sums of parts of the features, and the sum before "
+            "the bias, may be rounded to float16, which is half of 2^-8 for one of 4 to 8",
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2,
+            2e-2,
+            "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float16, where that is half "
+            "of 2^-5",
+        ),
+    },
+)

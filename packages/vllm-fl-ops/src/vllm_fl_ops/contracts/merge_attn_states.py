@@ -1,0 +1,265 @@
+"""One attention out of two: over the prefix of the keys, and over the rest of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.outputs import Within
+from vllm_fl.contracts.sampling import Source
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def merge_attn_states(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over all keys, out of those over a prefix and over the suffix of them.
+
+    With weights p = exp(prefix_lse) and s = exp(suffix_lse) of each token and head, the output is
+    (p * prefix_output + s * suffix_output) / (p + s), and its log-sum-exp log(p + s). A log-sum-exp
+    of -inf says that there were no keys; so does +inf, which FlashAttention 2 gives there.
+
+    Args:
+        prefix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout: a
+            head may be the first columns of a wider one.
+        prefix_lse: (tokens, heads), float32, on prefix_output's device, of any layout: natural
+            logarithms. vLLM has heads first, and passes the transposed view. Not NaN.
+        suffix_output: of prefix_output's shape, dtype and device, of any layout.
+        suffix_lse: as prefix_lse.
+
+    Returns:
+        (output, lse), contiguous: output of prefix_output's shape, dtype and device, lse (tokens,
+        heads), float32. Where neither had keys, lse is -inf, and output 0 if both outputs are
+        0; if they are not, it is open whether it is 0 or prefix_output.
+
+    Raises:
+        CallError: an argument is not as said here.
+
+    Source: Ye et al., "FlashInfer" (arXiv:2501.01005), section 2.2; what stands for no keys: vLLM's
+    `merge_attn_states`.
+    """
+    import torch
+
+    prefix, suffix = _without_infinity(prefix_lse), _without_infinity(suffix_lse)
+    most = torch.maximum(prefix, suffix).nan_to_num(neginf=0.0)
+    p, s = (prefix - most).exp(), (suffix - most).exp()
+    total = p + s
+    weighted = p[..., None] * prefix_output.double() + s[..., None] * suffix_output.double()
+    output = weighted / total.masked_fill(total == 0, 1.0)[..., None]
+    return output, total.log() + most
+
+
+def _without_infinity(lse: torch.Tensor) -> torch.Tensor:
+    wide = lse.double()
+    return wide.masked_fill(wide == math.inf, -math.inf)
+
+
+def _by_sigmoid(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    prefix, suffix = (
+        torch.where(lse.isinf(), -math.inf, lse.double()) for lse in (prefix_lse, suffix_lse)
+    )
+    lse = torch.logaddexp(prefix, suffix)
+    nothing = lse.isneginf()
+    share = torch.sigmoid((prefix - suffix).masked_fill(nothing, 0.0))[..., None]
+    output = torch.lerp(suffix_output.double(), prefix_output.double(), share)
+    return output.masked_fill(nothing[..., None], 0.0), lse
+
+
+def _fake(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return prefix_output.new_empty(prefix_output.shape), prefix_lse.new_empty(prefix_lse.shape)
+
+
+def _check(prefix_output: Any, prefix_lse: Any, suffix_output: Any, suffix_lse: Any) -> Problem:
+    name = "prefix_output"
+    problem = floating_tensor(name, prefix_output)
+    if problem:
+        return problem
+    if prefix_output.ndim != 3:
+        return name, f"must be (tokens, heads, head_size), got {tuple(prefix_output.shape)}"
+    return (
+        _check_lse("prefix_lse", prefix_lse, prefix_output)
+        or _check_suffix(suffix_output, prefix_output)
+        or _check_lse("suffix_lse", suffix_lse, prefix_output)
+    )
+
+
+def _check_suffix(suffix_output: Any, prefix_output: torch.Tensor) -> Problem:
+    name = "suffix_output"
+    problem = floating_tensor(name, suffix_output)
+    problem = problem or shaped(name, suffix_output, prefix_output.shape, "prefix_output's shape")
+    if problem:
+        return problem
+    if suffix_output.dtype != prefix_output.dtype:
+        wanted = f"prefix_output's dtype {prefix_output.dtype}"
+        return name, f"must have {wanted}, got {suffix_output.dtype}"
+    return on_device_of(name, suffix_output, "prefix_output", prefix_output)
+
+
+def _check_lse(name: str, lse: Any, prefix_output: torch.Tensor) -> Problem:
+    import torch
+
+    if not isinstance(lse, torch.Tensor):
+        return name, f"must be a torch.Tensor, got {type(lse).__name__}"
+    if lse.dtype != torch.float32:
+        return name, f"must be float32, got {lse.dtype}"
+    problem = shaped(name, lse, prefix_output.shape[:2], "the shape (tokens, heads) =")
+    return problem or on_device_of(name, lse, "prefix_output", prefix_output)
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
+    source = Source(dtype, device)
+
+    def lse(tokens: int, heads: int, scale: float = 2.0) -> torch.Tensor:
+        """As vLLM has it: heads first in memory."""
+        return source.normal(heads, tokens, scale=scale, dtype=torch.float32).T
+
+    def call(tokens: int, heads: int, width: int, scale: float = 2.0) -> list[torch.Tensor]:
+        return [
+            part
+            for _ in range(2)
+            for part in (source.normal(tokens, heads, width), lse(tokens, heads, scale))
+        ]
+
+    yield Sample("1 token", tuple(call(1, 4, 64)))
+    yield Sample("16 tokens", tuple(call(16, 4, 128)))
+    yield Sample("0 tokens", tuple(call(0, 4, 64)))
+    yield Sample("odd sizes", tuple(call(7, 3, 33)))
+    yield Sample("sums beyond the range of exp", tuple(call(9, 2, 64, scale=300.0)))
+
+    first, first_lse, second, second_lse = call(9, 4, 64)
+    by_token = first_lse.contiguous(), second_lse.contiguous()
+    yield Sample("log-sum-exps by token", (first, by_token[0], second, by_token[1]))
+    wide = [source.normal(6, 4, 96)[..., :64] for _ in range(2)]
+    yield Sample("padded heads", (wide[0], lse(6, 4), wide[1], lse(6, 4)))
+    mixed = source.normal(6, 4, 96)[..., :64], source.normal(12, 4, 64)[::2]
+    yield Sample("two layouts", (mixed[0], lse(6, 4), mixed[1], lse(6, 4)))
+
+    for name, infinity in (("-inf", -math.inf), ("+inf", math.inf)):
+        first, first_lse, second, second_lse = call(8, 4, 64)
+        first_lse[::3], second_lse[1::3, 2] = infinity, infinity
+        yield Sample(f"no keys on one side, {name}", (first, first_lse, second, second_lse))
+    first, first_lse, second, second_lse = call(8, 4, 64)
+    for output, sums in ((first, first_lse), (second, second_lse)):
+        output[::2, 1], sums[::2, 1] = 0.0, -math.inf
+    first_lse[4, 1] = math.inf
+    yield Sample("NaN nowhere: no keys on either side", (first, first_lse, second, second_lse))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    import torch
+
+    heads, width = sizes.heads, sizes.head_size
+    if heads is None or width is None:
+        return
+    source, scale = Source(dtype, device, large), 30.0 if large else 1.0
+    for tokens in sizes.tokens:
+        args = [
+            part
+            for _ in range(2)
+            for part in (
+                source.normal(tokens, heads, width, scale=scale),
+                source.normal(tokens, heads, scale=4.0 * scale, dtype=torch.float32),
+            )
+        ]
+        args[1][3::17] = -math.inf  # a request without a prefix
+        name = f"{tokens} x {heads} heads of {width}{', large' * large}"
+        yield Sample(name, tuple(args), scale)
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    sums = source.normal(4, 2, dtype=torch.float32)
+    good = {
+        "prefix_output": source.normal(4, 2, 8),
+        "prefix_lse": sums,
+        "suffix_output": source.normal(4, 2, 8),
+        "suffix_lse": sums + 1,
+    }
+
+    def bad(name: str, argument: str, value: object) -> BadInput:
+        return BadInput(name, tuple((good | {argument: value}).values()), argument)
+
+    yield bad("prefix_output is not a tensor", "prefix_output", [1.0])
+    yield bad("prefix_output of two dimensions", "prefix_output", source.normal(4, 16))
+    integers = torch.ones(4, 2, 8, dtype=torch.int64, device=device)
+    yield bad("prefix_output of integers", "prefix_output", integers)
+    args = tuple((good | {"prefix_output": integers, "suffix_output": integers}).values())
+    yield BadInput("both outputs of integers", args, "prefix_output")
+    yield bad("suffix_output is not a tensor", "suffix_output", None)
+    yield bad("suffix_output of fewer tokens", "suffix_output", source.normal(3, 2, 8))
+    yield bad("suffix_output of heads, then tokens", "suffix_output", source.normal(2, 4, 8))
+    yield bad("suffix_output that would broadcast", "suffix_output", source.normal(4, 1, 8))
+    yield bad(
+        "suffix_output of another dtype", "suffix_output", source.normal(4, 2, 8, dtype=other)
+    )
+    for name in ("prefix_lse", "suffix_lse"):
+        yield bad(f"{name} is not a tensor", name, 0.0)
+        yield bad(f"{name} of float64", name, sums.double())
+        yield bad(f"{name} of bfloat16", name, sums.bfloat16())
+        yield bad(f"{name} of heads, then tokens", name, sums.T)
+        yield bad(f"{name} that would broadcast", name, sums[:, :1])
+
+
+SPEC = OpSpec(
+    oracle=merge_attn_states,
+    variants=(
+        Variant(
+            "",
+            "(Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) "
+            "-> (Tensor, Tensor)",
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"prefix_output", "prefix_lse", "suffix_output", "suffix_lse"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_sigmoid,
+    tolerances={
+        "float32": Tolerance(
+            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); room for a fast exp"
+        ),
+        "float16": Tolerance(1e-3, 1e-5, "1 rounding of 2^-11, and as much again"),
+        "bfloat16": Tolerance(8e-3, 1e-5, "1 rounding of 2^-8, and as much again"),
+    },
+    outputs=(
+        Within(),
+        Within(
+            {
+                "float32": Tolerance(
+                    1.3e-6, 1e-5, "PyTorch's own fp32 default; room for a fast exp and log"
+                )
+            }
+        ),
+    ),
+)

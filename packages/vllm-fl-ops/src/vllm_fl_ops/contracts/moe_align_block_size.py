@@ -1,0 +1,307 @@
+"""Before the experts of a mixture: the tokens of each in blocks, as matrix products take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, on_device_of
+from vllm_fl.contracts.outputs import ExpertBlocks
+from vllm_fl.contracts.sampling import Source
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
+
+from .routing import whole_number
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC", "places", "round_up"]
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows of each expert, one expert after the other, each filled up to whole blocks.
+
+    A row is a place in topk_ids: token * topk + k. Experts come in ascending order, and those
+    without a row have no block.
+
+    Args:
+        topk_ids: (tokens, topk), int32 or int64, of any layout: the experts of each token, from 0
+            to num_experts - 1, or a negative number in a place without one, which has no row.
+        block_size: places of a block, at least 1.
+        num_experts: experts of all ranks together, at least 1.
+        expert_map: (num_experts,) or longer, int32, on topk_ids' device: the number of each expert
+            on this rank, from 0 to num_experts - 1, or -1 for one that is elsewhere. None: the
+            experts' own numbers.
+        pad_sorted_ids: whether the first result is as long as whole blocks are.
+        ignore_invalid_experts: with a map, whether experts elsewhere have no rows, and the others
+            come in the order of their numbers on this rank. Otherwise the map is applied to the
+            blocks alone, and those of experts elsewhere have the expert -1.
+
+    Returns:
+        (sorted_token_ids, expert_ids, num_tokens_post_padded), int32, contiguous, on topk_ids'
+        device. The first has room for the worst case: the lesser of numel * block_size and
+        numel + num_experts * (block_size - 1), where numel is that of topk_ids, and the latter is
+        rounded up to whole blocks with pad_sorted_ids. It holds rows, and numel for padding, which
+        is behind the rows of its expert. The second has one expert for each block of the first, a
+        broken one included. The third, of shape (1,), is how many places of the first are in use:
+        what is behind them, there and in the second, is anything. The order of an expert's rows is
+        free. The inputs are left as they were.
+
+    Raises:
+        CallError: an argument is not as said here. An id above num_experts - 1 is not looked for
+            before the call: on an accelerator it is the device's own error, or undefined.
+
+    Source: block-sparse products of experts, Gale et al., "MegaBlocks" (arXiv:2211.15841), section
+    5.2; the results: vLLM's `moe_align_block_size`, as of 0.26.
+    """
+    import torch
+
+    rows = topk_ids.numel()
+    numbers = topk_ids.flatten().long()
+    if expert_map is not None and ignore_invalid_experts:
+        numbers = expert_map.long()[numbers.clamp(min=0)].where(numbers >= 0, numbers)
+    order = numbers.masked_fill(numbers < 0, num_experts).argsort(stable=True)
+    numbers = numbers[order]
+    order, numbers = order[numbers >= 0], numbers[numbers >= 0]
+    counts = numbers.bincount(minlength=num_experts)
+    blocks = (counts + block_size - 1) // block_size
+    starts = (blocks.cumsum(0) - blocks) * block_size
+    rank = torch.arange(len(numbers), device=numbers.device) - (counts.cumsum(0) - counts)[numbers]
+
+    length = places(rows, block_size, num_experts, pad_sorted_ids)
+    sorted_token_ids = numbers.new_full((length,), rows)
+    sorted_token_ids[starts[numbers] + rank] = order
+    expert_ids = numbers.new_full((-(-length // block_size),), -1)
+    of_blocks = torch.arange(num_experts, device=numbers.device).repeat_interleave(blocks)
+    if expert_map is not None and not ignore_invalid_experts:
+        of_blocks = expert_map.long()[of_blocks]
+    expert_ids[: len(of_blocks)] = of_blocks
+    used = (blocks.sum() * block_size).reshape(1)
+    return sorted_token_ids.int(), expert_ids.int(), used.int()
+
+
+def places(numel: Any, block_size: int, num_experts: int, pad_sorted_ids: bool) -> Any:
+    """How long `sorted_token_ids` is; `numel` is that of topk_ids, and may be symbolic."""
+    import torch
+
+    most = numel + num_experts * (block_size - 1)
+    if pad_sorted_ids:
+        most = round_up(most, block_size)
+    return torch.sym_min(numel * block_size, most)
+
+
+def round_up(number: Any, block_size: int) -> Any:
+    """The least multiple of block_size that is not below `number`."""
+    return (number + block_size - 1) // block_size * block_size
+
+
+def _one_by_one(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A list of rows for each expert, put one behind the other."""
+    import torch
+
+    here = list(range(num_experts)) if expert_map is None else [int(n) for n in expert_map]
+    filled: dict[int, list[int]] = {expert: [] for expert in range(num_experts)}
+    rows = [int(expert) for token in topk_ids.tolist() for expert in token]
+    for row, expert in enumerate(rows):
+        number = here[expert] if ignore_invalid_experts and expert >= 0 else expert
+        if number >= 0:
+            filled[number].append(row)
+    sorted_rows: list[int] = []
+    experts: list[int] = []
+    for expert, own in filled.items():
+        for first in range(0, len(own), block_size):
+            block = own[first : first + block_size]
+            sorted_rows += block + [len(rows)] * (block_size - len(block))
+            experts.append(expert if ignore_invalid_experts else here[expert])
+    used = len(sorted_rows)
+    length = len(rows) + num_experts * (block_size - 1)
+    length += -length % block_size if pad_sorted_ids else 0
+    length = min(length, len(rows) * block_size)
+    sorted_rows += [len(rows)] * (length - used)
+    experts += [-1] * (-(-length // block_size) - len(experts))
+    results = (
+        torch.tensor(part, dtype=torch.int32, device=topk_ids.device)
+        for part in (sorted_rows, experts, [used])
+    )
+    return next(results), next(results), next(results)
+
+
+def _fake(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    import torch
+
+    length = places(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
+
+    def empty(size: int) -> torch.Tensor:
+        return topk_ids.new_empty((size,), dtype=torch.int32)
+
+    return empty(length), empty((length + block_size - 1) // block_size), empty(1)
+
+
+def _check(
+    topk_ids: Any,
+    block_size: Any,
+    num_experts: Any,
+    expert_map: Any = None,
+    pad_sorted_ids: Any = False,
+    ignore_invalid_experts: Any = False,
+) -> Problem:
+    import torch
+
+    name = "topk_ids"
+    if not isinstance(topk_ids, torch.Tensor) or topk_ids.dtype not in (torch.int32, torch.int64):
+        return name, f"must be int32 or int64, got {_kind(topk_ids)}"
+    if topk_ids.ndim != 2:
+        return name, f"must have the shape (tokens, topk), got {tuple(topk_ids.shape)}"
+    return (
+        _check_count("block_size", block_size)
+        or _check_count("num_experts", num_experts)
+        or _check_map(expert_map, topk_ids, num_experts)
+    )
+
+
+def _check_count(name: str, value: Any) -> Problem:
+    problem = whole_number(name, value)
+    if problem is None and value < 1:
+        return name, f"must be at least 1, got {value}"
+    return problem
+
+
+def _check_map(expert_map: Any, topk_ids: torch.Tensor, num_experts: int) -> Problem:
+    import torch
+
+    name = "expert_map"
+    if expert_map is None:
+        return None
+    if not isinstance(expert_map, torch.Tensor) or expert_map.dtype is not torch.int32:
+        return name, f"must be int32, got {_kind(expert_map)}"
+    if expert_map.ndim != 1 or len(expert_map) < num_experts:
+        return name, f"must have {num_experts} experts, got {tuple(expert_map.shape)}"
+    return on_device_of(name, expert_map, "topk_ids", topk_ids)
+
+
+def _kind(value: Any) -> str:
+    return str(getattr(value, "dtype", type(value).__name__))
+
+
+def _ids(source: Source, tokens: int, topk: int, experts: int) -> torch.Tensor:
+    """Experts of each token, no expert twice, and some experts without a token."""
+    import torch
+
+    scores = source.normal(tokens, experts, dtype=torch.float32)
+    return scores.argsort(-1)[:, :topk].to(source.dtype)
+
+
+def _on_this_rank(source: Source, experts: int) -> torch.Tensor:
+    """A map of a rank that has every third expert, the last one first."""
+    import torch
+
+    number = torch.arange(experts, dtype=torch.int32, device=source.device)
+    return torch.where(number % 3 == 0, (experts - 1 - number) // 3, -1).int()
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    source = Source(dtype, device)
+
+    def ids(tokens: int, topk: int, experts: int) -> torch.Tensor:
+        return _ids(source, tokens, topk, experts)
+
+    yield Sample("1 token", (ids(1, 8, 16), 16, 16, None, False, False))
+    yield Sample("16 tokens", (ids(16, 4, 24), 16, 24, None, False, False))
+    yield Sample("0 tokens", (ids(0, 4, 24), 16, 24, None, False, False))
+    yield Sample("odd sizes", (ids(7, 3, 31), 5, 31, None, False, False))
+    yield Sample("blocks of 1", (ids(5, 4, 16), 1, 16, None, False, False))
+    yield Sample("one expert", (ids(19, 1, 1), 8, 1, None, False, False))
+    yield Sample("many blocks of an expert", (ids(40, 2, 4), 16, 4, None, False, False))
+    yield Sample("whole blocks", (ids(9, 2, 8), 16, 8, None, True, False))
+    here = _on_this_rank(source, 24)
+    yield Sample("experts elsewhere", (ids(33, 4, 24), 8, 24, here, False, False))
+    yield Sample("experts elsewhere left out", (ids(33, 4, 24), 8, 24, here, False, True))
+    absent = ids(12, 4, 16)
+    absent[2], absent[5, 1], absent[11, 3] = -1, -1, -1
+    yield Sample("places without an expert", (absent, 4, 16, None, False, False))
+    strided = ids(16, 8, 24)[::2, 2:6]
+    strided[3, 0], strided[6] = -1, -1
+    yield Sample("strided ids", (strided, 8, 24, _on_this_rank(source, 30), True, True))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    experts, topk = sizes.more.get("experts"), sizes.more.get("experts_per_token")
+    if experts is None or topk is None:
+        return
+    count, k = int(experts), int(topk)
+    source = Source(dtype, device, large)
+    for tokens in sizes.tokens:
+        name = f"{tokens} x {k} of {count}"
+        more = ", large" * large
+        ids = _ids(source, tokens, k, count)
+        yield Sample(f"{name}, blocks of 16{more}", (ids, 16, count, None, False, False))
+        args = (ids.clone(), 64, count, _on_this_rank(source, count), False, True)
+        yield Sample(f"{name}, blocks of 64, experts elsewhere{more}", args)
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    source = Source(dtype, device)
+    ids, here = _ids(source, 4, 2, 8), _on_this_rank(source, 8)
+    yield BadInput("ids are a list", ([[0, 1]], 4, 8, None, False, False), "topk_ids")
+    yield BadInput("ids are floating", (ids.float(), 4, 8, None, False, False), "topk_ids")
+    yield BadInput("ids of one dimension", (ids[0], 4, 8, None, False, False), "topk_ids")
+    yield BadInput("blocks of 0", (ids, 0, 8, None, False, False), "block_size")
+    yield BadInput("blocks are floating", (ids, 4.0, 8, None, False, False), "block_size")
+    yield BadInput("no experts", (ids, 4, 0, None, False, False), "num_experts")
+    yield BadInput("experts are a list", (ids, 4, [8], None, False, False), "num_experts")
+    yield BadInput("a map of int64", (ids, 4, 8, here.long(), False, True), "expert_map")
+    # Of experts that the map has: nothing is read beyond it.
+    few = (ids % 4, 4, 8, here[:7], False, True)
+    yield BadInput("a map of too few", few, "expert_map")
+    yield BadInput("a map of two dimensions", (ids, 4, 8, here[None], False, True), "expert_map")
+
+
+SPEC = OpSpec(
+    oracle=moe_align_block_size,
+    variants=(
+        Variant(
+            "",
+            "(Tensor topk_ids, SymInt block_size, SymInt num_experts, Tensor? expert_map=None, "
+            "bool pad_sorted_ids=False, bool ignore_invalid_experts=False) "
+            "-> (Tensor, Tensor, Tensor)",
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"topk_ids"}),
+    bad_inputs=_bad_inputs,
+    second_form=_one_by_one,
+    dtypes=("int32", "int64"),
+    outputs=(
+        ExpertBlocks(
+            block_size=lambda topk_ids, block_size, *_: block_size,
+            padding=lambda topk_ids, *_: topk_ids.numel(),
+        ),
+    ),
+    whole_batch=True,
+)

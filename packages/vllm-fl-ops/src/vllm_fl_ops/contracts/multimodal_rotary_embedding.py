@@ -1,0 +1,336 @@
+"""Rotary position embedding by three positions: in time, height and width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.sampling import Source
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
+
+from .rotary_embedding import SPEC as ROTARY
+from .rotary_embedding import check_key, check_table, heads_of_qkv, served_positions, tables
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def multimodal_rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    mrope_section: list[int],
+    mrope_interleaved: bool = False,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn pairs of features (a, b) of each head to (a*c - b*s, b*c + a*s).
+
+    c and s of pair i are those at the token's position along the pair's axis. With the sections
+    (t, h, w) the first t pairs have axis 0, the next h axis 1, and the last w axis 2. With
+    mrope_interleaved=True pair i has axis 1 where i % 3 is 1 and i < 3 * h, axis 2 where i % 3 is 2
+    and i < 3 * w, and else axis 0. With half = cos.shape[-1], the first 2 * half features of a head
+    rotate and the rest pass. Pair i is the features (i, i + half) as in GPT-NeoX, or with
+    rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
+
+    Args:
+        query: (tokens, heads, head_size), float32, float16 or bfloat16. Its layout is any: it
+            usually is a strided view of the qkv buffer.
+        key: (tokens, kv_heads, head_size), of query's dtype and device.
+        cos, sin: (max_position, half) tables without unit, of query's dtype or float32, on its
+            device, 2 * half <= head_size. A layer passes views of its one (max_position, 2 * half)
+            cache; `joint_cos_sin` gives that cache back.
+        position_ids: (tokens, 3), int64 or int32, in [0, max_position), in any order: those along
+            the axes 0 (time), 1 (height) and 2 (width). A layer passes a transposed (3, tokens).
+        mrope_section: three numbers of pairs, whose sum is half.
+        mrope_interleaved: how the axes are dealt out to the pairs.
+        rotary_interleaved: which features make a pair.
+
+    Returns:
+        (query, key) turned, contiguous, of their own shapes and dtype. The inputs are left as they
+        were.
+
+    Raises:
+        CallError: an argument is not as said here. A position outside the tables is not looked
+            for before the call: on an accelerator it is the device's own error, or undefined.
+
+    Source: Wang et al., "Qwen2-VL" (arXiv:2409.12191), section 2.1, multimodal rotary position
+    embedding; the interleaved axes: vLLM's `MRotaryEmbedding`.
+    """
+    import torch
+
+    half = cos.shape[-1]
+    pairs = torch.arange(half, device=query.device)
+    time, height, width = mrope_section
+    if mrope_interleaved:
+        by_height = (pairs % 3 == 1) & (pairs < 3 * height)
+        by_width = (pairs % 3 == 2) & (pairs < 3 * width)
+    else:
+        by_height = (pairs >= time) & (pairs < time + height)
+        by_width = pairs >= time + height
+    axes = by_height * 1 + by_width * 2
+    rows = position_ids.long()[:, axes]
+    c = cos[rows, pairs].double().unsqueeze(1)
+    s = sin[rows, pairs].double().unsqueeze(1)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        turned = x.double().clone()
+        if rotary_interleaved:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        else:
+            first, second = slice(0, half), slice(half, 2 * half)
+        a, b = x[..., first].double(), x[..., second].double()
+        turned[..., first] = a * c - b * s
+        turned[..., second] = b * c + a * s
+        return turned
+
+    return turn(query), turn(key)
+
+
+def _by_complex_numbers(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    mrope_section: list[int],
+    mrope_interleaved: bool = False,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    half = cos.shape[-1]
+    table = torch.complex(cos.double(), sin.double())
+    by_axis = [table[position_ids[:, axis].long()] for axis in range(3)]
+    if mrope_interleaved:
+        factor = by_axis[0].clone()
+        for axis in (1, 2):
+            dealt = slice(axis, 3 * mrope_section[axis], 3)
+            factor[:, dealt] = by_axis[axis][:, dealt]
+    else:
+        parts = zip(*(angles.split(list(mrope_section), dim=-1) for angles in by_axis), strict=True)
+        factor = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
+    factor = factor.unsqueeze(1)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        rotating = x[..., : 2 * half].double()
+        pairs = rotating.unflatten(-1, (half, 2) if rotary_interleaved else (2, -1))
+        pairs = pairs if rotary_interleaved else pairs.transpose(-1, -2)
+        product = torch.complex(*pairs.unbind(-1)) * factor
+        turned = torch.stack((product.real, product.imag), dim=-1)
+        turned = (turned if rotary_interleaved else turned.transpose(-1, -2)).flatten(-2)
+        return torch.cat((turned, x[..., 2 * half :].double()), dim=-1)
+
+    return turn(query), turn(key)
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    mrope_section: list[int],
+    mrope_interleaved: bool = False,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def _check(
+    query: Any,
+    key: Any,
+    cos: Any,
+    sin: Any,
+    position_ids: Any,
+    mrope_section: Any,
+    mrope_interleaved: Any = False,
+    rotary_interleaved: Any = False,
+) -> Problem:
+    problem = floating_tensor("query", query)
+    if problem:
+        return problem
+    if query.ndim != 3:
+        return "query", f"must be (tokens, heads, head_size), got {tuple(query.shape)}"
+    problem = (
+        floating_tensor("key", key)
+        or check_key(key, query)
+        or check_table("cos", cos, query)
+        or check_table("sin", sin, query)
+        or shaped("sin", sin, cos.shape, "cos's shape")
+        or _check_positions(position_ids, query, cos.shape[0])
+        or _check_section(mrope_section, cos.shape[1])
+    )
+    if problem:
+        return problem
+    for name, value in (
+        ("mrope_interleaved", mrope_interleaved),
+        ("rotary_interleaved", rotary_interleaved),
+    ):
+        if not isinstance(value, bool):
+            return name, f"must be True or False, got {type(value).__name__}"
+    return None
+
+
+def _check_positions(position_ids: Any, query: torch.Tensor, max_position: int) -> Problem:
+    import torch
+
+    name = "position_ids"
+    if not isinstance(position_ids, torch.Tensor):
+        return name, f"must be a torch.Tensor, got {type(position_ids).__name__}"
+    if position_ids.dtype not in (torch.int64, torch.int32):
+        return name, f"must be int64 or int32, got {position_ids.dtype}"
+    problem = shaped(name, position_ids, (len(query), 3), "the shape (tokens, 3) =")
+    problem = problem or on_device_of(name, position_ids, "query", query)
+    if problem or position_ids.device.type == "meta" or not position_ids.numel():
+        return problem
+    low, high = (int(bound) for bound in position_ids.aminmax())
+    if low < 0 or high >= max_position:
+        return name, f"must be from 0 to {max_position - 1}, got {low} to {high}"
+    return None
+
+
+def _check_section(mrope_section: Any, half: int) -> Problem:
+    name = "mrope_section"
+    if not isinstance(mrope_section, list | tuple) or len(mrope_section) != 3:
+        return name, f"must be three numbers of pairs, got {mrope_section!r}"
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in mrope_section):
+        return name, f"must be ints that are not negative, got {mrope_section!r}"
+    if sum(mrope_section) != half:
+        return name, f"must add up to the {half} pairs of cos, got {mrope_section!r}"
+    return None
+
+
+def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
+    """(tokens, 3), each axis in another order, as a layer passes them: transposed."""
+    import torch
+
+    ids = torch.arange(tokens, device=source.device)
+    return torch.stack([(ids * step + 7) % max_position for step in (31, 17, 5)]).t()
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
+    source = Source(dtype, device)
+    cos, sin = tables(source, 64, 64)
+    section = [8, 12, 12]
+    for tokens in (1, 16, 0):
+        q, k = heads_of_qkv(source, tokens, 4, 2, 64)
+        name = f"{tokens} token{'s' * (tokens != 1)}, strided out of qkv"
+        yield Sample(name, (q, k, cos, sin, _positions(source, tokens, 64), section, False, False))
+    q, k = heads_of_qkv(source, 5, 4, 2, 64)
+    at = _positions(source, 5, 64)
+    yield Sample("axes take turns", (q, k, cos, sin, at, [12, 10, 10], True, False))
+    yield Sample(
+        "axes take turns, width ends first", (q, k, cos, sin, at, [16, 10, 6], True, False)
+    )
+    apart = (q.contiguous(), k.contiguous(), cos.clone(), sin.clone())
+    yield Sample("contiguous, cos and sin apart", (*apart, at.contiguous(), section, False, False))
+    yield Sample("pairs side by side", (q, k, cos, sin, at, section, False, True))
+    yield Sample("both take turns", (q, k, cos, sin, at, [12, 10, 10], True, True))
+    equal = at[:, :1].expand(-1, 3).to(torch.int32)
+    yield Sample("int32, one position for all axes", (q, k, cos, sin, equal, section, False, False))
+    part = tables(source, 64, 32)
+    yield Sample("partial rotary", (q, k, *part, at, [4, 6, 6], False, False))
+    wide = tables(source, 64, 64, torch.float32)
+    yield Sample("fp32 tables", (q, k, *wide, at, section, False, False))
+    yield Sample("heights and widths alone", (q, k, cos, sin, at, [0, 16, 16], False, False))
+    q, k = heads_of_qkv(source, 3, 5, 1, 38)
+    odd = tables(source, 11, 38), _positions(source, 3, 11)
+    yield Sample(
+        "odd sizes, an axis without pairs", (q, k, *odd[0], odd[1], [12, 7, 0], False, False)
+    )
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    import torch
+
+    heads, kv_heads, head_size, rotary = sizes.heads, sizes.kv_heads, sizes.head_size, sizes.rotary
+    if heads is None or kv_heads is None or head_size is None or rotary is None:
+        return
+    source, scale = Source(dtype, device, large), 1e3 if large else 1.0
+    if large and str(dtype) != "torch.float16":
+        scale = 3e4  # beyond fp16's range
+    base = 500000.0 if large else 10000.0
+    cos, sin = tables(source, sizes.max_position, rotary, base=base)
+    half = rotary // 2
+    section = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+    for tokens in sizes.tokens:
+        one = served_positions(source, tokens, sizes.max_position, large)
+        # Not transposed as a layer's: verification takes rows of memory for tokens.
+        at = torch.stack([one, one // 2, one // 3], dim=-1)
+        for interleaved in (False, True):
+            q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
+            name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
+            name += ", axes take turns" * interleaved + ", large" * large
+            yield Sample(name, (q, k, cos, sin, at, section, interleaved, False), scale)
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    query, key = heads_of_qkv(source, 4, 2, 1, 64)
+    cos, sin = tables(source, 16, 64)
+    at = _positions(source, 4, 16)
+
+    def bad(name: str, argument: str, **change: Any) -> BadInput:
+        good = {
+            "query": query,
+            "key": key,
+            "cos": cos,
+            "sin": sin,
+            "position_ids": at,
+            "mrope_section": [16, 8, 8],
+        }
+        return BadInput(name, (*(good | change).values(), False, False), argument)
+
+    yield bad("query is not a tensor", "query", query=[1.0])
+    yield bad("query of two dimensions", "query", query=source.normal(4, 64))
+    yield bad("no key", "key", key=None)
+    yield bad("key of another head_size", "key", key=source.normal(4, 1, 128))
+    yield bad("key of one token, which would broadcast", "key", key=source.normal(1, 1, 64))
+    yield bad("cos wider than half a head", "cos", cos=source.normal(16, 48))
+    wide = dict(zip(("cos", "sin"), tables(source, 16, 128), strict=True))
+    yield bad("both wider than half a head", "cos", **wide, mrope_section=[32, 16, 16])
+    yield bad("sin of another width", "sin", sin=source.normal(16, 16))
+    yield bad("one position a token", "position_ids", position_ids=at[:, 0])
+    yield bad("two positions a token", "position_ids", position_ids=at[:, :2])
+    four = torch.zeros(4, 4, dtype=torch.int64, device=source.device)
+    yield bad("four positions a token", "position_ids", position_ids=four)
+    yield bad("too few positions", "position_ids", position_ids=at[:3])
+    yield bad("positions of floats", "position_ids", position_ids=at.float())
+    yield bad("a section is missing", "mrope_section", mrope_section=[16, 16])
+    yield bad("sections that leave a pair over", "mrope_section", mrope_section=[8, 8, 8])
+    yield bad("a negative section", "mrope_section", mrope_section=[48, -8, -8])
+    if source.device.type == "cpu":  # an accelerator would be unusable after it
+        yield bad("a position beyond the tables", "position_ids", position_ids=at + 16)
+        yield bad("a negative position", "position_ids", position_ids=at - 16)
+
+
+SPEC = OpSpec(
+    oracle=multimodal_rotary_embedding,
+    variants=(
+        Variant(
+            "",
+            "(Tensor query, Tensor key, Tensor cos, Tensor sin, Tensor position_ids, "
+            "int[] mrope_section, bool mrope_interleaved=False, bool rotary_interleaved=False) "
+            "-> (Tensor, Tensor)",
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"query", "key", "position_ids"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_complex_numbers,
+    tolerances=ROTARY.tolerances,  # the same two products, rounded in the same places
+)

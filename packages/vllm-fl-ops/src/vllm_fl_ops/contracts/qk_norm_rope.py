@@ -1,0 +1,427 @@
+"""RMS norms of query and key heads with their rotary position embedding, in one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def qk_norm_rope(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> torch.Tensor:
+    """The projection qkv with each query and key head normed, then turned; its values pass.
+
+    A head x becomes y = x / sqrt(mean(x**2) + epsilon) * weight, and pairs of features (a, b) of y
+    become (a*c - b*s, b*c + a*s). c and s are the left and the right half of the table's row at
+    the token's position. With half as many features as that row has, the first 2 * half of y
+    rotate and the rest pass. Pair i is (i, i + half) as in GPT-NeoX, or with
+    rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
+
+    Args:
+        qkv: (tokens, (heads + kv_heads + n) * head_size), float32, float16 or bfloat16, of any
+            layout: the query heads, the key heads, and n heads more, the values, which pass.
+        q_weight, k_weight: (head_size,), of qkv's dtype or float32, on its device.
+        cos_sin_cache: (max_position, 2 * half) table without unit, of qkv's dtype or float32, on
+            its device, 2 <= 2 * half <= head_size: the cosines of a position, then its sines.
+        position_ids: (tokens,), int64 or int32, in [0, max_position), in any order.
+        heads, kv_heads: how many query and key heads there are, at least 1 each.
+        epsilon: added to the mean of squares, in its units; finite and not negative.
+        rotary_interleaved: which features make a pair.
+
+    Returns:
+        A tensor of qkv's shape and dtype, on its device, contiguous. qkv is left as it was, unless
+        the implementation was granted to consume it. Whether what is between norm and rotation is
+        rounded to qkv's dtype is left open.
+
+    Raises:
+        CallError: an argument is not as said here. A position outside the table is not looked
+            for before the call: on an accelerator it is the device's own error, or undefined.
+
+    Source: query-key norm as in Henry et al. (arXiv:2010.04245), with the RMS norm of Zhang and
+    Sennrich (arXiv:1910.07467) and the embedding of Su et al. (arXiv:2104.09864), equation 34; in
+    this order as in Qwen3's attention (arXiv:2505.09388) and vLLM's `QkNormRopePattern`.
+    """
+    import torch
+
+    head_size = q_weight.shape[0]
+    half = cos_sin_cache.shape[1] // 2
+    rows = cos_sin_cache[position_ids.long()].double().unsqueeze(1)
+    c, s = rows[..., :half], rows[..., half:]
+    if rotary_interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    result = torch.empty(qkv.shape, dtype=torch.float64, device=qkv.device).copy_(qkv)
+    query, key, _ = result.unflatten(-1, (-1, head_size)).tensor_split(
+        (heads, heads + kv_heads), dim=1
+    )
+    for x, weight in ((query, q_weight), (key, k_weight)):
+        y = x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight.double()
+        a, b = y[..., first].clone(), y[..., second].clone()
+        y[..., first] = a * c - b * s
+        y[..., second] = b * c + a * s
+        x.copy_(y)
+    return result
+
+
+def _by_parts(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> torch.Tensor:
+    """Heads apart, each divided by its norm, and the rotation as a product of complex numbers."""
+    import torch
+
+    size = q_weight.shape[0]
+    cos, sin = cos_sin_cache.double().index_select(0, position_ids.long()).chunk(2, dim=-1)
+    factor, rotary = torch.complex(cos, sin), cos_sin_cache.shape[1]
+    results = []
+    for number, x in enumerate(qkv.double().split(size, dim=-1)):
+        if number >= heads + kv_heads:
+            results.append(x)
+            continue
+        weight = (q_weight if number < heads else k_weight).double()
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        y = weight * x / (length**2 / size + epsilon) ** 0.5
+        turning, rest = y[:, :rotary], y[:, rotary:]
+        pairs = (
+            turning.unflatten(-1, (-1, 2))
+            if rotary_interleaved
+            else torch.stack(turning.chunk(2, dim=-1), dim=-1)
+        )
+        product = torch.complex(*pairs.unbind(-1)) * factor
+        turned = torch.view_as_real(product)
+        turned = turned if rotary_interleaved else turned.transpose(-1, -2)
+        results.append(torch.cat((turned.flatten(-2), rest), dim=-1))
+    return torch.cat(results, dim=-1)
+
+
+def _fake(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    position_ids: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    rotary_interleaved: bool = False,
+) -> torch.Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _check(
+    qkv: Any,
+    q_weight: Any,
+    k_weight: Any,
+    cos_sin_cache: Any,
+    position_ids: Any,
+    heads: Any,
+    kv_heads: Any,
+    epsilon: Any,
+    rotary_interleaved: Any = False,
+) -> Problem:
+    problem = floating_tensor("qkv", qkv)
+    if problem:
+        return problem
+    if qkv.ndim != 2:
+        return "qkv", f"must be (tokens, columns), got {tuple(qkv.shape)}"
+    problem = _beside("q_weight", q_weight, qkv)
+    if problem:
+        return problem
+    if q_weight.ndim != 1 or not q_weight.numel():
+        return "q_weight", f"must be (head_size,), got {tuple(q_weight.shape)}"
+    problem = (
+        _beside("k_weight", k_weight, qkv)
+        or shaped("k_weight", k_weight, q_weight.shape, "q_weight's shape")
+        or _check_count("heads", heads)
+        or _check_count("kv_heads", kv_heads)
+    )
+    if problem:
+        return problem
+    head_size, least = q_weight.shape[0], heads + kv_heads
+    if qkv.shape[1] % head_size or qkv.shape[1] < least * head_size:
+        return "qkv", (
+            f"must have columns for {least} heads of {head_size}, or for whole heads more, "
+            f"got {qkv.shape[1]}"
+        )
+    problem = _check_table(cos_sin_cache, qkv, head_size)
+    problem = problem or _check_positions(position_ids, qkv, cos_sin_cache.shape[0])
+    problem = problem or _check_epsilon(epsilon)
+    if problem:
+        return problem
+    if not isinstance(rotary_interleaved, bool):
+        kind = type(rotary_interleaved).__name__
+        return "rotary_interleaved", f"must be True or False, got {kind}"
+    return None
+
+
+def _beside(name: str, value: Any, qkv: torch.Tensor) -> Problem:
+    """A weight or a table: of qkv's dtype or float32, and on its device."""
+    problem = floating_tensor(name, value)
+    if problem:
+        return problem
+    if value.dtype != qkv.dtype and str(value.dtype) != "torch.float32":
+        return name, f"must have qkv's dtype {qkv.dtype} or float32, got {value.dtype}"
+    return on_device_of(name, value, "qkv", qkv)
+
+
+def _check_count(name: str, value: Any) -> Problem:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return name, f"must be an int, got {type(value).__name__}"
+    return None if value >= 1 else (name, f"must be at least 1, got {value}")
+
+
+def _check_table(table: Any, qkv: torch.Tensor, head_size: int) -> Problem:
+    name = "cos_sin_cache"
+    problem = _beside(name, table, qkv)
+    if problem:
+        return problem
+    if table.ndim != 2 or table.shape[1] % 2:
+        return name, f"must be (max_position, 2 * half), got {tuple(table.shape)}"
+    if not 2 <= table.shape[1] <= head_size:
+        return name, f"must have from 2 to head_size {head_size} columns, got {table.shape[1]}"
+    return None
+
+
+def _check_positions(position_ids: Any, qkv: torch.Tensor, max_position: int) -> Problem:
+    import torch
+
+    name = "position_ids"
+    if not isinstance(position_ids, torch.Tensor):
+        return name, f"must be a torch.Tensor, got {type(position_ids).__name__}"
+    if position_ids.dtype not in (torch.int64, torch.int32):
+        return name, f"must be int64 or int32, got {position_ids.dtype}"
+    problem = shaped(name, position_ids, qkv.shape[:1], "the shape (tokens,) =")
+    problem = problem or on_device_of(name, position_ids, "qkv", qkv)
+    if problem or position_ids.device.type == "meta" or not position_ids.numel():
+        return problem
+    low, high = (int(bound) for bound in position_ids.aminmax())
+    if low < 0 or high >= max_position:
+        return name, f"must be from 0 to {max_position - 1}, got {low} to {high}"
+    return None
+
+
+def _check_epsilon(epsilon: Any) -> Problem:
+    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
+        return "epsilon", f"must be a number, got {type(epsilon).__name__}"
+    if not math.isfinite(epsilon) or epsilon < 0:
+        return "epsilon", f"must be finite and not negative, got {epsilon}"
+    return None
+
+
+def _table(
+    source: Source,
+    max_position: int,
+    rotary: int,
+    dtype: torch.dtype | None = None,
+    base: float = 10000.0,
+) -> torch.Tensor:
+    import torch
+
+    exponents = torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary
+    positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
+    angles = positions[:, None] * base**-exponents
+    cache = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return cache.to(source.device, dtype or source.dtype)
+
+
+def _weights(
+    source: Source, head_size: int, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of query and key, near 1 as in trained models, and not the same."""
+    query, key = source.normal(head_size, scale=0.25), source.normal(head_size, scale=0.25)
+    return (query + 1).to(dtype or source.dtype), (key + 0.75).to(dtype or source.dtype)
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
+    source = Source(dtype, device)
+    at = torch.arange(16, device=source.device) * 31 % 64
+
+    def sample(
+        name: str,
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        rotary: int,
+        interleaved: bool = False,
+        *,
+        values: int | None = None,
+        scale: float = 1.0,
+        epsilon: float = 1e-6,
+        wide: torch.dtype | None = None,
+    ) -> Sample:
+        columns = (heads + kv_heads + (kv_heads if values is None else values)) * head_size
+        qkv = source.normal(tokens, columns, scale=scale)
+        weights, table = _weights(source, head_size, wide), _table(source, 64, rotary, wide)
+        rest = (at[:tokens].clone(), heads, kv_heads, epsilon, interleaved)
+        return Sample(name, (qkv, *weights, table, *rest))
+
+    yield sample("1 token", 1, 4, 2, 64, 64)
+    yield sample("16 tokens", 16, 2, 1, 128, 128)
+    yield sample("0 tokens", 0, 2, 1, 64, 64)
+    yield sample("wide heads, interleaved", 3, 2, 1, 256, 256, True)
+    yield sample("half of each head rotates", 5, 3, 1, 128, 64)
+    yield sample("a quarter of each head rotates, interleaved", 5, 2, 2, 64, 16, True)
+    yield sample("three quarters of each head rotate", 4, 2, 1, 64, 48)
+    yield sample("odd sizes", 7, 5, 1, 7, 6, values=2)
+    yield sample("fp32 weights and table", 5, 2, 1, 64, 64, wide=torch.float32)
+    yield sample("epsilon matters", 4, 2, 1, 64, 64, scale=1e-3, epsilon=1e-5)
+    yield sample("squares overflow fp16, no values", 3, 2, 1, 64, 64, values=0, scale=1e3)
+    *some, positions, heads, kv_heads, epsilon, interleaved = sample("", 6, 2, 1, 64, 64).args
+    buffer = source.normal(6, 4 * 64 + 24)
+    strided = torch.stack((positions, positions), dim=1).to(torch.int32)[:, 0]
+    rest = (strided, heads, kv_heads, epsilon, interleaved)
+    yield Sample(
+        "columns of a wider buffer, strided positions", (buffer[:, 8:-16], *some[1:], *rest)
+    )
+    apart = source.normal(6, 4 * 64, 2)[..., 0]
+    yield Sample("features apart", (apart, *some[1:], *rest))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    import torch
+
+    heads, kv_heads, head_size = sizes.heads, sizes.kv_heads, sizes.head_size
+    if heads is None or kv_heads is None or head_size is None or sizes.rotary is None:
+        return
+    source = Source(dtype, device, large)
+    base = 500000.0 if large else 10000.0
+    table = _table(source, sizes.max_position, sizes.rotary, base=base)
+    weights, columns = _weights(source, head_size), (heads + 2 * kv_heads) * head_size
+    for tokens in sizes.tokens:
+        for interleaved in (False, True):
+            if large:
+                qkv = source.spiked(tokens, columns, scale=30.0, peak=peak(dtype))
+            else:
+                qkv = source.normal(tokens, columns)
+                qkv[5::16] *= 1e-3  # there epsilon matters
+            at = torch.arange(tokens, device=source.device) * 7919 + 13 + large
+            at = at % sizes.max_position
+            at[-1] = sizes.max_position - 1
+            name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
+            name += ", interleaved" * interleaved + ", large" * large
+            args = (qkv, *weights, table, at, heads, kv_heads, sizes.epsilon, interleaved)
+            # A peak among features near 0 comes out of its norm as sqrt(head_size) at most.
+            yield Sample(name, args, head_size**0.5 if large else 1.0)
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    other = torch.float16 if dtype != torch.float16 else torch.bfloat16
+    q_weight, k_weight = _weights(source, 8)
+    at = torch.arange(4, device=source.device)
+    good = {
+        "qkv": source.normal(4, 4 * 8),
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "cos_sin_cache": _table(source, 16, 8),
+        "position_ids": at,
+        "heads": 2,
+        "kv_heads": 1,
+        "epsilon": 1e-6,
+        "rotary_interleaved": False,
+    }
+
+    def bad(name: str, argument: str, value: Any) -> BadInput:
+        return BadInput(name, tuple((good | {argument: value}).values()), argument)
+
+    integers = torch.ones(4, 32, dtype=torch.int64, device=source.device)
+    yield bad("qkv is not a tensor", "qkv", [1.0])
+    yield bad("qkv of integers", "qkv", integers)
+    yield bad("qkv of three dimensions", "qkv", source.normal(4, 4, 8))
+    yield bad("qkv with a part of a head", "qkv", source.normal(4, 30))
+    yield bad("qkv with too few heads", "qkv", source.normal(4, 16))
+    yield bad("q_weight is not a tensor", "q_weight", 1.0)
+    yield bad("q_weight of another dtype", "q_weight", q_weight.to(other))
+    yield bad("q_weight of two dimensions", "q_weight", source.normal(1, 8))
+    yield bad("k_weight of another size", "k_weight", source.normal(4))
+    yield bad("k_weight that would broadcast", "k_weight", source.normal(1))
+    yield bad("cos_sin_cache is not a tensor", "cos_sin_cache", 1.0)
+    yield bad("a table wider than a head", "cos_sin_cache", source.normal(16, 10))
+    yield bad("a table without halves", "cos_sin_cache", source.normal(16, 7))
+    yield bad("a table of three dimensions", "cos_sin_cache", source.normal(16, 1, 8))
+    yield bad("position_ids is not a tensor", "position_ids", [0, 1, 2, 3])
+    yield bad("positions of floats", "position_ids", at.to(torch.float32))
+    yield bad("too few positions", "position_ids", at[:3])
+    yield bad("one position, which would broadcast", "position_ids", at[:1])
+    yield bad("heads is no int", "heads", 2.0)
+    yield bad("heads is 0", "heads", 0)
+    yield bad("kv_heads is no int", "kv_heads", "1")
+    yield bad("kv_heads is negative", "kv_heads", -1)
+    yield bad("epsilon is no number", "epsilon", "1e-6")
+    yield bad("epsilon is negative", "epsilon", -1.0)
+    if source.device.type == "cpu":  # an accelerator would be unusable after it
+        yield bad("a position beyond the table", "position_ids", at + 16)
+        yield bad("a negative position", "position_ids", at - 16)
+
+
+SPEC = OpSpec(
+    oracle=qk_norm_rope,
+    variants=(
+        Variant(
+            "",
+            "(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, "
+            "Tensor position_ids, int heads, int kv_heads, float epsilon, "
+            "bool rotary_interleaved=False) -> Tensor",
+            overwrites=("qkv",),
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"qkv", "position_ids"}),
+    read_whole=frozenset({"q_weight", "k_weight"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_parts,
+    tolerances={
+        "float32": Tolerance(
+            1.3e-6,
+            1e-5,
+            "PyTorch's own fp32 default (vLLM's too); atol because the two products cancel, for "
+            "normed features of unit variance",
+        ),
+        "float16": Tolerance(
+            1e-3,
+            5e-3,
+            "2 roundings of 2^-11 on the result; atol because vLLM's two layers round three times "
+            "before the products cancel (normed, weighted, product), at features up to 4 each",
+        ),
+        "bfloat16": Tolerance(
+            8e-3, 4e-2, "2 roundings of 2^-8 on the result; atol for the products as for float16"
+        ),
+    },
+    consumable=frozenset({"qkv"}),
+)

@@ -1,0 +1,217 @@
+"""Activations to fp8: by one scale for all, or one for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, matrix, on_device_of, one_number
+from vllm_fl.contracts.outputs import QuantisedPair
+from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+MOST = 448.0
+"""The largest number of float8_e4m3fn."""
+
+LEAST_SCALE = 1 / (MOST * 512)
+
+
+def quant_fp8(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    scale_ub: torch.Tensor | None = None,
+    per_token: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest float8_e4m3fn to x / scale, saturating at 448; x is near value * scale.
+
+    Without `scale` it is max |x| / 448: of all of x, or with `per_token` of each row, where |x| is
+    taken for `scale_ub` at most. It is 1 / (448 * 512) at least.
+
+    Args:
+        x: (tokens, hidden), float32, float16 or bfloat16, finite, of any layout; hidden is 1 or
+            more. Without scale and per_token nothing is promised where all numbers of x are below
+            1 / 512: some kernels have no least scale there.
+        scale: one float32 number, in any shape, in the units of x, above 0 and no subnormal; None
+            for a scale of x's own.
+        scale_ub: one float32 number, in any shape, in the units of x, above 0. Only with
+            `per_token`; None for no bound.
+        per_token: a scale for each token. Only without `scale`.
+
+    Returns:
+        (value, scale): contiguous, on x's device, sharing no memory with an argument. value:
+        float8_e4m3fn, (tokens, hidden). Which neighbour is taken half-way between two is left open.
+        scale: float32, (1,), or (tokens, 1) with `per_token`, or a copy of the argument in its
+        shape. x is left as it was.
+
+    Raises:
+        CallError: x is not such a tensor, scale or scale_ub not one float32 number on x's device,
+            or an argument is given that another one rules out.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), E4M3; the
+    scales are those of vLLM's `QuantFP8`.
+    """
+    wide = x.double()
+    if scale is not None:
+        steps = scale.double().clone()
+    else:
+        size = wide.abs()
+        if per_token:
+            largest = size.amax(-1, keepdim=True)
+        else:
+            largest = (size.amax() if x.numel() else wide.new_zeros(())).reshape(1)
+        if scale_ub is not None:
+            largest = largest.clamp(max=scale_ub.double().reshape(()))
+        steps = (largest / MOST).clamp(min=LEAST_SCALE)
+    one = steps.reshape(()) if steps.numel() == 1 else steps
+    return (wide / one).clamp(-MOST, MOST) * one, steps
+
+
+def _by_limits(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    scale_ub: torch.Tensor | None = None,
+    per_token: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What stands for the largest value is looked for first, and x is cut off there."""
+    import torch
+
+    wide = x.to(torch.float64)
+    if scale is not None:
+        limit = scale.to(torch.float64) * 448
+    else:
+        rows = wide if per_token else wide.reshape(1, -1)
+        both = torch.cat((rows, -rows, rows.new_full((len(rows), 1), 1 / 512)), dim=1)
+        limit = both.sort(dim=1).values[:, -1:]
+        if scale_ub is not None:
+            bound = torch.full_like(limit, float(scale_ub))
+            limit = torch.maximum(torch.minimum(limit, bound), torch.full_like(limit, 1 / 512))
+        if not per_token:
+            limit = limit[0]
+    most = limit.reshape(-1, 1) if limit.numel() == len(x) else limit.reshape(-1)
+    return torch.sign(wide) * torch.minimum(wide.abs(), most), limit / 448
+
+
+def _fake(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    scale_ub: torch.Tensor | None = None,
+    per_token: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    shape = scale.shape if scale is not None else (x.shape[0], 1) if per_token else (1,)
+    value = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return value, x.new_empty(shape, dtype=torch.float32)
+
+
+def _check(x: Any, scale: Any = None, scale_ub: Any = None, per_token: Any = False) -> Problem:
+    problem = matrix("x", x)
+    if problem is None and scale is not None:
+        problem = one_number("scale", scale, "float32") or on_device_of("scale", scale, "x", x)
+    if problem is None and not isinstance(per_token, bool):
+        return "per_token", f"must be True or False, got {per_token!r}"
+    if problem is None and per_token and scale is not None:
+        return "per_token", "must be False with a scale"
+    if problem is None and scale_ub is not None:
+        if not per_token:
+            return "scale_ub", "must be None where scales are not each token's own"
+        bound = one_number("scale_ub", scale_ub, "float32")
+        problem = bound or on_device_of("scale_ub", scale_ub, "x", x)
+    return problem
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
+    source = Source(dtype, device)
+
+    def number(value: float, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.float32, device=source.device)
+
+    yield Sample("1 token", (source.normal(1, 64), None, None, False))
+    yield Sample("0 tokens, per token", (source.normal(0, 64), None, None, True))
+    uneven = source.normal(16, 5 * 67)
+    uneven *= torch.arange(1, 17, device=source.device).to(dtype)[:, None] / 8
+    uneven[-1, -1] = 20.0  # the largest of all
+    yield Sample("16 tokens, odd hidden size", (uneven, None, None, False))
+    yield Sample("16 tokens, odd hidden size, per token", (uneven, None, None, True))
+    small = source.normal(5, 96)
+    small[2], small[3] = 0.0, small[3] * 1e-4
+    yield Sample("a row of zeros, and a small one, per token", (small, None, None, True))
+    x = source.normal(8, 3 * 64)[::2, 64:128]
+    yield Sample("strided rows", (x, None, None, False))
+    yield Sample("strided rows, bounded, per token", (x, None, number(1.5), True))
+    x = source.normal(7, 130)
+    yield Sample("static", (x, number(0.011, 1), None, False))
+    yield Sample("static, saturating on both sides", (x, number(0.0031), None, False))
+    yield Sample("static, 0 tokens", (x[:0], number(0.02, 1), None, False))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    import torch
+
+    if sizes.hidden is None:
+        return
+    source, most = Source(dtype, device, large), peak(dtype)
+    for tokens in sizes.tokens:
+        x = source.normal(tokens, sizes.hidden)
+        if large:
+            x = source.spiked(tokens, sizes.hidden, scale=1.0, peak=most)
+        size = f"{tokens} x {sizes.hidden}{', large' * large}"
+        yield Sample(f"{size}, per tensor", (x, None, None, False))
+        yield Sample(f"{size}, per token", (x, None, None, True))
+        step = most / 400 if large else 0.01
+        scale = torch.full((1,), step, dtype=torch.float32, device=source.device)
+        yield Sample(f"{size}, static", (x, scale, None, False))
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    source = Source(dtype, device)
+    x, one = source.normal(4, 8), source.normal(1).float().abs()
+    yield BadInput("not a tensor", ([1.0, 2.0], None, None, False), "x")
+    yield BadInput("integers", (x.int(), None, None, False), "x")
+    yield BadInput("3-D", (source.normal(2, 3, 8), None, None, True), "x")
+    yield BadInput("3-D, one scale", (source.normal(2, 3, 8), None, None, False), "x")
+    yield BadInput("a scale for each token", (x, x[:, :1].float(), None, False), "scale")
+    yield BadInput("a scale in double", (x, one.double(), None, False), "scale")
+    yield BadInput("a bound for all of x", (x, None, one, False), "scale_ub")
+    yield BadInput("a bound in double", (x, None, one.double(), True), "scale_ub")
+    yield BadInput("per_token with a scale", (x, one, None, True), "per_token")
+
+
+SPEC = OpSpec(
+    oracle=quant_fp8,
+    variants=(
+        Variant(
+            "",
+            "(Tensor x, Tensor? scale=None, Tensor? scale_ub=None, bool per_token=False)"
+            " -> (Tensor, Tensor)",
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_limits,
+    dtypes=("float32", "float16", "bfloat16"),
+    tolerances={
+        "float32": Tolerance(
+            1e-6,
+            0.0,
+            "a maximum is exact, and its division one rounding of 2^-24 (two where 1/448 is "
+            "multiplied with)",
+        )
+    },
+    outputs=(QuantisedPair(steps=0.5),),
+    whole_batch=True,  # one scale for all rows,
+    ignores_repeats=True,  # of their largest number
+)

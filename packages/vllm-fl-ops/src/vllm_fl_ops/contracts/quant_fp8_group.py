@@ -1,0 +1,185 @@
+"""Activations to fp8: by a scale for each group of a token's features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, matrix
+from vllm_fl.contracts.outputs import QuantisedPair
+from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+MOST = 448.0
+"""The largest number of float8_e4m3fn."""
+
+
+def quant_fp8_group(
+    x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest float8_e4m3fn to x / scale; x is near value * scale of its group.
+
+    A scale is the largest |x| of `group_size` features of a token, `eps` at least, over 448. With
+    `ue8m0` it is the next power of two that is not below that.
+
+    Args:
+        x: (tokens, hidden), float32, float16 or bfloat16, finite, of any layout.
+        group_size: features of a group, 1 or more; divides hidden.
+        eps: in the units of x; finite and above 0.
+        ue8m0: powers of two alone. Then nothing is promised of groups whose scale is below 1e-10,
+            since some kernels have a least scale there.
+
+    Returns:
+        (value, scale): contiguous, on x's device. value: float8_e4m3fn, (tokens, hidden). Which
+        neighbour is taken half-way between two is left open. scale: float32, (tokens, hidden /
+        group_size). x is left as it was.
+
+    Raises:
+        CallError: x is not such a tensor, or group_size, eps or ue8m0 not such a number.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv:2412.19437), section 3.3.2: tiles of
+    1 x 128; powers of two are the scales of the Open Compute Project's "Microscaling Formats (MX)
+    v1.0" (E8M0).
+    """
+    groups = x.double().unflatten(-1, (-1, group_size))
+    steps = groups.abs().amax(-1).clamp(min=eps) / MOST
+    if ue8m0:
+        steps = steps.log2().ceil().exp2()
+    one = steps.unsqueeze(-1)
+    return ((groups / one).clamp(-MOST, MOST) * one).flatten(-2), steps
+
+
+def _by_frexp(
+    x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Group by group; a power of two is read off the number's exponent. Nothing saturates."""
+    import torch
+
+    wide = x.to(torch.float64)
+    steps = []
+    for group in wide.split(group_size, dim=1):
+        low, high = group.aminmax(dim=1)
+        step = torch.maximum(torch.maximum(-low, high), low.new_tensor(eps)) * (1 / 448)
+        if ue8m0:
+            fraction, exponent = torch.frexp(step)
+            step = torch.ldexp(torch.ones_like(step), exponent - (fraction == 0.5).int())
+        steps.append(step)
+    return wide.clone(), torch.stack(steps, dim=1)
+
+
+def _fake(
+    x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    value = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    shape = (x.shape[0], x.shape[1] // group_size)
+    return value, x.new_empty(shape, dtype=torch.float32)
+
+
+def _check(x: Any, group_size: Any = 128, eps: Any = 1e-10, ue8m0: Any = False) -> Problem:
+    problem = matrix("x", x)
+    if problem:
+        return problem
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+        return "group_size", f"must be a whole number of 1 or more, got {group_size!r}"
+    if x.shape[1] % group_size:
+        return "group_size", f"must divide {x.shape[1]}, got {group_size}"
+    if not isinstance(eps, int | float) or not 0 < eps < math.inf:
+        return "eps", f"must be a finite number above 0, got {eps!r}"
+    if not isinstance(ue8m0, bool):
+        return "ue8m0", f"must be True or False, got {ue8m0!r}"
+    return None
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
+    source = Source(dtype, device)
+
+    def uneven(tokens: int, groups: int, size: int) -> torch.Tensor:
+        """Groups of very different magnitudes, from 1/8 up."""
+        x = source.normal(tokens, groups * size)
+        power = torch.arange(tokens * groups, device=source.device).view(tokens, groups, 1) % 7
+        return (x.view(tokens, groups, size) * (2.0**power).to(dtype) / 8).flatten(1)
+
+    yield Sample("1 token", (uneven(1, 4, 128), 128, 1e-10, False))
+    yield Sample("0 tokens", (source.normal(0, 256), 128, 1e-10, False))
+    yield Sample("16 tokens", (uneven(16, 3, 128), 128, 1e-10, False))
+    yield Sample("groups of 64", (uneven(5, 6, 64), 64, 1e-10, False))
+    yield Sample("one group a token", (uneven(7, 1, 128), 128, 1e-10, False))
+    yield Sample("strided rows", (uneven(6, 6, 128)[::2, 128:384], 128, 1e-10, False))
+    zeros = uneven(3, 2, 128)
+    zeros[1, :128], zeros[2, 128:] = 0.0, zeros[2, 128:] * 1e-5
+    yield Sample("a group of zeros, and a small one", (zeros, 128, 1e-10, False))
+    yield Sample("a larger eps", (zeros, 128, 0.25, False))
+    yield Sample("powers of two", (uneven(16, 3, 128), 128, 1e-10, True))
+    exact = uneven(4, 2, 64)
+    exact.view(4, 2, 64)[:, :, 5] = exact.new_tensor([7.0, 3.5])  # 448 is 7 times a power of two
+    exact.clamp_(-7.0, 7.0).view(4, 2, 64)[:, 1].clamp_(-3.5, 3.5)
+    yield Sample("powers of two, of exact ones", (exact, 64, 1e-10, True))
+    yield Sample("features apart", (uneven(4, 4, 128)[:, ::2], 128, 1e-10, False))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    if sizes.hidden is None:
+        return
+    source = Source(dtype, device, large)
+    width = max(128, sizes.hidden // 128 * 128)
+    for tokens in sizes.tokens:
+        x = source.normal(tokens, width)
+        if large:
+            x = source.spiked(tokens, width, scale=1.0, peak=peak(dtype))
+        for ue8m0 in (False, True):
+            how = f"{', powers of two' * ue8m0}{', large' * large}"
+            yield Sample(f"{tokens} x {width} by 128{how}", (x, 128, 1e-10, ue8m0))
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    source = Source(dtype, device)
+    x = source.normal(4, 256)
+    yield BadInput("not a tensor", ([1.0, 2.0], 1, 1e-10, False), "x")
+    yield BadInput("integers", (x.int(), 128, 1e-10, False), "x")
+    yield BadInput("3-D", (source.normal(2, 3, 128), 128, 1e-10, False), "x")
+    yield BadInput("no whole group", (x[:, :200], 128, 1e-10, False), "group_size")
+    yield BadInput("groups of 0", (x, 0, 1e-10, False), "group_size")
+    yield BadInput("eps of 0", (x, 128, 0.0, False), "eps")
+    yield BadInput("eps is NaN", (x, 128, math.nan, False), "eps")
+    yield BadInput("ue8m0 is a number", (x, 128, 1e-10, 2), "ue8m0")
+
+
+SPEC = OpSpec(
+    oracle=quant_fp8_group,
+    variants=(
+        Variant(
+            "",
+            "(Tensor x, SymInt group_size=128, float eps=1e-10, bool ue8m0=False)"
+            " -> (Tensor, Tensor)",
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_frexp,
+    dtypes=("float32", "float16", "bfloat16"),
+    tolerances={
+        "float32": Tolerance(
+            1e-6,
+            0.0,
+            "a maximum is exact, and its division one rounding of 2^-24 (two where 1/448 is "
+            "multiplied with); a power of two is exact",
+        )
+    },
+    outputs=(QuantisedPair(steps=0.5),),
+)

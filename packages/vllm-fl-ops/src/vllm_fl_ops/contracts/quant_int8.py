@@ -1,0 +1,233 @@
+"""Activations to int8: by a scale for each token, or by one that the checkpoint gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, matrix, on_device_of, one_number
+from vllm_fl.contracts.outputs import Exact, QuantisedPair
+from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+LOWEST, HIGHEST = -128.0, 127.0
+
+
+def quant_int8(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    azp: torch.Tensor | None = None,
+    asymmetric: bool | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The nearest int8 to x / scale + azp, saturating; x is near (value - azp) * scale.
+
+    Without `scale` each token has its own: max |x| / 127 of its row, and no zero point; or, with
+    `asymmetric`, (max x - min x) / 255 and the integer that is nearest to -128 - min x / scale.
+
+    Args:
+        x: (tokens, hidden), float32, float16 or bfloat16, finite, of any layout; hidden is 1 or
+            more.
+        scale: one float32 number, in any shape, in the units of x, above 0 and no subnormal; None
+            for a scale for each token.
+        azp: one int32 number, in any shape: the value that stands for x = 0. Only with `scale`;
+            None for 0.
+        asymmetric: True for zero points of the tokens' own, which are a third result; then no row
+            may have equal numbers only. None for none, rather than False, since it says how many
+            results there are. Only without `scale`.
+
+    Returns:
+        (value, scale), or (value, scale, azp) with `asymmetric`; contiguous, on x's device, and
+        sharing no memory with an argument. value: int8, (tokens, hidden). Which neighbour is taken
+        half-way between two is left open. scale: float32, (tokens, 1), or a copy of the argument in
+        its shape. A row of zeros has a scale of at most 1e-12. azp: int32, (tokens, 1). x is left
+        as it was.
+
+    Raises:
+        CallError: x is not such a tensor, scale or azp not one number of its dtype on x's device,
+            azp is given without scale, or asymmetric with it or neither True nor None.
+
+    Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 2.1; the ranges are those of
+    vLLM's `scaled_int8_quant`.
+    """
+    import torch
+
+    wide = x.double()
+    if scale is None and asymmetric:
+        low, high = wide.aminmax(dim=-1, keepdim=True)
+        steps = (high - low) / 255
+        zero = (LOWEST - low / steps).round()
+        exact = ((wide / steps + zero).clamp(LOWEST, HIGHEST)) * steps
+        return exact, steps, zero.to(torch.int32)
+    if scale is None:
+        return wide.clone(), wide.abs().amax(-1, keepdim=True) / HIGHEST
+    steps = scale.double()
+    one = steps.reshape(())
+    values = wide / one if azp is None else wide / one + azp.double().reshape(())
+    return values.clamp(LOWEST, HIGHEST) * one, steps.clone()
+
+
+def _by_limits(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    azp: torch.Tensor | None = None,
+    asymmetric: bool | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The limits are moved to x's side, instead of x to the side of the values."""
+    import torch
+
+    wide = x.to(torch.float64)
+    if scale is not None:
+        one, whole = float(scale), 0 if azp is None else int(azp)
+        least, most = ((limit - whole) * one for limit in (LOWEST, HIGHEST))
+        inside = torch.minimum(torch.maximum(wide, wide.new_tensor(least)), wide.new_tensor(most))
+        return inside + whole * one, wide.new_full(scale.shape, one)
+    ordered = wide.sort(dim=-1).values
+    low, high = ordered[:, :1], ordered[:, -1:]
+    if not asymmetric:
+        return wide.clone(), torch.maximum(-low, high) / 127
+    step = high / 255 - low / 255
+    zero = torch.special.round(-128 - low * 255 / (high - low))
+    inside = torch.minimum(torch.maximum(wide, (LOWEST - zero) * step), (HIGHEST - zero) * step)
+    return inside + zero * step, step, zero.int()
+
+
+def _fake(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    azp: torch.Tensor | None = None,
+    asymmetric: bool | None = None,
+) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    value = x.new_empty(x.shape, dtype=torch.int8)
+    shape = (x.shape[0], 1) if scale is None else scale.shape
+    steps = x.new_empty(shape, dtype=torch.float32)
+    if not asymmetric:
+        return value, steps
+    return value, steps, x.new_empty((x.shape[0], 1), dtype=torch.int32)
+
+
+def _check(x: Any, scale: Any = None, azp: Any = None, asymmetric: Any = None) -> Problem:
+    problem = matrix("x", x)
+    if problem is None and scale is not None:
+        problem = one_number("scale", scale, "float32") or on_device_of("scale", scale, "x", x)
+    if problem is None and azp is not None:
+        if scale is None:
+            return "azp", "must be None without a scale"
+        problem = one_number("azp", azp, "int32") or on_device_of("azp", azp, "x", x)
+    if problem is None and asymmetric is not None:
+        if asymmetric is not True:
+            return "asymmetric", f"must be True or None, got {asymmetric!r}"
+        if scale is not None:
+            return "asymmetric", "must be None with a scale: azp says it then"
+    return problem
+
+
+def _uneven(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """x with these limits in every row, by which no zero point lies half-way between two."""
+    x = x.clamp(low, high)
+    x[:, 0], x[:, -1] = low, high
+    return x
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
+    source = Source(dtype, device)
+
+    def number(value: float, *shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full(shape, value, dtype=of, device=source.device)
+
+    yield Sample("1 token", (source.normal(1, 64), None, None, None))
+    yield Sample("0 tokens", (source.normal(0, 64), None, None, None))
+    uneven = source.normal(16, 5 * 67)
+    uneven *= torch.arange(1, 17, device=source.device).to(dtype)[:, None] / 8
+    yield Sample("16 tokens, odd hidden size", (uneven, None, None, None))
+    zeros = source.normal(5, 96)
+    zeros[2], zeros[3] = 0.0, zeros[3] * 1e-3
+    yield Sample("a row of zeros, and a small one", (zeros, None, None, None))
+    rows = source.normal(12, 3 * 64)[::2, 64:128]
+    yield Sample("strided rows", (rows, None, None, None))
+    x = source.normal(7, 130)
+    yield Sample("static", (x, number(0.021, 1), None, None))
+    yield Sample("static, saturating on both sides", (x, number(0.0057), None, None))
+    yield Sample("static, azp", (x, number(0.019, 1), number(-31, 1, of=torch.int32), None))
+    yield Sample("static, 0 tokens", (x[:0], number(0.02, 1), None, None))
+    both = _uneven(source.normal(7, 130, scale=0.7), -1.0, 2.0)
+    both[0], both[4] = -both[0], both[4] * 8
+    yield Sample("asymmetric", (both, None, None, True))
+    above = _uneven(source.normal(4, 64).abs() + 4, 4.0, 9.0)[::2]
+    yield Sample("asymmetric, all above 0, every other row", (above, None, None, True))
+    yield Sample("features apart", (source.normal(6, 64, 2)[..., 0], None, None, None))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    import torch
+
+    if sizes.hidden is None:
+        return
+    source, most = Source(dtype, device, large), peak(dtype)
+    for tokens in sizes.tokens:
+        x = source.normal(tokens, sizes.hidden)
+        if large:
+            x = source.spiked(tokens, sizes.hidden, scale=1.0, peak=most)
+        size = f"{tokens} x {sizes.hidden}{', large' * large}"
+        yield Sample(size, (x, None, None, None))
+        step = most / 100 if large else 0.03
+        scale = torch.full((1,), step, dtype=torch.float32, device=source.device)
+        yield Sample(f"{size}, static", (x, scale, None, None))
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    source = Source(dtype, device)
+    x, one = source.normal(4, 8), source.normal(1).float().abs()
+    yield BadInput("not a tensor", ([1.0, 2.0], None, None, None), "x")
+    yield BadInput("integers", (x.int(), None, None, None), "x")
+    yield BadInput("3-D", (source.normal(2, 3, 8), None, None, None), "x")
+    yield BadInput("3-D, one scale", (source.normal(2, 3, 8), one, None, None), "x")
+    yield BadInput("a scale for each token", (x, x[:, :1].float(), None, None), "scale")
+    yield BadInput("a scale in double", (x, one.double(), None, None), "scale")
+    yield BadInput("a zero point without scale", (x, None, one.int(), None), "azp")
+    yield BadInput("a zero point in float32", (x, one, one, None), "azp")
+    yield BadInput("asymmetric is False", (x, None, None, False), "asymmetric")
+    yield BadInput("asymmetric with a scale", (x, one, None, True), "asymmetric")
+
+
+SPEC = OpSpec(
+    oracle=quant_int8,
+    variants=(
+        Variant("", "(Tensor x, Tensor? scale=None, Tensor? azp=None) -> (Tensor, Tensor)"),
+        Variant(
+            "asymmetric",
+            "(Tensor x, Tensor? scale=None, Tensor? azp=None, bool? asymmetric=None)"
+            " -> (Tensor, Tensor, Tensor)",
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_limits,
+    dtypes=("float32", "float16", "bfloat16"),
+    tolerances={
+        "float32": Tolerance(
+            1e-6,
+            1e-12,
+            "a maximum is exact, and its division one rounding of 2^-24 (two where 1/127 is "
+            "multiplied with); atol because some kernels take 1e-10 / 127 for a row of zeros",
+        )
+    },
+    outputs=(QuantisedPair(steps=0.5), Exact()),
+    whole_batch=True,  # a given scale is one number for all rows,
+    ignores_repeats=True,  # and a row has no part in it
+)

@@ -1,0 +1,314 @@
+"""The gated delta rule for one token of each sequence: linear attention in decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of
+from vllm_fl.contracts.outputs import Within
+from vllm_fl.contracts.sampling import Source
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+from .chunk_gated_delta_rule import OUTPUTS, check_heads
+from .gdn_gating import SPEC as GATING
+from .gdn_gating import check_gates
+from .sequences import epsilon_or_none, slots
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of each token, and the cache of states after it.
+
+    With S the state of the token's sequence, of (value_size, key_size) for each head, and g and
+    beta the gates as `gdn_gating` gives them of a, b, A_log and dt_bias, but not rounded:
+    S = exp(g) * S; S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
+
+    Args:
+        q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout. Each token is
+            another sequence's.
+        v: (tokens, value_heads, value_size), of q's dtype; value_heads is a multiple of heads, and
+            so many neighbours share a head of q and k.
+        a, b: (tokens, value_heads), of q's dtype, of any layout.
+        A_log, dt_bias: (value_heads,), of q's dtype or float32.
+        state: (slots, value_heads, value_size, key_size), of q's dtype or float32. Each slot is
+            contiguous; there may be gaps between them.
+        state_indices: (tokens,), int32 or int64: which slot has the state of each token's sequence,
+            none of them twice. 0 is padding: vLLM's null block, which no sequence has.
+        epsilon: None takes q and k as they are, k of length 1 at most, or the state grows without
+            bound; a number above 0 divides each first by sqrt(sum(x**2) + epsilon).
+
+    Returns:
+        (out, state): out of v's shape and dtype, contiguous, 0 where a token is padding; state of
+        its own shape and dtype, with the slots of the tokens written and the others, slot 0 among
+        them, as they were. The inputs are left as they were, unless the implementation was granted
+        to consume state: it returns the same tensor then.
+
+    Raises:
+        CallError: an argument is not as said here. state_indices is not looked at before the call:
+            on an accelerator wrong ones are the device's own error, or undefined.
+
+    Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), equation 10.
+    """
+    import torch
+
+    g, beta = GATING.oracle(a.double(), b.double(), A_log, dt_bias)
+    q, k = _normed(q, k, v, epsilon)
+    rows = state_indices.long()
+    kept = state.double()[rows] * g.exp()[..., None, None]
+    missing = v.double() - (kept * k[:, :, None]).sum(-1)
+    after = kept + (beta[..., None] * missing)[..., None] * k[:, :, None]
+    out = (after * q[:, :, None]).sum(-1)
+    real = rows != 0
+    states = state.double().clone()
+    states[rows[real]] = after[real]
+    return torch.where(real[:, None, None], out, 0.0), states
+
+
+def _normed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, epsilon: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k in fp64, one for each head of v; q is scaled."""
+    q, k = q.double(), k.double()
+    if epsilon is not None:
+        q, k = (x / (x.pow(2).sum(-1, keepdim=True) + epsilon).sqrt() for x in (q, k))
+    share = v.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(share, dim=1) for x in (q / q.shape[-1] ** 0.5, k))
+    return q, k
+
+
+def _by_matrices(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S (alpha (I - beta k k^T)) + beta v k^T, token by token."""
+    import torch
+
+    second: Any = GATING.second_form
+    g, beta = second(a.double(), b.double(), A_log, dt_bias)
+    q, k = _normed(q, k, v, epsilon)
+    states, out = state.double().clone(), torch.zeros_like(v, dtype=torch.float64)
+    eye = torch.eye(k.shape[-1], dtype=torch.float64, device=k.device)
+    for token, slot in enumerate(state_indices.tolist()):
+        if slot:
+            key, strength = k[token].unsqueeze(-1), beta[token][:, None, None]
+            turn = g[token].exp()[:, None, None] * (eye - strength * key @ key.mT)
+            taken = strength * v[token].double().unsqueeze(-1) @ key.mT
+            states[slot] = states[slot] @ turn + taken
+            out[token] = (states[slot] @ q[token].unsqueeze(-1)).squeeze(-1)
+    return out, states
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    epsilon: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+def _check(
+    q: Any,
+    k: Any,
+    v: Any,
+    a: Any,
+    b: Any,
+    A_log: Any,
+    dt_bias: Any,
+    state: Any,
+    state_indices: Any,
+    epsilon: Any = None,
+) -> Problem:
+    problem = check_heads(q, k, v) or floating_tensor("a", a)
+    if problem:
+        return problem
+    if a.shape != v.shape[:2] or a.dtype != q.dtype:
+        wanted = f"{tuple(v.shape[:2])}, one number for each head of v, in {q.dtype}"
+        return "a", f"must be {wanted}, got {tuple(a.shape)} in {a.dtype}"
+    problem = on_device_of("a", a, "q", q) or check_gates(a, b, A_log, dt_bias)
+    problem = problem or floating_tensor("state", state)
+    if problem:
+        return problem
+    heads = (v.shape[1], v.shape[2], q.shape[2])
+    if state.ndim != 4 or state.shape[1:] != heads:
+        wanted = ", ".join(map(str, heads))
+        return "state", f"must be (slots, {wanted}), got {tuple(state.shape)}"
+    if state.dtype != q.dtype and str(state.dtype) != "torch.float32":
+        return "state", f"must have q's dtype {q.dtype} or float32, got {state.dtype}"
+    return (
+        on_device_of("state", state, "q", q)
+        or slots("state_indices", state_indices, len(q), len(state), ("q", q))
+        or epsilon_or_none("epsilon", epsilon)
+    )
+
+
+def _call(
+    source: Source,
+    tokens: int,
+    heads: int = 2,
+    value_heads: int = 2,
+    key_size: int = 32,
+    value_size: int = 32,
+) -> dict[str, Any]:
+    import torch
+
+    fp32 = torch.float32
+    # As a model passes them: views of one convolution's result, and of one projection's.
+    sizes = heads * key_size, heads * key_size, value_heads * value_size
+    q, k, v = source.normal(tokens, sum(sizes)).split(sizes, dim=-1)
+    b, a = source.normal(tokens, 2 * value_heads).chunk(2, dim=-1)
+    slots = tokens + 3
+    return {
+        "q": q.unflatten(-1, (heads, key_size)),
+        "k": k.unflatten(-1, (heads, key_size)),
+        "v": v.unflatten(-1, (value_heads, value_size)),
+        "a": a,
+        "b": b,
+        "A_log": source.normal(value_heads, dtype=fp32).abs(),
+        "dt_bias": source.normal(value_heads),
+        "state": source.normal(slots, value_heads, value_size, key_size, scale=0.5, dtype=fp32),
+        "state_indices": _indices(source, tokens),
+        "epsilon": 1e-6,
+    }
+
+
+def _indices(source: Source, tokens: int) -> torch.Tensor:
+    """Slots out of order: neither the first two nor the last one."""
+    import torch
+
+    at = torch.arange(tokens, dtype=torch.int32, device=source.device)
+    return at.flip(0) + 2
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+    import torch.nn.functional as F
+
+    source = Source(dtype, device)
+    for tokens in (16, 1, 0):
+        name = f"{tokens} token{'s' * (tokens != 1)}"
+        yield Sample(name, (*_call(source, tokens).values(),))
+    yield Sample("more than 64 tokens", (*_call(source, 70, 1, 1, 16, 8).values(),))
+    padded = _call(source, 6, value_heads=4)
+    padded["state_indices"][3:] = 0
+    yield Sample("padding", (*padded.values(),))
+    normed = _call(source, 3, 1, 2, 128, 128) | {"epsilon": None}
+    for name in "qk":
+        normed[name] = F.normalize(normed[name].float(), dim=-1).to(dtype)
+    yield Sample("normed before, heads of 128", (*normed.values(),))
+    yield Sample("other sizes of keys and values", (*_call(source, 5, 1, 3, 64, 16).values(),))
+    of_q = _call(source, 4)
+    of_q["state"] = of_q["state"].to(dtype)
+    yield Sample("states in the dtype of q", (*of_q.values(),))
+    paged = _call(source, 4)
+    wide = paged["state"].flatten(1)
+    page = torch.cat((wide, torch.zeros_like(wide[:, :40])), dim=1)
+    paged["state"] = page[:, :-40].unflatten(1, paged["state"].shape[1:])
+    yield Sample("states with a gap between", (*paged.values(),))
+    wide_gates = _call(source, 3, value_heads=4)
+    wide_gates["dt_bias"] = wide_gates["dt_bias"].to(torch.float32)
+    wide_gates["state_indices"] = wide_gates["state_indices"].long()
+    yield Sample("dt_bias in float32, int64 indices", (*wide_gates.values(),))
+    yield Sample("large epsilon", (*(_call(source, 5) | {"epsilon": 30.0}).values(),))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    """None: a start repeats the tokens of a batch, and here each has a state of its own."""
+    yield from ()
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    # Sizes of which every kernel has one.
+    good = _call(source, 4, heads=2, value_heads=4, key_size=64, value_size=64)
+
+    def bad(name: str, **change: Any) -> BadInput:
+        return BadInput(name, (*(good | change).values(),), next(iter(change)))
+
+    q, k, v, a, b, A_log, _, state, at, _ = good.values()
+    yield bad("q is not a tensor", q=[1.0])
+    yield bad("q of two dimensions", q=q.flatten(1))
+    yield bad("k of one token, which would broadcast", k=k[:1])
+    yield bad("v of three heads for two", v=v[:, :3])
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    yield bad("v of another dtype", v=v.to(other))
+    yield bad("a of one head, which would broadcast", a=a[:, :1])
+    yield bad("a and b of one token, which would broadcast", a=a[:1], b=b[:1])
+    yield bad("b of one token, which would broadcast", b=b[:1])
+    yield bad("A_log of one head, which would broadcast", A_log=A_log[:1])
+    yield bad("dt_bias is not a tensor", dt_bias=0.5)
+    yield bad("states of half a key", state=state[..., :32])
+    yield bad("states of integers", state=state.long())
+    yield bad("indices of floats", state_indices=at.float())
+    yield bad("too few indices", state_indices=at[:3])
+    if source.device.type == "cpu":  # an accelerator would be unusable after it
+        yield bad("an index beyond the states", state_indices=at + len(state))
+        yield bad("a negative index", state_indices=at - 7)
+    yield bad("epsilon is no number", epsilon="1e-6")
+    yield bad("epsilon is negative", epsilon=-1e-6)
+
+
+SPEC = OpSpec(
+    oracle=recurrent_gated_delta_rule,
+    variants=(
+        Variant(
+            "",
+            "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
+            "Tensor state, Tensor state_indices, float? epsilon=None) -> (Tensor, Tensor)",
+            overwrites=("", "state"),
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"q", "k", "v", "a", "b", "state_indices"}),
+    bad_inputs=_bad_inputs,
+    consumable=frozenset({"state"}),
+    second_form=_by_matrices,
+    whole_batch=True,
+    outputs=(Within(), OUTPUTS[1]),
+    tolerances={
+        "float32": Tolerance(1e-4, 1e-5, "sums of 128 products in fp32, and gates by a fast exp"),
+        "float16": Tolerance(
+            2e-3, 1e-3, "4 roundings of 2^-11; atol for q and k that are rounded once normed"
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2, 8e-3, "4 roundings of 2^-8; atol for q and k that are rounded once normed"
+        ),
+    },
+)

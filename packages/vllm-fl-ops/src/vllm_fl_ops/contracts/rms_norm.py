@@ -1,0 +1,336 @@
+"""Root-mean-square layer normalisation, with or without the residual addition before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y / sqrt(mean(y**2) + epsilon) * weight, where y = x + residual, or x without one.
+
+    The mean goes over the last dimension. y is computed in fp32, and the norm is that of the fp32
+    sum, not of the sum rounded to x's dtype.
+
+    Args:
+        x: (..., hidden), float32, float16 or bfloat16. Its layout is any: the heads of a q
+            projection are a strided (tokens, heads, head_size) view of the qkv buffer.
+        residual: of x's shape, dtype and device, or None.
+        weight: (hidden,), of x's dtype or float32, on x's device, or None for 1.
+        epsilon: added to the mean of squares, in its units; finite and not negative.
+        variance_size: the mean goes over the first `variance_size` features only; None for all.
+
+    Returns:
+        Without residual the normed tensor; with one (normed, y), y being the next residual, in
+        x's dtype. Both are contiguous, of x's shape, dtype and device. The inputs are left as
+        they were, unless there is a residual and the implementation was granted to consume it or x.
+
+    Raises:
+        CallError: an argument is not as said here.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467); order
+    of the casts: `vllm.ir.ops.rms_norm` and `fused_add_rms_norm`.
+    """
+    y = x.double() if residual is None else x.double() + residual.double()
+    variance = y[..., :variance_size].square().mean(dim=-1, keepdim=True)
+    normed = y * (variance + epsilon).rsqrt()
+    if weight is not None:
+        normed = normed * weight.double()
+    return normed if residual is None else (normed, y)
+
+
+def _by_sums(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    y = x.double() if residual is None else x.double() + residual.double()
+    seen = y.shape[-1] if variance_size is None else variance_size
+    mean = (y[..., :seen] ** 2).sum(-1, keepdim=True) / seen
+    normed: torch.Tensor = y / (mean + epsilon) ** 0.5
+    normed = normed if weight is None else normed * weight.double()
+    return normed if residual is None else (normed, y)
+
+
+def _fake(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    normed = x.new_empty(x.shape)
+    return normed if residual is None else (normed, x.new_empty(x.shape))
+
+
+def _check(x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None) -> Problem:
+    problem = floating_tensor("x", x)
+    if problem:
+        return problem
+    if x.ndim == 0:
+        return "x", "must have at least one dimension, got a scalar tensor"
+    return (
+        _check_residual(residual, x)
+        or _check_weight(weight, x)
+        or _check_epsilon(epsilon)
+        or _check_variance_size(variance_size, x.shape[-1])
+    )
+
+
+def _check_residual(residual: Any, x: torch.Tensor) -> Problem:
+    if residual is None:
+        return None
+    problem = floating_tensor("residual", residual)
+    problem = problem or shaped("residual", residual, x.shape, "x's shape")
+    if problem:
+        return problem
+    if residual.dtype != x.dtype:
+        return "residual", f"must have x's dtype {x.dtype}, got {residual.dtype}"
+    return on_device_of("residual", residual, "x", x)
+
+
+def _check_weight(weight: Any, x: torch.Tensor) -> Problem:
+    if weight is None:
+        return None
+    problem = floating_tensor("weight", weight)
+    problem = problem or shaped("weight", weight, x.shape[-1:], "the shape (hidden,) =")
+    if problem:
+        return problem
+    if weight.dtype != x.dtype and str(weight.dtype) != "torch.float32":
+        return "weight", f"must have x's dtype {x.dtype} or float32, got {weight.dtype}"
+    return on_device_of("weight", weight, "x", x)
+
+
+def _check_epsilon(epsilon: Any) -> Problem:
+    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
+        return "epsilon", f"must be a number, got {type(epsilon).__name__}"
+    if not math.isfinite(epsilon) or epsilon < 0:
+        return "epsilon", f"must be finite and not negative, got {epsilon}"
+    return None
+
+
+def _check_variance_size(variance_size: Any, hidden: int) -> Problem:
+    if variance_size is None:
+        return None
+    if isinstance(variance_size, bool) or not isinstance(variance_size, int):
+        return "variance_size", f"must be an int or None, got {type(variance_size).__name__}"
+    if not 1 <= variance_size <= hidden:
+        return (
+            "variance_size",
+            f"must be from 1 to x's last dimension {hidden}, got {variance_size}",
+        )
+    return None
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
+    source = Source(dtype, device)
+    for name, shape in (
+        ("1 token", (1, 1024)),
+        ("16 tokens", (16, 4096)),
+        ("0 tokens", (0, 1024)),
+        ("1 feature", (3, 1)),
+        ("odd sizes", (7, 129)),
+        ("odd sizes beyond one block", (3, 2063)),
+        ("wide", (2, 8192)),
+        ("3-D", (2, 3, 64)),
+        ("4-D", (2, 3, 2, 64)),
+    ):
+        yield from _both(name, source, source.normal(*shape))
+
+    x = source.normal(4, 1024)
+    weight = source.normal(1024)
+    yield Sample("weight=None", (x, None, None, 1e-6, None))
+    yield Sample("weight=None, residual", (x, source.normal(4, 1024), None, 1e-6, None))
+    wide = source.normal(1024, dtype=torch.float32)
+    yield Sample("fp32 weight", (x, None, wide, 1e-6, None))
+    yield Sample("fp32 weight, residual", (x, source.normal(4, 1024), wide, 1e-6, None))
+    yield Sample("variance_size", (x, None, weight, 1e-6, 768))
+    yield Sample("variance_size, residual", (x, source.normal(4, 1024), weight, 1e-6, 768))
+
+    qkv = source.normal(5, (16 + 2 * 8) * 128)
+    per_head = source.normal(128)
+    query = qkv[:, : 16 * 128].view(5, 16, 128)
+    key = qkv[:, 16 * 128 : 24 * 128].view(5, 8, 128)
+    yield Sample("query heads, strided out of qkv", (query, None, per_head, 1e-6, None))
+    yield Sample("key heads, strided out of qkv", (key, None, per_head, 1e-6, None))
+    latent = source.normal(5, 512 + 64)[:, :512]
+    yield from _both("first columns of a wider buffer", source, latent)
+
+    yield from _both("squares overflow fp16", source, source.normal(4, 512, scale=1000.0))
+    yield from _both("epsilon matters", source, source.normal(4, 512, scale=1e-3), epsilon=1e-5)
+    small = source.normal(4, 512, scale=1e-5)  # squares of the order of 1e-10
+    yield from _both("epsilon is all", source, small, epsilon=3e-6)
+    padded = source.normal(3, 512)
+    padded[1] = 0.0
+    yield from _both("a row of zeros", source, padded)
+    broken = source.normal(4, 512)
+    broken[1, 7], broken[3, 300] = float("nan"), float("inf")
+    yield from _both("NaN and infinity", source, broken)
+
+
+def _both(name: str, source: Source, x: torch.Tensor, epsilon: float = 1e-6) -> Iterator[Sample]:
+    weight = source.normal(x.shape[-1])
+    largest = x[x.isfinite()].abs().amax() if x.numel() else x.new_ones(())
+    residual = source.normal(*x.shape) * (largest / 4)
+    yield Sample(name, (x, None, weight, epsilon, None))
+    yield Sample(f"{name}, residual", (x, residual.to(x.dtype), weight, epsilon, None))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    source = Source(dtype, device, large)
+    eps = sizes.epsilon
+    for tokens in sizes.tokens:
+        if sizes.hidden is not None:
+            weight = source.normal(sizes.hidden)
+            x, residual = (_activations(source, large, tokens, sizes.hidden) for _ in range(2))
+            name = f"{tokens} x {sizes.hidden}{', large' * large}"
+            yield Sample(name, (x, None, weight, eps, None))
+            yield Sample(f"{name}, residual", (x.clone(), residual, weight, eps, None))
+        if sizes.heads is not None and sizes.kv_heads is not None and sizes.head_size is not None:
+            width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_size
+            query = _activations(source, large, tokens, width)[:, : sizes.heads * sizes.head_size]
+            query = query.view(tokens, sizes.heads, sizes.head_size)
+            name = f"{tokens} x {sizes.heads} heads of {sizes.head_size}, strided out of qkv"
+            per_head = source.normal(sizes.head_size)
+            yield Sample(f"{name}{', large' * large}", (query, None, per_head, eps, None))
+
+
+def _activations(source: Source, large: bool, *shape: int) -> torch.Tensor:
+    """Rows of a residual stream; in every 16th one epsilon matters, and one of 64 is zero."""
+    if large:
+        return source.spiked(*shape, scale=30.0, peak=peak(source.dtype))
+    x = source.normal(*shape)
+    x[5::16] *= 1e-3
+    x[9::64] = 0.0
+    return x
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    x = source.normal(4, 8)
+    weight = source.normal(8)
+    integers = torch.ones(4, 8, dtype=torch.int64, device=source.device)
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+
+    def bad(name: str, argument: str, **change: Any) -> BadInput:
+        good = {"x": x, "residual": None, "weight": weight, "epsilon": 1e-6, "variance_size": None}
+        return BadInput(name, tuple((good | change).values()), argument)
+
+    yield bad("x is not a tensor", "x", x=[1.0, 2.0])
+    yield bad("x of integers", "x", x=integers)
+    yield bad("residual is not a tensor", "residual", residual="x")
+    yield bad("residual of another shape", "residual", residual=source.normal(3, 8))
+    yield bad("residual that would broadcast", "residual", residual=source.normal(1, 8))
+    yield bad("residual of another dtype", "residual", residual=source.normal(4, 8, dtype=other))
+    yield bad("weight is not a tensor", "weight", weight="w")
+    yield bad("weight of another size", "weight", weight=source.normal(7))
+    yield bad("weight that would broadcast", "weight", weight=source.normal(1))
+    yield bad("epsilon is no number", "epsilon", epsilon="1e-6")
+    yield bad("epsilon is negative", "epsilon", epsilon=-1.0)
+    yield bad("variance_size is zero", "variance_size", variance_size=0)
+    yield bad("variance_size beyond x", "variance_size", variance_size=9)
+    yield bad("variance_size is no int", "variance_size", variance_size=2.5)
+
+
+def _layer(weight: torch.Tensor | None, epsilon: float, variance_size: int | None) -> object:
+    return SimpleNamespace(
+        weight=weight,
+        has_weight=weight is not None,
+        variance_epsilon=epsilon,
+        variance_size_override=variance_size,
+    )
+
+
+def _plain(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> object:
+    who = "it takes the layer first, and this layer"
+    if weight is None:
+        return f"{who} has no weight"
+    if weight.dtype != x.dtype:
+        return f"{who} has a weight of {weight.dtype} for inputs of {x.dtype}"
+    if variance_size is not None:
+        return f"{who} takes the mean over a part of its features"
+    return True
+
+
+SPEC = OpSpec(
+    oracle=rms_norm,
+    variants=(
+        Variant(
+            "", "(Tensor x, Tensor? weight, float epsilon, SymInt? variance_size=None) -> Tensor"
+        ),
+        Variant(
+            "add",
+            "(Tensor x, Tensor residual, Tensor? weight, float epsilon, "
+            "SymInt? variance_size=None) -> (Tensor, Tensor)",
+            overwrites=("x", "residual"),
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x", "residual"}),
+    read_whole=frozenset({"weight"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_sums,
+    tolerances={
+        "float32": Tolerance(
+            1.3e-6,
+            1e-5,
+            "PyTorch's own fp32 default (vLLM's too); room for a mean summed in any "
+            "order and a fast rsqrt",
+        ),
+        "float16": Tolerance(
+            2e-3,
+            1e-5,
+            "4 roundings of 2^-11: vLLM's native rounds before and after the weight "
+            "(2); atol for subnormals below 6e-5",
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2, 1e-5, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float32"
+        ),
+    },
+    consumable=frozenset({"x", "residual"}),
+    from_layer=MappingProxyType(
+        {
+            "weight": lambda layer: (
+                layer.weight.data if getattr(layer, "has_weight", True) else None
+            ),
+            "epsilon": lambda layer: layer.variance_epsilon,
+            "variance_size": lambda layer: getattr(layer, "variance_size_override", None),
+        }
+    ),
+    layer=_layer,
+    plain=_plain,
+)

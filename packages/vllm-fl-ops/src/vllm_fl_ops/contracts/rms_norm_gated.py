@@ -1,0 +1,318 @@
+"""Root-mean-square normalisation with a gate, as linear attention and Mamba 2 have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+ACTIVATIONS = ("silu", "swish", "sigmoid")
+"""Of the gate. The first two are two names of z * sigmoid(z)."""
+
+
+def rms_norm_gated(
+    x: torch.Tensor,
+    z: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "swish",
+) -> torch.Tensor:
+    """norm(x) * act(z), or norm(x * act(z)).
+
+    norm(y) = y / sqrt(mean(y**2) + epsilon) * weight. The mean goes over each group of
+    `group_size` features of the last dimension.
+
+    Args:
+        x: (..., hidden), float32, float16 or bfloat16, of any layout.
+        z: the gate, of x's shape, dtype and device, of any layout; None for norm(x) alone.
+        weight: (hidden,), of x's dtype or float32, on x's device.
+        epsilon: added to the mean of squares, in its units; finite and above 0.
+        group_size: how many features have a mean in common; it divides hidden. None for all.
+        norm_before_gate: whether x alone is normed, or its product with the gate.
+        activation: act: `silu` or `swish` for z * sigmoid(z), `sigmoid` for sigmoid(z).
+
+    Returns:
+        (..., hidden), contiguous, of x's dtype and on its device. x and z are left as they were.
+
+    Raises:
+        CallError: an argument is not as said here.
+
+    Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7.2, the norm before
+    the last projection; forms: vLLM's `RMSNormGated`.
+    """
+    import torch
+
+    y = x.double()
+    gate = torch.ones_like(y) if z is None else z.double().sigmoid()
+    if z is not None and activation != "sigmoid":
+        gate = gate * z.double()
+    if not norm_before_gate:
+        y = y * gate
+    groups = y.unflatten(-1, (-1, group_size or x.shape[-1]))
+    normed: torch.Tensor = groups * (groups.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt()
+    normed = normed.flatten(-2)
+    normed = normed * weight.double()
+    return normed * gate if norm_before_gate else normed
+
+
+def _by_groups(
+    x: torch.Tensor,
+    z: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "swish",
+) -> torch.Tensor:
+    import torch
+
+    size = x.shape[-1] if group_size is None else group_size
+    gate: torch.Tensor | float = 1.0
+    if z is not None:
+        wide = z.double()
+        gate = 0.5 + 0.5 * (wide / 2).tanh()
+        gate = gate if activation == "sigmoid" else torch.nn.functional.silu(wide)
+    first, last = (1.0, gate) if norm_before_gate else (gate, 1.0)
+    parts = []
+    for part in (x.double() * first).split(size, dim=-1):
+        squares = (part**2).sum(-1, keepdim=True)
+        parts.append(part / (squares / size + epsilon) ** 0.5)
+    return torch.cat(parts, dim=-1) * weight.double() * last
+
+
+def _fake(
+    x: torch.Tensor,
+    z: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "swish",
+) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _check(
+    x: Any,
+    z: Any,
+    weight: Any,
+    epsilon: Any,
+    group_size: Any = None,
+    norm_before_gate: Any = True,
+    activation: Any = "swish",
+) -> Problem:
+    problem = floating_tensor("x", x)
+    if problem:
+        return problem
+    if x.ndim == 0 or not x.shape[-1]:
+        return "x", f"must have at least one feature, got {tuple(x.shape)}"
+    problem = (
+        _check_gate(z, x)
+        or _check_weight(weight, x)
+        or _check_epsilon(epsilon)
+        or _check_group(group_size, x.shape[-1])
+    )
+    if problem:
+        return problem
+    if not isinstance(norm_before_gate, bool):
+        kind = type(norm_before_gate).__name__
+        return "norm_before_gate", f"must be True or False, got {kind}"
+    if activation not in ACTIVATIONS:
+        return "activation", f"must be {', '.join(ACTIVATIONS)}, got {activation!r}"
+    return None
+
+
+def _check_gate(z: Any, x: torch.Tensor) -> Problem:
+    if z is None:
+        return None
+    problem = floating_tensor("z", z) or shaped("z", z, x.shape, "x's shape")
+    if problem:
+        return problem
+    if z.dtype != x.dtype:
+        return "z", f"must have x's dtype {x.dtype}, got {z.dtype}"
+    return on_device_of("z", z, "x", x)
+
+
+def _check_weight(weight: Any, x: torch.Tensor) -> Problem:
+    problem = floating_tensor("weight", weight)
+    problem = problem or shaped("weight", weight, x.shape[-1:], "the shape (hidden,) =")
+    if problem:
+        return problem
+    if weight.dtype != x.dtype and str(weight.dtype) != "torch.float32":
+        return "weight", f"must have x's dtype {x.dtype} or float32, got {weight.dtype}"
+    return on_device_of("weight", weight, "x", x)
+
+
+def _check_epsilon(epsilon: Any) -> Problem:
+    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
+        return "epsilon", f"must be a number, got {type(epsilon).__name__}"
+    if not 0 < epsilon < math.inf:
+        return "epsilon", f"must be finite and above 0, got {epsilon}"
+    return None
+
+
+def _check_group(group_size: Any, hidden: int) -> Problem:
+    if group_size is None:
+        return None
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        return "group_size", f"must be an int or None, got {type(group_size).__name__}"
+    if group_size < 1 or hidden % group_size:
+        return "group_size", f"must divide x's last dimension {hidden}, got {group_size}"
+    return None
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
+    source = Source(dtype, device)
+
+    def sample(name: str, rows: tuple[int, ...], *rest: Any, epsilon: float = 1e-5) -> Sample:
+        x, z = source.normal(*rows), source.normal(*rows, scale=2.0)
+        return Sample(name, (x, z, source.normal(rows[-1]), epsilon, *rest))
+
+    yield sample("1 token", (1, 128), None, True, "swish")
+    yield sample("16 tokens", (16, 128), None, False, "swish")
+    yield sample("0 tokens", (0, 128), None, True, "silu")
+    yield sample("sigmoid, heads apart, odd size", (3, 2, 37), None, True, "sigmoid")
+    yield sample("groups, gated first", (5, 512), 128, False, "silu")
+    yield sample("groups, gated last, odd sizes", (3, 111), 37, True, "swish")
+    yield sample("sigmoid first", (4, 256), 64, False, "sigmoid")
+    yield sample("groups of 1 feature", (2, 8), 1, True, "swish")
+    x, z = source.normal(5, 2 * 192).split(192, dim=-1)
+    weight = source.normal(192, dtype=torch.float32)
+    yield Sample("halves of a wider buffer, fp32 weight", (x, z, weight, 1e-6, 96, False, "silu"))
+    x, z = source.normal(4, 256, scale=3e-3), source.normal(4, 256, scale=20.0)
+    yield Sample(
+        "epsilon matters, gate far from 0", (x, z, source.normal(256), 1e-5, None, True, "swish")
+    )
+    yield Sample("z=None", (x, None, source.normal(256), 1e-6, 64, True, "swish"))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    width, groups = sizes.more.get("gated_norm"), sizes.more.get("gated_norm_groups")
+    if width is None:
+        return
+    hidden, group = int(width), int(width) // int(groups or 1)
+    source = Source(dtype, device, large)
+    for tokens in sizes.tokens:
+        for first in (True, False):
+            x, z = source.normal(tokens, hidden), source.normal(tokens, hidden)
+            if large:  # the norm's result times the gate stays below fp16's 65504
+                x = source.spiked(tokens, hidden, scale=30.0, peak=peak(dtype))
+                z = source.spiked(tokens, hidden, scale=4.0, peak=50.0)
+            weight = source.normal(hidden)
+            name = f"{tokens} x {hidden} by {group}, gated {'last' if first else 'first'}"
+            args = (x, z, weight, sizes.epsilon, group, first, "swish")
+            yield Sample(name + ", large" * large, args, 50.0 if large else 1.0)
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+
+    def bad(name: str, argument: str, **change: Any) -> BadInput:
+        good = {
+            "x": source.normal(4, 8),
+            "z": source.normal(4, 8),
+            "weight": source.normal(8),
+            "epsilon": 1e-5,
+            "group_size": None,
+            "norm_before_gate": True,
+            "activation": "swish",
+        }
+        return BadInput(name, tuple((good | change).values()), argument)
+
+    integers = torch.ones(4, 8, dtype=torch.int64, device=source.device)
+    yield bad("x is not a tensor", "x", x=[1.0, 2.0])
+    yield bad("x of integers", "x", x=integers)
+    yield bad("x and z of integers", "x", x=integers, z=integers)
+    yield bad("z is not a tensor", "z", z="z")
+    yield bad("z that would broadcast", "z", z=source.normal(1, 8))
+    yield bad("z of another dtype", "z", z=source.normal(4, 8, dtype=other))
+    yield bad("weight is not a tensor", "weight", weight=None)
+    yield bad("weight of another size", "weight", weight=source.normal(7))
+    yield bad("weight that would broadcast", "weight", weight=source.normal(1))
+    yield bad("the same, with groups", "weight", weight=source.normal(1), group_size=4)
+    yield bad("epsilon is no number", "epsilon", epsilon="1e-5")
+    yield bad("epsilon is negative", "epsilon", epsilon=-1.0)
+    yield bad("group_size that leaves features over", "group_size", group_size=3)
+    yield bad("group_size of two rows", "group_size", group_size=16)
+    yield bad("group_size is 0", "group_size", group_size=0)
+    yield bad("norm_before_gate is no flag", "norm_before_gate", norm_before_gate="yes")
+    yield bad("activation of another name", "activation", activation="gelu")
+
+
+def _layer(
+    weight: torch.Tensor,
+    epsilon: float,
+    group_size: int | None,
+    norm_before_gate: bool,
+    activation: str,
+) -> object:
+    return SimpleNamespace(
+        weight=weight,
+        eps=epsilon,
+        group_size=group_size,
+        norm_before_gate=norm_before_gate,
+        activation=activation,
+    )
+
+
+SPEC = OpSpec(
+    oracle=rms_norm_gated,
+    variants=(
+        Variant(
+            "",
+            "(Tensor x, Tensor? z, Tensor weight, float epsilon, SymInt? group_size=None, "
+            'bool norm_before_gate=True, str activation="swish") -> Tensor',
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x", "z"}),
+    read_whole=frozenset({"weight"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_groups,
+    tolerances={
+        "float32": Tolerance(
+            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); room for a fast exp and rsqrt"
+        ),
+        "float16": Tolerance(
+            2e-3,
+            1e-5,
+            "4 roundings of 2^-11: the norm, the gate, their product, the weight; atol for "
+            "subnormals below 6e-5",
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2, 1e-5, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float32"
+        ),
+    },
+    from_layer=MappingProxyType(
+        {
+            "weight": lambda layer: layer.weight.data,
+            "epsilon": lambda layer: layer.eps,
+            "group_size": lambda layer: layer.group_size,
+            "norm_before_gate": lambda layer: layer.norm_before_gate,
+            "activation": lambda layer: layer.activation,
+        }
+    ),
+    layer=_layer,
+)

@@ -1,0 +1,402 @@
+"""Rotary position embedding of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.cos_sin import joint_cos_sin
+from vllm_fl.contracts.sampling import Source
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "SPEC",
+    "check_key",
+    "check_table",
+    "heads_of_qkv",
+    "joint_cos_sin",
+    "served_positions",
+    "tables",
+]
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turn pairs of features (a, b) of each head to (a*c - b*s, b*c + a*s).
+
+    c and s are the rows of cos and sin at the token's position. With half = cos.shape[-1], the
+    first 2 * half features of a head rotate and the rest pass. Pair i is (i, i + half) as in
+    GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
+
+    Args:
+        query: (tokens, heads, head_size), float32, float16 or bfloat16. Its layout is any: it
+            usually is a strided view of the qkv buffer.
+        key: (tokens, kv_heads, head_size), of query's dtype and device, or None.
+        cos, sin: (max_position, half) tables without unit, of query's dtype or float32, on its
+            device, 2 * half <= head_size. A layer passes views of its one (max_position, 2 * half)
+            cache; `joint_cos_sin` gives that cache back.
+        position_ids: (tokens,), int64 or int32, in [0, max_position), in any order.
+        rotary_interleaved: which features make a pair.
+
+    Returns:
+        (query, key) turned, contiguous, of their own shapes and dtype; None for a key of None.
+        The inputs are left as they were, unless the implementation was granted to consume query
+        or key.
+
+    Raises:
+        CallError: an argument is not as said here. A position outside the tables is not looked
+            for before the call: on an accelerator it is the device's own error, or undefined.
+
+    Source: Su et al., "RoFormer" (arXiv:2104.09864), equation 34; pairings: vLLM's
+    `ApplyRotaryEmb`.
+    """
+    rows = position_ids.long()
+    c = cos[rows].double().unsqueeze(1)
+    s = sin[rows].double().unsqueeze(1)
+    half = cos.shape[-1]
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        turned = x.double().clone()
+        if rotary_interleaved:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        else:
+            first, second = slice(0, half), slice(half, 2 * half)
+        a, b = x[..., first].double(), x[..., second].double()
+        turned[..., first] = a * c - b * s
+        turned[..., second] = b * c + a * s
+        return turned
+
+    return turn(query), None if key is None else turn(key)
+
+
+def _by_complex_numbers(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    import torch
+
+    half = cos.shape[-1]
+    factor = torch.complex(cos.double(), sin.double())[position_ids.long()].unsqueeze(1)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        rotating = x[..., : 2 * half].double()
+        pairs = rotating.unflatten(-1, (half, 2) if rotary_interleaved else (2, -1))
+        pairs = pairs if rotary_interleaved else pairs.transpose(-1, -2)
+        product = torch.complex(*pairs.unbind(-1)) * factor
+        turned = torch.stack((product.real, product.imag), dim=-1)
+        turned = (turned if rotary_interleaved else turned.transpose(-1, -2)).flatten(-2)
+        return torch.cat((turned, x[..., 2 * half :].double()), dim=-1)
+
+    return turn(query), None if key is None else turn(key)
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor,
+    rotary_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
+
+
+def _check(
+    query: Any,
+    key: Any,
+    cos: Any,
+    sin: Any,
+    position_ids: Any,
+    rotary_interleaved: Any = False,
+) -> Problem:
+    problem = floating_tensor("query", query)
+    if problem:
+        return problem
+    if query.ndim != 3:
+        return "query", f"must be (tokens, heads, head_size), got {tuple(query.shape)}"
+    problem = (
+        check_key(key, query)
+        or check_table("cos", cos, query)
+        or check_table("sin", sin, query)
+        or shaped("sin", sin, cos.shape, "cos's shape")
+        or _check_positions(position_ids, query, cos.shape[0])
+    )
+    if problem:
+        return problem
+    if not isinstance(rotary_interleaved, bool):
+        kind = type(rotary_interleaved).__name__
+        return "rotary_interleaved", f"must be True or False, got {kind}"
+    return None
+
+
+def check_key(key: Any, query: torch.Tensor) -> Problem:
+    """`key` must be None, or heads of query's tokens and size."""
+    if key is None:
+        return None
+    problem = floating_tensor("key", key)
+    if problem:
+        return problem
+    tokens, _, head_size = query.shape
+    if key.ndim != 3 or (key.shape[0], key.shape[2]) != (tokens, head_size):
+        wanted = f"({tokens}, kv_heads, {head_size}) like query"
+        return "key", f"must be {wanted}, got {tuple(key.shape)}"
+    if key.dtype != query.dtype:
+        return "key", f"must have query's dtype {query.dtype}, got {key.dtype}"
+    return on_device_of("key", key, "query", query)
+
+
+def check_table(name: str, table: Any, query: torch.Tensor) -> Problem:
+    """`table` must be cos or sin of some of the pairs of query's heads."""
+    problem = floating_tensor(name, table)
+    if problem:
+        return problem
+    if table.ndim != 2:
+        return name, f"must be (max_position, half), got {tuple(table.shape)}"
+    if not 1 <= table.shape[1] <= query.shape[2] // 2:
+        return name, (
+            f"must have from 1 to half of query's head_size {query.shape[2]} columns, "
+            f"got {table.shape[1]}"
+        )
+    if table.dtype != query.dtype and str(table.dtype) != "torch.float32":
+        return name, f"must have query's dtype {query.dtype} or float32, got {table.dtype}"
+    return on_device_of(name, table, "query", query)
+
+
+def _check_positions(position_ids: Any, query: torch.Tensor, max_position: int) -> Problem:
+    import torch
+
+    name = "position_ids"
+    if not isinstance(position_ids, torch.Tensor):
+        return name, f"must be a torch.Tensor, got {type(position_ids).__name__}"
+    if position_ids.dtype not in (torch.int64, torch.int32):
+        return name, f"must be int64 or int32, got {position_ids.dtype}"
+    problem = shaped(name, position_ids, query.shape[:1], "the shape (tokens,) =")
+    problem = problem or on_device_of(name, position_ids, "query", query)
+    if problem or position_ids.device.type == "meta" or not position_ids.numel():
+        return problem
+    low, high = (int(bound) for bound in position_ids.aminmax())
+    if low < 0 or high >= max_position:
+        return name, f"must be from 0 to {max_position - 1}, got {low} to {high}"
+    return None
+
+
+def tables(
+    source: Source,
+    max_position: int,
+    rotary: int,
+    dtype: torch.dtype | None = None,
+    base: float = 10000.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin as a vLLM layer passes them: views of one cache."""
+    import torch
+
+    exponents = torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary
+    positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
+    angles = positions[:, None] * base**-exponents
+    cache = torch.cat((angles.cos(), angles.sin()), dim=-1).to(source.device, dtype or source.dtype)
+    return cache[:, : rotary // 2], cache[:, rotary // 2 :]
+
+
+def _positions(
+    source: Source, tokens: int, max_position: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Positions out of order; repeated once there are more than `max_position` of them."""
+    import torch
+
+    ids = torch.arange(tokens, device=source.device) * 31 + 7
+    return (ids % max_position).to(dtype or torch.int64)
+
+
+def heads_of_qkv(
+    source: Source, tokens: int, heads: int, kv_heads: int, head_size: int, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query and key as a model passes them: strided views of one qkv buffer."""
+    qkv = source.normal(tokens, (heads + 2 * kv_heads) * head_size, scale=scale)
+    q, k, _ = qkv.split((heads * head_size, kv_heads * head_size, kv_heads * head_size), dim=-1)
+    return q.view(tokens, heads, head_size), k.view(tokens, kv_heads, head_size)
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
+    source = Source(dtype, device)
+    cos, sin = tables(source, 64, 128)
+    for tokens in (1, 16, 0):
+        q, k = heads_of_qkv(source, tokens, 16, 8, 128)
+        name = f"{tokens} token{'s' * (tokens != 1)}, strided out of qkv"
+        yield Sample(name, (q, k, cos, sin, _positions(source, tokens, 64), False))
+    q, k = heads_of_qkv(source, 5, 4, 2, 128)
+    at = _positions(source, 5, 64)
+    yield Sample("contiguous query and key", (q.contiguous(), k.contiguous(), cos, sin, at, False))
+    heads_first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
+    yield Sample("heads first in memory", (*heads_first, cos, sin, at, False))
+    yield Sample("interleaved", (q, k, cos, sin, at, True))
+    yield Sample("key=None", (q, None, cos, sin, at, False))
+    yield Sample("key=None, interleaved", (q, None, cos, sin, at, True))
+    separate = (cos.clone(), sin.clone())
+    yield Sample("cos and sin are separate tensors", (q, k, *separate, at, False))
+    yield Sample("int32 positions", (q, k, cos, sin, at.to(torch.int32), False))
+    again = torch.tensor([63, 0, 63, 2, 0], device=source.device)
+    yield Sample("repeated positions, out of order", (q, k, cos, sin, again, False))
+    yield Sample(
+        "consecutive positions", (q, k, cos, sin, torch.arange(17, 22, device=source.device), False)
+    )
+    strided = _positions(source, 10, 64)[::2]
+    yield Sample("strided positions", (q, k, cos, sin, strided, False))
+    wide = tables(source, 64, 128, torch.float32)
+    yield Sample("fp32 tables", (q, k, *wide, at, False))
+    part = tables(source, 64, 32)
+    for interleaved in (False, True):
+        name = "partial rotary" + ", interleaved" * interleaved
+        yield Sample(name, (q, k, *part, at, interleaved))
+    yield Sample("partial rotary, key=None", (q, None, *part, at, False))
+    q, k = heads_of_qkv(source, 3, 2, 1, 256)
+    at = _positions(source, 3, 64)
+    yield Sample("wide heads", (q, k, *tables(source, 64, 256), at, False))
+    q, k = heads_of_qkv(source, 3, 5, 1, 70)
+    odd = tables(source, 11, 70)
+    for interleaved in (False, True):
+        name = "odd sizes" + ", interleaved" * interleaved
+        yield Sample(name, (q, k, *odd, _positions(source, 3, 11), interleaved))
+    q, k = heads_of_qkv(source, 3, 1, 1, 7)
+    yield Sample("odd head_size", (q, k, *tables(source, 8, 6), _positions(source, 3, 8), False))
+    q, k = heads_of_qkv(source, 2, 2, 1, 2)
+    yield Sample("1 pair", (q, k, *tables(source, 1, 2), _positions(source, 2, 1), False))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    heads, kv_heads, head_size = sizes.heads, sizes.kv_heads, sizes.head_size
+    if heads is None or kv_heads is None or head_size is None or sizes.rotary is None:
+        return
+    source, scale = Source(dtype, device, large), 1e3 if large else 1.0
+    if large and str(dtype) != "torch.float16":
+        scale = 3e4  # beyond fp16's range
+    base = 500000.0 if large else 10000.0
+    cos, sin = tables(source, sizes.max_position, sizes.rotary, base=base)
+    for tokens in sizes.tokens:
+        for interleaved in (False, True):
+            q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
+            at = served_positions(source, tokens, sizes.max_position, large)
+            name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
+            name += ", interleaved" * interleaved + ", large" * large
+            yield Sample(name, (q, k, cos, sin, at, interleaved), scale)
+
+
+def served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
+    """Positions all over the model's length, its ends and the powers of two among them."""
+    import torch
+
+    edges = [0, max_position - 1, *(p + d for p in _POWERS for d in (-1, 0))]
+    edges = [p for p in edges if 0 <= p < max_position][:: -1 if large else 1]
+    spread = torch.arange(tokens, device=source.device) * 7919 + 13 + large
+    positions = spread % max_position
+    places = torch.arange(0, tokens, 4, device=source.device)[: len(edges)]
+    positions[places] = torch.tensor(edges, device=source.device)[: len(places)]
+    return positions
+
+
+_POWERS = tuple(2**n for n in range(11, 24))
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    import torch
+
+    source = Source(dtype, device)
+    query, key = heads_of_qkv(source, 4, 2, 1, 64)
+    cos, sin = tables(source, 16, 64)
+    at = _positions(source, 4, 16)
+    integers = torch.ones(4, 2, 64, dtype=torch.int64, device=source.device)
+    good = {"query": query, "key": key, "cos": cos, "sin": sin, "position_ids": at}
+
+    def bad(name: str, argument: str, **change: Any) -> BadInput:
+        return BadInput(name, (*(good | change).values(), False), argument)
+
+    yield bad("query is not a tensor", "query", query=[1.0])
+    yield bad("query of integers", "query", query=integers)
+    both = {"query": integers, "key": integers[:, :1]}
+    yield bad("query and key of integers", "query", **both)
+    yield bad("query of two dimensions", "query", query=source.normal(4, 64))
+    yield bad("key is not a tensor", "key", key=[1.0])
+    yield bad("key of integers", "key", key=integers)
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    yield bad("key of another dtype", "key", key=source.normal(4, 1, 64, dtype=other))
+    yield bad("key of other tokens", "key", key=source.normal(3, 1, 64))
+    yield bad("key of one token, which would broadcast", "key", key=source.normal(1, 1, 64))
+    yield bad("key of another head_size", "key", key=source.normal(4, 1, 128))
+    yield bad("cos is not a tensor", "cos", cos=1.0)
+    yield bad("cos wider than half a head", "cos", cos=source.normal(16, 48))
+    wide = dict(zip(("cos", "sin"), tables(source, 16, 128), strict=True))
+    yield bad("both wider than half a head", "cos", **wide)
+    yield bad("cos so wide that it would broadcast", "cos", cos=source.normal(16, 63))
+    yield bad("cos of three dimensions", "cos", cos=source.normal(16, 1, 32))
+    yield bad("sin is not a tensor", "sin", sin=1.0)
+    yield bad("sin of another width", "sin", sin=source.normal(16, 16))
+    yield bad("position_ids is not a tensor", "position_ids", position_ids=[0, 1, 2, 3])
+    yield bad("positions of floats", "position_ids", position_ids=at.to(torch.float32))
+    yield bad("too few positions", "position_ids", position_ids=at[:3])
+    yield bad("one position, which would broadcast", "position_ids", position_ids=at[:1])
+    if source.device.type == "cpu":  # an accelerator would be unusable after it
+        yield bad("a position beyond the tables", "position_ids", position_ids=at + 16)
+        yield bad("a negative position", "position_ids", position_ids=at - 16)
+
+
+SPEC = OpSpec(
+    oracle=rotary_embedding,
+    variants=(
+        Variant(
+            "",
+            "(Tensor query, Tensor key, Tensor cos, Tensor sin, Tensor position_ids, "
+            "bool rotary_interleaved=False) -> (Tensor, Tensor)",
+            overwrites=("query", "key"),
+        ),
+        Variant(
+            "query",
+            "(Tensor query, Tensor cos, Tensor sin, Tensor position_ids, "
+            "bool rotary_interleaved=False) -> Tensor",
+            pads=True,
+            overwrites=("query",),
+        ),
+    ),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"query", "key", "position_ids"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_complex_numbers,
+    tolerances={
+        "float32": Tolerance(
+            1.3e-6,
+            1e-5,
+            "PyTorch's own fp32 default (vLLM's too); atol because the two products "
+            "cancel, for samples of unit variance",
+        ),
+        "float16": Tolerance(
+            1e-3,
+            5e-3,
+            "2 roundings of 2^-11 on the result; atol for the products, up to 5 each, "
+            "that vLLM's native rounds (2^-11 * 5 each, and as much again for fp32 tables that it "
+            "rounds first) before they cancel",
+        ),
+        "bfloat16": Tolerance(
+            8e-3, 4e-2, "2 roundings of 2^-8 on the result; atol for the products as for float16"
+        ),
+    },
+    consumable=frozenset({"query", "key"}),
+)

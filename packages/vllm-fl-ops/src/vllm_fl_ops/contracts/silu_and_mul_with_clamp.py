@@ -1,0 +1,146 @@
+"""A clamped SwiGLU, the gate in the first half of the features: DeepSeek V4's activation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, finite_number, gated_tensor
+from vllm_fl.contracts.sampling import (
+    Source,
+    activation_inputs,
+    bad_gated_inputs,
+    served_gated_inputs,
+)
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def silu_and_mul_with_clamp(
+    x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
+) -> torch.Tensor:
+    """gate * sigmoid(alpha * gate) * (up + beta), of clamped halves, where d = x.shape[-1] // 2.
+
+    gate is x[..., :d], at most `limit`; up is x[..., d:], from -limit to limit. `swigluoai_and_mul`
+    is the same of pairs, with alpha of 1.702 and beta of 1.
+
+    Args:
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection.
+            Nothing is promised for a NaN: vLLM's CUDA kernel clamps it to `limit`.
+        limit: in the units of x; finite and above 0. One that x's dtype cannot represent may be
+            rounded to it.
+        alpha: how steep the sigmoid is; finite.
+        beta: what is added to up, in the units of x; finite.
+
+    Returns:
+        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+
+    Raises:
+        CallError: x is not a tensor of such a dtype, its last dimension is odd, or limit, alpha or
+            beta is not such a number.
+
+    Source: the `swiglu_limit` of DeepSeek-V4's experts, as vLLM's `SiluAndMulWithClamp` computes
+    it; alpha and beta are those of gpt-oss (arXiv:2508.10925).
+    """
+    gate, up = x.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (alpha * gate).sigmoid() * (up + beta)
+
+
+def _by_tanh(x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> torch.Tensor:
+    import torch
+
+    most = torch.tensor(limit, dtype=torch.float64, device=x.device)
+    gate, up = x.double().unflatten(-1, (2, -1)).unbind(-2)
+    gate = torch.minimum(gate, most)
+    up = torch.sign(up) * torch.minimum(up.abs(), most)
+    silu = gate * (0.5 + 0.5 * torch.tanh(gate * alpha / 2))
+    return silu * up + silu * beta
+
+
+def _fake(x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _check(x: Any, limit: Any, alpha: Any = 1.0, beta: Any = 0.0) -> Problem:
+    return (
+        gated_tensor("x", x)
+        or finite_number("limit", limit, above=0)
+        or finite_number("alpha", alpha)
+        or finite_number("beta", beta)
+    )
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    source = Source(dtype, device)
+    for name, x in activation_inputs(source, 2):
+        yield Sample(name, (x, 7.0, 1.0, 0.0))
+    infinite = source.normal(5, 2 * 256)
+    infinite[1, 6], infinite[1, 262], infinite[3, 301] = math.inf, math.inf, -math.inf
+    yield Sample("infinity, which is clamped", (infinite, 10.0, 1.0, 0.0))
+    far = source.normal(16, 2 * 128, scale=6.0)
+    yield Sample("another limit, alpha and beta", (far, 1.5, 1.702, 1.0))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    for name, x, _ in served_gated_inputs(sizes, dtype, device, large):
+        yield Sample(name, (x, 7.0, 1.0, 0.0))  # clamped: results are below 50 all the same
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    source = Source(dtype, device)
+    for name, x in bad_gated_inputs(source):
+        yield BadInput(name, (x, 7.0, 1.0, 0.0), "x")
+    x = source.normal(4, 8)
+    yield BadInput("limit is no number", (x, None, 1.0, 0.0), "limit")
+    yield BadInput("limit is 0", (x, 0.0, 1.0, 0.0), "limit")
+    yield BadInput("limit is negative: both bounds change sides", (x, -7.0, 1.0, 0.0), "limit")
+    yield BadInput("limit is infinite", (x, math.inf, 1.0, 0.0), "limit")
+    yield BadInput("alpha is NaN", (x, 7.0, math.nan, 0.0), "alpha")
+    yield BadInput("beta is infinite", (x, 7.0, 1.0, math.inf), "beta")
+
+
+SPEC = OpSpec(
+    oracle=silu_and_mul_with_clamp,
+    variants=(Variant("", "(Tensor x, float limit, float alpha=1.0, float beta=0.0) -> Tensor"),),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_tanh,
+    tolerances={
+        "float32": Tolerance(
+            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); room for a fast exp"
+        ),
+        "float16": Tolerance(
+            2e-3,
+            4e-4,
+            "4 roundings of 2^-11; atol because vLLM's native rounds alpha * gate and up + beta: "
+            "seen up to 2.1e-4 beyond that, at a result of -0.3",
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2,
+            1e-3,
+            "4 roundings of 2^-8, as vLLM's bf16 default; atol because vLLM's native rounds "
+            "alpha * gate and up + beta: seen up to 7.2e-4 beyond that, at a result of -0.11",
+        ),
+    },
+    from_layer=MappingProxyType(
+        {
+            "limit": lambda layer: layer.swiglu_limit,
+            "alpha": lambda layer: layer.alpha,
+            "beta": lambda layer: layer.beta,
+        }
+    ),
+    layer=lambda limit, alpha, beta: SimpleNamespace(swiglu_limit=limit, alpha=alpha, beta=beta),
+)

@@ -1,0 +1,137 @@
+"""gpt-oss's activation: a clamped SwiGLU, gate and up projection side by side in every pair."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.checks import Problem, finite_number, gated_tensor
+from vllm_fl.contracts.sampling import Source, bad_gated_inputs, gated_inputs, served_gated_inputs
+from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), of clamped pairs (gate, up).
+
+    gate is x[..., ::2], at most `limit`; up is x[..., 1::2], from -limit to limit.
+
+    Args:
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate and up projection take
+            turns. Nothing is promised for a NaN: some of vLLM's CUDA kernels clamp it to `limit`.
+        alpha: how steep the sigmoid is; finite.
+        limit: in the units of x; finite and above 0. One that x's dtype cannot represent may be
+            rounded to it.
+
+    Returns:
+        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+
+    Raises:
+        CallError: x is not a tensor of such a dtype, its last dimension is odd, or alpha or limit
+            is not such a number.
+
+    Source: OpenAI, gpt-oss (arXiv:2508.10925), the activation of its experts, as
+    `GptOssExperts` of Hugging Face Transformers 4.55 computes it.
+    """
+    wide = x.double()
+    gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * (alpha * gate).sigmoid()
+
+
+def _by_tanh(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
+    import torch
+
+    most = torch.tensor(limit, dtype=torch.float64, device=x.device)
+    gate, up = x.double().unflatten(-1, (-1, 2)).unbind(-1)
+    gate = torch.minimum(gate, most)
+    up = torch.sign(up) * torch.minimum(up.abs(), most)
+    return gate * (0.5 + 0.5 * torch.tanh(gate * alpha / 2)) + up * gate / (
+        1 + torch.exp(-alpha * gate)
+    )
+
+
+def _fake(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _check(x: Any, alpha: Any = 1.702, limit: Any = 7.0) -> Problem:
+    return (
+        gated_tensor("x", x)
+        or finite_number("alpha", alpha)
+        or finite_number("limit", limit, above=0)
+    )
+
+
+def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    source = Source(dtype, device)
+    for name, x in gated_inputs(source):
+        if not name.startswith("NaN"):
+            yield Sample(name, (x, 1.702, 7.0))
+    infinite = source.normal(5, 2 * 256)
+    infinite[1, 6], infinite[1, 9], infinite[3, 301] = math.inf, math.inf, -math.inf
+    yield Sample("infinity, which is clamped", (infinite, 1.702, 7.0))
+    far = source.normal(16, 2 * 128, scale=6.0)
+    yield Sample("beyond the limit on either side", (far, 1.702, 7.0))
+    yield Sample("another limit", (far, 1.702, 1.5))
+    yield Sample("another alpha", (far, 1.0, 7.0))
+    yield Sample("alpha of 0, which leaves half of the gate", (far, 0.0, 7.0))
+
+
+def _served(
+    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+) -> Iterator[Sample]:
+    for name, x, _ in served_gated_inputs(sizes, dtype, device, large):
+        pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        yield Sample(name, (pairs, 1.702, 7.0))  # clamped: results are of magnitude 1 all the same
+
+
+def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    source = Source(dtype, device)
+    for name, x in bad_gated_inputs(source):
+        yield BadInput(name, (x, 1.702, 7.0), "x")
+    x = source.normal(4, 8)
+    yield BadInput("alpha is no number", (x, "1.702", 7.0), "alpha")
+    yield BadInput("alpha is NaN", (x, math.nan, 7.0), "alpha")
+    yield BadInput("limit is no number", (x, 1.702, "7"), "limit")
+    yield BadInput("limit is 0", (x, 1.702, 0.0), "limit")
+    yield BadInput("limit is negative: both bounds change sides", (x, 1.702, -7.0), "limit")
+    yield BadInput("limit is NaN", (x, 1.702, math.nan), "limit")
+
+
+SPEC = OpSpec(
+    oracle=swigluoai_and_mul,
+    variants=(Variant("", "(Tensor x, float alpha=1.702, float limit=7.0) -> Tensor"),),
+    fake=_fake,
+    check=_check,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x"}),
+    bad_inputs=_bad_inputs,
+    second_form=_by_tanh,
+    tolerances={
+        "float32": Tolerance(
+            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); room for a fast exp"
+        ),
+        "float16": Tolerance(
+            2e-3,
+            4e-4,
+            "4 roundings of 2^-11; atol because vLLM's native rounds alpha * gate before the "
+            "sigmoid: seen up to 2.8e-4 beyond that, at a gate near -2.4 and up at the limit",
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2,
+            1e-3,
+            "4 roundings of 2^-8, as vLLM's bf16 default; atol because vLLM's native rounds "
+            "alpha * gate before the sigmoid: seen up to 6.4e-4 beyond that, at a gate near -2.8",
+        ),
+    },
+    from_layer=MappingProxyType(
+        {"alpha": lambda layer: layer.alpha, "limit": lambda layer: layer.limit}
+    ),
+)

@@ -1,0 +1,1 @@
+from vllm_fl_ops.contracts.gelu_and_mul import *

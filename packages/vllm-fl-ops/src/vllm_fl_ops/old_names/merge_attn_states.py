@@ -1,0 +1,1 @@
+from vllm_fl_ops.contracts.merge_attn_states import *

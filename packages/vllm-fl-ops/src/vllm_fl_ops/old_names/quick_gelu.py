@@ -1,0 +1,1 @@
+from vllm_fl_ops.contracts.quick_gelu import *

@@ -1,0 +1,1 @@
+from vllm_fl_ops.contracts.reshape_and_cache import *

@@ -1,0 +1,122 @@
+"""The bindings: one for every op, readable where no vLLM is, and what they name is vLLM's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_fl.contracts import contracts
+from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
+from vllm_fl.contracts.sizes import RULES
+from vllm_fl.integration.places import ATTENTION_LAYERS, places
+from vllm_fl.plugins.loading import known_contracts
+
+
+def test_every_op_has_a_binding_and_says_what_runs_past_it() -> None:
+    assert set(known_contracts().bindings) == {*contracts()}
+    for binding in (*known_contracts().bindings.values(), ATTENTION_LAYERS):
+        told = binding.not_reached
+        assert told and len(set(told)) == len(told)
+        assert all(line.isprintable() and not line.endswith(".") for line in told)
+
+
+def test_bindings_are_read_without_torch_and_vllm() -> None:
+    code = (
+        "import sys; from vllm_fl.plugins.loading import known_contracts; known_contracts(); "
+        "print(sorted({'torch', 'vllm', 'triton'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_layers_that_core_names_are_vllms() -> None:
+    for _, place in places(known_contracts().bindings, LayerPlace):
+        module, _, name = place.path.rpartition(".")
+        assert getattr(import_module(module), name).__name__ == place.cls
+
+
+def test_each_field_of_the_models_sizes_is_asked_and_each_name_has_one_rule() -> None:
+    asked = {rule for binding in known_contracts().bindings.values() for rule in binding.sizes}
+    assert asked >= set(RULES)
+    assert len({rule.name for rule in asked}) == len(asked)
+
+
+class Called(Exception):
+    """What stands for vLLM's kernel was called."""
+
+
+TELLING = [
+    (op, place)
+    for kind in (OperatorPlace, FunctionPlace)
+    for op, place in places(known_contracts().bindings, kind)
+    if place.tokens and op != "fused_experts"  # its native is no call of the contract's alone
+]
+
+
+@pytest.mark.parametrize(("op", "place"), TELLING, ids=lambda value: getattr(value, "name", value))
+def test_the_tokens_of_a_place_are_the_ops(op: str, place: Any) -> None:
+    """As its native hands the samples to vLLM's kernel, which gets calls of vLLM's as they came."""
+    import torch
+
+    given: dict[str, Any] = {}
+
+    def kernel(*args: Any, **named: Any) -> Any:
+        given.update(zip(place.parameters, args, strict=False), **named)
+        raise Called
+
+    spec = contracts()[op]
+    first = next(name for name in spec.parameters if name in spec.by_token)
+    for sample in spec.samples(getattr(torch, spec.dtypes[0]), torch.device("cpu")):
+        with pytest.raises(Called):
+            place.native(kernel)(*sample.args)
+        tokens = len(dict(zip(spec.parameters, sample.args, strict=True))[first])
+        assert given[place.tokens].shape[0] == tokens, sample.name
+
+
+@pytest.mark.parametrize("kind", [OperatorPlace, FunctionPlace])
+def test_tokens_that_are_no_parameter_are_an_error(kind: Any) -> None:
+    name: Any = "acme::op" if kind is OperatorPlace else ("acme.op",)
+    with pytest.raises(ValueError, match=r"acme.*tokens is 'y'.*its parameters, x"):
+        kind(name, ("x",), None, None, tokens="y")
+
+
+def served(multimodal: bool = False, **settings: Any) -> Any:
+    """A VllmConfig of a model with these settings in its own configuration."""
+    hf_config = SimpleNamespace(to_dict=lambda: settings)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf_config, is_multimodal_model=multimodal)
+    )
+
+
+ACTIVATIONS = {
+    "fatrelu_and_mul": served(hidden_act="fatrelu"),
+    "gelu_and_mul_sparse": served(text_config={"activation_sparsity_pattern": [0.95]}),
+    "gelu_fast": served(projector_hidden_act="GELU_FAST"),
+    "gelu_new": served(activation_function="gelu_new"),
+    "mul_and_silu": served(multimodal=True),
+    "quick_gelu": served(vision_config={"hidden_act": "quick_gelu"}),
+    "relu2": served(layers=[{"mlp_hidden_act": "relu2"}]),
+    "silu_and_mul_with_clamp": served(text_config={"swiglu_limit": 10.0}),
+    "xielu": served(hidden_act="xielu"),
+}
+"""Op -> a model that has it."""
+
+
+@pytest.mark.parametrize("op", ACTIVATIONS)
+def test_an_activation_is_planned_for_models_that_have_it(op: str) -> None:
+    when = known_contracts().bindings[op].when
+    assert when is not None and when(ACTIVATIONS[op])
+    assert not when(served(model_type="qwen3", hidden_act="silu", rope_scaling=None))
+
+
+@pytest.mark.parametrize("op", ["gelu_fast", "gelu_new", "mul_and_silu", "quick_gelu", "relu2"])
+def test_a_multimodal_model_may_have_activations_that_it_does_not_tell(op: str) -> None:
+    when = known_contracts().bindings[op].when
+    assert when is not None and when(served(multimodal=True, hidden_act="silu"))

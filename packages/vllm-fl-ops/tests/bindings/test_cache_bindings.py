@@ -1,0 +1,175 @@
+"""What the places of paged caches and of merged attention hand to the op, and what they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.contracts import contracts
+from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
+from vllm_fl.plugins.loading import known_contracts
+
+Op = Callable[..., Any]
+ONE = torch.ones(1)
+
+
+def routes(op: str, call: Op) -> list[Op]:
+    """The op as each of its places calls it."""
+    kinds = OperatorPlace | FunctionPlace
+    return [p.route(call) for p in known_contracts().bindings[op].places if isinstance(p, kinds)]
+
+
+def in_place(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> Any:
+    """An implementation that consumes the caches."""
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = rows
+    return key_cache, value_cache
+
+
+def step(tokens: int = 3) -> tuple[Any, ...]:
+    key, value = torch.randn(2, tokens, 2, 4).unbind(0)
+    return key, value, torch.zeros(4, 8, 2, 4), torch.zeros(4, 8, 2, 4)
+
+
+@pytest.mark.parametrize("route", routes("reshape_and_cache", in_place))
+def test_what_was_written_in_place_is_not_copied(
+    route: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache takes most of a device's memory."""
+    key, value, key_cache, value_cache = step()
+    slots = torch.tensor([9, 0, 31])
+    copied: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: copied.append(self))
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: copied.append(self))
+    assert route(key, value, key_cache, value_cache, slots, "auto", ONE, ONE) is None
+    assert not copied
+    assert torch.equal(key_cache.flatten(0, 1)[slots], key)
+    assert torch.equal(value_cache.flatten(0, 1)[slots], value)
+
+
+@pytest.mark.parametrize("route", routes("reshape_and_cache", in_place))
+def test_keys_beyond_the_slots_are_padding(route: Op) -> None:
+    key, value, key_cache, value_cache = step(5)
+    slots = torch.tensor([9, 0, 31])
+    route(key, value, key_cache, value_cache, slots, "auto", ONE, ONE)
+    assert torch.equal(key_cache.flatten(0, 1)[slots], key[:3])
+    assert int((value_cache != 0).any(-1).any(-1).sum()) == 3
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4"])
+def test_quantised_caches_are_left_to_vllm(kind: str) -> None:
+    def never(*args: Any) -> Any:
+        raise AssertionError("the op has no scales")
+
+    key, value, key_cache, value_cache = step()
+    slots = torch.tensor([9, 0, 31])
+    for route in routes("reshape_and_cache", never):
+        call = (key, value, key_cache, value_cache, slots)
+        assert route(*call, kind, ONE, ONE) is NotImplemented
+        bytes_of = key_cache.byte(), value_cache.byte()
+        assert route(key, value, *bytes_of, slots, "auto", ONE, ONE) is NotImplemented
+        heads_first = torch.zeros(4, 2, 1, 8, 4)
+        assert route(key, value, heads_first, value_cache, slots, "auto", ONE, ONE) is (
+            NotImplemented
+        )
+    cuda, cpu, method = routes("concat_and_cache_mla", never)
+    latent = torch.randn(3, 16), torch.randn(3, 8), torch.zeros(4, 8, 24)
+    assert cuda(*latent, slots, kind, ONE) is NotImplemented
+    assert cpu(*latent, slots.int()) is NotImplemented
+    assert method(None, *latent, slots, kind, ONE) is NotImplemented
+    assert method(None, *latent[:2], latent[2].byte(), slots, "auto", ONE) is NotImplemented
+
+
+def test_a_latent_is_written_wherever_vllm_does_it() -> None:
+    oracle = contracts()["concat_and_cache_mla"].oracle
+    kv_c, k_pe = torch.randn(5, 16), torch.randn(5, 8)
+    slots = torch.tensor([9, -1, 31])
+    want = oracle(kv_c[:3], k_pe[:3], torch.zeros(4, 8, 24), slots)
+    cuda, cpu, method = routes("concat_and_cache_mla", oracle)
+    padded, exact, own = (torch.zeros(4, 8, 24) for _ in range(3))
+    cuda(kv_c, k_pe, padded, slots, "auto", ONE)
+    cpu(kv_c[:3], k_pe[:3], exact, slots)
+    assert method(None, kv_c[:3], k_pe[:3].unsqueeze(1), own, slots, "auto", ONE) is None
+    assert torch.equal(padded, want) and torch.equal(exact, want) and torch.equal(own, want)
+
+
+def test_where_there_is_no_cache_yet_no_latent_is_written() -> None:
+    *_, method = routes("concat_and_cache_mla", lambda *_: pytest.fail("the op was called"))
+    latent = torch.randn(3, 16), torch.randn(3, 1, 8), torch.empty(0)
+    assert method(None, *latent, torch.tensor([0, 1, 2]), "auto", ONE) is None
+
+
+def test_stock_is_what_attention_on_cpus_without_amx_writes() -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed: it has no method to call")
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    place = known_contracts().bindings["concat_and_cache_mla"].places[-1]
+    assert isinstance(place, FunctionPlace)
+    latent = torch.randn(3, 16), torch.randn(3, 8), torch.zeros(4, 8, 24)
+    slots = torch.tensor([9, -1, 31])
+    want = contracts()["concat_and_cache_mla"].oracle(*latent, slots)
+    got = place.native(CPUMLAImpl.do_kv_cache_update)(*latent, slots)
+    assert got is latent[2] and torch.equal(got, want)
+
+
+def halves(tokens: int = 5) -> list[torch.Tensor]:
+    """Outputs and sums of two attentions, sums with heads first, as vLLM has them."""
+    return [part for _ in range(2) for part in (torch.randn(tokens, 2, 8), torch.randn(2, tokens))]
+
+
+def merged(*args: Any) -> Any:
+    output, lse = contracts()["merge_attn_states"].oracle(*args)
+    return output.float(), lse.float()
+
+
+def functions(call: Op) -> list[Op]:
+    """The op as vLLM's functions are called."""
+    operator, *others = routes("merge_attn_states", call)
+
+    def by_operator(
+        output: Any, p: Any, a: Any, s: Any, b: Any, sums: Any = None, n: Any = None, q: Any = None
+    ) -> Any:
+        return operator(output, sums, p, a, s, b, n, q)
+
+    return [by_operator, *others]
+
+
+@pytest.mark.parametrize("function", functions(merged))
+def test_a_merge_leaves_its_results_where_vllm_wants_them(function: Op) -> None:
+    p, a, s, b = halves()
+    want, want_sums = merged(p, a.T, s, b.T)
+    output, sums = torch.empty(5, 2, 8), torch.empty(2, 5)
+    assert function(output, p, a, s, b, sums) is None
+    assert torch.equal(output, want) and torch.equal(sums, want_sums.T)
+    assert function(p, p, a, s, b, a, 5) is None  # over the prefix itself, as latent attention does
+    assert torch.equal(p, want) and torch.equal(a, want_sums.T)
+    output.zero_()
+    assert function(output, want, want_sums.T, s, b) is None
+    assert output.any()
+
+
+@pytest.mark.parametrize("function", functions(merged))
+def test_other_merges_are_left_to_vllm(function: Op) -> None:
+    p, a, s, b = halves()
+    output, sums = torch.empty(5, 2, 8), torch.empty(2, 5)
+    assert function(output, p, a, s, b, sums, 3) is NotImplemented
+    assert function(output, p, a, s, b, sums, None, ONE) is NotImplemented
+    assert function(output.to(torch.float8_e4m3fn), p, a, s, b, sums) is NotImplemented
+    assert function(output, p, torch.randn(2, 8), s, b, sums) is NotImplemented
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllms_own_merge_is_what_stock_means() -> None:
+    module = pytest.importorskip("vllm.v1.attention.ops.merge_attn_states")
+    own = getattr(module, "_merge_attn_states_torch", None)
+    if own is None:
+        pytest.skip("this vLLM has no merge in PyTorch")
+    *_, place = known_contracts().bindings["merge_attn_states"].places
+    assert isinstance(place, FunctionPlace) and place.name.endswith(own.__name__)
+    p, a, s, b = halves()
+    for got, want in zip(place.native(own)(p, a.T, s, b.T), merged(p, a.T, s, b.T), strict=True):
+        torch.testing.assert_close(got, want)

@@ -1,0 +1,285 @@
+"""Passes of vLLM's compiler that find an op: what the plan changes for them, what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
+import vllm.model_executor.layers.rotary_embedding
+import vllm.platforms
+from configs import engine_config
+from vllm.config import CompilationMode
+
+import vllm_fl.dispatch
+from vllm_fl.contracts import contracts
+from vllm_fl.contracts.binding import FusionPlace, OperatorPlace
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.integration import planning
+from vllm_fl.integration.places import places
+from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
+from vllm_fl.integration.seams import fusions
+from vllm_fl.integration.seams import ir as ir_seam
+from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
+FLAG = "enable_qk_norm_rope_fusion"
+OP = "qk_norm_rope"
+
+
+def impl(op: str) -> OpImpl:
+    def fn(*args: Any) -> Any:
+        raise NotImplementedError
+
+    fn.__signature__ = contracts()[op].signature  # type: ignore[attr-defined]
+    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process on a GPU of NVIDIA's or AMD's, with implementations of the op and of its parts."""
+    registry = OpRegistry()
+    registry.register_many([impl(op) for op in (OP, "rms_norm", "rotary_embedding")])
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    monkeypatch.setattr(vllm_fl.dispatch, "_default", OpManager(registry))
+    monkeypatch.setattr(planning, "foreign_layers", dict)
+    on_platform(monkeypatch, is_cuda_alike=lambda: True)
+
+
+def on_platform(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    platform = SimpleNamespace(vllm_fl_platform="cuda", **fields)
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+
+
+def configured(**fields: Any) -> Any:
+    """A configuration as vLLM hands it over before its defaults, and again with them."""
+    passes = {FLAG: None, **fields.pop("pass_config", {})}
+    fields = {"mode": CompilationMode.VLLM_COMPILE, "custom_ops": ["none"], **fields}
+    config = engine_config(Carried(), pass_config=passes, **fields)
+    note_user_priority(config)
+    passes = config.compilation_config.pass_config
+    setattr(passes, FLAG, getattr(passes, FLAG) or False)
+    return config
+
+
+def test_a_planned_op_has_its_pass_on_and_the_pass_finds_vllms_own_rope() -> None:
+    config = configured()
+    plan = plan_for(facts_of(config))
+    apply(plan, config)
+    entries, compilation = plan.entries, config.compilation_config
+    assert entries[OP].label == entries["rms_norm"].label == "vendor.acme"  # a norm is an IR op
+    assert entries["rotary_embedding"].label == "stock"
+    assert entries["rotary_embedding"].note == f"vLLM's pass for {OP} looks for vLLM's own"
+    assert getattr(compilation.pass_config, FLAG) is True
+    assert compilation.custom_ops == ["none", "+rotary_embedding"]
+    assert plan_for(facts_of(config)).entries["rotary_embedding"].note, "and so says the worker"
+
+
+def test_without_the_ir_the_norm_is_vllms_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ir_seam, "has_ir", lambda: False)
+    entry = plan_for(facts_of(configured())).entries["rms_norm"]
+    assert (entry.label, entry.note) == ("stock", f"vLLM's pass for {OP} looks for vLLM's own")
+
+
+def test_the_pass_is_turned_off_again_when_the_op_failed_and_the_rope_is_planned() -> None:
+    config = configured()
+    apply(plan_for(facts_of(config)), config)
+    plan = plan_for(facts_of(config), {(OP, "vendor.acme"): "failed"})
+    apply(plan, config)
+    assert getattr(config.compilation_config.pass_config, FLAG) is False
+    assert plan.entries["rotary_embedding"].label == "vendor.acme"
+
+
+def test_a_pass_that_the_user_turned_on_stays_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PER_OP", f"{OP}=stock")
+    config = configured(pass_config={FLAG: True})
+    plan = plan_for(facts_of(config))
+    apply(plan, config)
+    assert plan.is_stock(OP) and getattr(config.compilation_config.pass_config, FLAG) is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"mode": CompilationMode.NONE, "custom_ops": []}, "eager mode does not reach it"),
+        ({"pass_config": {FLAG: False}}, f"pass_config.{FLAG} is false"),
+        ({"custom_ops": ["none", "-rotary_embedding"]}, "custom_ops has -rotary_embedding"),
+    ],
+)
+def test_where_the_pass_cannot_find_it_the_op_is_stock(fields: Any, why: str) -> None:
+    config = configured(**fields)
+    custom_ops = list(config.compilation_config.custom_ops)
+    plan = plan_for(facts_of(config))
+    apply(plan, config)
+    assert plan.is_stock(OP) and plan.entries[OP].note.startswith(why)
+    assert getattr(config.compilation_config.pass_config, FLAG) is False
+    assert plan.entries["rotary_embedding"].note != f"vLLM's pass for {OP} looks for vLLM's own"
+    if "-rotary_embedding" in custom_ops:
+        assert config.compilation_config.custom_ops == custom_ops
+
+
+@pytest.mark.parametrize("fields", [{}, {"is_cuda_alike": lambda: False}])
+def test_another_platform_has_no_such_pass(monkeypatch: pytest.MonkeyPatch, fields: Any) -> None:
+    on_platform(monkeypatch, **fields)
+    config = configured()
+    plan = plan_for(facts_of(config))
+    apply(plan, config)
+    assert plan.entries[OP].note == "vLLM has no pass for it on this platform"
+    assert plan.entries["rotary_embedding"].label == "vendor.acme"
+    assert getattr(config.compilation_config.pass_config, FLAG) is False
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch, manager: str = fusions.VLLMS_MANAGER) -> None:
+    fields = {"vllm_fl_device": object(), "vllm_fl_stock_pass_manager": lambda: manager}
+    on_platform(monkeypatch, is_cuda_alike=lambda: False, **fields)
+
+
+def test_on_a_plugins_device_a_pass_of_ours_finds_the_rope_that_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_device(monkeypatch)
+    config = configured()
+    plan = plan_for(facts_of(config))
+    apply(plan, config)
+    labels = {op: plan.entries[op].label for op in (OP, "rms_norm", "rotary_embedding")}
+    assert set(labels.values()) == {"vendor.acme"}
+    assert plan.whole == {"rotary_embedding"}
+    assert getattr(config.compilation_config.pass_config, FLAG) is False, "vLLM has none to turn on"
+
+
+def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = OpRegistry()
+    impls = (impl(op) for op in (OP, "rms_norm", "rotary_embedding"))
+    registry.register_many([replace(i, traceable=i.op_name == OP) for i in impls])
+    monkeypatch.setattr(vllm_fl.dispatch, "_default", OpManager(registry))
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "why"),
+    [
+        (traceable, {}, "the compiler joins its parts, as its implementation is PyTorch code"),
+        (
+            lambda patch: patch.setenv("VLLM_FL_PER_OP", "rotary_embedding=stock"),
+            {},
+            "rotary_embedding is vLLM's own code, which no pass finds here",
+        ),
+        (lambda patch: None, {"pass_config": {FLAG: False}}, f"pass_config.{FLAG} is false"),
+        (
+            lambda patch: on_device(patch, "acme.PassManager"),
+            {},
+            "vLLM has no pass for it on this platform",
+        ),
+        (
+            lambda patch: patch.setattr(ir_seam, "has_ir", lambda: False),
+            {},
+            "vLLM has no pass for it on this platform",
+        ),
+        (
+            lambda patch: None,
+            {"mode": CompilationMode.DYNAMO_TRACE_ONCE},
+            "vLLM has no pass for it on this platform",
+        ),
+        (lambda patch: None, {"compiler": "eager"}, "vLLM has no pass for it on this platform"),
+    ],
+)
+def test_where_a_pass_of_ours_cannot_find_it_or_gains_nothing_the_op_is_stock(
+    monkeypatch: pytest.MonkeyPatch, change: Any, fields: Any, why: str
+) -> None:
+    on_device(monkeypatch)
+    change(monkeypatch)
+    fields = {**fields}
+    compiler = fields.pop("compiler", "inductor")
+    config = configured(**fields)
+    config.compilation_config.backend = compiler
+    plan = plan_for(facts_of(config))
+    assert (plan.entries[OP].note, plan.is_stock(OP), plan.whole) == (why, True, frozenset())
+
+
+def test_what_a_pass_puts_into_graphs_is_an_operator_of_the_same_binding() -> None:
+    for op, _ in places(known_contracts().bindings, FusionPlace):
+        assert any(
+            isinstance(place, OperatorPlace) for place in known_contracts().bindings[op].places
+        )
+
+
+def told_by(script: str) -> Any:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(here / script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_vllms_own_pass_finds_it_and_ours_runs_or_is_said_not_to() -> None:
+    there, elsewhere, by_size, traced, joined = told_by("fused.py")
+    assert not joined, "a model's graphs have more inputs than who loads them passes"
+    assert there["sites"] == {"graphs": 1, "found": 1, "launched": 0}
+    assert there["fused"] == [False, True]
+    assert 0 < there["apart"] < 0.04, "two roundings of bfloat16 less"
+    assert "1 place, by 'vendor.acme'" in there["said"]
+    assert elsewhere["sites"] == {"graphs": 1, "found": 0, "launched": 0}
+    assert elsewhere["fused"] == [False, False]
+    assert elsewhere["apart"] == 0
+    assert "found no place for it in 1 graph, so that 'vendor.acme'" in elsewhere["said"]
+
+    # Planned for up to 16 tokens: graphs of those sizes, of others, of both; of others where the
+    # user turned the rope on; and what vLLM compiles of others without us.
+    assert by_size["edges"] == [16]
+    assert by_size["fused"] == [True, False, True, False, False]
+    assert by_size["ropes"] == [False, False, False, True, False]
+    assert by_size["as stock"] == [False, True, False, False, True]
+    assert by_size["graphs"] == 2, "the others were not asked for places"
+    assert by_size["inlined"] == [["17-64", "stock.vllm", 1]]
+
+    # A traced form takes the operator's place, and nothing is copied for what it writes over.
+    taken = traced.pop("taken")
+    assert taken.pop("asked") == [(4 + 2 * 2) * 64, [4, 2, 1e-6, False]]
+    inlined = {"twice": [True], "operators": [False], "copies": 0, "launched": 1, "said": []}
+    assert taken == inlined == traced.pop("in a new tensor")
+    # The operator stays where there is none, and where it cannot be taken, which is said.
+    whys = {"none": None, "refused": "heads of 64 are refused", "broken": "no such kernel"}
+    for name, why in whys.items():
+        case = traced.pop(name)
+        assert (case["twice"], case["operators"], case["launched"]) == ([False], [True], 0)
+        assert [why in line for line in case["said"]] == ([True] if why else [])
+    rows = traced.pop("one of two rows")
+    assert rows["twice"] == [True, False] and rows["operators"] == [False, True]
+    assert rows["launched"] == 1 and not rows["said"] and not traced
+    assert not by_size["same pass"], "nor may a cache take one for the other"
+
+
+FOUND = {
+    "as Qwen3 has it",
+    "heads of another size",
+    "half of each head turned, in pairs",
+    "columns of the projection that come one by one",
+}
+
+
+def test_our_pass_finds_what_the_op_computes_and_nothing_else() -> None:
+    told = told_by("fused_here.py")
+    assert len(told) > len(FOUND)
+    for name, case in told.items():
+        fused = name in FOUND
+        assert case["sites"] == {"graphs": 1, "found": int(fused), "launched": 0}, name
+        assert case["in_graph"] == [fused, not fused], name
+        assert case["apart"] <= 1e-5 * fused, f"{name}: float32 rounds a few products otherwise"

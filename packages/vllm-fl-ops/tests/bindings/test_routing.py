@@ -1,0 +1,279 @@
+"""The places of routing: vLLM's functions and operators give what the planned op does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from builders import managing, planning
+from torch import Tensor
+
+from vllm_fl.contracts import contracts
+from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
+from vllm_fl.engine.plan import Plan
+from vllm_fl.integration.seams import functions
+from vllm_fl.integration.serving import calling
+from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
+ROUTER = "vllm.model_executor.layers.fused_moe.router"
+
+torch.manual_seed(0)
+LOGITS, BIAS = torch.randn(7, 32), torch.randn(32)
+
+
+def by_oracle(op: str, refuses: bool) -> OpImpl:
+    """An implementation in the contract's dtypes, its experts in another order than vLLM's."""
+    spec = contracts()[op]
+
+    def fn(*args: Any) -> Any:
+        weights, ids = spec.oracle(*args)
+        return weights.float().flip(-1).contiguous(), ids.flip(-1).contiguous()
+
+    fn.__signature__ = spec.signature  # type: ignore[attr-defined]
+    supports: Any = None
+    if refuses:
+        supports = lambda *args: "never"  # noqa: E731
+        supports.__signature__ = spec.signature
+    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", supports=supports)
+
+
+@contextmanager
+def serving(op: str, refuses: bool = False) -> Iterator[Plan]:
+    """An engine whose plan has `op`, in this thread."""
+    plan = replace(planning(managing(by_oracle(op, refuses))), counts_calls=True)
+    chosen = functions.choose(plan, {op: known_contracts().bindings[op]})
+    functions.take(plan, chosen)
+    try:
+        with calling(plan):
+            yield plan
+    finally:
+        functions.remove(plan)
+
+
+def in_order(routing: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    weights, ids = routing
+    ids, order = ids.long().sort(-1)
+    return weights.gather(-1, order), ids
+
+
+def assert_same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
+    assert [part.dtype for part in one] == [part.dtype for part in other]
+    for mine, theirs in zip(in_order(one), in_order(other), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+CALLS = {
+    "_softmax_topk": ("moe_topk", "cpu_router", (LOGITS, 4, True)),
+    "_softmax_topk, plain": ("moe_topk", "cpu_router", (LOGITS, 4, False)),
+    "_grouped_topk": (
+        "grouped_topk",
+        "cpu_router",
+        (LOGITS, 4, True, 4, 2, "sigmoid", 2.5, BIAS),
+    ),
+    "grouped_topk": (
+        "grouped_topk",
+        "grouped_topk_router",
+        (LOGITS, LOGITS, 4, True, 4, 2, "softmax", 1.5, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["ours", "refused"])
+@pytest.mark.parametrize("call", CALLS)
+def test_functions_of_vllms_give_what_is_planned(call: str, refuses: bool) -> None:
+    op, name, args = CALLS[call]
+    module = pytest.importorskip(f"{ROUTER}.{name}")
+    attribute = call.partition(",")[0]
+    own = getattr(module, attribute)
+    want = getattr(own, "__wrapped__", own)(*args)
+    with serving(op, refuses) as plan:
+        replaced = getattr(module, attribute)
+        assert replaced is not own
+        # A function that vLLM compiles is asked as it is: that takes a minute here.
+        got = want if refuses and own is not getattr(own, "__wrapped__", own) else replaced(*args)
+    assert getattr(module, attribute) is own
+    assert_same(got, want)
+    if got is not want:
+        assert plan.calls
+        assert torch.equal(got[1], want[1]) == refuses, "the order of experts says whose it is"
+
+
+def test_the_router_of_the_cpu_build_calls_what_is_replaced() -> None:
+    module = pytest.importorskip(f"{ROUTER}.cpu_router")
+    hidden = torch.randn(7, 8)
+    with serving("moe_topk") as plan:
+        module.select_experts(hidden, LOGITS, 4, False, True)
+    assert plan.calls == {("moe_topk", "vendor.acme"): 1}
+    with serving("grouped_topk") as plan:
+        groups = {"topk_group": 2, "num_expert_group": 4}
+        module.select_experts(hidden, LOGITS, 4, True, True, **groups)
+    assert plan.calls == {("grouped_topk", "vendor.acme"): 1}
+
+
+def places(op: str, kind: type) -> list[Any]:
+    return [place for place in known_contracts().bindings[op].places if isinstance(place, kind)]
+
+
+@pytest.mark.parametrize("place", places("moe_topk", OperatorPlace), ids=lambda p: p.parameters[-1])
+@pytest.mark.parametrize("indices", [torch.int32, torch.int64], ids=str)
+def test_operators_leave_weights_and_ids_and_no_experts_for_padding(
+    place: OperatorPlace, indices: torch.dtype
+) -> None:
+    spec = contracts()["moe_topk"]
+    how = place.name.removeprefix("_moe_C::topk_")
+    kernel = place.route(by_oracle("moe_topk", False).fn)
+    weights, rows = torch.zeros(7, 4), torch.zeros(7, 4, dtype=torch.int32)
+    ids = torch.zeros(7, 4, dtype=indices)
+    scaled = "routed_scaling_factor" in place.parameters
+    padding = torch.tensor([False] * 5 + [True] * 2)
+    padded = "is_padding" in place.parameters
+    args = (weights, ids, rows, LOGITS, True, BIAS, *(2.5,) * scaled, *(padding,) * padded)
+    assert len(args) == len(place.parameters)
+    assert kernel(*args) is None
+    want = spec.oracle(LOGITS, 4, True, how, 2.5 if scaled else 1.0, BIAS)
+    torch.testing.assert_close(weights.flip(-1), want[0].float())
+    count = 5 if padded else 7
+    assert torch.equal(ids[:count].flip(-1), want[1][:count].to(indices))
+    assert (ids[count:] == -1).all()
+
+
+@pytest.mark.parametrize("place", places("moe_topk", OperatorPlace), ids=lambda p: p.parameters[-1])
+def test_the_replaced_operator_is_called_with_its_own_parameters(place: OperatorPlace) -> None:
+    called: list[tuple[Any, ...]] = []
+    op = place.native(lambda *args: called.append(args))
+    weights, ids = op(LOGITS, 4, True, "", 2.5, BIAS)
+    (args,) = called
+    given = dict(zip(place.parameters, args, strict=True))
+    assert given["topk_weights"] is weights and given["topk_indices"] is ids
+    assert given["gating_output"] is LOGITS and given["bias"] is BIAS and given["renormalize"]
+    assert given.get("is_padding") is None
+    assert given.get("routed_scaling_factor", 2.5) == 2.5
+
+
+def test_the_sum_is_left_where_the_operator_leaves_it() -> None:
+    (place,) = places("moe_sum", OperatorPlace)
+    op = contracts()["moe_sum"].oracle
+    kernel, out = place.route(op), torch.zeros(7, 8)
+    x, ids = torch.randn(7, 2, 8), torch.tensor([[0, -1]] * 7)
+    assert kernel(x, out, ids, None) is None
+    assert torch.equal(out, x[:, 0])
+    assert kernel(x, out, None, torch.zeros(4, dtype=torch.int32)) is None
+    torch.testing.assert_close(out, x.sum(1))
+    assert kernel(x, torch.zeros(14, 8)) is NotImplemented
+    calls: list[Any] = []
+    place.native(lambda *args: calls.append(args))(x, ids, None)
+    assert calls[0][0] is x and calls[0][1].shape == out.shape and calls[0][2:] == (ids, None)
+
+
+def test_the_layer_of_grouped_routing_gives_what_is_planned() -> None:
+    (place,) = places("grouped_topk", LayerPlace)
+    module, _, name = place.path.rpartition(".")
+    assert name in vars(import_module(module))
+    seen: list[Any] = []
+    place.adapt(None, lambda *args: seen.append(args))(torch.randn(7, 8), LOGITS, BIAS)
+    assert seen == [(LOGITS, BIAS)]
+
+
+ALIGN = "moe_align_block_size"
+
+
+@contextmanager
+def aligning(refuses: bool = False) -> Iterator[Plan]:
+    """An engine whose plan has the op, its rows as the oracle's."""
+    spec = contracts()[ALIGN]
+    supports: Any = lambda *args: "never" if refuses else True  # noqa: E731
+    supports.__signature__ = spec.signature
+    impl = OpImpl(
+        ALIGN, "vendor.acme", BackendImplKind.VENDOR, spec.oracle, "acme", supports=supports
+    )
+    plan = replace(planning(managing(impl)), counts_calls=True)
+    chosen = functions.choose(plan, {ALIGN: known_contracts().bindings[ALIGN]})
+    functions.take(plan, chosen)
+    try:
+        with calling(plan):
+            yield plan
+    finally:
+        functions.remove(plan)
+
+
+def test_every_module_that_sorts_rows_by_expert_gets_the_planned_op() -> None:
+    (place,) = places(ALIGN, FunctionPlace)
+    modules = [path.rpartition(".")[0] for path in place.paths]
+    found = [import_module(name) for name in modules if find_spec_of(name)]
+    assert len(found) >= 7
+    ids = torch.tensor([[0, 2], [2, -1]], dtype=torch.int32)
+    with aligning() as plan:
+        for module in found:
+            rows, experts, used = module.moe_align_block_size(ids, 2, 4, pad_sorted_ids=True)
+            assert rows.tolist() == [0, 4, 1, 2, 4, 4, 4, 4]
+            assert (experts.tolist(), used.tolist()) == ([0, 2, -1, -1], [4])
+    assert plan.calls == {(ALIGN, "vendor.acme"): len(found)}
+    assert not any(hasattr(module.moe_align_block_size, "__wrapped__") for module in found)
+
+
+def find_spec_of(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor its package
+        return False
+
+
+def test_nobody_else_imports_the_function_that_sorts_rows() -> None:
+    (place,) = places(ALIGN, FunctionPlace)
+    root = Path(find_spec("vllm").submodule_search_locations[0])  # type: ignore[union-attr,index]
+    importing = re.compile(r"moe_align_block_size import (\([^)]*|.*)\bmoe_align_block_size\b")
+    modules = {
+        ".".join(("vllm", *path.relative_to(root).with_suffix("").parts))
+        for path in root.glob("model_executor/layers/**/*.py")
+        if importing.search(path.read_text("utf-8"))
+    }
+    assert modules <= {path.rpartition(".")[0] for path in place.paths}
+
+
+@pytest.mark.parametrize(
+    ("ids", "more"),
+    [
+        (torch.zeros(2, 2, dtype=torch.uint32), {}),
+        (torch.zeros(2, dtype=torch.int32), {}),
+        (torch.zeros(2, 2, dtype=torch.int32), {"return_scatter_idx": True}),
+    ],
+    ids=["unsigned", "one dimension", "with the place of each row"],
+)
+def test_other_calls_that_sort_rows_are_vllms(
+    ids: Tensor, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("vllm.model_executor.layers.fused_moe.moe_align_block_size")
+    if more and "return_scatter_idx" not in signature(module.moe_align_block_size).parameters:
+        pytest.skip("this vLLM does not ask for it")
+    asked = []
+    monkeypatch.setattr(module.ops, ALIGN, lambda *args: asked.append(args))
+    with aligning() as plan:
+        module.moe_align_block_size(ids, 2, 4, **more)
+    assert not plan.calls and len(asked) == 1
+
+
+def test_rows_that_no_implementation_sorts_are_sorted_by_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = import_module("vllm.model_executor.layers.fused_moe.moe_align_block_size")
+    here, asked = torch.zeros(4, dtype=torch.int32), []
+    monkeypatch.setattr(module.ops, ALIGN, lambda *args: asked.append(args))
+    with aligning(refuses=True):
+        ids = torch.zeros(2, 2, dtype=torch.int32)
+        rows, _, _ = module.moe_align_block_size(ids, 2, 4, here, ignore_invalid_experts=True)
+    ((first, experts, size, *outs, where), *_) = [args[:7] for args in asked]
+    assert first is ids and (experts, size) == (4, 2) and where is here and outs[0] is rows
