@@ -154,8 +154,8 @@ def lint(session: nox.Session) -> None:
     tools = envs.tools()
     python(session, tools, "-m", "ruff", "check", ".")
     python(session, tools, "-m", "ruff", "format", "--check", ".")
-    core = str(envs.distributions()[CORE] / "src")
-    python(session, tools, *envs.LINT_IMPORTS, PYTHONPATH=core)
+    sources = [str(envs.distributions()[name] / "src") for name in (CORE, OPS)]
+    python(session, tools, *envs.LINT_IMPORTS, PYTHONPATH=os.pathsep.join(sources))
 
 
 @timed("docs")

@@ -22,18 +22,19 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 
 @pytest.fixture(scope="session")
 def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
-    """`install(*names, engine=False, fresh=False)`: core and these, in an environment of their own.
+    """`install(*names, engine=False, fresh=False, ops=True)`: core, its ops and these.
 
     A name is one of this repository's distributions or a folder of tests/plugins. With `engine`
-    torch and vLLM are there too. Asking twice for the same set gives the same environment, but for
-    a `fresh` one, which the test may damage.
+    torch and vLLM are there too; without `ops` what brings the ops is missing. Asking twice for
+    the same set gives the same environment, but for a `fresh` one, which the test may damage.
     """
     known: dict[tuple[bool, tuple[str, ...]], Installed] = {}
 
-    def make(*names: str, engine: bool = False, fresh: bool = False) -> Installed:
+    def make(*names: str, engine: bool = False, fresh: bool = False, ops: bool = True) -> Installed:
+        names = ("vllm-fl-core", *(("vllm-fl-ops",) if ops else ()), *names)
         key = (engine, names)
         if fresh or key not in known:
-            wheels = envs.wheels("vllm-fl-core", *names)
+            wheels = envs.wheels(*names)
             base = envs.engine() if engine else envs.light()
             path = tmp_path_factory.mktemp("env") / "env"
             installed = Installed(envs.thin(base, wheels, path))

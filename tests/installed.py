@@ -40,11 +40,10 @@ class Installed:
         )
 
     def plugins(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
-        """What `vllm-fl plugins --json` lists beside core's own ops, by distribution; `status` is
-        its exit status."""
+        """What `vllm-fl plugins --json` lists beside the ops, by distribution; `status` is its
+        exit status."""
         found = self.answer("plugins", status=status, **variables)["plugins"]
-        ours = {("vllm-fl-core", "ops")}
-        return {p["distribution"]: p for p in found if (p["distribution"], p["name"]) not in ours}
+        return {p["distribution"]: p for p in found if p["distribution"] != "vllm-fl-ops"}
 
     def ops(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
         """What `vllm-fl ops --json` lists, by op; `status` is its exit status."""
@@ -60,4 +59,4 @@ class Installed:
 
 
 Install = Callable[..., Installed]
-"""The fixture `install`: distributions -> an environment with core and them."""
+"""The fixture `install`: distributions -> an environment with core, its ops and them."""

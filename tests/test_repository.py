@@ -139,11 +139,16 @@ def test_the_publishing_job_knows_every_distribution() -> None:
     assert sorted(published) == [name.removeprefix("vllm-fl-") for name in ours]  # no example
 
 
-def test_core_is_forbidden_to_import_every_other_distribution() -> None:
+def test_core_and_ops_are_forbidden_to_import_every_other_distribution() -> None:
     config = configparser.ConfigParser()
     config.read(envs.ROOT / ".importlinter")
-    forbidden = config["importlinter:contract:core-alone"]["forbidden_modules"].split()
-    assert set(forbidden) == {import_name(name) for name in DISTRIBUTIONS} - {"vllm_fl"}
+    ours = {import_name(name) for name in DISTRIBUTIONS}
+    for contract, may in {
+        "core-alone": {"vllm_fl"},
+        "ops-on-core": {"vllm_fl", "vllm_fl_ops"},
+    }.items():
+        forbidden = config[f"importlinter:contract:{contract}"]["forbidden_modules"].split()
+        assert set(forbidden) == ours - may
 
 
 WORKFLOWS = sorted((envs.ROOT / ".github" / "workflows").glob("*.yml"))
@@ -217,24 +222,29 @@ def test_no_file_names_a_machine_s_path_or_a_registry_s_address() -> None:
 
 
 def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: Path) -> None:
-    """`.importlinter` holds for core as it is, and notices an import that goes upwards or out."""
-    core = tmp_path / "src"
-    shutil.copytree(DISTRIBUTIONS["vllm-fl-core"] / "src", core)
+    """`.importlinter` holds as things are, and notices an import that goes upwards or out."""
+    sources = tmp_path / "src"
+    for name in ("vllm-fl-core", "vllm-fl-ops"):
+        shutil.copytree(DISTRIBUTIONS[name] / "src", sources, dirs_exist_ok=True)
     tools = envs.tools()
 
     def lint() -> subprocess.CompletedProcess[str]:
-        return tools.run(*envs.LINT_IMPORTS, check=False, PYTHONPATH=str(core))
+        return tools.run(*envs.LINT_IMPORTS, check=False, PYTHONPATH=str(sources))
 
     assert lint().returncode == 0, lint().stdout
     for room, line in {
-        "contracts/spec.py": "from ..plugins.types import OpImpl",
-        "plugins/types.py": "from ..settings.policy import Token",
-        "engine/plan.py": "from ..integration import compat",
-        "cli/ops.py": "import vllm_fl_tools.cli.tune",
-        "cli/_verbs.py": "def late():\n    from vllm_fl_tools import cli",
-        "integration/planning.py": "from vllm_fl_reference.plugin import OPS",
+        "vllm_fl/contracts/spec.py": "from ..plugins.types import OpImpl",
+        "vllm_fl/plugins/types.py": "from ..settings.policy import Token",
+        "vllm_fl/engine/plan.py": "from ..integration import compat",
+        "vllm_fl/cli/ops.py": "import vllm_fl_tools.cli.tune",
+        "vllm_fl/cli/_verbs.py": "def late():\n    from vllm_fl_tools import cli",
+        "vllm_fl/integration/planning.py": "from vllm_fl_reference.plugin import OPS",
+        "vllm_fl/contracts/__init__.py": "def late():\n    import vllm_fl_ops",
+        "vllm_fl_ops/plugin.py": "def late():\n    import vllm_fl_flaggems",
+        "vllm_fl_ops/bindings/linear.py": "from vllm_fl.integration.seams import graphs",
+        "vllm_fl_ops/contracts/rms_norm.py": "from ..bindings.rms_norm import BINDING",
     }.items():
-        module = core / "vllm_fl" / room
+        module = sources / room
         before = module.read_text()
         module.write_text(f"{before}\n\n{line}\n")
         done = lint()

@@ -391,8 +391,9 @@ def source_date() -> str:
 
 
 def core_requirements() -> tuple[str, ...]:
-    """What core's pyproject.toml depends on."""
-    return tuple(_project(ROOT / "packages" / "vllm-fl-core")["dependencies"])
+    """What core's pyproject.toml depends on, but for what is ours."""
+    needed = _project(ROOT / "packages" / "vllm-fl-core")["dependencies"]
+    return tuple(each for each in needed if not each.startswith("vllm-fl-"))
 
 
 _NOT_SOURCE = ("__pycache__", "*.pyc", ".*_cache", "dist", "build", "*.egg-info")

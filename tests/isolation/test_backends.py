@@ -7,7 +7,7 @@ import pytest
 import envs
 from installed import Install
 
-BACKENDS = sorted(set(envs.distributions()) - {"vllm-fl-core", "vllm-fl-tools"})
+BACKENDS = sorted(set(envs.distributions()) - {"vllm-fl-core", "vllm-fl-ops", "vllm-fl-tools"})
 WITHOUT_OPS = {"vllm-fl-flagcx"}
 """What brings a communicator, and no ops."""
 

@@ -1,4 +1,4 @@
-"""Core with no backend, no torch and no vLLM beside it."""
+"""Core with no backend, no torch and no vLLM beside it; and with no ops."""
 
 from __future__ import annotations
 
@@ -101,3 +101,41 @@ def test_an_op_that_nobody_knows_is_named(install: Install) -> None:
     assert done.returncode in (1, 2)
     assert "rms_norm" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+MISSING = "vllm-fl-ops is not installed: pip install vllm-fl-ops"
+
+
+def test_without_the_ops_each_verb_says_what_to_install(install: Install) -> None:
+    alone = install(ops=False)
+    asked = "from vllm_fl.contracts import contracts; print(len(contracts()))"
+    assert alone.script(asked) == 0
+    listed = alone.command("ops")
+    assert listed.returncode == 1 and f"No op has a contract here: {MISSING}." in listed.stdout
+    explained = alone.command("explain", "rms_norm")
+    assert explained.returncode == 2
+    assert f"Its contract is missing here: {MISSING}. [FL301]" in explained.stderr
+    found = {f["code"]: f for f in alone.answer("doctor", status=1)["findings"]}
+    assert found["FL217"]["what"] == "vllm-fl-ops is not installed."
+    assert found["FL217"]["todo"] == "pip install vllm-fl-ops"
+
+
+def test_a_backend_without_the_ops_runs_nothing_unverified(install: Install) -> None:
+    installed = install("vllm-fl-reference", engine=True, ops=False)
+    done = installed.command("explain", "rms_norm")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2].endswith(
+        "vllm-fl: Op 'rms_norm' has no contract, by which 'reference.torch' of vllm-fl-reference "
+        f"{installed.plugins(status=0)['vllm-fl-reference']['version']} would be verified: "
+        f"{MISSING}. [FL201]"
+    )
+    assert "FL217" in {f["code"] for f in installed.answer("doctor", status=1)["findings"]}
+
+
+def test_a_backend_that_does_not_ask_for_the_ops_is_told(install: Install) -> None:
+    installed = install("fl-old-form", engine=True)
+    (finding,) = installed.answer("doctor", status=1)["findings"]
+    assert finding["code"] == "FL217"
+    assert (
+        finding["what"] == "fl-old-form 1.0 implements ops of vllm-fl-ops, and does not require it."
+    )

@@ -13,9 +13,6 @@ from vllm_fl.contracts import contracts
 ROOT = Path(vllm_fl.__file__).parent
 OPS = frozenset(contracts())
 
-OF_OPS = ("activations", "paging", "routing", "sequences")
-"""Modules beside the contracts that several of these share; `_…` are those beside the bindings."""
-
 EXAMPLE = "an example, in words for a reader"
 EXCEPTIONS = {
     ("plugins/reserved.py", "*"): "the one table of reserved names",
@@ -29,20 +26,12 @@ EXCEPTIONS = {
 package are not looked at."""
 
 
-def is_of_ops(path: Path) -> bool:
-    """Whether a module is a contract, a binding, or what these share."""
-    folder = path.parent.relative_to(ROOT).as_posix()
-    return folder == "integration/bindings" or (
-        folder == "contracts" and path.stem in {*OPS, *OF_OPS}
-    )
-
-
 def core() -> dict[str, ast.Module]:
-    """The modules that stay when the ops move, by their paths."""
+    """The modules of core, by their paths."""
     return {
         path.relative_to(ROOT).as_posix(): ast.parse(path.read_bytes())
         for path in sorted(ROOT.rglob("*.py"))
-        if not is_of_ops(path) and "templates" not in path.parts
+        if "templates" not in path.parts
     }
 
 
@@ -99,10 +88,8 @@ def test_core_imports_no_contract_and_asks_the_registry_which_there_are() -> Non
             if not isinstance(node, ast.ImportFrom) or node.module is None:
                 continue
             names = {alias.name for alias in node.names}
-            parts = node.module.split(".")
-            assert not (parts[-1] == "contracts" and names & {"contracts", *OF_OPS}), path
-            assert not ("contracts" in parts and parts[-1] in OF_OPS), path
-            assert "bindings" not in parts and not ("bindings" in names and node.level), path
+            is_contracts = node.module.split(".")[-1] == "contracts"
+            assert not (is_contracts and "contracts" in names), path
 
 
 def test_it_would_be_seen() -> None:

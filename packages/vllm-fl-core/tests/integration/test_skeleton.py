@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ import json, sys
 import torch
 from vllm import EngineArgs
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers import rotary_embedding
 from vllm_fl.integration.models import skeleton_of
 
 config = EngineArgs(model=sys.argv[1], dtype="bfloat16", enforce_eager=True,
@@ -33,7 +36,8 @@ told = found and {
     "provided": {op: [{n: str(d) for n, d in kind.items()} for kind in kinds]
                  for op, kinds in found.provided.items()}}
 left = [parallel_state._TP, config.compilation_config.static_forward_context,
-        torch.equal(state, torch.get_rng_state()), str(torch.get_default_dtype())]
+        torch.equal(state, torch.get_rng_state()), str(torch.get_default_dtype()),
+        [*map(str, rotary_embedding._ROPE_DICT)]]
 print(json.dumps([told, left]))
 """
 
@@ -65,27 +69,28 @@ GEMMA = {
 BERT = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu"}
 
 
-OURS_ALONE = {"VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-core", "HF_HUB_OFFLINE": "1"}
+OURS_ALONE = {"VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops", "HF_HUB_OFFLINE": "1"}
 """Ops without a backend."""
 
 
-def built(folder: Path, own: dict[str, Any], architecture: str = "", **arguments: Any) -> Any:
+def built(
+    folder: Path,
+    own: dict[str, Any],
+    architecture: str = "",
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **arguments: Any,
+) -> Any:
     (folder / "config.json").write_text(json.dumps(COMMON | own))
     done = subprocess.run(
         [sys.executable, "-c", BUILT, str(folder), json.dumps(arguments), architecture],
-        env={
-            **os.environ,
-            "VLLM_PLUGINS": "fl",
-            "VLLM_FL_PLUGINS": "vllm-fl-core",
-            "HF_HUB_OFFLINE": "1",
-        },
+        env={**os.environ, **OURS_ALONE, **variables},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     told, left = json.loads(done.stdout.splitlines()[-1])
-    assert left == [None, {}, True, "torch.float32"], "nothing of it is left"
+    assert left == [None, {}, True, "torch.float32", []], "nothing of it is left"
     return told
 
 
@@ -113,3 +118,7 @@ def test_what_only_layers_run_and_the_model_has_none_of_is_absent(tmp_path: Path
 
 def test_a_model_that_cannot_be_built_so_is_not_known(tmp_path: Path) -> None:
     assert built(tmp_path, LLAMA, "NobodysForCausalLM") is None
+
+
+def test_where_no_op_has_a_layer_nothing_is_built(tmp_path: Path) -> None:
+    assert built(tmp_path, LLAMA, variables={"VLLM_FL_PLUGINS": ""}) is None

@@ -21,6 +21,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "plugins": "FL214",
         "device": "FL215",
         "ended": "FL216",
+        "contracts": "FL217",
         "ops": "FL310",
         "vllm-range": "FL510",
         "vllm-plugins": "FL511",

@@ -31,8 +31,11 @@ from ..plugins.calling import (
     policy_files,
 )
 from ..plugins.finding import Finding
+from ..plugins.installed import CORE, canonical
+from ..plugins.loading import Found
 from ..plugins.plugin import Plugin
 from ..plugins.registry import EMPTY, OpRegistry
+from ..plugins.reserved import OPS, RESERVED_OPS, brings_ops
 from ..settings.loading import load_startup
 from ..settings.schema import CONFIG, TAKEN, Settings
 from ..settings.values import OP_CONFIG
@@ -117,6 +120,7 @@ class _Examined:
 
     def __init__(self) -> None:
         self.registry = OpRegistry(EMPTY)
+        self.found: tuple[Found, ...] = ()
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
         self.device: str | None = None
@@ -124,6 +128,7 @@ class _Examined:
         self.absent: list[str] = []
         self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
             "plugins": self.load_plugins,
+            "contracts": self.find_contracts,
             "device": self.find_device,
             "settings": self.read_settings,
             "effects": self.find_idle,
@@ -141,7 +146,7 @@ class _Examined:
             modules, only = early.plugin_modules, early.plugins
         except SettingsError:  # the next check says it; until it is mended nothing is imported
             modules, only = (), ()
-        found = plugin_loader.discover(modules)
+        self.found = found = plugin_loader.discover(modules)
         self.plugins = plugin_loader.load(self.registry, found, only=only, variables=TAKEN)
         for plugin in self.plugins:
             if plugin.error is not None:
@@ -160,6 +165,33 @@ class _Examined:
                 "vllm-fl-core has no implementation of its own.",
                 "pip install vllm-fl-reference, or the backend of your hardware's vendor",
             )
+
+    def find_contracts(self) -> Iterator[Finding]:
+        """The contracts of our ops, where they are missing, or will be once core brings none."""
+        if not any(brings_ops(each.owner) for each in self.found):
+            yield Finding(
+                "contracts",
+                f"{OPS} is not installed.",
+                "It has the contracts of the ops. Without them vLLM runs as stock, and does not "
+                "start with a backend of these ops.",
+                f"pip install {OPS}",
+            )
+        requires = {canonical(f.owner.distribution or ""): f.requires for f in self.found}
+        owners = self.registry.snapshot().owners.items()
+        for owner in dict.fromkeys(owner for (op, _), owner in owners if op in RESERVED_OPS):
+            if owner.distribution is None:
+                continue
+            needed = [canonical(owner.distribution)]
+            for name in needed:  # grows while it is walked
+                others = requires.get(name, frozenset()) - {*needed, CORE}
+                needed += sorted(others)
+            if OPS not in needed:
+                yield Finding(
+                    "contracts",
+                    f"{owner.name} implements ops of {OPS}, and does not require it.",
+                    f"{CORE} 0.3 still brings {OPS}; 0.4 does not, and the start ends without it.",
+                    f"Its author adds {OPS} to the dependencies. Until then: pip install {OPS}",
+                )
 
     def find_device(self) -> Iterator[Finding]:
         """The hardware that a plugin brings for this machine; two that claim it are a finding."""

@@ -26,6 +26,7 @@ from ..older import lookup, outdated
 from ..plugins.calling import rejections
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.registry import EMPTY, OpRegistry
+from ..plugins.reserved import OPS, RESERVED_OPS, why_absent
 from ..plugins.types import BackendImplKind, Impl, OpImpl
 from ..settings.loading import Settings
 from ..settings.policy import Mode, SelectionPolicy, closest
@@ -241,7 +242,7 @@ class OpManager:
         """Check that every implementation that an engine could run has a contract.
 
         Raises:
-            PluginError: one has none, and a plugin failed that may have brought it.
+            PluginError: one has none, and the plugin failed, or is not there, that brings it.
         """
         for op, impls in self.registry.snapshot().impls_by_op.items():
             self._check_contract(op, impls)
@@ -309,20 +310,24 @@ class OpManager:
         first = next((impl for impl in impls if isinstance(impl, OpImpl)), None)
         if first is None or op in self._registry.snapshot().contracts:
             return
+        owner = self._registry.snapshot().owners.get((op, first.impl_id))
+        whose = f" of {owner.name}" if owner is not None else ""
+        lost = f"Op '{op}' has no contract, by which '{first.impl_id}'{whose} would be verified"
         for plugin in self._startup.failed if self._startup else ():
             if plugin.error is not None and plugin.lost_contracts:
-                owner = self._registry.snapshot().owners.get((op, first.impl_id))
-                whose = f" of {owner.name}" if owner is not None else ""
                 raise PluginError(
-                    f"Op '{op}' has no contract, by which '{first.impl_id}'{whose} would be "
-                    "verified, and a plugin failed that may have brought it. "
-                    f"{plugin.error.message}",
+                    f"{lost}, and a plugin failed that may have brought it. {plugin.error.message}",
                     op=op,
                     impl=first.impl_id,
                     plugin=plugin.owner.plugin,
                     distribution=plugin.error.distribution,
                     cause=plugin.error,
                 )
+        if op in RESERVED_OPS:
+            plugins = self._startup.plugins if self._startup else ()
+            raise PluginError(
+                f"{lost}: {why_absent(plugins)}.", op=op, impl=first.impl_id, distribution=OPS
+            )
 
     def resolve_candidates(self, op: str) -> list[OpImpl]:
         """The implementations of `op` that `call` would try, in order; ordered by size, those of
@@ -562,7 +567,10 @@ class OpManager:
         known = self._registry.snapshot().ops
         plugins = self._startup.plugins if self._startup else ()
         left_out = [p.owner.label for p in plugins if p.status == "disabled"]
-        more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
+        if op in RESERVED_OPS:
+            more = f" Its contract is missing here: {why_absent(plugins)}."
+        else:
+            more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
         return UnknownOpError(
             f"No contract and no installed plugin names the op '{op}'.{closest(op, known)} "
             f"Known: {', '.join(known) or 'none'}.{more}",

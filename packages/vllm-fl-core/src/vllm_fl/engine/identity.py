@@ -28,8 +28,8 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
 
     Args:
         device: on which the ops run.
-        owners: who brought the implementations. Each is known by its version and its code, and so
-            are the libraries whose kernels it calls.
+        owners: who brought the implementations and the ops. Each is known by its version and its
+            code, and so are the libraries whose kernels it calls.
     """
     facts = {"device": _name(device)}
     if (driver := _driver(device)) is not None:

@@ -85,7 +85,8 @@ def here(
         serves: whether this process serves a model. How many threads an engine has is not known
             in another one.
     """
-    owners = {owner.label: owner for owner in snapshot.owners.values()}
+    known = (*snapshot.owners.values(), *snapshot.authors.values())
+    owners = {owner.label: owner for owner in known}
     named = (owners[name] for name in sorted(owners) if name in table.identity)
     found = identity(device, named)
     if not serves and {THREADS} <= found.keys() & table.identity.keys():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -120,10 +121,11 @@ def skeleton_of(vllm_config: VllmConfig) -> Skeleton | None:
 
     Returns:
         None where that is not known: the model cannot be built so, or another one drafts for it.
+        Also where no op has a layer, and nobody would ask.
     """
     made: list[Any] = []
     try:
-        if vllm_config.speculative_config is not None:
+        if vllm_config.speculative_config is not None or not layer_table():
             return None
         with _noting(made):
             _build(vllm_config)
@@ -131,6 +133,8 @@ def skeleton_of(vllm_config: VllmConfig) -> Skeleton | None:
     except Exception as error:  # models are anybody's
         log.debug("The model cannot be built without memory: %s", quote(error))
         return None
+    finally:
+        _forget(made)
 
 
 def _skeleton(made: Iterable[Any]) -> Skeleton:
@@ -155,6 +159,16 @@ def _skeleton(made: Iterable[Any]) -> Skeleton:
         and op not in ops
     )
     return Skeleton(layers, absent, {op: tuple(kinds) for op, kinds in ops.items()})
+
+
+def _forget(made: Iterable[Any]) -> None:
+    """Take layers out of vLLM's own tables (as of its ropes), by which all models share them."""
+    built = {id(layer) for layer in made}
+    of_vllm = [module for name, module in sys.modules.items() if name.startswith("vllm.")]
+    for table in (value for module in of_vllm for value in vars(module).values()):
+        if isinstance(table, dict):
+            for key in [key for key, value in table.items() if id(value) in built]:
+                del table[key]
 
 
 def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, torch.dtype]:

@@ -5,15 +5,17 @@ They are what settings and documentation promise by name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..contracts import OPS
 from .installed import canonical
 
 if TYPE_CHECKING:
+    from .plugin import Plugin
     from .registry import Owner
 
-__all__ = ["OPS", "RESERVED_OPS", "brings_ops", "op_holder", "reservation"]
+__all__ = ["OPS", "RESERVED_OPS", "brings_ops", "op_holder", "reservation", "why_absent"]
 
 RESERVED = {
     "reference.": "vllm-fl-reference",
@@ -90,3 +92,16 @@ def brings_ops(owner: Owner) -> bool:
 def op_holder(op: str, owner: Owner) -> str:
     """Who alone may bring a contract of this name, where that is not `owner`; else empty."""
     return OPS if op in RESERVED_OPS and not brings_ops(owner) else ""
+
+
+def why_absent(plugins: Iterable[Plugin]) -> str:
+    """Why an op of `OPS` has no contract among these plugins, and what to do; a clause."""
+    for plugin in plugins:
+        if not brings_ops(plugin.owner):
+            continue
+        if plugin.status == "disabled":
+            return f"VLLM_FL_PLUGINS leaves out {OPS}"
+        if plugin.status == "ok":
+            return f"{plugin.owner.name} does not have it: pip install --upgrade {OPS}"
+        return f"{OPS} failed to load: `vllm-fl plugins` says why"
+    return f"{OPS} is not installed: pip install {OPS}"

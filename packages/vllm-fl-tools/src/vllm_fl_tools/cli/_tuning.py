@@ -200,11 +200,11 @@ class Work:
                 products=self._products,
             )
             if tuning.forms:
-                owners = self.manager.registry.snapshot().owners
-                for contender in kept:
-                    owner = owners.get((op, contender.name))
+                known = self.manager.registry.snapshot()
+                owners = [known.owners.get((op, contender.name)) for contender in kept]
+                for owner in (*owners, known.authors.get(op)):
                     if owner is not None:
-                        self._owners[owner.distribution or owner.plugin] = owner
+                        self._owners[owner.label] = owner
                 return tuning
             names = ", ".join(rule.name for rule in self._bindings[op].sizes)
             why = f"the sizes that it needs are not all told ({names})"

@@ -190,7 +190,8 @@ def _heading(model: str, against: str, text: str | None) -> dict[str, dict[str, 
     manager = get_default_manager()
     assert manager.startup is not None  # the default manager finds its own plugins
     settings = manager.startup.settings
-    owners = manager.registry.snapshot().owners.values()
+    known = manager.registry.snapshot()
+    owners = (*known.owners.values(), *known.authors.values())
     policy = "" if against in (STOCK, REFERENCE) else _read(against, "--against")
     return {
         "identity": identity(torch.device("cpu"), owners),

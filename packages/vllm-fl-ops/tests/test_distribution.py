@@ -1,0 +1,63 @@
+"""The distribution as a whole: what it imports, what it brings, and its older names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pkgutil import iter_modules, walk_packages
+
+import vllm_fl.contracts
+import vllm_fl_ops.bindings
+import vllm_fl_ops.contracts
+from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.reserved import OPS, RESERVED_OPS
+
+MODULES = [m.name for m in walk_packages(vllm_fl_ops.__path__, "vllm_fl_ops.")]
+
+
+def test_no_module_of_it_imports_torch_vllm_or_a_kernel() -> None:
+    code = (
+        "import importlib, json, sys\n"
+        "for name in json.loads(sys.argv[1]): importlib.import_module(name)\n"
+        "print(json.dumps(sorted({'torch', 'vllm', 'triton', 'flag_gems'} & {*sys.modules})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(MODULES)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == []
+
+
+def test_each_reserved_op_has_a_contract_and_a_binding_here_of_its_name() -> None:
+    known = known_contracts()
+    ours = {op for op, author in known.authors.items() if author.distribution == OPS}
+    assert (
+        ours
+        == RESERVED_OPS
+        == {
+            m.name
+            for m in iter_modules(vllm_fl_ops.bindings.__path__)
+            if not m.name.startswith("_")
+        }
+    )
+    for op in ours:
+        assert known.contracts[op] is import_module(f"vllm_fl_ops.contracts.{op}").SPEC
+        assert known.bindings[op] is import_module(f"vllm_fl_ops.bindings.{op}").BINDING
+
+
+def test_what_0_2_had_in_core_is_found_under_its_older_name() -> None:
+    names = [m.name for m in iter_modules(vllm_fl_ops.contracts.__path__)]
+    assert {*RESERVED_OPS, "activations", "paging", "routing", "sequences"} == {*names}
+    for name in names:
+        here = import_module(f"vllm_fl_ops.contracts.{name}")
+        older = import_module(f"vllm_fl.contracts.{name}")
+        for attribute in getattr(here, "__all__", ["SPEC"]):
+            assert getattr(older, attribute) is getattr(here, attribute)
+
+
+def test_the_contracts_of_this_project_are_these() -> None:
+    assert {*vllm_fl.contracts.contracts()} == RESERVED_OPS
