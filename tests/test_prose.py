@@ -49,6 +49,23 @@ def test_an_engine_that_is_off_everywhere_is_far_from_stock_and_from_the_truth()
     ]
 
 
+def test_where_stock_is_farther_from_the_truth_its_opinion_does_not_count() -> None:
+    true, other = [-2.0] * TOKENS, {**said(), "leads": [[[8, 2.0]] * TOKENS]}
+    assert prose.disagreements(said(0.4), other, true=true) == []
+    assert len(prose.disagreements(said(0.4), other)) == TOKENS
+    assert len(prose.disagreements(said(-0.4), {**other, **said(0.5, token=8)}, true=true)) > TOKENS
+
+
+def test_two_right_engines_are_as_far_apart_as_a_model_makes_them() -> None:
+    """One token in fifty is off, in each engine another one: a model magnifies the rounding."""
+    stock, ours = said(), said()
+    stock["logprobs"] = [[-2.35 if i % 50 == 1 else -2.0 for i in range(TOKENS)]]
+    ours["logprobs"] = [[-1.55 if i % 50 == 2 else -2.0 for i in range(TOKENS)]]
+    assert prose.problems(stock, ours, [-2.0] * TOKENS) == []
+    true = [-2.35 if i % 50 == 1 else -2.0 for i in range(TOKENS)]
+    assert any("to stock: p99" in told for told in prose.problems(stock, ours, true))
+
+
 def test_another_opinion_counts_where_the_lead_is_clear() -> None:
     found = prose.disagreements(said(), said(token=8))
     assert len(found) == TOKENS + 1  # of an answer, the first token alone
