@@ -20,9 +20,9 @@ from installed import Install
 
 DISTRIBUTIONS = envs.distributions()
 REPOSITORY = "https://github.com/flagos-ai/vllm-fl"
-TOOLS = "vllm-fl-tools"
+OPS, TOOLS = "vllm-fl-ops", "vllm-fl-tools"
 BACKENDS = {
-    name: path for name, path in DISTRIBUTIONS.items() if name not in ("vllm-fl-core", TOOLS)
+    name: path for name, path in DISTRIBUTIONS.items() if name not in ("vllm-fl-core", OPS, TOOLS)
 }
 OF_EVERY_BACKEND = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests")
 OF_EVERY_MODULE = (
@@ -45,6 +45,7 @@ def test_the_distributions_are_all_there() -> None:
         "vllm-fl-cuda",
         "vllm-fl-flagcx",
         "vllm-fl-flaggems",
+        "vllm-fl-ops",
         "vllm-fl-reference",
         "vllm-fl-tools",
     }

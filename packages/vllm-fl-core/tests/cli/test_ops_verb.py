@@ -48,7 +48,7 @@ def test_without_any_implementation_it_says_so_by_its_status(fl: Command) -> Non
 
 def test_where_no_plugin_is_loaded_no_op_is_known_and_it_is_said_why(fl: Command) -> None:
     done = fl("ops", VLLM_FL_PLATFORM="none", VLLM_FL_PLUGINS="")
-    assert "VLLM_FL_PLUGINS leaves out" in done.out and "vllm-fl-core" in done.out
+    assert "VLLM_FL_PLUGINS leaves out" in done.out and "vllm-fl-ops" in done.out
     done = fl("explain", "rms_norm", VLLM_FL_PLUGINS="")
     assert done.status == 2
-    assert "Known: none. VLLM_FL_PLUGINS leaves out" in done.err and "vllm-fl-core" in done.err
+    assert "Known: none." in done.err and "VLLM_FL_PLUGINS leaves out vllm-fl-ops." in done.err

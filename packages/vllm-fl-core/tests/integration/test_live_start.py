@@ -125,7 +125,7 @@ def agree(mine):
 
 verifying.agree = agree
 settings = load_settings(
-    {"VLLM_FL_PLUGINS": "vllm-fl-core", "VLLM_FL_PREFLIGHT": os.environ["HOW"],
+    {"VLLM_FL_PLUGINS": "vllm-fl-ops", "VLLM_FL_PREFLIGHT": os.environ["HOW"],
      "VLLM_FL_STRICT": os.environ.get("STRICT", "0"),
      "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong|vendor:acme;gelu_and_mul=vendor:idle"},
     platform="cpu")
@@ -160,7 +160,7 @@ print(json.dumps(told))
 def start(how: str = "verify", **variables: str) -> tuple[Any, str]:
     """(what a worker's start in a process of its own prints, its log)."""
     tests = str(Path(__file__).parents[1])
-    here = {"CONFIGS": tests, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-core", "HOW": how}
+    here = {"CONFIGS": tests, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops", "HOW": how}
     done = subprocess.run(
         [sys.executable, "-c", START],
         env={**os.environ, **here, **variables},

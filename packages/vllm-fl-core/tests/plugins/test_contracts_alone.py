@@ -18,9 +18,9 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import Contract
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
-from vllm_fl.errors import PluginError
+from vllm_fl.errors import PluginError, UnknownOpError
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.loading import CONTRACTS, GROUP, Found, discover, known_contracts, load
+from vllm_fl.plugins.loading import CONTRACTS, GROUP, Found, discover, load
 from vllm_fl.plugins.registry import EMPTY, OpRegistry, Owner
 from vllm_fl.plugins.reserved import OPS, RESERVED_OPS
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -112,7 +112,7 @@ def test_contracts_come_along_with_what_requires_them_and_nothing_else_is_import
     plugins = load(registry, every, only=only)
     assert [p.owner.distribution for p in plugins if p.status == "ok"] == loaded
     assert {p.status for p in plugins} <= {"ok", "disabled"}
-    brought = [n.replace("-", "_") for n in loaded if n.endswith("-ops")]
+    brought = [n.replace("-", "_") for n in loaded if n.startswith("fl-") and n.endswith("-ops")]
     assert [*registry.snapshot().contracts] == sorted(brought + ["rms_norm"] * (OPS in loaded))
 
 
@@ -179,6 +179,33 @@ def test_an_implementation_whose_contract_may_be_lost_ends_the_start_by_name(bro
         assert "Reinstall it" in told
 
 
+@pytest.mark.parametrize(
+    ("brought", "why"),
+    [
+        ((), f"{OPS} is not installed: pip install {OPS}"),
+        ((found(OPS, bringing("relu2")),), f"{OPS} 1.0 does not have it: pip install --upgrade"),
+    ],
+)
+def test_one_of_ours_without_its_contract_ends_the_start_by_name(brought: Any, why: str) -> None:
+    """Nothing failed: what brings it is missing, or older than the backend."""
+    manager = started(backend("fl-acme", "silu_and_mul"), *brought)
+    for use in (lambda: planning(manager), lambda: manager.call("silu_and_mul", torch.ones(2))):
+        with pytest.raises(PluginError, match="Op 'silu_and_mul' has no contract") as caught:
+            use()
+        assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
+        assert caught.value.distribution == OPS and why in str(caught.value)
+
+
+def test_an_op_of_ours_that_nobody_has_is_said_to_come_from_there() -> None:
+    for brought, why in (
+        ((), f"{OPS} is not installed"),
+        ((found(OPS, ImportError("gone")),), f"{OPS} failed to load"),
+        ((found(OPS, bringing("relu2")),), f"{OPS} 1.0 does not have it"),
+    ):
+        with pytest.raises(UnknownOpError, match=why):
+            started(*brought).call("rms_norm")
+
+
 def test_one_that_has_its_contract_starts_whatever_else_failed() -> None:
     manager = started(
         backend("fl-acme", "silu_and_mul"),
@@ -230,10 +257,6 @@ def test_our_ops_come_by_the_hook_and_need_no_torch() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = sorted(contracts())
     assert json.loads(run.stdout) == [names, names, [f"ops {OPS}"], []]
-
-
-def test_each_has_its_own_binding() -> None:
-    assert known_contracts().bindings == known_contracts().bindings
 
 
 def test_a_scripts_registry_may_be_loaded_into() -> None:
