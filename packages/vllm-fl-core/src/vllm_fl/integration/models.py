@@ -1,4 +1,4 @@
-"""What vLLM's configuration says of a model, without an engine and without weights."""
+"""What a model is made of, by building it without memory and without weights."""
 
 from __future__ import annotations
 
@@ -10,92 +10,25 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..contracts import ModelSizes, OpSpec
-from ..contracts.binding import Binding, LayerPlace
-from ..contracts.sizes import model_sizes
+from ..contracts import OpSpec
+from ..contracts.binding import LayerPlace
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..dispatch.resolver import Trace
 from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
-from ..settings.policy import Mode
 from ..text import quote
 from .places import installed_bindings
-from .planning import lacks
 from .seams.layers import Layer, layer_table
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-__all__ = ["Described", "Skeleton", "describe", "encoded", "skeleton_of"]
+__all__ = ["Skeleton", "skeleton_of"]
 
 log = get_logger("engine")
-
-
-@dataclass(frozen=True)
-class Described:
-    """A model, as an engine would serve it.
-
-    Args:
-        sizes: its sizes; the last of `tokens` is the largest batch.
-        dtype: its own.
-        absent: the ops that it cannot have.
-        captured: the numbers of tokens for which vLLM captures graphs; none where it captures none.
-    """
-
-    sizes: ModelSizes
-    dtype: torch.dtype
-    absent: frozenset[str]
-    captured: tuple[int, ...]
-
-
-def describe(
-    model: str, mode: Mode, dtype: str | None, bindings: Mapping[str, Binding]
-) -> Described:
-    """Read a model's folder as vLLM does.
-
-    Args:
-        model: the folder, or what else vLLM takes for a model.
-        mode: how the engine would run it.
-        dtype: as vLLM takes it; None for the model's own.
-        bindings: those of every op.
-
-    Raises:
-        Exception: vLLM cannot be imported, or cannot serve the model; whatever it raises.
-    """
-    from vllm import EngineArgs
-
-    config = EngineArgs(
-        model=model,
-        dtype=dtype or "auto",
-        enforce_eager=mode == "eager",
-        skip_tokenizer_init=True,
-    ).create_engine_config()
-    captured = config.compilation_config.cudagraph_capture_sizes or ()
-    return Described(
-        model_sizes(config, bindings.values()),
-        config.model_config.dtype,
-        frozenset(op for op, binding in bindings.items() if lacks(config, op, binding)),
-        tuple(sorted(captured)) if mode == "compiled" else (),
-    )
-
-
-def encoded(model: str, texts: Iterable[str]) -> list[list[int]]:
-    """The token ids of each text, by the model's own tokenizer.
-
-    Args:
-        model: the model's folder.
-        texts: what is to be encoded.
-
-    Raises:
-        Exception: the model has no tokenizer, or it cannot be read; whatever it raises.
-    """
-    from vllm.tokenizers import get_tokenizer
-
-    tokenizer = get_tokenizer(model)
-    return [list(tokenizer.encode(text)) for text in texts]
 
 
 @dataclass(frozen=True)

@@ -200,9 +200,9 @@ class Work:
                 products=self._products,
             )
             if tuning.forms:
-                known = self.manager.registry.snapshot()
-                owners = [known.owners.get((op, contender.name)) for contender in kept]
-                for owner in (*owners, known.authors.get(op)):
+                snapshot = self.manager.registry.snapshot()
+                owners = [snapshot.owners.get((op, contender.name)) for contender in kept]
+                for owner in (*owners, snapshot.authors.get(op)):
                     if owner is not None:
                         self._owners[owner.label] = owner
                 return tuning
@@ -236,7 +236,7 @@ class Work:
         own = self._stock(op) if names is None or STOCK in names else ()
         if not own:
             return found
-        from vllm_fl.integration.stock import apart
+        from ..integration.stock import apart
 
         return [*found, Contender(STOCK, own, bare=True, apart=apart(self._bindings[op], own))]
 
@@ -244,7 +244,7 @@ class Work:
         if self._without_stock or op not in self._bindings:
             return ()
         try:
-            from vllm_fl.integration.stock import stock_forms
+            from ..integration.stock import stock_forms
 
             return stock_forms(op, self._bindings[op], self.subject.mode, self.subject.device)
         except Exception as error:  # no vLLM here, or one that cannot be imported

@@ -173,7 +173,7 @@ def _ids(line: str) -> list[int]:
 def _encoded(model: str, texts: list[str]) -> list[list[int]]:
     try:
         with doing("reading the model's tokenizer"):
-            from vllm_fl.integration.models import encoded
+            from ..integration.described import encoded
 
             return encoded(model, texts)
     except Exception as error:  # whatever a tokenizer raises that is not there, or not whole

@@ -31,11 +31,11 @@ from vllm_fl.contracts.binding import Binding
 from vllm_fl.contracts.sizes import RULES
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.places import all_bindings
-from vllm_fl.integration.threads import worker_threads
 from vllm_fl.settings.policy import closest
 from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
 from vllm_fl.text import clean, quote
 
+from ..integration.threads import worker_threads
 from . import _accept
 from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._tuning import STOCK, Subject, Work
@@ -231,7 +231,7 @@ def _subject(
     else:
         try:
             with doing("reading the model as vLLM does"):
-                from vllm_fl.integration.models import describe
+                from ..integration.described import describe
 
                 model = describe(arguments.model, arguments.mode, arguments.dtype, bindings)
         except Exception as error:  # whatever vLLM raises for a model that it cannot serve

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..contracts.binding import (
+from vllm_fl.contracts.binding import (
     Binding,
     FunctionPlace,
     FusionPlace,
@@ -16,12 +16,12 @@ from ..contracts.binding import (
     LayerPlace,
     OperatorPlace,
 )
-from ..settings.policy import Mode
-from .places import stock_form
-from .seams import functions, operators
+from vllm_fl.integration.places import stock_form
+from vllm_fl.integration.seams import functions, operators
+from vllm_fl.settings.policy import Mode
 
 if TYPE_CHECKING:
-    from ..plugins.types import OpImpl
+    from vllm_fl.plugins.types import OpImpl
 
 __all__ = ["apart", "stock_forms"]
 

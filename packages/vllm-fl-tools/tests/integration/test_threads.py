@@ -14,7 +14,7 @@ if find_spec("vllm") is None:
 
 from vllm.platforms import current_platform
 
-from vllm_fl.integration.threads import worker_threads
+from vllm_fl_tools.integration.threads import worker_threads
 
 if not current_platform.is_cpu():
     pytest.skip("this vLLM is not for CPUs", allow_module_level=True)
