@@ -267,7 +267,8 @@ def isolation(session: nox.Session, chosen: str = "not slow") -> None:
     with_vllm(session)  # made here, so that a first run's minutes do not count in a test
     tests = ["tests/isolation"]
     tests += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_*.py"))
-    tests_in_parallel(session, over(session, envs.light()), *tests, "-m", chosen)
+    env = over(session, envs.light(), CORE, OPS)  # what the tests of the documentation compare with
+    tests_in_parallel(session, env, *tests, "-m", chosen)
 
 
 @timed("engine")
