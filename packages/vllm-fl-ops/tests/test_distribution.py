@@ -11,6 +11,7 @@ from pkgutil import iter_modules, walk_packages
 import vllm_fl.contracts
 import vllm_fl_ops.bindings
 import vllm_fl_ops.contracts
+from vllm_fl.engine import of_0_2_0
 from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.plugins.reserved import OPS, RESERVED_OPS
 
@@ -50,8 +51,8 @@ def test_each_reserved_op_has_a_contract_and_a_binding_here_of_its_name() -> Non
 
 
 def test_what_0_2_had_in_core_is_found_under_its_older_name() -> None:
-    names = [m.name for m in iter_modules(vllm_fl_ops.contracts.__path__)]
-    assert {*RESERVED_OPS, "activations", "paging", "routing", "sequences"} == {*names}
+    names = [m.name for m in iter_modules([f"{vllm_fl_ops.__path__[0]}/old_names"])]
+    assert {*of_0_2_0.CONTRACTS, "activations", "paging", "routing", "sequences"} == {*names}
     for name in names:
         here = import_module(f"vllm_fl_ops.contracts.{name}")
         older = import_module(f"vllm_fl.contracts.{name}")

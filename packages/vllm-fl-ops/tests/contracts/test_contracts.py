@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import vllm_fl_ops.contracts
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample, contracts
-from vllm_fl.contracts import spec as spec_module
 from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.plugins.loading import known_contracts
 
@@ -53,7 +53,7 @@ def within(spec: OpSpec, got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def test_the_contracts_are_the_modules_that_are_named_after_them() -> None:
-    modules = Path(str(spec_module.__file__)).parent.glob("*.py")
+    modules = Path(vllm_fl_ops.contracts.__path__[0]).glob("*.py")
     named = [path.stem for path in modules if re.search(r"^SPEC = ", path.read_text(), re.M)]
     assert list(contracts()) == sorted(named) and set(PUBLISHED) <= set(named)
     assert isinstance(contracts(), Mapping)
