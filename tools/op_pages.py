@@ -1,7 +1,8 @@
 """Write docs/ops: a page for each op, as its contract and its binding say, and their list.
 
-python tools/op_pages.py           # write the pages
-python tools/op_pages.py --check   # exit with 1 where a page is not what it would be now
+python tools/op_pages.py                     # write the pages
+python tools/op_pages.py --check             # exit with 1 where one is not what it would be now
+python tools/op_pages.py --of acme-ops DIR   # write those of another distribution's ops into DIR
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vllm_fl.cli.explain import documentation_of, places_of, signature_of
-from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.contracts import OpSpec
 from vllm_fl.contracts.binding import Binding
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.installed import canonical
+from vllm_fl.plugins.loading import discover, load
+from vllm_fl.plugins.registry import EMPTY, OpRegistry
+from vllm_fl.plugins.reserved import OPS
 
 __all__ = ["FOLDER", "pages"]
 
@@ -28,24 +32,40 @@ WIDTH = 80
 INTRODUCTION = """\
 # Ops
 
-The ops that vllm-fl has contracts for. Which backend brings which, where it was right and how fast
-it was, says the [support matrix](../support-matrix.md); what is chosen on a machine,
-`vllm-fl explain OP`. `attention_backend` names a class and has no contract. A distribution can
-bring [an op of its own](../new-op.md).
+The ops of [vllm-fl-ops](../../packages/vllm-fl-ops/README.md): each has a contract, and a binding
+that says where vLLM runs it. Which backend brings which, where it was right and how fast it was,
+says the [support matrix](../support-matrix.md); what is chosen on a machine, `vllm-fl explain OP`.
+`attention_backend` names a class and has no contract. A distribution can bring
+[an op of its own](../new-op.md).
 
 | op | computes |
 |---|---|"""
 
 
-def pages() -> dict[str, str]:
-    """Name of the file -> its text."""
-    specs, found = contracts(), known_contracts().bindings
-    made = {f"{op}.md": _page(spec, found.get(op, Binding())) for op, spec in specs.items()}
-    return {"README.md": _list(specs), **made}
+def pages(distribution: str = OPS) -> dict[str, str]:
+    """Name of the file -> its text, of the ops that a distribution brings; ours have a list, too.
+
+    Raises:
+        SystemExit: it is not installed, fails to load, or brings no op.
+    """
+    name = canonical(distribution)
+    found = [each for each in discover() if canonical(each.owner.distribution or "") == name]
+    registry = OpRegistry(EMPTY)
+    for plugin in load(registry, found):
+        if plugin.error is not None:
+            raise SystemExit(str(plugin.error))
+    brought = registry.snapshot()
+    if not brought.contracts:
+        raise SystemExit(f"{distribution} brings no op here: name a distribution that is installed")
+    made = {
+        f"{op}.md": _page(spec, brought.bindings.get(op, Binding()))
+        for op, spec in sorted(brought.contracts.items())
+    }
+    return {"README.md": _list(brought.contracts), **made} if name == OPS else made
 
 
 def _list(specs: Mapping[str, OpSpec]) -> str:
-    rows = [f"| [{op}]({op}.md) | {_first_sentence(spec)} |" for op, spec in specs.items()]
+    rows = [f"| [{op}]({op}.md) | {_first_sentence(spec)} |" for op, spec in sorted(specs.items())]
     return "\n".join([MADE, "", INTRODUCTION, *rows, ""])
 
 
@@ -104,12 +124,19 @@ def _tolerances(spec: OpSpec) -> list[str]:
 def main() -> int:
     """Write the pages, or compare them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    check = parser.parse_args().check
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--check", action="store_true", help="write nothing, compare")
+    one.add_argument("--of", nargs=2, metavar=("DISTRIBUTION", "FOLDER"), help="of others' ops")
+    arguments = parser.parse_args()
+    if arguments.of:
+        distribution, folder = arguments.of
+        for name, text in pages(distribution).items():
+            Path(folder, name).write_text(text)
+        return 0
     made = pages()
     held = {path.name: path.read_text() for path in FOLDER.glob("*.md")}
     other = sorted(name for name in made | held if made.get(name) != held.get(name))
-    if check:
+    if arguments.check:
         print("\n".join(f"docs/ops/{name}: run tools/op_pages.py" for name in other))
         return 1 if other else 0
     FOLDER.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A distribution made of the blocks of docs/new-op.md: what core's ops have, its op has, in vLLM.
+"""A distribution made of the blocks of docs/new-op.md: what other ops have, its op has, in vLLM.
 
 A second distribution beside it brings a wrong implementation of that op.
 """
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("acme-softcap")
     page = (envs.ROOT / "docs" / "new-op.md").read_text()
     files = re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", page, re.M | re.S)
-    assert len(files) == 7
+    assert len(files) == 8
     for name, content in files:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
@@ -100,7 +100,7 @@ def serve(
     return served
 
 
-def test_its_op_is_listed_explained_and_verified_like_cores(
+def test_its_op_is_listed_explained_and_verified_like_others(
     installed: Installed, wrong: dict[str, str]
 ) -> None:
     plugin = installed.plugins(status=0)["acme-softcap"]
@@ -129,6 +129,20 @@ def test_the_kit_judges_it(installed: Installed, folder: Path, wrong: dict[str, 
     bad.write_text((folder / "tests" / "test_conformance.py").read_text().replace("acme", "wrong"))
     done = installed.run(*kit, str(bad), **wrong)
     assert done.returncode == 1 and OP in done.stdout
+
+
+def test_the_tool_that_makes_the_pages_of_ops_makes_its_page(
+    installed: Installed, tmp_path: Path
+) -> None:
+    asked = ("--of", "Acme_Softcap", str(tmp_path))
+    done = installed.run(f"{TOOLS}/op_pages.py", *asked)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    (page,) = tmp_path.iterdir()
+    assert page.name == f"{OP}.md"
+    for said in (f"# {OP}\n", "cap * tanh", "| bfloat16 | 0.016 |", "- layer SoftcapAndMul"):
+        assert said in page.read_text()
+    done = installed.run(f"{TOOLS}/op_pages.py", "--of", "vllm-fl-reference", str(tmp_path))
+    assert done.returncode == 1 and "vllm-fl-reference brings no op here" in done.stderr
 
 
 @pytest.mark.parametrize(
