@@ -27,7 +27,12 @@ import envs
 
 ROOT = envs.ROOT
 SOURCES = ROOT / "packages" / "vllm-fl-core" / "src"
-TOOLS = ROOT / "packages" / "vllm-fl-tools" / "src"
+HOMES = {
+    "vllm_fl": SOURCES,
+    "vllm_fl_ops": ROOT / "packages" / "vllm-fl-ops" / "src",
+    "vllm_fl_tools": ROOT / "packages" / "vllm-fl-tools" / "src",
+}
+"""Package -> where its sources lie, of the distributions whose modules the pages speak of."""
 sys.path.insert(0, str(SOURCES))  # core imports no torch, so that it can be read as it lies there
 
 import vllm_fl  # noqa: E402
@@ -60,9 +65,10 @@ def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
 
 
-def section(text: str, title: str) -> str:
-    """What stands under the heading `## title`."""
-    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+def section(text: str, title: str, level: int = 2) -> str:
+    """What stands under the heading `## title`, or one of another level."""
+    heading = f"{'#' * level} {re.escape(title)}"
+    found = re.search(rf"^{heading}\n(.*?)(?=^#{{2,{level}}} |\Z)", text, re.M | re.S)
     assert found, f"there is no section {title!r}"
     return found[1]
 
@@ -191,6 +197,7 @@ def test_contracts_are_documented_by_the_command_and_no_page_lists_them() -> Non
     text = section(page("dispatch.md"), "Contracts")
     assert set(headings(text)) == {"attention_backend", "communicator"}
     assert {"vllm-fl explain rms_norm --contract"} <= {b.strip() for b in blocks(text, "sh")}
+    assert contracts()
     listing = re.compile(r"\b(two|three|four|five|all \d+) (ops|operators)\b")
     for path in EVERY_PAGE:
         assert not listing.findall(path.read_text()), path
@@ -392,23 +399,25 @@ def test_modules_named_in_the_pages_exist() -> None:
     gone = [row[0] for row in rows(section(page("migration.md"), "Where did it go"))]
     for path in EVERY_PAGE:
         text = path.read_text()
-        for name in {*re.findall(r"`(vllm_fl(?:_tools)?(?:\.[a-z_]+)+)`", text)} - {GROUP}:
-            sources = TOOLS if name.startswith("vllm_fl_tools.") else SOURCES
-            place = sources.joinpath(*name.split("."))
+        for name in {*re.findall(rf"`((?:{'|'.join(HOMES)})(?:\.[a-z_]+)+)`", text)} - {GROUP}:
+            place = HOMES[name.partition(".")[0]].joinpath(*name.split("."))
             there = place.with_suffix(".py").is_file() or place.is_dir()
             told = path.name == "migration.md" and any(f"`{name}`" in cell for cell in gone)
             assert there is not told, f"{path.name}: {name}"
 
 
 def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> None:
-    text, _, rest = (ROOT / "ARCHITECTURE.md").read_text().partition("### vllm-fl-tools\n")
-    of_tools, heading, rest = rest.partition("\n## ")
-    text += heading + rest
+    text = (ROOT / "ARCHITECTURE.md").read_text()
     core = SOURCES / "vllm_fl"
     rooms = {path.parent.name for path in core.glob("*/__init__.py")}
-    for home, said in ((core, text), (TOOLS / "vllm_fl_tools", of_tools)):
+    beside = {name: section(text, name.replace("_", "-"), 3) for name in HOMES if name != "vllm_fl"}
+    for said in beside.values():
+        text = text.replace(said, "")
+    for package, said in {"vllm_fl": text, **beside}.items():
+        home = HOMES[package] / package
         named = re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", said)
-        inside = [name for name in named if name.partition("/")[0] in rooms]
+        folders = {path.name for path in home.iterdir() if path.is_dir()}
+        inside = [name for name in named if name.partition("/")[0] in folders | rooms]
         assert inside
         assert not [name for name in inside if not (home / name).exists()]
     layers = re.search(r"^layers =\n((?: +\w+\n)+)", (ROOT / ".importlinter").read_text(), re.M)

@@ -75,7 +75,7 @@ def releases() -> dict[str, dict[str, Any]]:
 
 
 def reached() -> dict[str, str]:
-    """The classes that ops of core reach: class -> op."""
+    """The classes that ops reach: class -> op."""
     return {place.cls: op for op, place in places(known_contracts().bindings, LayerPlace)}
 
 

@@ -3,7 +3,7 @@
     python tools/operator_schemas.py FOLDER
 
 FOLDER holds one sdist or more of every supported minor release (`pip download --no-deps
---no-binary vllm vllm==X`). In the table are the operators that core's bindings name, and those that
+--no-binary vllm vllm==X`). In the table are the operators that bindings name, and those that
 vLLM reads wherever it compiles a model. The schemas are those of vLLM's CUDA build, which devices
 outside vLLM's tree mirror.
 """
@@ -139,7 +139,7 @@ def table(found: Mapping[tuple[int, int], Iterable[Any]], names: Iterable[str]) 
 
 
 def bound() -> set[str]:
-    """The operators that core's bindings name."""
+    """The operators that bindings name."""
     sys.path.insert(0, str(SOURCES))
     from vllm_fl.contracts.binding import OperatorPlace
     from vllm_fl.integration.places import places

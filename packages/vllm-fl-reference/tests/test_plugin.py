@@ -1,4 +1,4 @@
-"""The plugin: what it returns, and that core's contracts agree with it."""
+"""The plugin: what it returns, and that the contracts agree with it."""
 
 from __future__ import annotations
 

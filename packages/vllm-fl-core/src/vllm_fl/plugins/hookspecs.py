@@ -125,11 +125,12 @@ def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
 
 @hookspec
 def contracts() -> Iterable[Contract]:  # type: ignore[empty-body]
-    """Return the ops that this backend brings, beside those that core has.
+    """Return the ops that this distribution brings.
 
-    Called once per process, with `register_ops`. Such an op has all that core's own have: plan,
-    verification, digest, explain and the conformance kit. Any plugin may bring implementations of
-    it. An op that two bring is loaded from neither, and one of core's cannot be replaced.
+    Called once per process, with `register_ops`. The ops of vllm-fl-ops come so, too, and any other
+    has all that they have: plan, verification, digest, explain and the conformance kit. Any plugin
+    may bring implementations of it. An op that two bring is loaded from neither, and nobody else
+    may bring one of the name of one of vllm-fl-ops.
 
     Example::
 
