@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts import fused_experts as module
+from vllm_fl_ops.contracts import fused_experts as module
 
 SPEC = contracts()["fused_experts"]
 Call = dict[str, Any]
