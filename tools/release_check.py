@@ -445,6 +445,10 @@ def check_upgrade(
         if (selected := user.serving(at, op)) != impl:
             fail(f"after the upgrade {selected} serves {op}, not {impl}, which was there")
     user.shell(f"python -c {shlex.quote(CALL)}", at)
+    told = json.loads(user.shell("vllm-fl doctor --json 2>/dev/null || true", at))["findings"]
+    asked = [finding["what"] for finding in told if finding["check"] == "contracts"]
+    if len(asked) != 1 or not asked[0].startswith(ACME):
+        fail(f"that {ACME} does not ask for {OPS} is not what doctor finds, but {asked}")
     there = public_names(user, at)
     gone = [f"{m}.{n}" for m, named in names.items() for n in named if n not in there.get(m, [])]
     if gone:
