@@ -14,22 +14,25 @@ import envs
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """Core 0.10.0, released before, and its tools and a backend that are not."""
+    """Core 0.10.0, released before, and its tools, ops and a backend that are not."""
+    unreleased = "## {} (unreleased)\n".format
+    core, ops = "vllm-fl-core>=0.10,<0.11", "vllm-fl-ops>=0.3,<0.4"
     texts = {
         "vllm-fl-core": (
             "0.10.0",
-            "",
+            ["pluggy>=1.5", ops],
             "## 0.10.0 (2026-11-22)\n\n- New.\n\n## 0.9.1 (2026-10-01)\n",
         ),
-        "vllm-fl-tools": ("0.10.0", '"vllm-fl-core==0.10.0"', "## 0.10.0 (unreleased)\n"),
-        "vllm-fl-acme": ("0.2.0", '"vllm-fl-core>=0.10,<0.11", "torch"', "## 0.2.0 (unreleased)\n"),
+        "vllm-fl-ops": ("0.3.2", [core], unreleased("0.3.2")),
+        "vllm-fl-tools": ("0.10.0", ["vllm-fl-core==0.10.0"], unreleased("0.10.0")),
+        "vllm-fl-acme": ("0.2.0", [core, ops, "torch"], unreleased("0.2.0")),
     }
     made = {}
     for name, (version, dependencies, changelog) in texts.items():
         made[name] = folder = tmp_path / name
         folder.mkdir()
         (folder / "pyproject.toml").write_text(
-            f'[project]\nname = "{name}"\nversion = "{version}"\ndependencies = [{dependencies}]\n'
+            f'[project]\nname = "{name}"\nversion = "{version}"\ndependencies = {dependencies}\n'
             + ('optional-dependencies.tools = ["vllm-fl-tools==0.10.0"]\n' * (name[8:] == "core"))
         )
         (folder / "CHANGELOG.md").write_text(f"# Changelog of {name}\n\n{changelog}")
@@ -57,9 +60,14 @@ def test_what_agrees_is_quiet(folders: dict[str, Path]) -> None:
         ("vllm-fl-core/CHANGELOG.md", "0.9.1", "0.11.0", "do not fall"),
         ("vllm-fl-core/CHANGELOG.md", "(2026-11-22)", "today", "is not `## VERSION"),
         ("vllm-fl-acme/CHANGELOG.md", "0.2.0", "0.1.0", "begins with 0.1.0"),
-        ("vllm-fl-acme/pyproject.toml", ">=0.10,<0.11", ">=0.9,<0.10", "core's version calls for"),
+        ("vllm-fl-acme/pyproject.toml", ">=0.10,<0.11", ">=0.9,<0.10", "version of core calls for"),
         ("vllm-fl-tools/pyproject.toml", "core==0.10.0", "core>=0.10,<0.11", "calls for ==0.10.0"),
         ("vllm-fl-core/pyproject.toml", "tools==0.10.0", "tools==0.9.1", "core[tools] asks for"),
+        ("vllm-fl-core/pyproject.toml", "tools==0.10.0", "tools", "calls for ==0.10.0"),
+        ("vllm-fl-core/pyproject.toml", ">=0.3,<0.4", ">=0.2,<0.3", "version of ops calls for"),
+        ("vllm-fl-acme/pyproject.toml", ">=0.3,<0.4", ">=0.3", "asks for vllm-fl-ops>=0.3, and"),
+        ("vllm-fl-acme/pyproject.toml", "fl-ops>=0.3,<0.4", "fl-ops", "asks for vllm-fl-ops, and"),
+        ("vllm-fl-ops/pyproject.toml", ">=0.10,<0.11", "==0.10.0", "calls for >=0.10,<0.11"),
     ],
 )
 def test_what_disagrees_is_named(
@@ -70,11 +78,29 @@ def test_what_disagrees_is_named(
     assert said in problem and Path(file).parts[0] in problem
 
 
+def test_tools_of_another_version_than_core_are_named(folders: dict[str, Path]) -> None:
+    for file in ("pyproject.toml", "CHANGELOG.md"):
+        path = folders["vllm-fl-tools"] / file
+        path.write_text(path.read_text().replace("0.10.0", "0.10.1", 1))
+    (problem,) = inconsistencies(folders, TAGS)
+    assert problem == "vllm-fl-tools is 0.10.1, and vllm-fl-core 0.10.0: both are of one version"
+
+
 def test_a_tag_on_another_version_or_of_nothing_is_named(folders: dict[str, Path]) -> None:
     tags = {"core-v0.10.0": lambda: "0.9.1", "nobody-v1.0.0": lambda: "1.0.0"}
     wrong, nothing = inconsistencies(folders, tags)
     assert "core-v0.10.0 is on a tree whose version is 0.9.1" in wrong
     assert "nobody-v1.0.0 names no distribution" in nothing
+
+
+def test_the_op_of_the_page_is_another_vendors_and_imports_from_ours(tmp_path: Path) -> None:
+    page = (envs.ROOT / "docs" / "new-op.md").read_text()
+    release_check.write_op(page, tmp_path)
+    assert release_check.project(tmp_path)["name"] == release_check.SOFTCAP
+    contract = (tmp_path / "src" / "other_softcap" / "softcap_and_mul.py").read_text()
+    compile(contract, "softcap_and_mul.py", "exec")
+    assert "from vllm_fl.contracts.silu_and_mul import SPEC" in contract
+    assert not [path for path in tmp_path.rglob("*.py") if "acme" in path.read_text()]
 
 
 def test_only_what_installs_ours_is_taken_from_a_readme() -> None:

