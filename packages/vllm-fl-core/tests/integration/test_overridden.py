@@ -18,6 +18,7 @@ from vllm_fl.contracts import sizes
 from vllm_fl.integration import compat
 from vllm_fl.integration.compat import OVERRIDDEN
 from vllm_fl.plugins.loading import known_contracts
+from vllm_fl_ops import bindings
 
 ROOT = Path(compat.__file__).parent
 WITHOUT_AN_ENGINE = {
@@ -31,7 +32,7 @@ WITHOUT_AN_ENGINE = {
 """What `vllm-fl tune` and `bisect` alone import: a vLLM that lacks what they use still serves."""
 
 MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path.name not in WITHOUT_AN_ENGINE]
-MODULES += [Path(sizes.__file__)]
+MODULES += [Path(sizes.__file__), *sorted(Path(bindings.__path__[0]).glob("*.py"))]
 
 MIXINS = {"PlatformOverlay": "Platform", "PlannedWorker": "WorkerBase"}
 """A class of ours -> the class of vLLM's that it is mixed in before."""

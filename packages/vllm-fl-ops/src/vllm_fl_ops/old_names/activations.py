@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.activations import *
+import sys
+
+from vllm_fl_ops.contracts import activations
+
+sys.modules[__name__] = activations

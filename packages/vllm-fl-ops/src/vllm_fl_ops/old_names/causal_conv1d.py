@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.causal_conv1d import *
+import sys
+
+from vllm_fl_ops.contracts import causal_conv1d
+
+sys.modules[__name__] = causal_conv1d

@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.fatrelu_and_mul import *
+import sys
+
+from vllm_fl_ops.contracts import fatrelu_and_mul
+
+sys.modules[__name__] = fatrelu_and_mul

@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.fused_experts import *
+import sys
+
+from vllm_fl_ops.contracts import fused_experts
+
+sys.modules[__name__] = fused_experts

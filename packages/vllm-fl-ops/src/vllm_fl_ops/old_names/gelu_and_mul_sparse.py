@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.gelu_and_mul_sparse import *
+import sys
+
+from vllm_fl_ops.contracts import gelu_and_mul_sparse
+
+sys.modules[__name__] = gelu_and_mul_sparse

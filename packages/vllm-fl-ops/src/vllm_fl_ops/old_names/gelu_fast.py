@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.gelu_fast import *
+import sys
+
+from vllm_fl_ops.contracts import gelu_fast
+
+sys.modules[__name__] = gelu_fast

@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.grouped_topk import *
+import sys
+
+from vllm_fl_ops.contracts import grouped_topk
+
+sys.modules[__name__] = grouped_topk

@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.linear import *
+import sys
+
+from vllm_fl_ops.contracts import linear
+
+sys.modules[__name__] = linear

@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.merge_attn_states import *
+import sys
+
+from vllm_fl_ops.contracts import merge_attn_states
+
+sys.modules[__name__] = merge_attn_states

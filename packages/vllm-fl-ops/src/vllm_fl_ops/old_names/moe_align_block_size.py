@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.moe_align_block_size import *
+import sys
+
+from vllm_fl_ops.contracts import moe_align_block_size
+
+sys.modules[__name__] = moe_align_block_size

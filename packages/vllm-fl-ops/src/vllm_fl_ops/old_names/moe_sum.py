@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.moe_sum import *
+import sys
+
+from vllm_fl_ops.contracts import moe_sum
+
+sys.modules[__name__] = moe_sum

@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.moe_topk import *
+import sys
+
+from vllm_fl_ops.contracts import moe_topk
+
+sys.modules[__name__] = moe_topk

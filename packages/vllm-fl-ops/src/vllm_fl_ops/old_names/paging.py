@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.paging import *
+import sys
+
+from vllm_fl_ops.contracts import paging
+
+sys.modules[__name__] = paging

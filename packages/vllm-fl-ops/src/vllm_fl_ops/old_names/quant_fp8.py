@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.quant_fp8 import *
+import sys
+
+from vllm_fl_ops.contracts import quant_fp8
+
+sys.modules[__name__] = quant_fp8

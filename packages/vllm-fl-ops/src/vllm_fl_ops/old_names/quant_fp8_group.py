@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.quant_fp8_group import *
+import sys
+
+from vllm_fl_ops.contracts import quant_fp8_group
+
+sys.modules[__name__] = quant_fp8_group

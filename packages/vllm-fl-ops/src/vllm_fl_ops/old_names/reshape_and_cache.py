@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.reshape_and_cache import *
+import sys
+
+from vllm_fl_ops.contracts import reshape_and_cache
+
+sys.modules[__name__] = reshape_and_cache

@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.rms_norm import *
+import sys
+
+from vllm_fl_ops.contracts import rms_norm
+
+sys.modules[__name__] = rms_norm

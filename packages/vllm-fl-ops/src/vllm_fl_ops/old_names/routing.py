@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.routing import *
+import sys
+
+from vllm_fl_ops.contracts import routing
+
+sys.modules[__name__] = routing

@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.sequences import *
+import sys
+
+from vllm_fl_ops.contracts import sequences
+
+sys.modules[__name__] = sequences

@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.silu_and_mul import *
+import sys
+
+from vllm_fl_ops.contracts import silu_and_mul
+
+sys.modules[__name__] = silu_and_mul

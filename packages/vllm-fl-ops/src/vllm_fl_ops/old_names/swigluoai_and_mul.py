@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.swigluoai_and_mul import *
+import sys
+
+from vllm_fl_ops.contracts import swigluoai_and_mul
+
+sys.modules[__name__] = swigluoai_and_mul

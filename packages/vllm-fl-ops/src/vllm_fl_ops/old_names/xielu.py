@@ -1,1 +1,5 @@
-from vllm_fl_ops.contracts.xielu import *
+import sys
+
+from vllm_fl_ops.contracts import xielu
+
+sys.modules[__name__] = xielu
