@@ -534,7 +534,7 @@ def write_op(page: str, folder: Path) -> None:
         path = folder / name.replace("acme", "other")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content.replace("acme", "other"))
-    contract = folder / "src" / "other_softcap" / "softcap_and_mul.py"
+    (contract,) = (each for each in folder.rglob("*.py") if "SPEC = OpSpec(" in each.read_text())
     text = contract.read_text()
     imports = "from vllm_fl.contracts.activations import activation\n"
     imports += "from vllm_fl.contracts.silu_and_mul import SPEC as SILU\n"
