@@ -22,12 +22,12 @@ from vllm_fl.contracts import (
     Sample,
     Tolerance,
     Within,
-    contracts,
 )
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded, in_place
 from vllm_fl.engine.preflight import Form, dtypes_of
 from vllm_fl.engine.wanted import promised, wanted_of, worst, worst_place
+from vllm_fl.plugins.loading import known_contracts
 
 CPU = torch.device("cpu")
 TIGHT = {n: Tolerance(1e-6, 0.0, "one rounding") for n in ("float32", "bfloat16", "float64")}
@@ -48,7 +48,7 @@ def judged(got: Any, exact: Any, *outputs: Output, **options: Any) -> tuple[floa
     def fake(x: object) -> Any:
         return got
 
-    silu = contracts()["silu_and_mul"]
+    silu = known_contracts().contracts["silu_and_mul"]
     spec = replace(
         silu, oracle=op, fake=fake, outputs=outputs, variants=(), tolerances=TIGHT, **options
     )
@@ -108,7 +108,9 @@ def test_each_output_has_its_own_rule_and_absent_ones_none() -> None:
 
 def test_the_worst_element_is_that_of_the_output_that_is_named() -> None:
     exact = torch.ones(3, 4, dtype=torch.float64)
-    silu = replace(contracts()["silu_and_mul"], variants=(), tolerances=TIGHT, outputs=())
+    silu = replace(
+        known_contracts().contracts["silu_and_mul"], variants=(), tolerances=TIGHT, outputs=()
+    )
     spec = replace(silu, oracle=lambda x: exact, fake=lambda x: torch.ones(3, 4))
     wanted = wanted_of(spec, Sample("a call", (None,)))
     assert worst_place(torch.ones(3, 4), wanted) is None
@@ -293,7 +295,7 @@ def rows_with(**places: int) -> list[int]:
 def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> None:
     assert in_blocks(rows, experts, IN_USE) == (0.0, "")
     right = blocks(ROWS, OF_BLOCKS, IN_USE)
-    spec = replace(contracts()["moe_align_block_size"], outputs=(BLOCKS,))
+    spec = replace(known_contracts().contracts["moe_align_block_size"], outputs=(BLOCKS,))
     one, other = (promised(spec, got, [None]) for got in (blocks(rows, experts, IN_USE), right))
     assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
@@ -346,7 +348,7 @@ def form_of(spec: OpSpec, tokens: int) -> Form:
 @pytest.mark.parametrize("op_fn", [("quantise", quantise), ("quantise_tensor", quantise_tensor)])
 def test_a_batch_that_repeats_the_pools_rows(op_fn: tuple[str, Callable[..., Any]]) -> None:
     op, fn = op_fn
-    form = form_of(contracts()[op], 16)
+    form = form_of(known_contracts().contracts[op], 16)
     x, *rest = form.samples[False].args
     order = torch.tensor([3, 0, 15, 7])
     for count in (4, 5, 9):
@@ -360,7 +362,7 @@ def test_a_batch_that_repeats_the_pools_rows(op_fn: tuple[str, Callable[..., Any
 
 def test_a_large_batch_of_a_whole_asks_the_oracle_about_the_pool_alone() -> None:
     asked = []
-    spec = contracts()["quantise_tensor"]
+    spec = known_contracts().contracts["quantise_tensor"]
 
     def quantised(x: Tensor) -> Any:
         asked.append(len(x))
@@ -383,13 +385,13 @@ def test_a_large_batch_of_a_whole_asks_the_oracle_about_the_pool_alone() -> None
 
 
 def test_results_without_a_row_per_token_must_be_declared() -> None:
-    spec = replace(contracts()["quantise_tensor"], whole_batch=False)
+    spec = replace(known_contracts().contracts["quantise_tensor"], whole_batch=False)
     with pytest.raises(ValueError, match=r"result 1 has the shape \(1,\) .* says whole_batch=True"):
         form_of(spec, 16).wanted(False, torch.tensor([0, 1]), 2)
 
 
 def test_the_dtypes_of_a_start() -> None:
-    silu = contracts()["silu_and_mul"]
+    silu = known_contracts().contracts["silu_and_mul"]
     assert dtypes_of(silu, torch.bfloat16) == [torch.bfloat16]
     assert dtypes_of(silu, torch.float64) == []
     ids = replace(silu, dtypes=("int32", "int64"), outputs=(Exact(),))

@@ -16,7 +16,7 @@ from builders import managing
 from sample_ops import sample_contracts
 from torch import Tensor
 
-from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch import BackendImplKind, OpImpl, OpRegistry
 from vllm_fl.dispatch.guard import Chain, call_guard, method_guard
 from vllm_fl.engine.opaque import opaque_op
@@ -25,6 +25,7 @@ from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.verification import compare_all
 from vllm_fl.errors import AllFailedError, PluginError
 from vllm_fl.plugins.forms import fitted, states_support
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.testing.checks import call_op, declaration, determinism, refusals
 from vllm_fl.testing.compiling import opcheck, tracing
 from vllm_fl.testing.subject import Refused, Subject
@@ -116,7 +117,7 @@ def test_they_pass_preflight_and_refuse_only_what_they_lack(op_fn: Any) -> None:
     op, fn = op_fn
     impl = held(of(op, fn))
     assert find_faults([impl], torch.float32, CPU, None).faults == {}
-    results = list(compare_all(impl, contracts()[op], [torch.float32], CPU))
+    results = list(compare_all(impl, known_contracts().contracts[op], [torch.float32], CPU))
     reasons = {r.reason for r in results if r.status == "refused"}
     assert {r.status for r in results} == {"ok", "refused"}
     assert len(reasons) == 1 and reasons.pop().startswith("takes no ")
@@ -133,7 +134,7 @@ def test_the_kit_asks_for_no_more_than_it_said(op_fn: Any) -> None:
 
 
 def test_as_an_opaque_operator() -> None:
-    spec = contracts()["rms_norm"]
+    spec = known_contracts().contracts["rms_norm"]
     manager = managing(of("rms_norm", rms_norm))
     record = manager._chain("rms_norm", without_layer=True).record
     chain = Chain("rms_norm", (held(of("rms_norm", rms_norm)),), spec, False, record)
@@ -318,7 +319,7 @@ def test_the_guard_of_a_whole_implementation_has_nothing_more() -> None:
 @pytest.fixture
 def grown() -> Iterator[OpSpec]:
     with sample_contracts():
-        yield contracts()["grown"]
+        yield known_contracts().contracts["grown"]
 
 
 def of_first(x: Tensor, shift: float) -> Tensor:

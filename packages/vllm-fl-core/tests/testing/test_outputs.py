@@ -9,9 +9,10 @@ import pytest
 import torch
 from sample_ops import FOLDER, RIGHT, WRONG, impl_of, sample_contracts
 
-from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.verification import compare_all
+from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.testing import CHECKS, failures
 from vllm_fl.testing.subject import Subject
@@ -35,7 +36,7 @@ def ops() -> Iterator[None]:
 
 def compared(impl: OpImpl) -> dict[str, tuple[str, str]]:
     """(dtype, sample) -> (status, reason)."""
-    spec = contracts()[impl.op_name]
+    spec = known_contracts().contracts[impl.op_name]
     dtypes = [getattr(torch, name) for name in spec.dtypes]
     found = compare_all(impl, spec, dtypes, CPU)
     return {f"{c.dtype}, {c.sample}": (c.status, c.reason) for c in found}
@@ -96,7 +97,7 @@ def test_what_is_wrong_in_one_row_of_a_batch_is_seen_at_start(op: str, count: in
             last[-1:] += 1
         return results
 
-    wrong.__signature__ = contracts()[op].signature  # type: ignore[attr-defined]
+    wrong.__signature__ = known_contracts().contracts[op].signature  # type: ignore[attr-defined]
     assert fault(impl_of(op, right)) is None
     for dtype in (torch.float32, torch.bfloat16):
         found = str(fault(impl_of(op, wrong), dtype, seconds=60.0))
@@ -105,7 +106,7 @@ def test_what_is_wrong_in_one_row_of_a_batch_is_seen_at_start(op: str, count: in
 
 def test_the_dtypes_of_a_contract_are_what_is_run() -> None:
     for op, fn in RIGHT:
-        dtypes = contracts()[op].dtypes
+        dtypes = known_contracts().contracts[op].dtypes
         assert Subject(impl_of(op, fn), CPU).dtypes == dtypes
         assert {name.partition(",")[0] for name in compared(impl_of(op, fn))} == set(dtypes)
 
