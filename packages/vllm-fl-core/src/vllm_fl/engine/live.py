@@ -26,7 +26,7 @@ from ..text import quote
 from .guarded import Guarded, in_place
 from .opaque import is_opaque
 from .plan import Plan
-from .verification import dtype_name, misplaced, misuse
+from .verification import contract_args, dtype_name, misplaced, misuse
 from .wanted import parts, wanted_of, worst, worst_place
 
 __all__ = ["Live"]
@@ -160,7 +160,7 @@ class Live:
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
         """One call of `impl`, compared if it is the first of its kind."""
         key = spec.name, impl.impl_id
-        args = _contract_args(spec, impl, given)
+        args = contract_args(spec, impl, given)
         if key in self.faults:
             return _zeros(spec.fake(*args))
         kind = *key, _kind_of(self._layer), _layout(args)
@@ -269,17 +269,6 @@ class Live:
         (row, *others), mine, exact = found[0] or (0,), *found[1:]
         at = (row if rows is None else int(rows[row]), *others)
         return f"it is wrong: {problem}, which is {mine:.6g} instead of {exact:.6g} at {at}"
-
-
-def _contract_args(spec: OpSpec, impl: OpImpl, given: Sequence[Any]) -> tuple[Any, ...]:
-    """The contract's arguments of a call; what a layer provides is read from it."""
-    if not impl.needs_layer:
-        return tuple(given)
-    layer, rest = given[0], iter(given[1:])
-    return tuple(
-        spec.from_layer[name](layer) if name in spec.from_layer else next(rest)
-        for name in spec.parameters
-    )
 
 
 def _rows(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | None:

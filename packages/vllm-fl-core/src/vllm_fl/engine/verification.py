@@ -23,6 +23,7 @@ __all__ = [
     "as_call",
     "compare",
     "compare_all",
+    "contract_args",
     "dtype_name",
     "misplaced",
     "misuse",
@@ -83,6 +84,17 @@ def as_call(
         return impl.fn(layer, *given.values())
 
     return call
+
+
+def contract_args(spec: OpSpec, impl: OpImpl, given: Sequence[Any]) -> tuple[Any, ...]:
+    """The contract's arguments of a call; what a layer provides is read from it."""
+    if not impl.needs_layer:
+        return tuple(given)
+    layer, rest = given[0], iter(given[1:])
+    return tuple(
+        spec.from_layer[name](layer) if name in spec.from_layer else next(rest)
+        for name in spec.parameters
+    )
 
 
 def compare(
