@@ -23,6 +23,7 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...errors import PlaceError
 from ...logs import get_logger
+from ...plugins.attention import refusal
 from ...plugins.types import LayerImpl, LayerRequest
 from ...settings.policy import closest
 from ...text import quote
@@ -102,20 +103,10 @@ def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
 
 
 @cache
-def _refusal(impl: LayerImpl, request: LayerRequest) -> str:
-    """Why `impl` does not take `request`; empty when it does. Asked once per request."""
-    if impl.supports is None:
-        return ""
-    try:
-        with noted("the supports", impl.layer, impl.impl_id):
-            verdict = impl.supports(request)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a plugin's mistake costs the plugin, not the engine
-        return f"its supports raised {quote(error)}"
-    if verdict is True:
-        return ""
-    return str(verdict) if verdict else "its supports said no and gave no reason"
+def _refusal(impl: LayerImpl, request: LayerRequest) -> str | None:
+    """Why `impl` does not take `request`; None when it does. Asked once per request."""
+    with noted("the supports", impl.layer, impl.impl_id):
+        return refusal(impl, request)
 
 
 def known() -> dict[str, str]:
