@@ -247,11 +247,9 @@ def _without_clashes(
             holders |= dict.fromkeys(names, str(plugin.owner))
             checked.append((plugin, impls))
             continue
-        error = PluginError(
-            f"{plugin.owner.who}: its setting {clash!r} is {clean(holders[clash])}'s, too; "
-            "uninstall one of the two, or name the ones to load in VLLM_FL_PLUGINS.",
-            plugin=plugin.owner.plugin,
-            distribution=plugin.owner.release,
+        error = plugin.owner.error(
+            f": its setting {clash!r} is {clean(holders[clash])}'s, too; uninstall one of the two, "
+            "or name the ones to load in VLLM_FL_PLUGINS."
         )
         checked.append((_failed(registry, plugin, error), []))
     return checked
@@ -268,11 +266,7 @@ def _bring(found: Found, registry: OpRegistry, todo: str) -> tuple[Plugin, list[
     manager = None
     try:
         if (ended := ENDED.get(whose(owner))) is not None:
-            raise PluginError(
-                f"{owner.who} failed: {ended}. {todo}",
-                plugin=owner.plugin,
-                distribution=owner.release,
-            )
+            raise owner.error(f" failed: {ended}. {todo}")
         with contained(owner, "the import", todo, own):
             plugin = found.load()
             hooks, old_form = _forms(plugin)
@@ -401,13 +395,10 @@ def _register(
     if lost or refused:
         op, impl_id = next(iter(lost), (None, None))
         told = (f"{o} implementation {i!r}: {why}" for (o, i), why in lost.items())
-        error = PluginError(
-            f"{owner.who}: not loaded: {'; '.join((*refused, *told))}. "
-            "What else it brings is loaded.",
+        error = owner.error(
+            f": not loaded: {'; '.join((*refused, *told))}. What else it brings is loaded.",
             op=op,
             impl=impl_id,
-            plugin=owner.plugin,
-            distribution=owner.release,
         )
     try:
         with contained(owner, "the registration", todo, _package(plugin.target)):

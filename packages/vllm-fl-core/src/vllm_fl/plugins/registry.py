@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..contracts import OpSpec
 from ..contracts.binding import Binding, Contract
@@ -66,6 +66,19 @@ class Owner:
     def who(self) -> str:
         """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, cleaned: what errors begin with."""
         return f"Plugin {clean(self.plugin)!r} of {clean(str(self))}"
+
+    def error(
+        self, message: str, *, kind: type[PluginError] = PluginError, **facts: Any
+    ) -> PluginError:
+        """An error for which this plugin is to blame. What it says begins with `who`.
+
+        Args:
+            message: the rest of it.
+            kind: its class.
+            facts: its other fields.
+        """
+        told = f"{self.who}{message}"
+        return kind(told, plugin=self.plugin, distribution=self.release, **facts)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.path})" if self.path else self.name
@@ -355,10 +368,5 @@ def _refusal(
     owner: Owner, impl: Impl | None, problem: str, *, kind: type[PluginError] = PluginError
 ) -> PluginError:
     what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "what it registers"
-    return kind(
-        f"{owner.who}: {what} refused: {problem}.",
-        op=impl.op_name if impl else None,
-        impl=impl.impl_id if impl else None,
-        plugin=owner.plugin,
-        distribution=owner.release,
-    )
+    facts = {"op": impl.op_name, "impl": impl.impl_id} if impl else {}
+    return owner.error(f": {what} refused: {problem}.", kind=kind, **facts)
