@@ -7,7 +7,6 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Container
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
@@ -41,6 +40,7 @@ from .seams.layers import (
     layer_table,
     replace_layers,
 )
+from .seams.lookups import named
 from .verifying import (
     Preflight,
     meets_a_compiler,
@@ -570,8 +570,9 @@ def __getattr__(name: str) -> type:
     """Only a path travels to the workers: the class is made from it on demand."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, cls = name.removeprefix(PREFIX).replace("__", ".").rpartition(".")
-    base = getattr(import_module(module), cls)
-    worker = type(f"{cls}FL", (PlannedWorker, base), {"__module__": __name__, "__qualname__": name})
+    base = named(name.removeprefix(PREFIX).replace("__", "."))
+    worker = type(
+        f"{base.__name__}FL", (PlannedWorker, base), {"__module__": __name__, "__qualname__": name}
+    )
     globals()[name] = worker
     return worker

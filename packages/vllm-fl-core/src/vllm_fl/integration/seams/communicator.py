@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...dispatch import get_default_manager
@@ -25,6 +24,7 @@ from ...settings.loading import Settings
 from ...text import quote
 from ..noting import noted
 from ..ranks import gathered
+from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -253,8 +253,7 @@ class Groups:
         try:
             with noted("the class", COMMUNICATOR, impl.impl_id):
                 path = class_path_for(impl, self.request)
-                module, _, name = path.rpartition(".")
-                cls = getattr(import_module(module), name)
+                cls = named(path)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # whatever a plugin's module raises costs the plugin alone
@@ -278,8 +277,7 @@ def stock_class() -> Callable[..., Any]:
     """The class that would serve without us."""
     from vllm.platforms import current_platform
 
-    module, _, name = current_platform.vllm_fl_stock_communicator().rpartition(".")
-    found: Callable[..., Any] = getattr(import_module(module), name)
+    found: Callable[..., Any] = named(current_platform.vllm_fl_stock_communicator())
     return found
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor import custom_op
@@ -30,6 +29,7 @@ from ...text import quote
 from ..compat import declared_layers, vllm_folders, vllm_version
 from ..noting import noted
 from .layers import layer_table, owner_of
+from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -280,12 +280,11 @@ def _vllms_classes() -> dict[str, type[Any]]:
 @cache
 def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
     """(the class, vLLM's class that it is made of, why it cannot be used or empty)."""
-    module, _, name = impl.class_path.rpartition(".")
     before = dict(custom_op.op_registry_oot)
     cls: Any = object
     try:
         with noted("the class", impl.layer, impl.impl_id):
-            cls = getattr(import_module(module), name)
+            cls = named(impl.class_path)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a plugin's module raises must not end the engine
