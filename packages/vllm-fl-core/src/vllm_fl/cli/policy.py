@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..dispatch import get_default_manager
+from ..logs import quiet
 from ..settings.policy import OpOrder
 from ..settings.schema import CONFIG, Setting, Settings
 from ..text import HIDDEN, is_secret
 from . import _table
-from ._quiet import quiet
 from ._report import ReportFile
 from ._settings_file import in_environment, text_of
 from ._show import UsageError, print_json, print_table, say
