@@ -23,7 +23,7 @@ from ...plugins.types import CommunicatorImpl, CommunicatorRequest
 from ...settings.loading import Settings
 from ...text import quote
 from ..noting import noted
-from ..ranks import gathered
+from ..ranks import gathered, warn_of_fault
 from .lookups import named
 
 if TYPE_CHECKING:
@@ -169,14 +169,7 @@ class Groups:
                 if self.strict:
                     raise _ending(impl_id, fault, "strict mode")
                 if rank == 0:
-                    log.warning(
-                        "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; "
-                        "off on all) [FL410]",
-                        impl_id,
-                        op,
-                        fault.why,
-                        fault.rank,
-                    )
+                    warn_of_fault(op, impl_id, fault.why, fault.rank)
             known |= new
             self.faults |= new
             self._replace()
