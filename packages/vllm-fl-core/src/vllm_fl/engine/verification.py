@@ -11,7 +11,7 @@ import torch
 
 from ..contracts import OpSpec, Sample
 from ..errors import AllFailedError
-from ..plugins.forms import asked_for
+from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean, quote
 from .guarded import Guarded, guarded
@@ -128,11 +128,9 @@ def compare(
     call.remember()
     who = "its supports"
     try:
-        asked = asked_for(impl, spec)
-        if asked is not None:
-            verdict = asked(*call.args)
-            if verdict is not True:
-                return Comparison(*fixed, "refused", reason=str(verdict))
+        verdict = verdict_of(impl, spec, call.args)
+        if verdict is not True:
+            return Comparison(*fixed, "refused", reason=str(verdict))
         who = "it"
         got = as_call(impl, spec, layer_for)(*call.args)
         if sample.args and getattr(sample.args[0], "is_cuda", False):
