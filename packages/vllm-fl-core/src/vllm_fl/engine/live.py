@@ -215,11 +215,7 @@ class Live:
         """The magnitude of a call's values, where the contract's errors grow with it."""
         if spec.name not in self._growth:
             self._growth[spec.name] = _growth(spec)
-        largest = 1.0
-        for name, arg in zip(spec.parameters, args, strict=True):
-            if name in spec.by_token and isinstance(arg, torch.Tensor) and arg.is_floating_point():
-                largest = max(largest, _largest(arg))
-        return float(largest ** self._growth[spec.name])
+        return float(max(1.0, _largest(spec, args)) ** self._growth[spec.name])
 
     def _run(
         self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...], before: _Before
@@ -308,20 +304,18 @@ def _growth(spec: OpSpec) -> int:
     if not samples:
         return 1
     scale = max(sample.scale for sample in samples)
-    tensors = [
-        arg
-        for sample in samples
-        for name, arg in zip(spec.parameters, sample.args, strict=True)
-        if name in spec.by_token and isinstance(arg, torch.Tensor) and arg.is_floating_point()
-    ]
-    largest = max(map(_largest, tensors), default=1.0)
+    largest = max(_largest(spec, sample.args) for sample in samples)
     return 0 if scale <= 1.0 else 2 if scale > 10 * largest else 1
 
 
-def _largest(values: torch.Tensor) -> float:
-    """The largest magnitude of finite numbers."""
-    finite = values.double().abs().nan_to_num(0.0, 0.0, 0.0)
-    return float(finite.max()) if finite.numel() else 0.0
+def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
+    """The largest magnitude of the finite numbers in a call's activations; 1 where it has none."""
+    finite = [
+        arg.double().abs().nan_to_num(0.0, 0.0, 0.0)
+        for name, arg in zip(spec.parameters, args, strict=True)
+        if name in spec.by_token and isinstance(arg, torch.Tensor) and arg.is_floating_point()
+    ]
+    return max((float(each.max()) for each in finite if each.numel()), default=1.0)
 
 
 def _kind_of(layer: str) -> str:

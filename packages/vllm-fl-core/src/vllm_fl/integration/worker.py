@@ -239,13 +239,6 @@ class PlannedWorker:
         super().shutdown()  # type: ignore[misc]
 
 
-def _overrides(worker: PlannedWorker, plan: Plan) -> operators.Overrides:
-    """Which operators the worker's plan overrides."""
-    dtype = worker.vllm_fl_facts.dtype
-    assert dtype is not None  # a worker has a model
-    return operators.choose(plan, installed_bindings(), worker.device, dtype)
-
-
 def _facts_of_model(vllm_config: VllmConfig) -> EngineFacts:
     """What the configuration says, and what the model is made of."""
     facts = facts_of(vllm_config)
@@ -302,7 +295,9 @@ def _adopt(worker: PlannedWorker, plan: Plan, contents: dict[str, Any]) -> None:
     plan = take_place(plan)
     if plan.place > 1:  # its operators have other names: compiled code of another's is not its
         contents = {**contents, "place": plan.place}
-    chosen = _overrides(worker, plan)
+    dtype = worker.vllm_fl_facts.dtype
+    assert dtype is not None  # a worker has a model
+    chosen = operators.choose(plan, installed_bindings(), worker.device, dtype)
     replaced = functions.choose(plan, installed_bindings())
     contents = {
         **contents,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -491,8 +492,6 @@ def _undo(
 
 def _check_settings(specs: Sequence[object]) -> None:
     """Check what one plugin declares; what it shares with others is checked when all are known."""
-    keys: set[str] = set()
-    variables: set[str] = set()
     for spec in specs:
         if not isinstance(spec, SettingSpec):
             raise TypeError(f"settings returned {spec!r}; expected SettingSpec")
@@ -501,14 +500,13 @@ def _check_settings(specs: Sequence[object]) -> None:
                 f"a file may have its setting {spec.key!r}, whose key must then begin with "
                 "flagos_, reference_ or vendor_<vendor>_"
             )
-        if spec.key in keys:
-            raise ValueError(f"it declares the setting {spec.key!r} twice")
-        keys.add(spec.key)
-        for name in spec.variables:
-            if name in variables:
-                raise ValueError(f"it declares the variable {name!r} twice")
-            variables.add(name)
     declared = [spec for spec in specs if isinstance(spec, SettingSpec)]
+    settings = Counter(spec.key for spec in declared)
+    variables = Counter(name for spec in declared for name in spec.variables)
+    for what, counts in (("setting", settings), ("variable", variables)):
+        for name, count in counts.items():
+            if count > 1:
+                raise ValueError(f"it declares the {what} {name!r} twice")
     blacklists = {spec.key: spec for spec in declared if spec.names and spec.default is not None}
     for spec in declared:
         if not spec.excludes:
