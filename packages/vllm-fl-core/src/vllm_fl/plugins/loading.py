@@ -11,12 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import getattr_static
 from itertools import islice, pairwise
-from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pluggy
 
@@ -30,7 +29,7 @@ from .communicator import NAMED_CLASSES
 from .hookspecs import HOOK_API, PROJECT
 from .installed import CORE, canonical, entry_points, identity, required_by
 from .plugin import Plugin, Status
-from .registry import EMPTY, OpRegistry, Owner, RegistrySnapshot
+from .registry import EMPTY, SCRIPT, OpRegistry, Owner, RegistrySnapshot
 from .reserved import brings_ops, op_holder, reservation
 from .types import (
     PLUGIN_KEY,
@@ -95,20 +94,15 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
             version=version,
             path=os.fspath(dist.locate_file("")) if dist else None,
         )
-        load = _raising(problem) if problem else entry.load
+        load = partial(_fail, problem) if problem else entry.load
         requires = frozenset() if dist is None else required_by(dist)
         found.append(Found(owner, entry.value, load, entry.group == CONTRACTS, requires))
     found.sort(key=lambda f: (canonical(f.owner.distribution or ""), f.owner.plugin, f.target))
-    seen: set[tuple[str | None, str, str]] = set()
-    unique = []
+    unique: dict[tuple[str | None, str, str], Found] = {}
     for f in found:  # one distribution may lie on the path twice, as an editable install does
-        key = (f.owner.distribution, f.owner.plugin, f.target)
-        if key not in seen:
-            seen.add(key)
-            unique.append(f)
-    for name in modules:
-        unique.append(Found(Owner(plugin=name), name, _module_loader(name)))
-    return tuple(unique)
+        unique.setdefault((f.owner.distribution, f.owner.plugin, f.target), f)
+    named = (Found(Owner(plugin=name), name, partial(import_module, name)) for name in modules)
+    return (*unique.values(), *named)
 
 
 def load(
@@ -605,35 +599,22 @@ def _results(manager: pluggy.PluginManager, hook: str) -> list[Any]:
     return impls
 
 
-class _Collector:
+class _Collector(OpRegistry):
     """The registry as the older form sees it: it collects, so that a failure leaves nothing.
 
     Reading it finds what is registered, and what was collected.
     """
 
     def __init__(self, registry: OpRegistry) -> None:
+        super().__init__(registry.snapshot())
         self.impls: list[Impl] = []
-        self.registered = registry
 
-    def get_implementations(self, op: str) -> list[Impl]:
-        mine = [impl for impl in self.impls if impl.op_name == op]
-        return [*self.registered.get_implementations(op), *mine]
-
-    def get_implementation(self, op: str, impl_id: str) -> Impl | None:
-        return next((i for i in self.get_implementations(op) if i.impl_id == impl_id), None)
-
-    def list_operators(self) -> list[str]:
-        return sorted({*self.registered.list_operators(), *(i.op_name for i in self.impls)})
-
-    def snapshot(self) -> RegistrySnapshot:
-        impls = {op: tuple(self.get_implementations(op)) for op in self.list_operators()}
-        return replace(self.registered.snapshot(), impls_by_op=MappingProxyType(impls))
-
-    def register_impl(self, impl: OpImpl) -> None:
-        self.impls.append(impl)
-
-    def register_many(self, impls: Iterable[OpImpl]) -> None:
+    def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
         self.impls += impls
+        found = {op: self._first.impls_by_op.get(op, ()) for op in self._first.impls_by_op}
+        for impl in self.impls:
+            found[impl.op_name] = (*found.get(impl.op_name, ()), impl)
+        self._snapshot = replace(self._first, impls_by_op=dict(sorted(found.items())))
 
 
 def _run_old_form(function: Callable[[Any], object], registry: OpRegistry) -> list[Impl]:
@@ -648,12 +629,5 @@ def _run_old_form(function: Callable[[Any], object], registry: OpRegistry) -> li
     return collector.impls
 
 
-def _module_loader(name: str) -> Callable[[], ModuleType]:
-    return lambda: import_module(name)
-
-
-def _raising(problem: str) -> Callable[[], object]:
-    def load() -> object:
-        raise FileNotFoundError(problem)
-
-    return load
+def _fail(problem: str) -> NoReturn:
+    raise FileNotFoundError(problem)

@@ -103,9 +103,13 @@ class RegistrySnapshot:
 
     impls_by_op: Mapping[str, tuple[Impl, ...]]
     owners: Mapping[tuple[str, str], Owner]
-    contracts: Mapping[str, OpSpec] = field(default_factory=lambda: MappingProxyType({}))
-    bindings: Mapping[str, Binding] = field(default_factory=lambda: MappingProxyType({}))
-    authors: Mapping[str, Owner] = field(default_factory=lambda: MappingProxyType({}))
+    contracts: Mapping[str, OpSpec] = field(default_factory=dict)
+    bindings: Mapping[str, Binding] = field(default_factory=dict)
+    authors: Mapping[str, Owner] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, table in list(vars(self).items()):
+            object.__setattr__(self, name, MappingProxyType({**table}))
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -122,7 +126,7 @@ class RegistrySnapshot:
         return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)
 
 
-EMPTY = RegistrySnapshot(MappingProxyType({}), MappingProxyType({}))
+EMPTY = RegistrySnapshot({}, {})
 """A registry into which nothing was loaded."""
 
 
@@ -218,18 +222,11 @@ class OpRegistry:
                     _check_parameters(impl, spec, by_op.get(impl.op_name, []), owner)
                 by_op.setdefault(impl.op_name, []).append(impl)
                 owners[key] = owner
-            self._change(
-                replace(
-                    self._snapshot,
-                    impls_by_op=MappingProxyType(
-                        {
-                            op: tuple(sorted(found, key=lambda i: i.impl_id))
-                            for op, found in sorted(by_op.items())
-                        }
-                    ),
-                    owners=MappingProxyType(owners),
-                )
-            )
+            ordered = {
+                op: tuple(sorted(found, key=lambda i: i.impl_id))
+                for op, found in sorted(by_op.items())
+            }
+            self._change(replace(self._snapshot, impls_by_op=ordered, owners=owners))
 
     def add_contract(self, contract: Contract, binding: Binding, owner: Owner) -> None:
         """Add an op that a plugin brings.
@@ -253,9 +250,9 @@ class OpRegistry:
             self._change(
                 replace(
                     before,
-                    contracts=MappingProxyType(dict(sorted(specs.items()))),
-                    bindings=MappingProxyType({**before.bindings, name: binding}),
-                    authors=MappingProxyType({**before.authors, name: owner}),
+                    contracts=dict(sorted(specs.items())),
+                    bindings={**before.bindings, name: binding},
+                    authors={**before.authors, name: owner},
                 )
             )
 
@@ -272,15 +269,13 @@ class OpRegistry:
             }
 
             def without(table: Mapping[str, T]) -> Mapping[str, T]:
-                return MappingProxyType({op: it for op, it in table.items() if op not in ops})
+                return {op: it for op, it in table.items() if op not in ops}
 
             self._change(
                 replace(
                     before,
-                    impls_by_op=MappingProxyType(kept),
-                    owners=MappingProxyType(
-                        {k: o for k, o in before.owners.items() if k not in gone}
-                    ),
+                    impls_by_op=kept,
+                    owners={k: o for k, o in before.owners.items() if k not in gone},
                     contracts=without(before.contracts),
                     bindings=without(before.bindings),
                     authors=without(before.authors),
