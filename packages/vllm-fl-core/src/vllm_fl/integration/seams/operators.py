@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...contracts import OpSpec
 from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace
+from ...engine.opaque import Watched
 from ...engine.plan import Plan
 from ...errors import PlaceError
 from ...logs import get_logger
@@ -237,22 +237,6 @@ def _defaults(schema: Any) -> dict[str, Any]:
     return {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes which of some operators are called inside the block."""
-
-    def __init__(self, wanted: set[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.wanted, self.seen = wanted, set[str]()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name: str = func.name()
-        if name in self.wanted:
-            self.seen.add(name)
-        return func(*args, **(kwargs or {}))
-
-
 def _calls_of(
     impl: OpImpl, spec: OpSpec, wanted: set[str], device: torch.device, dtype: torch.dtype
 ) -> set[str]:
@@ -261,17 +245,17 @@ def _calls_of(
     There nothing is to be overridden: the kernel that is there already is what would run, and only
     the way to it would be longer, for vLLM's layers, too.
     """
-    recorder = _Recorder(wanted)
+    watched = Watched(lambda operator: operator.name() in wanted)
     for sample in spec.samples(dtype, device) if wanted else ():
         try:
             if verdict_of(impl, spec, sample.args) is True:
-                with recorder, torch.inference_mode():
+                with watched, torch.inference_mode():
                     impl.fn(*sample.args)
         except Exception as error:  # the preflight has judged it, and its guard will
             log.debug("%s of %s, asked what it calls: %s", impl.impl_id, spec.name, error)
-        if recorder.seen == wanted:
+        if {operator.name() for operator, _, _ in watched.calls} == wanted:
             break
-    return recorder.seen
+    return {operator.name() for operator, _, _ in watched.calls}
 
 
 class _Inside(threading.local):
