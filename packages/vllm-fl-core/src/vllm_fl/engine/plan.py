@@ -274,8 +274,7 @@ class Plan:
     @property
     def layers(self) -> dict[str, LayerImpl]:
         """The whole layers that are not vLLM's own: its class name -> the implementation."""
-        chosen = {op: entry.layer for op, entry in self.entries.items()}
-        return {op: impl for op, impl in chosen.items() if impl is not None}
+        return {op: impl for op, entry in self.entries.items() if (impl := entry.layer)}
 
     def chain(
         self,
