@@ -26,7 +26,7 @@ from ..text import quote
 from .guarded import Guarded, in_place
 from .opaque import is_opaque
 from .plan import Plan
-from .verification import contract_args, dtype_name, misplaced, misuse
+from .verification import contract_args, dtype_name, misplaced, misuse, synchronise
 from .wanted import parts, wanted_of, worst, worst_place
 
 __all__ = ["Live"]
@@ -200,7 +200,7 @@ class Live:
         call = in_place(dict(zip(spec.parameters, args, strict=True)))
         if sum(s.memory.numel() * s.memory.element_size() for s in call.storages) > LARGEST:
             raise _LeftOut("its arguments are too large to be copied")
-        _synchronise(self.device)  # what another stream still writes is not this call's
+        synchronise(self.device)  # what another stream still writes is not this call's
         call.remember()
         rows = None if spec.whole_batch else _rows(spec, args)
         on_host = tuple(
@@ -229,7 +229,7 @@ class Live:
         try:
             with breadcrumb.running(what, whose):
                 result = impl.fn(*given)
-                _synchronise(self.device)
+                synchronise(self.device)
             return result, ""
         except NotImplementedError:
             if before.call.disturbance(frozenset()) is not None:
@@ -269,8 +269,7 @@ class Live:
 
 def _rows(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | None:
     """Some rows of a call, its first and last among them, in ascending order; None for all."""
-    given = zip(spec.parameters, args, strict=True)
-    count = next((len(arg) for n, arg in given if n in spec.by_token and arg is not None), 0)
+    count = next(map(len, spec.with_rows(args).values()), 0)
     if count <= ROWS:
         return None
     drawn = torch.randperm(count - 2, generator=torch.Generator("cpu").manual_seed(count))
@@ -312,8 +311,8 @@ def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
     """The largest magnitude of the finite numbers in a call's activations; 1 where it has none."""
     finite = [
         arg.double().abs().nan_to_num(0.0, 0.0, 0.0)
-        for name, arg in zip(spec.parameters, args, strict=True)
-        if name in spec.by_token and isinstance(arg, torch.Tensor) and arg.is_floating_point()
+        for arg in spec.with_rows(args).values()
+        if isinstance(arg, torch.Tensor) and arg.is_floating_point()
     ]
     return max((float(each.max()) for each in finite if each.numel()), default=1.0)
 
@@ -344,8 +343,3 @@ def _zeros(shapes: Any) -> Any:
     if isinstance(shapes, tuple):
         return tuple(_zeros(part) for part in shapes)
     return None if shapes is None else torch.zeros_like(shapes)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()

@@ -131,8 +131,7 @@ def tokens_of(chain: Chain, args: Sequence[Any]) -> Any:
     """
     spec = chain.spec
     assert spec is not None  # only ops with a contract have rows
-    given = zip(spec.parameters, args, strict=True)
-    return next(arg for name, arg in given if name in spec.by_token and arg is not None).shape[0]
+    return next(iter(spec.with_rows(args).values())).shape[0]
 
 
 def _complete(chain: Chain, variant: Variant, args: Sequence[Any]) -> list[Any]:

@@ -42,6 +42,7 @@ from .verification import (
     misplaced,
     misuse,
     refusal_of,
+    synchronise,
 )
 from .wanted import Wanted, wanted_of, worst
 
@@ -297,9 +298,7 @@ class Form:
     def pool(self, large: bool) -> dict[str, torch.Tensor]:
         """The rows of the activations."""
         if large not in self._pools:
-            given = zip(self.spec.parameters, self.samples[large].args, strict=True)
-            rows = {n: a for n, a in given if n in self.spec.by_token and a is not None}
-            self._pools[large] = poisoned(rows)
+            self._pools[large] = poisoned(self.spec.with_rows(self.samples[large].args))
         return self._pools[large]
 
     def wanted(self, large: bool, order: torch.Tensor, count: int) -> list[Wanted | None]:
@@ -319,14 +318,12 @@ class Form:
     @cached_property
     def _rows(self) -> int:
         """How many rows the pool has."""
-        args = dict(zip(self.spec.parameters, self.samples[0].args, strict=True))
-        return next(len(args[name]) for name in self.spec.by_token if args[name] is not None)
+        return next(map(len, self.spec.with_rows(self.samples[0].args).values()))
 
     def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
         tokens = None
         if not self.spec.whole_batch:
-            given = zip(self.spec.parameters, sample.args, strict=True)
-            tokens = next((len(a) for n, a in given if n in self.spec.by_token), None)
+            tokens = next(map(len, self.spec.with_rows(sample.args).values()), None)
         return [want and want.on(device) for want in wanted_of(self.spec, sample, tokens=tokens)]
 
     def _batch(self, large: bool, rows: torch.Tensor) -> Sample:
@@ -683,8 +680,7 @@ class _Run:
 
     def _synchronised(self, args: tuple[Any, ...]) -> Any:
         got = self.call(*args)
-        if self.trials.device.type != "cpu":
-            torch.get_device_module(self.trials.device).synchronize()
+        synchronise(self.trials.device)
         return got
 
     def _check_intact(self, form: Form) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "misplaced",
     "misuse",
     "refusal_of",
+    "synchronise",
 ]
 
 LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
@@ -228,6 +229,12 @@ def _kind(result: Any) -> str:
     if isinstance(result, tuple):
         return f"a tuple of {len(result)}"
     return "None" if result is None else f"a {type(result).__name__}"
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
 def refusal_of(error: BaseException) -> str:

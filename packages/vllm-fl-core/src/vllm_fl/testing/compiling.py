@@ -61,11 +61,7 @@ def _traced_form(subject: Subject, traced: Callable[..., Any], dtype: str) -> No
             continue
         compared = compare(form, subject.spec, each, getattr(torch, dtype))
         assert compared.status == "ok", f"its traced form, {each.name}: {compared.reason}"
-        rows = [
-            arg
-            for name, arg in zip(subject.spec.parameters, each.args, strict=True)
-            if name in subject.spec.by_token and isinstance(arg, torch.Tensor)
-        ]
+        rows = subject.spec.with_rows(each.args).values()
         if not interpreted and all(len(row) > 1 and row.is_contiguous() for row in rows):
             problem = trial(subject.impl, subject.spec, each.args)
             assert not problem, f"{each.name}: {problem}"
