@@ -611,7 +611,7 @@ class _Collector(OpRegistry):
 
     def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
         self.impls += impls
-        found = {op: self._first.impls_by_op.get(op, ()) for op in self._first.impls_by_op}
+        found = dict(self._first.impls_by_op)
         for impl in self.impls:
             found[impl.op_name] = (*found.get(impl.op_name, ()), impl)
         self._snapshot = replace(self._first, impls_by_op=dict(sorted(found.items())))

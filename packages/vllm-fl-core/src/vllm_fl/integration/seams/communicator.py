@@ -251,8 +251,10 @@ class Groups:
             raise
         except BaseException as error:  # whatever a plugin's module raises costs the plugin alone
             return None, f"its class {path or 'path'} failed: {quote(error)}"
-        lacks = [base.__name__ for base in _bases() if not _is_subclass(cls, base)]
-        return (None, f"{path} is no subclass of vLLM's {lacks[0]}") if lacks else (cls, "")
+        for base in _bases():
+            if not (isinstance(cls, type) and issubclass(cls, base)):
+                return None, f"{path} is no subclass of vLLM's {base.__name__}"
+        return cls, ""
 
 
 def _ending(impl_id: str, fault: Fault, why: str) -> StartError:
@@ -283,10 +285,6 @@ def _bases() -> list[type]:
     stock = stock_class()
     above = stock.__mro__ if isinstance(stock, type) else ()
     return [DeviceCommunicatorBase, *(cls for cls in above if cls.__name__ in CAPTURED)]
-
-
-def _is_subclass(cls: object, base: type) -> bool:
-    return isinstance(cls, type) and issubclass(cls, base)
 
 
 def _coordinators() -> Iterator[Any]:

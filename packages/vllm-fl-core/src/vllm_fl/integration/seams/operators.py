@@ -168,11 +168,7 @@ def own(place: OperatorPlace, device: torch.device) -> Callable[..., Any] | None
     """The operator of a place, as vLLM has it; None where this vLLM has none such."""
     if _schema(place.name) is None or _misfit(place, _dispatch_key(device)):
         return None
-    namespace, _, name = place.name.partition("::")
-    name, _, overload = name.partition(".")
-    found: Callable[..., Any] = getattr(
-        getattr(getattr(torch.ops, namespace), name), overload or "default"
-    )
+    found: Callable[..., Any] = _operator(place.name)
     return found
 
 
@@ -182,13 +178,17 @@ def _dispatch_key(device: torch.device) -> str:
     return key
 
 
+def _operator(name: str) -> Any:
+    """The operator of this name, its overload included; AttributeError where there is none."""
+    namespace, _, rest = name.partition("::")
+    operator, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+
+
 def _schema(name: str) -> Any:
     """The schema of an operator; None where no library has defined it."""
-    namespace, _, operator = name.partition("::")
-    operator, _, overload = operator.partition(".")
     try:
-        packet = getattr(getattr(torch.ops, namespace), operator)
-        return getattr(packet, overload or "default")._schema
+        return _operator(name)._schema
     except AttributeError:
         return None
 
