@@ -612,7 +612,8 @@ class _Collector(OpRegistry):
     def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
         self.impls += impls
         found = dict(self._first.impls_by_op)
-        for impl in self.impls:
+        # What is no implementation is refused, by name, when all of it is registered.
+        for impl in (each for each in self.impls if isinstance(each, Impl)):
             found[impl.op_name] = (*found.get(impl.op_name, ()), impl)
         self._snapshot = replace(self._first, impls_by_op=dict(sorted(found.items())))
 
