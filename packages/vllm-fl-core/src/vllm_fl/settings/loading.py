@@ -227,10 +227,10 @@ def _lost(
     texts = [env.get(black.variable, ""), env.get(black.append or "", "")]
     names = {name.strip() for text in texts for name in text.split(",") if name.strip()}
     if not texts[0].strip() and black.key in plugins:
-        names |= {*_names(plugins[black.key])}
+        names |= {*plugins[black.key].names}
     if entries[white].value is not None:
-        names &= {*_names(entries[white])}
-    return names - {*_names(entries[black.key])}
+        names &= {*entries[white].names}
+    return names - {*entries[black.key].names}
 
 
 def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
@@ -335,7 +335,7 @@ def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> N
             if white.value is not None:
                 problem = f"has no effect beside {white.key} ({white.origin}); unset one"
                 raise wrong(spec.key, origin, problem)
-        before = _names(held) or ()  # None, where nobody set a list whose default is no list
+        before = held.names or ()  # None, where nobody set a list whose default is no list
         value = tuple(dict.fromkeys((*before, *names)))
         if before:
             origin = f"{held.origin} and {origin}"
@@ -398,10 +398,6 @@ def _unknown_platform(platform: Setting, known: Collection[str]) -> list[str]:
         f"{platform.variable}={name}: no installed plugin has settings for this platform."
         + closest(name, sorted(known))
     ]
-
-
-def _names(setting: Setting) -> tuple[str, ...]:
-    return cast("tuple[str, ...]", setting.value)
 
 
 def _shown(platform_files: PlatformFiles) -> tuple[str, ...]:

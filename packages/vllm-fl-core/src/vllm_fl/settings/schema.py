@@ -80,6 +80,11 @@ class Setting:
     disagreements: tuple[str, ...] = ()
 
     @property
+    def names(self) -> Names:
+        """The value of a list that somebody set."""
+        return cast("Names", self.value)
+
+    @property
     def named(self) -> str:
         """The setting as the user wrote it: `VLLM_FL_STRICT=true`, or `strict` with its file."""
         if isinstance(self.value, OpOrder):
