@@ -17,7 +17,6 @@ EXAMPLE = "an example, in words for a reader"
 EXCEPTIONS = {
     ("plugins/reserved.py", "*"): "the one table of reserved names",
     ("dispatch/contracts/rotary_embedding.py", "rotary_embedding"): "kept for plugins in the field",
-    ("engine/of_0_2_0.py", "*"): "what 0.2.0 called its contracts in tables; it goes with 0.4.0",
     ("plugins/types.py", "rms_norm"): EXAMPLE,
     ("settings/values.py", "rms_norm"): EXAMPLE,
     ("cli/new.py", "rms_norm"): "the example in the template's README",

@@ -97,52 +97,18 @@ if TYPE_CHECKING:
         WorkerReport,
     )
 
-_HOMES = {
-    "AttentionImpl": ".plugins.types",
-    "AttentionPlace": ".contracts.binding",
-    "AttentionRequest": ".plugins.types",
-    "Availability": ".plugins.types",
-    "BackendImplKind": ".plugins.types",
-    "BackendPriority": ".plugins.types",
-    "BadInput": ".contracts",
-    "Binding": ".contracts.binding",
-    "CommunicatorImpl": ".plugins.types",
-    "CommunicatorRequest": ".plugins.types",
-    "Contract": ".contracts.binding",
-    "DeviceProfile": ".plugins.types",
-    "Exact": ".contracts",
-    "ExpertBlocks": ".contracts",
-    "Finding": ".plugins.finding",
-    "FunctionPlace": ".contracts.binding",
-    "GraphPlace": ".contracts.binding",
-    "HOOK_API": ".plugins.hookspecs",
-    "IrPlace": ".contracts.binding",
-    "LayerImpl": ".plugins.types",
-    "LayerPlace": ".contracts.binding",
-    "LayerRequest": ".plugins.types",
-    "ModelSizes": ".contracts",
-    "OperatorPlace": ".contracts.binding",
-    "OpImpl": ".plugins.types",
-    "OpSpec": ".contracts",
-    "PluginError": ".errors",
-    "PolicyDefaults": ".plugins.types",
-    "QuantisedPair": ".contracts",
-    "Routing": ".contracts",
-    "Sample": ".contracts",
-    "SettingSpec": ".plugins.types",
-    "SettingsError": ".errors",
-    "SizeRule": ".contracts.binding",
-    "Source": ".contracts.sampling",
-    "Tolerance": ".contracts",
-    "Variant": ".contracts",
-    "VllmFLError": ".errors",
-    "Within": ".contracts",
-    "WorkerContext": ".plugins.types",
-    "WorkerReport": ".plugins.types",
-    "get_logger": ".logs",
-    "hookimpl": ".plugins.hookspecs",
-    "joint_cos_sin": ".contracts.cos_sin",
-}
+_HOMES = (
+    ".errors",
+    ".logs",
+    ".contracts",
+    ".contracts.binding",
+    ".contracts.cos_sin",
+    ".contracts.sampling",
+    ".plugins.hookspecs",
+    ".plugins.types",
+    ".plugins.finding",
+)
+"""Where the names are: each in the first of these modules that has it."""
 
 __all__ = [
     "HOOK_API",
@@ -198,9 +164,10 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("vllm-fl-core")
-    if name in _HOMES:
-        value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
-        return value
+    for home in _HOMES if name in __all__ else ():
+        if hasattr(module := import_module(home, __name__), name):
+            value = globals()[name] = getattr(module, name)
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

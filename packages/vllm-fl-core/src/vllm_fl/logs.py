@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from .text import INDENTED, clean, quote
 
-__all__ = ["SAID_AT_MOST", "get_logger", "set_log_level", "silence", "speaks_for_all"]
+__all__ = ["SAID_AT_MOST", "get_logger", "quiet", "set_log_level", "silence", "speaks_for_all"]
 
 ROOT = "vllm_fl"
 
@@ -86,8 +86,12 @@ def speaks_for_all() -> bool:
     return parent_process() is None
 
 
-@contextmanager
-def silence() -> Iterator[None]:
+def quiet(level: int) -> AbstractContextManager[None]:
+    """In the block, nothing of ours of this level or below is shown, whatever the settings say."""
+    return _filtered(get_logger().handlers, lambda record: record.levelno > level)
+
+
+def silence() -> AbstractContextManager[None]:
     """In the block, what this thread logs is not shown, whoever's logger it is; errors are.
 
     Other threads are heard, such as the one that names what takes long.
@@ -99,11 +103,16 @@ def silence() -> Iterator[None]:
 
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    handlers = {*found, *filter(None, [logging.lastResort])}
-    for handler in handlers:
-        handler.addFilter(is_heard)
-    try:
-        yield
-    finally:
+    return _filtered({*found, *filter(None, [logging.lastResort])}, is_heard)
+
+
+@contextmanager
+def _filtered(
+    handlers: Iterable[logging.Handler], is_heard: Callable[[logging.LogRecord], bool]
+) -> Iterator[None]:
+    """In the block, the handlers show the records that are heard, and no others."""
+    with ExitStack() as stack:
         for handler in handlers:
-            handler.removeFilter(is_heard)
+            handler.addFilter(is_heard)
+            stack.callback(handler.removeFilter, is_heard)
+        yield

@@ -26,7 +26,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration import planning as from_config
-from vllm_fl.integration.seams import whole_layers
+from vllm_fl.integration.seams import lookups, whole_layers
 from vllm_fl.plugins.types import BackendImplKind, Impl, LayerImpl, LayerRequest
 from vllm_fl.settings.loading import load_settings
 
@@ -174,7 +174,7 @@ def test_a_module_that_fails_costs_the_class_only(
     def load(module: str) -> Any:
         raise error
 
-    monkeypatch.setattr(whole_layers, "import_module", load)
+    monkeypatch.setattr(lookups, "import_module", load)
     assert type(error).__name__ in whole_layers.faults(plan(impl()))["Mixer", "vendor.acme"]
 
 
@@ -187,7 +187,7 @@ def test_a_class_that_puts_itself_into_the_table_is_taken_out_and_said(
         TABLE["Mixer"], TABLE["BigMixer"] = OwnMixer, other
         return ACME
 
-    monkeypatch.setattr(whole_layers, "import_module", load)
+    monkeypatch.setattr(lookups, "import_module", load)
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     assert whole_layers.faults(plan(impl())) == {}
     assert "Mixer" not in TABLE and TABLE["BigMixer"] is other

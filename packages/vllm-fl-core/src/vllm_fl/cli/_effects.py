@@ -92,12 +92,6 @@ def find_idle(
     loaded = [plugin for plugin in plugins if plugin.status != "disabled"]
     if settings.strict_plugins and not loaded:
         yield from idle(["strict_plugins"], "No plugin is loaded.", "unset it, or install one")
-    yield from _absent_plugins(settings, plugins)
-    for key in settings.unowned:
-        yield from idle([key], "No loaded plugin has this setting.", "unset it, or install one")
-
-
-def _absent_plugins(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Finding]:
     for line in unmatched([plugin.owner for plugin in plugins], settings.plugins):
         yield Finding(
             CHECK,
@@ -105,6 +99,8 @@ def _absent_plugins(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[F
             "The names are those of distributions; what nobody has is not loaded.",
             "Correct the name, or install it.",
         )
+    for key in settings.unowned:
+        yield from idle([key], "No loaded plugin has this setting.", "unset it, or install one")
 
 
 def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any, get_args
+from typing import Any
 
-from ..settings.policy import Mode, OpOrder
+from ..settings.policy import OpOrder
 from ..settings.schema import CONFIG, Setting, Settings
 from ..settings.values import ORDER_PREFIX, PER_OP
 from ..text import clean, is_secret
@@ -81,7 +81,4 @@ def _order(setting: Setting, order: OpOrder, settings: Settings) -> Any:
             f"--write: the table {settings.table} orders {op}, over {setting.origin}; in a file of "
             "yours that list would win over the table"
         )
-    sides = {mode: side for mode in get_args(Mode) if (side := order.plain(mode))}
-    if len(sides) == 2 and sides["eager"] == sides["compiled"]:
-        return sides["eager"]
-    return sides
+    return order.written

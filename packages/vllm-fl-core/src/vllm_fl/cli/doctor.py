@@ -19,6 +19,7 @@ from ..engine.identity import cpu_name
 from ..engine.tables import here, left_out, unaccepted
 from ..errors import PluginError, SettingsError, VllmFLError
 from ..integration.device import IN_TREE
+from ..logs import quiet
 from ..plugins import breadcrumb, calling
 from ..plugins import loading as plugin_loader
 from ..plugins.breadcrumb import Crumb
@@ -47,7 +48,6 @@ from ._environment import distributions, torch_build, torch_facts
 from ._finding import code_of, contained
 from ._installed import CHECKS
 from ._options import device_of
-from ._quiet import quiet
 from ._show import print_json, print_table, say
 
 

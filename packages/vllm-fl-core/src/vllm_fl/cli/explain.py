@@ -284,7 +284,7 @@ def _show(
     elif spec is None:
         say(f"{op} (no contract names it: scripts call it, and no engine runs it)")
     else:
-        _show_signature(spec)
+        say(signature_of(spec, width=1) or "")
         say(documentation_of(spec).split("\n\n")[0])
         say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
     for setting in bearing:
@@ -354,7 +354,7 @@ def _show_contract(op: str, spec: OpSpec | None, *, as_json: bool) -> int:
             from_layer=list(spec.from_layer),
         )
         return 0
-    _show_signature(spec)
+    say(signature_of(spec, width=1) or "")
     say(documentation_of(spec))
     say(f"\nIts samples are made in {', '.join(spec.dtypes)}.")
     if spec.consumable:
@@ -370,12 +370,6 @@ def _show_contract(op: str, spec: OpSpec | None, *, as_json: bool) -> int:
         else:
             say(f"\n{name}: compared as docs/plugins.md says.")
     return 0
-
-
-def _show_signature(spec: OpSpec) -> None:
-    returns = _annotation(spec.signature.return_annotation)
-    lines = [f"    {_parameter(p)}," for p in spec.signature.parameters.values()]
-    say("\n".join([f"{spec.name}(", *lines, f") -> {returns}"]))
 
 
 def documentation_of(spec: OpSpec) -> str:

@@ -31,7 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
             show(rows)
         if not found["backends"]:
             say("No backend is installed. Try: pip install vllm-fl-reference")
-    if not arguments.json:
         for row in rows:
             if row["error"]:
                 say(clean(row["error"]), error=True)

@@ -6,14 +6,14 @@ import argparse
 import logging
 import os
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any
 
 from ..dispatch import get_default_manager
-from ..settings.policy import Mode, OpOrder
+from ..logs import quiet
+from ..settings.policy import OpOrder
 from ..settings.schema import CONFIG, Setting, Settings
 from ..text import HIDDEN, is_secret
 from . import _table
-from ._quiet import quiet
 from ._report import ReportFile
 from ._settings_file import in_environment, text_of
 from ._show import UsageError, print_json, print_table, say
@@ -139,9 +139,7 @@ def _each(key: str, values: Iterable[tuple[object, str]]) -> list[dict[str, Any]
 
 def _plain(key: str, value: object) -> Any:
     if isinstance(value, OpOrder):
-        sides = {mode: value.plain(mode) for mode in get_args(Mode)}
-        orders = {mode: side for mode, side in sides.items() if side}
-        return orders["eager"] if sides["eager"] == sides["compiled"] else orders
+        return value.written
     if is_secret(key) and value not in (None, ()):
         return HIDDEN
     return list(value) if isinstance(value, tuple) else value

@@ -26,7 +26,7 @@ from ..contracts.sizes import typical_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..integration.places import all_bindings
-from ..plugins.forms import asked_for
+from ..plugins.forms import verdict_of
 from ..plugins.types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
 from ..text import quote, scrub
 from ._environment import device_facts, distributions
@@ -341,10 +341,10 @@ def _timed(
     from ..engine.verification import as_call
 
     wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
-    call, asked = as_call(impl, spec), asked_for(impl, spec)
+    call = as_call(impl, spec)
     samples = spec.served(sizes, getattr(torch, dtype_name), device)
     for sample in samples:
-        if asked is not None and asked(*sample.args) is not True:
+        if verdict_of(impl, spec, sample.args) is not True:
             continue
         times: list[float] = []
         begin = time.perf_counter()

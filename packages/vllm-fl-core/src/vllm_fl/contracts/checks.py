@@ -13,7 +13,6 @@ __all__ = [
     "Problem",
     "finite_number",
     "floating_tensor",
-    "gated_tensor",
     "matrix",
     "on_device_of",
     "one_number",
@@ -33,18 +32,6 @@ def floating_tensor(name: str, value: Any) -> Problem:
         return name, f"must be a torch.Tensor, got {type(value).__name__}"
     if str(value.dtype).removeprefix("torch.") not in FLOATING:
         return name, f"must be float32, float16 or bfloat16, got {value.dtype}"
-    return None
-
-
-def gated_tensor(name: str, value: Any) -> Problem:
-    """`value` must be a floating tensor of shape (..., 2 * d)."""
-    problem = floating_tensor(name, value)
-    if problem:
-        return problem
-    if value.ndim == 0:
-        return name, "must have at least one dimension, got a scalar tensor"
-    if value.shape[-1] % 2:
-        return name, f"must have an even last dimension, got {value.shape[-1]}"
     return None
 
 

@@ -318,6 +318,11 @@ class OpSpec:
         present = {p for p, arg in zip(self.parameters, arguments, strict=False) if arg is not None}
         return frozenset(p for p in declared if p in present and self.consumed_with[p] <= present)
 
+    def with_rows(self, arguments: Iterable[Any]) -> dict[str, Any]:
+        """Those of one call's `arguments` that have a row per token, by name; without None."""
+        given = zip(self.parameters, arguments, strict=True)
+        return {name: arg for name, arg in given if name in self.by_token and arg is not None}
+
     def variant_for(self, arguments: Mapping[str, Any]) -> Variant:
         """The variant whose left-out parameters are all None in `arguments`."""
         for variant in self.variants:

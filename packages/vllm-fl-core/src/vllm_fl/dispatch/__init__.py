@@ -100,7 +100,7 @@ def reset_default_manager() -> None:
         PolicySealedError: an engine's layers are bound to a plan.
     """
     chosen.policy = None
-    _found.hidden = False
+    _Found.hidden = False
     _default.reset()
 
 
@@ -175,19 +175,19 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
     early = load_startup()
     found = _plugins.discover(early.plugin_modules)
     plugins = _plugins.load(registry, found, only=early.plugins, variables=_TAKEN)
-    _found.by_hand = plugins
+    _Found.by_hand = plugins
     return plugins
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
     """The plugins that were found, and what became of each."""
-    startup = None if _found.hidden else _default.startup
-    return (*(startup.plugins if startup else ()), *_found.by_hand)
+    startup = None if _Found.hidden else _default.startup
+    return (*(startup.plugins if startup else ()), *_Found.by_hand)
 
 
 def clear_discovered_plugins() -> None:
     """Empty the list of `get_discovered_plugins`; what is registered stays."""
-    _found.hidden, _found.by_hand = True, ()
+    _Found.hidden, _Found.by_hand = True, ()
 
 
 class _Found:
@@ -196,8 +196,6 @@ class _Found:
     hidden = False
     by_hand: tuple[Plugin, ...] = ()
 
-
-_found = _Found()
 
 if not TYPE_CHECKING:  # a checker sees what is written here alone
 

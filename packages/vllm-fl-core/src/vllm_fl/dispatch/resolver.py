@@ -5,11 +5,11 @@ One pure function. Log lines, errors, the command line and the engine's plan all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..plugins.types import Availability, Impl, availability_of
+from ..plugins.types import Impl
 from ..settings.policy import Mode, SelectionPolicy, Token
 
 __all__ = ["STOCK", "UNORDERED", "Candidate", "Stock", "Trace", "describe", "resolve"]
@@ -90,7 +90,6 @@ def resolve(
     rejections: Mapping[str, str] | None = None,
     engine: bool = False,
     tokens: int | None = None,
-    availability: Callable[[Impl], Availability] = availability_of,
 ) -> Trace:
     """Order the candidates of one op.
 
@@ -108,7 +107,6 @@ def resolve(
             mode a list of the user's that does not name it leaves it out.
         tokens: how many tokens a call has, where the policy orders the op by size; None is more
             than every ceiling.
-        availability: how to ask an implementation whether the machine can run it.
     """
     order = policy.order(op, mode, engine=engine, tokens=tokens)
     listed = policy.listed(op, mode)
@@ -124,7 +122,7 @@ def resolve(
         if rejection is None and place is None:
             rejection = f"not listed: {'|'.join(map(str, order))}"
         if rejection is None:
-            verdict = availability(impl)
+            verdict = impl.availability()
             rejection = None if verdict is True else f"not available: {verdict}"
         if rejection is not None or place is None:
             rejected.append(Candidate(impl, "rejected", rejection or ""))

@@ -111,7 +111,7 @@ def _profiles(plugins: Sequence[Plugin], *, strict: bool) -> list[DeviceProfile]
 
 def start(
     registry: OpRegistry,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
     defer_errors: bool = False,
@@ -121,7 +121,7 @@ def start(
 
     Args:
         registry: what plugins register into.
-        env: the environment; None is the process's own.
+        env: the environment; by default the process's own.
         platform: the platform, where the caller knows it; VLLM_FL_PLATFORM beats it.
         defer_errors: keep what is wrong with the settings instead of raising it.
         engine: the settings of the engine whose worker this is: they say which plugins are
@@ -131,7 +131,6 @@ def start(
         SettingsError: a setting is wrong.
         PluginError: a plugin failed and VLLM_FL_STRICT_PLUGINS=1.
     """
-    env = os.environ if env is None else env
     early = load_startup(env)
     set_log_level("DEBUG" if early.debug else early.log_level)
     asked = early if engine is None else engine
@@ -162,7 +161,7 @@ def _warn(warnings: Sequence[str], code: str) -> None:
 def try_settings(
     registry: OpRegistry,
     plugins: Sequence[Plugin],
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
 ) -> tuple[Settings, SettingsError | None]:
@@ -172,7 +171,6 @@ def try_settings(
         SettingsError: a variable that says how to start is wrong.
         PluginError: as for `start`.
     """
-    env = os.environ if env is None else env
     early = load_startup(env)
     platform = platform or _detected(early, plugins)
     try:
@@ -190,12 +188,11 @@ def _detected(early: Settings, plugins: Sequence[Plugin]) -> str | None:
 def read_settings(
     registry: OpRegistry,
     plugins: Sequence[Plugin],
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
 ) -> Settings:
     """The effective settings, given what is installed. Arguments and errors as for `start`."""
-    env = os.environ if env is None else env
     early = load_startup(env)
     platform = platform or _detected(early, plugins)
     where = early.platform or platform

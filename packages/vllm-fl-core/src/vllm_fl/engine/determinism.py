@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..contracts import Exact, ModelSizes, OpSpec
-from ..plugins.forms import asked_for
+from ..plugins.forms import verdict_of
 from ..plugins.loading import known_contracts
 from ..plugins.types import OpImpl
 from ..text import quote
-from .guarded import rows_of
+from .guarded import bits, rows_of
 from .preflight import POOL, Form, Provided, Trials, dtypes_of, release, repeated, token_counts
 from .verification import LayerFactory, as_call, dtype_name, refusal_of
 from .wanted import parts, promised
@@ -162,7 +162,6 @@ class _Measured:
 
     def __init__(self, impl: OpImpl, trials: Trials, call: Callable[..., Any]) -> None:
         self.impl, self.trials, self.call = impl, trials, call
-        self.asked = asked_for(impl, trials.spec)
         self._whole: dict[str, Bits | None] = {}
         for form in trials.forms:
             form.switch(large=False)
@@ -220,7 +219,7 @@ class _Measured:
         spec = self.trials.spec
         laid = form.call(rows_of(form.pool(False), rows))
         form.static.restore(spec.consumed(self.impl.consumes, laid.args))
-        if self.asked is not None and self.asked(*laid.args) is not True:
+        if verdict_of(self.impl, spec, laid.args) is not True:
             return None
         try:
             got = self.call(*laid.args)
@@ -237,12 +236,8 @@ class _Measured:
 
 
 def _bits(result: torch.Tensor) -> torch.Tensor:
-    """A copy of the result as integers: NaN equals itself then, and 0.0 is not -0.0."""
-    copied = result.detach().clone(memory_format=torch.contiguous_format)
-    if not copied.is_floating_point():
-        return copied
-    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return copied.view(sizes[copied.element_size()])
+    """A copy of the result, as integers."""
+    return bits(result.detach().clone(memory_format=torch.contiguous_format))
 
 
 def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Guarded", "guarded", "in_place", "rows_of"]
+__all__ = ["Guarded", "bits", "guarded", "in_place", "rows_of"]
 
 GUARD = 256
 """Elements before and after each storage; a multiple of every usual alignment."""
@@ -34,25 +34,25 @@ class _Storage:
         uncovered = torch.ones_like(self.memory, dtype=torch.bool)
         for view in self.views.values():
             _same_place(view, uncovered).fill_(False)
-        poison = _bits(torch.full((), _poison(self.memory.dtype), dtype=self.memory.dtype))
-        _bits(self.memory).masked_fill_(uncovered, poison.item())  # some dtypes cannot be filled
+        poison = bits(torch.full((), _poison(self.memory.dtype), dtype=self.memory.dtype))
+        bits(self.memory).masked_fill_(uncovered, poison.item())  # some dtypes cannot be filled
 
     def remember(self) -> None:
         """Take what is there now for what must be there after a call."""
-        self.before = _bits(self.memory).clone()
+        self.before = bits(self.memory).clone()
 
     def restore(self, consumed: Collection[str]) -> None:
         """Put back what these arguments held; what was written beside them stays, to be seen."""
         for name in consumed:
             if name in self.views:
                 assert self.before is not None
-                now = _same_place(self.views[name], _bits(self.memory))
+                now = _same_place(self.views[name], bits(self.memory))
                 now.copy_(_same_place(self.views[name], self.before))
 
     def disturbance(self, consumed: Collection[str]) -> tuple[str, int] | None:
         """(the argument that was overwritten, or empty; how many elements); None for nothing."""
         assert self.before is not None
-        now = _bits(self.memory)
+        now = bits(self.memory)
         if torch.equal(now, self.before):
             return None
         changed = now != self.before
@@ -238,7 +238,7 @@ def _same_place(view: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as integers: NaN equals itself then, and 0.0 is not -0.0."""
     if tensor.is_floating_point():
         return tensor.view(_BITS[tensor.element_size()])

@@ -31,11 +31,13 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
         owners: who brought the implementations and the ops. Each is known by its version and its
             code, and so are the libraries whose kernels it calls.
     """
+    import torch
+
     facts = {"device": _name(device)}
     if (driver := _driver(device)) is not None:
         facts["driver"] = driver
     if device.type == "cpu":
-        facts[THREADS] = _threads()
+        facts[THREADS] = str(torch.get_num_threads())
     facts |= {name: told for name in BENEATH if (told := version(name))}
     facts[CORE] = f"{version(CORE)} {code_of(CORE, 'vllm_fl')}"
     for owner in owners:
@@ -73,12 +75,6 @@ def _name(device: torch.device) -> str:
         return f"{cpu_name()}, {vectors}"
     named = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return str(named(device.index or 0)) if named is not None else device.type
-
-
-def _threads() -> str:
-    import torch
-
-    return str(torch.get_num_threads())
 
 
 @cache

@@ -26,7 +26,7 @@ from ..text import quote
 from .guarded import Guarded, in_place
 from .opaque import is_opaque
 from .plan import Plan
-from .verification import dtype_name, misplaced, misuse
+from .verification import contract_args, dtype_name, misplaced, misuse, synchronise
 from .wanted import parts, wanted_of, worst, worst_place
 
 __all__ = ["Live"]
@@ -160,7 +160,7 @@ class Live:
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
         """One call of `impl`, compared if it is the first of its kind."""
         key = spec.name, impl.impl_id
-        args = _contract_args(spec, impl, given)
+        args = contract_args(spec, impl, given)
         if key in self.faults:
             return _zeros(spec.fake(*args))
         kind = *key, _kind_of(self._layer), _layout(args)
@@ -200,7 +200,7 @@ class Live:
         call = in_place(dict(zip(spec.parameters, args, strict=True)))
         if sum(s.memory.numel() * s.memory.element_size() for s in call.storages) > LARGEST:
             raise _LeftOut("its arguments are too large to be copied")
-        _synchronise(self.device)  # what another stream still writes is not this call's
+        synchronise(self.device)  # what another stream still writes is not this call's
         call.remember()
         rows = None if spec.whole_batch else _rows(spec, args)
         on_host = tuple(
@@ -215,11 +215,7 @@ class Live:
         """The magnitude of a call's values, where the contract's errors grow with it."""
         if spec.name not in self._growth:
             self._growth[spec.name] = _growth(spec)
-        largest = 1.0
-        for name, arg in zip(spec.parameters, args, strict=True):
-            if name in spec.by_token and isinstance(arg, torch.Tensor) and arg.is_floating_point():
-                largest = max(largest, _largest(arg))
-        return float(largest ** self._growth[spec.name])
+        return float(max(1.0, _largest(spec, args)) ** self._growth[spec.name])
 
     def _run(
         self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...], before: _Before
@@ -233,7 +229,7 @@ class Live:
         try:
             with breadcrumb.running(what, whose):
                 result = impl.fn(*given)
-                _synchronise(self.device)
+                synchronise(self.device)
             return result, ""
         except NotImplementedError:
             if before.call.disturbance(frozenset()) is not None:
@@ -271,21 +267,9 @@ class Live:
         return f"it is wrong: {problem}, which is {mine:.6g} instead of {exact:.6g} at {at}"
 
 
-def _contract_args(spec: OpSpec, impl: OpImpl, given: Sequence[Any]) -> tuple[Any, ...]:
-    """The contract's arguments of a call; what a layer provides is read from it."""
-    if not impl.needs_layer:
-        return tuple(given)
-    layer, rest = given[0], iter(given[1:])
-    return tuple(
-        spec.from_layer[name](layer) if name in spec.from_layer else next(rest)
-        for name in spec.parameters
-    )
-
-
 def _rows(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | None:
     """Some rows of a call, its first and last among them, in ascending order; None for all."""
-    given = zip(spec.parameters, args, strict=True)
-    count = next((len(arg) for n, arg in given if n in spec.by_token and arg is not None), 0)
+    count = next(map(len, spec.with_rows(args).values()), 0)
     if count <= ROWS:
         return None
     drawn = torch.randperm(count - 2, generator=torch.Generator("cpu").manual_seed(count))
@@ -319,20 +303,18 @@ def _growth(spec: OpSpec) -> int:
     if not samples:
         return 1
     scale = max(sample.scale for sample in samples)
-    tensors = [
-        arg
-        for sample in samples
-        for name, arg in zip(spec.parameters, sample.args, strict=True)
-        if name in spec.by_token and isinstance(arg, torch.Tensor) and arg.is_floating_point()
-    ]
-    largest = max(map(_largest, tensors), default=1.0)
+    largest = max(_largest(spec, sample.args) for sample in samples)
     return 0 if scale <= 1.0 else 2 if scale > 10 * largest else 1
 
 
-def _largest(values: torch.Tensor) -> float:
-    """The largest magnitude of finite numbers."""
-    finite = values.double().abs().nan_to_num(0.0, 0.0, 0.0)
-    return float(finite.max()) if finite.numel() else 0.0
+def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
+    """The largest magnitude of the finite numbers in a call's activations; 1 where it has none."""
+    finite = [
+        arg.double().abs().nan_to_num(0.0, 0.0, 0.0)
+        for arg in spec.with_rows(args).values()
+        if isinstance(arg, torch.Tensor) and arg.is_floating_point()
+    ]
+    return max((float(each.max()) for each in finite if each.numel()), default=1.0)
 
 
 def _kind_of(layer: str) -> str:
@@ -361,8 +343,3 @@ def _zeros(shapes: Any) -> Any:
     if isinstance(shapes, tuple):
         return tuple(_zeros(part) for part in shapes)
     return None if shapes is None else torch.zeros_like(shapes)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contracts import OpSpec, Variant
 from ..contracts.binding import put
@@ -24,6 +25,7 @@ from ..plugins.types import OpImpl
 
 __all__ = [
     "Ordered",
+    "Watched",
     "inlined",
     "is_inlined",
     "is_opaque",
@@ -34,6 +36,28 @@ __all__ = [
     "tokens_of",
     "unique_name",
 ]
+
+
+class Watched(TorchDispatchMode):
+    """Keeps the calls of wanted operators that are made inside the block.
+
+    Args:
+        is_wanted: an operator -> whether its calls are kept.
+    """
+
+    def __init__(self, is_wanted: Callable[[Any], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_wanted = is_wanted
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        """(operator, arguments by position, by name)."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.is_wanted(func):
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
 
 LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
 
@@ -107,8 +131,7 @@ def tokens_of(chain: Chain, args: Sequence[Any]) -> Any:
     """
     spec = chain.spec
     assert spec is not None  # only ops with a contract have rows
-    given = zip(spec.parameters, args, strict=True)
-    return next(arg for name, arg in given if name in spec.by_token and arg is not None).shape[0]
+    return next(iter(spec.with_rows(args).values())).shape[0]
 
 
 def _complete(chain: Chain, variant: Variant, args: Sequence[Any]) -> list[Any]:

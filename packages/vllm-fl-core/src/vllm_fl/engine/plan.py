@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..contracts import OpSpec
 from ..dispatch.context import current_binder
@@ -35,12 +36,8 @@ log = get_logger("engine")
 
 def _before_stock(trace: Trace) -> tuple[Impl, ...]:
     """The candidates before vLLM's own path, in order."""
-    found: list[Impl] = []
-    for impl in trace.admitted:
-        if isinstance(impl, Stock):
-            break
-        found.append(impl)
-    return tuple(found)
+    before = takewhile(lambda impl: not isinstance(impl, Stock), trace.admitted)
+    return cast("tuple[Impl, ...]", tuple(before))
 
 
 def _callable(impls: Iterable[Impl | Stock]) -> tuple[OpImpl, ...]:
@@ -274,8 +271,7 @@ class Plan:
     @property
     def layers(self) -> dict[str, LayerImpl]:
         """The whole layers that are not vLLM's own: its class name -> the implementation."""
-        chosen = {op: entry.layer for op, entry in self.entries.items()}
-        return {op: impl for op, impl in chosen.items() if impl is not None}
+        return {op: impl for op, entry in self.entries.items() if (impl := entry.layer)}
 
     def chain(
         self,

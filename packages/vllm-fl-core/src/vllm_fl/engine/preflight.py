@@ -16,7 +16,8 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -27,7 +28,7 @@ import torch
 from ..contracts import ModelSizes, OpSpec, Sample
 from ..logs import get_logger
 from ..plugins import breadcrumb
-from ..plugins.forms import asked_for
+from ..plugins.forms import verdict_of
 from ..plugins.loading import known_contracts
 from ..text import quote
 from . import graphs, process_state
@@ -41,6 +42,7 @@ from .verification import (
     misplaced,
     misuse,
     refusal_of,
+    synchronise,
 )
 from .wanted import Wanted, wanted_of, worst
 
@@ -296,9 +298,7 @@ class Form:
     def pool(self, large: bool) -> dict[str, torch.Tensor]:
         """The rows of the activations."""
         if large not in self._pools:
-            given = zip(self.spec.parameters, self.samples[large].args, strict=True)
-            rows = {n: a for n, a in given if n in self.spec.by_token and a is not None}
-            self._pools[large] = poisoned(rows)
+            self._pools[large] = poisoned(self.spec.with_rows(self.samples[large].args))
         return self._pools[large]
 
     def wanted(self, large: bool, order: torch.Tensor, count: int) -> list[Wanted | None]:
@@ -318,14 +318,12 @@ class Form:
     @cached_property
     def _rows(self) -> int:
         """How many rows the pool has."""
-        args = dict(zip(self.spec.parameters, self.samples[0].args, strict=True))
-        return next(len(args[name]) for name in self.spec.by_token if args[name] is not None)
+        return next(map(len, self.spec.with_rows(self.samples[0].args).values()))
 
     def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
         tokens = None
         if not self.spec.whole_batch:
-            given = zip(self.spec.parameters, sample.args, strict=True)
-            tokens = next((len(a) for n, a in given if n in self.spec.by_token), None)
+            tokens = next(map(len, self.spec.with_rows(sample.args).values()), None)
         return [want and want.on(device) for want in wanted_of(self.spec, sample, tokens=tokens)]
 
     def _batch(self, large: bool, rows: torch.Tensor) -> Sample:
@@ -600,19 +598,29 @@ class _Run:
     def _call_at(self, form: Form, count: int) -> None:
         """One call with so many tokens, of which nothing is compared."""
         where = f"{count} x {form.name}, {dtype_name(self.trials.dtype)}, warming up"
-        order = self.trials.order(count, 0)[:count]
-        args = form.call(rows_of(form.pool(False), repeated(order, count))).args
+        _, args = self._call_of(form, count)
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
-        try:
-            asked = asked_for(self.impl, self.spec)
-            if asked is None or asked(*args) is True:
+        with self._blamed("it raised", where):
+            if verdict_of(self.impl, self.spec, args) is True:
                 self._timed(where, partial(self._synchronised, args))
+
+    def _call_of(self, form: Form, count: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """(the order of the pool's rows in it, the arguments) of a call with so many tokens."""
+        order = self.trials.order(count, 0)[:count]
+        return order, form.call(rows_of(form.pool(False), repeated(order, count))).args
+
+    @contextmanager
+    def _blamed(self, what: str, where: str) -> Iterator[None]:
+        """Inside the block the implementation runs: a refusal is noted, and all else that it raises
+        is a fault, `what` it did."""
+        try:
+            yield
         except NotImplementedError as error:
             self.refusals.append(f"{where}: {error}")
         except (_Stop, KeyboardInterrupt):
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included
-            raise _Stop(f"it raised {quote(error)} ({where})", error) from error
+            raise _Stop(f"{what} {quote(error)} ({where})", error) from error
 
     def _in_another_thread(self, form: Form) -> None:
         """A batch in another thread than the one that builds the model, as micro-batches have."""
@@ -645,12 +653,10 @@ class _Run:
         who = "its supports"
         laid.remember()
         try:
-            asked = asked_for(impl, spec)
-            if asked is not None:
-                verdict = asked(*call.args)
-                if verdict is not True:
-                    self.refusals.append(f"{where}: {verdict}")
-                    return None
+            verdict = verdict_of(impl, spec, call.args)
+            if verdict is not True:
+                self.refusals.append(f"{where}: {verdict}")
+                return None
             who = "it"
             got = self._timed(where, partial(self._synchronised, call.args))
             self.served.add(form.name)
@@ -674,8 +680,7 @@ class _Run:
 
     def _synchronised(self, args: tuple[Any, ...]) -> Any:
         got = self.call(*args)
-        if self.trials.device.type != "cpu":
-            torch.get_device_module(self.trials.device).synchronize()
+        synchronise(self.trials.device)
         return got
 
     def _check_intact(self, form: Form) -> None:
@@ -694,20 +699,13 @@ class _Run:
             laid = rows_of(form.pool(False), repeated(order, self.captured))
             args = form.call(laid).args
             consumed = self.spec.consumed(self.impl.consumes, args)
-            asked = asked_for(self.impl, self.spec)
-            begun = time.monotonic()
-            try:
-                if asked is not None and asked(*args) is not True:
-                    continue
-                replay, result = graphs.captured(partial(self.call, *args), self.trials.device)
-            except NotImplementedError as error:
-                self.refusals.append(f"{where}: {error}")
+            begun, made = time.monotonic(), None
+            with self._blamed("it cannot be captured in a graph:", where):
+                if verdict_of(self.impl, self.spec, args) is True:
+                    made = graphs.captured(partial(self.call, *args), self.trials.device)
+            if made is None:
                 continue
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # a plugin may raise anything, SystemExit included
-                why = f"it cannot be captured in a graph: {quote(error)} ({where})"
-                raise _Stop(why, error) from error
+            replay, result = made
             for number, large in enumerate((False, True), 1):
                 form.switch(large)
                 form.static.restore(consumed)
@@ -742,8 +740,7 @@ class _Run:
         for form in (form for form in self.trials.forms if form.name in self.served):
             form.switch(large=False)
             for count in COMPILED_COUNTS[:2]:
-                order = self.trials.order(count, 0)[:count]
-                args = form.call(rows_of(form.pool(False), repeated(order, count))).args
+                order, args = self._call_of(form, count)
                 where = f"traced, {count} x {form.name}, {dtype_name(self.trials.dtype)}"
                 if why := trial(self.impl, self.spec, args):
                     raise _Stop(f"{why} ({where})")
@@ -781,8 +778,7 @@ class _Run:
                 continue
             how = f"compiled by {backend}, {count} x {form.name}"
             where = f"{how}, {dtype_name(self.trials.dtype)}"
-            order = self.trials.order(count, 0)[:count]
-            args = form.call(rows_of(form.pool(False), repeated(order, count))).args
+            order, args = self._call_of(form, count)
             form.static.restore(self.spec.consumed(self.impl.consumes, args))
             args = _apart(self.spec, args)
             try:

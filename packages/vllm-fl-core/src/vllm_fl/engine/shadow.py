@@ -28,6 +28,7 @@ from ..plugins.types import OpImpl
 from ..text import quote
 from .opaque import is_opaque
 from .plan import Plan
+from .verification import contract_args
 from .wanted import MEASURED, parts, wanted_here
 
 __all__ = ["Shadow", "Tally"]
@@ -245,7 +246,7 @@ class Shadow:
     def _kept(self, impl: OpImpl, spec: OpSpec, args: tuple[Any, ...]) -> _Call | None:
         """What is needed to compare a call later; None where it is not compared."""
         try:
-            whole = _whole(spec, impl, args)
+            whole = contract_args(spec, impl, args)
             tokens = _tokens(spec, whole)
             if not tokens:
                 return None
@@ -337,16 +338,6 @@ class _Call:
 
 class _TooLarge(Exception):
     """A call of which more would have to be computed than there may be room for."""
-
-
-def _whole(spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The contract's arguments of a call as the implementation was given them."""
-    if not impl.needs_layer:
-        return args
-    layer, rest, provided = args[0], iter(args[1:]), spec.from_layer
-    return tuple(
-        provided[name](layer) if name in provided else next(rest) for name in spec.parameters
-    )
 
 
 def _named(spec: OpSpec, args: tuple[Any, ...]) -> Iterable[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from ..contracts import OpSpec
 from ..dispatch.guard import refusal
-from ..plugins.forms import asked_for
+from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import quote
 
@@ -42,9 +42,8 @@ def refused(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> str:
         impl, spec: the implementation, and its op's contract.
         args: the contract's arguments, as a graph has them: tensors without memory.
     """
-    asked = asked_for(impl, spec)
     try:
-        verdict = True if asked is None else asked(*args)
+        verdict = verdict_of(impl, spec, args)
     except Exception as error:  # it may raise anything
         return f"its supports raised {quote(error)}"
     return "" if verdict is True else refusal(verdict)

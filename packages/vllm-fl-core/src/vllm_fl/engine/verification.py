@@ -11,7 +11,7 @@ import torch
 
 from ..contracts import OpSpec, Sample
 from ..errors import AllFailedError
-from ..plugins.forms import asked_for
+from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean, quote
 from .guarded import Guarded, guarded
@@ -23,10 +23,12 @@ __all__ = [
     "as_call",
     "compare",
     "compare_all",
+    "contract_args",
     "dtype_name",
     "misplaced",
     "misuse",
     "refusal_of",
+    "synchronise",
 ]
 
 LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
@@ -85,6 +87,17 @@ def as_call(
     return call
 
 
+def contract_args(spec: OpSpec, impl: OpImpl, given: Sequence[Any]) -> tuple[Any, ...]:
+    """The contract's arguments of a call; what a layer provides is read from it."""
+    if not impl.needs_layer:
+        return tuple(given)
+    layer, rest = given[0], iter(given[1:])
+    return tuple(
+        spec.from_layer[name](layer) if name in spec.from_layer else next(rest)
+        for name in spec.parameters
+    )
+
+
 def compare(
     impl: OpImpl,
     spec: OpSpec,
@@ -116,11 +129,9 @@ def compare(
     call.remember()
     who = "its supports"
     try:
-        asked = asked_for(impl, spec)
-        if asked is not None:
-            verdict = asked(*call.args)
-            if verdict is not True:
-                return Comparison(*fixed, "refused", reason=str(verdict))
+        verdict = verdict_of(impl, spec, call.args)
+        if verdict is not True:
+            return Comparison(*fixed, "refused", reason=str(verdict))
         who = "it"
         got = as_call(impl, spec, layer_for)(*call.args)
         if sample.args and getattr(sample.args[0], "is_cuda", False):
@@ -218,6 +229,12 @@ def _kind(result: Any) -> str:
     if isinstance(result, tuple):
         return f"a tuple of {len(result)}"
     return "None" if result is None else f"a {type(result).__name__}"
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
 def refusal_of(error: BaseException) -> str:

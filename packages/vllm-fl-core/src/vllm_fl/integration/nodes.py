@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["carry_startup"]
 
 
-def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] | None = None) -> None:
+def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
     """Let Ray start an engine's workers with our variables that say how a process starts.
 
     All other settings travel in the engine's configuration. These are read before a process has
@@ -25,11 +25,10 @@ def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] | None = None
 
     Args:
         parallel: the engine's; without Ray it stays as it is.
-        env: the environment; None is the process's own.
+        env: the environment; by default the process's own.
     """
     if not parallel.use_ray:
         return
-    env = os.environ if env is None else env
     names = [variable for spec in STARTUP.values() for variable in spec.variables]
     carried = {name: env[name] for name in names if name in env}
     if not carried:

@@ -13,7 +13,6 @@ Imported where vLLM makes its pass manager, which is in a worker that compiles.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..logs import get_logger
@@ -22,6 +21,7 @@ from .launching import TracedForms
 from .lowering import RangeLowering
 from .replacing import TorchOperators
 from .seams import fusions, torch_operators
+from .seams.lookups import named
 from .serving import plan_now
 from .unfused import held_to_ranges
 
@@ -76,10 +76,9 @@ def __getattr__(name: str) -> type:
     """Only a path travels to vLLM: the class is made from it on demand."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, cls = name.removeprefix(PREFIX).replace("__", ".").rpartition(".")
-    base = getattr(import_module(module), cls)
+    base = named(name.removeprefix(PREFIX).replace("__", "."))
     manager = type(
-        f"{cls}FL", (_WithOurPasses, base), {"__module__": __name__, "__qualname__": name}
+        f"{base.__name__}FL", (_WithOurPasses, base), {"__module__": __name__, "__qualname__": name}
     )
     globals()[name] = manager
     return manager

@@ -101,7 +101,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     backend = vllm_config.attention_config.backend
     entry = _entry(vllm_config)
-    priority = entry.get("user_priority", {}) if entry is not None else {}
+    priority = entry.get("user_priority", {})
     compiled = compilation.mode not in (None, CompilationMode.NONE)
     return EngineFacts(
         settings,
@@ -124,7 +124,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
             for name in binding.fused_by
             if getattr(compilation.pass_config, name, False)
         ),
-        passes_off=tuple(entry.get("passes_off", ()) if entry is not None else ()),
+        passes_off=tuple(entry.get("passes_off", ())),
         runs_passes=compilation.mode == CompilationMode.VLLM_COMPILE
         and compilation.backend in ("", "inductor"),
         absent=frozenset(
@@ -184,9 +184,7 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
             return startup.settings  # the engine's own are gone, and its files may be: ask neither
         settings = _read_settings(current_platform.vllm_fl_platform)
         _check_loaded(settings)
-        entry = _entry(vllm_config)
-        if entry is not None:
-            entry.carry(settings)
+        _entry(vllm_config).carry(settings)
     if startup.problem is not None:
         manager.use_startup(replace(startup, settings=settings, problem=None), manager.registry)
     return settings
@@ -208,8 +206,7 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
     """
     from vllm.platforms import current_platform
 
-    entry = _entry(vllm_config)
-    settings = entry.settings if entry is not None else None
+    settings = _entry(vllm_config).settings
     manager = get_default_manager()
     manager.ensure_initialized(
         current_platform.vllm_fl_platform, defer_errors=True, engine=settings
@@ -308,7 +305,7 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     """
     custom_ops = vllm_config.compilation_config.custom_ops
     entry = _entry(vllm_config)
-    for name in entry.get("enabled", ()) if entry is not None else ():
+    for name in entry.get("enabled", ()):
         if name in custom_ops:
             custom_ops.remove(name)
     layers = (
@@ -322,10 +319,9 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
         if f"+{name}" not in custom_ops and "all" not in custom_ops
     ]
     custom_ops += added
-    fusions.switch(plan, vllm_config, {} if entry is None else entry)
-    ranges.split(plan, vllm_config, {} if entry is None else entry)
-    if entry is not None:
-        entry["enabled"] = added
+    fusions.switch(plan, vllm_config, entry)
+    ranges.split(plan, vllm_config, entry)
+    entry["enabled"] = added
 
 
 def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
@@ -355,26 +351,25 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 
 def is_sealed(vllm_config: VllmConfig) -> bool:
     """Whether a worker of this engine has sealed its plan: nothing of it may change any more."""
-    return "plan" in (_entry(vllm_config) or {})
+    return "plan" in _entry(vllm_config)
 
 
 def turned_on(vllm_config: VllmConfig) -> set[str]:
     """The layers, by the names in `custom_ops`, that are on because of the plan alone."""
-    entry = _entry(vllm_config)
-    enabled = () if entry is None else entry.get("enabled", ())
-    return {name.removeprefix("+") for name in enabled}
+    return {name.removeprefix("+") for name in _entry(vllm_config).get("enabled", ())}
 
 
 def digest_of(vllm_config: VllmConfig) -> str:
     """The digest of the sealed plan; empty before it is sealed."""
-    entry = _entry(vllm_config)
-    return "" if entry is None else str(entry.get("plan", ""))
+    return str(_entry(vllm_config).get("plan", ""))
 
 
-def _entry(vllm_config: VllmConfig) -> Carried | None:
+def _entry(vllm_config: VllmConfig) -> Carried:
+    """What the configuration carries. An object of the user's own carries nothing: what is put into
+    the answer is lost then."""
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
-        return None  # an object of the user's own: nothing can be put into it
+        return Carried()
     entry = extra.setdefault(KEY, Carried())
     if not isinstance(entry, Carried):
         raise SettingsError(
@@ -486,7 +481,7 @@ def note_user_priority(vllm_config: VllmConfig) -> None:
     And which of the passes that find an op of ours he turned off, before vLLM turns off the others.
     """
     entry = _entry(vllm_config)
-    if entry is not None and "user_priority" not in entry:
+    if "user_priority" not in entry:
         config = vllm_config.kernel_config.ir_op_priority
         names = [place.name for of_op in ir_ops().values() for place in of_op]
         entry["user_priority"] = {name: list(getattr(config, name, None) or ()) for name in names}

@@ -5,7 +5,6 @@ vLLM's own class keeps its enum, so that its attention, graphs, compile passes a
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..engine.plan import active_plan
@@ -15,6 +14,7 @@ from ..settings.loading import load_startup
 from ..text import quote
 from .compat import has_pass_context, leave_out_cuda_fusions
 from .device import IN_TREE, detect_device, other_platforms, profile_named
+from .seams.lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -192,9 +192,8 @@ def __getattr__(name: str) -> type:
     if name.startswith(DEVICE):
         base, own = _device_class(profile_named(name.removeprefix(DEVICE)))
     elif name.startswith(PREFIX):
-        module, _, cls = name.removeprefix(PREFIX).replace("__", ".").rpartition(".")
-        base = getattr(import_module(module), cls)
-        own = {"vllm_fl_platform": KNOWN.get(cls, "cuda")}
+        base = named(name.removeprefix(PREFIX).replace("__", "."))
+        own = {"vllm_fl_platform": KNOWN.get(base.__name__, "cuda")}
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     overlay = type(
@@ -208,9 +207,8 @@ def __getattr__(name: str) -> type:
 
 def _device_class(profile: DeviceProfile) -> tuple[type, dict[str, Any]]:
     """(the profile's platform class, what the overlay over it sets)."""
-    module, _, cls = profile.platform_class.rpartition(".")
     try:
-        base: type = getattr(import_module(module), cls)
+        base: type = named(profile.platform_class)
     except Exception as error:
         raise DeviceError(
             f"Device {profile.name!r}: its platform class {profile.platform_class} cannot be "

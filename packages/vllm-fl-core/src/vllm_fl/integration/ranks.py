@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from ..engine.tables import Standing
+from ..logs import get_logger
 
 __all__ = [
     "Ran",
@@ -18,9 +19,12 @@ __all__ = [
     "gathered",
     "lacking",
     "refusing",
+    "warn_of_fault",
 ]
 
 T = TypeVar("T")
+
+log = get_logger("engine")
 
 TIMEOUT = timedelta(minutes=10)
 """How long the first rank to finish waits for the others: a cold kernel cache may cost one of them
@@ -71,6 +75,18 @@ class Verdict:
     rejections: dict[tuple[str, str], str] = field(default_factory=dict)
     installed: frozenset[tuple[str, str]] = frozenset()
     ran: Ran | None = None
+
+
+def warn_of_fault(op: str, impl_id: str, why: str, rank: int) -> None:
+    """Say that an implementation is off on all ranks since it failed on one; rank 0 does."""
+    log.warning(
+        "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; off on all) "
+        "[FL410]",
+        impl_id,
+        op,
+        why,
+        rank,
+    )
 
 
 def agree(mine: Verdict) -> list[Verdict]:

@@ -24,7 +24,7 @@ from ..dispatch.guard import Chain, refusal
 from ..dispatch.resolver import STOCK
 from ..engine.ranges import choice
 from ..logs import get_logger
-from ..plugins.forms import asked_for
+from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean
 from . import ranges
@@ -100,9 +100,8 @@ def _asked(chain: Chain) -> Iterator[OpImpl]:
 def _refusal(chain: Chain, impl: OpImpl, values: Any) -> str:
     """Why an implementation takes no such call; empty if it may."""
     assert chain.spec is not None  # only ops with a contract have places
-    supports = asked_for(impl, chain.spec)
     try:
-        verdict = True if supports is None else supports(*values)
+        verdict = verdict_of(impl, chain.spec, values)
     except Exception:  # it is asked about tensors without memory: the call itself will tell
         return ""
     return "" if verdict is True else clean(refusal(verdict))

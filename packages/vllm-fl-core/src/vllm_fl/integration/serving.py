@@ -102,10 +102,7 @@ def with_own_plan(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        before, _thread.plan = _thread.plan, getattr(worker, "vllm_fl_plan", None)
-        try:
+        with calling(getattr(worker, "vllm_fl_plan", None)):
             return method(worker, *args, **kwargs)
-        finally:
-            _thread.plan = before
 
     return called

@@ -17,8 +17,6 @@ from torch import fx
 from torch._inductor.pattern_matcher import Match
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from ..contracts.binding import FusionPlace
-from ..dispatch.guard import Chain
 from ..engine.plan import Plan
 from ..engine.ranges import choice
 from ..logs import get_logger
@@ -66,8 +64,7 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
 
     def __init__(self, run: Any, plan: Plan, op: str, vllm_config: VllmConfig) -> None:
         self.run, self.plan, self.op, self.config = run, plan, op, vllm_config
-        found: tuple[FusionPlace, Chain] = fusions.by_range(plan)[op]
-        self.place, self.chain = found
+        self.place, self.chain = fusions.by_range(plan)[op]
         # Layers that the user turned on stay as they are.
         is_ours = {*self.place.layers} <= turned_on(vllm_config)
         self.unfused = dict(self.place.unfused) if is_ours else {}

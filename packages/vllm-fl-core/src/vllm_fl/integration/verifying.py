@@ -28,7 +28,7 @@ from ..text import quote
 from . import probe, serving
 from .places import installed_bindings
 from .planning import plan_for
-from .ranks import Ran, Verdict, agree, common_table, differences, lacking, refusing
+from .ranks import Ran, Verdict, agree, common_table, differences, lacking, refusing, warn_of_fault
 from .seams import attention, fusions, whole_layers
 from .seams.layers import layer_for, layer_table
 
@@ -472,14 +472,7 @@ def _demote(
     """Take out what a rank has found, on this one, too."""
     for (op, impl_id), (at, reason) in new.items():
         if worker.rank == 0:
-            log.warning(
-                "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; off on "
-                "all) [FL410]",
-                impl_id,
-                op,
-                reason,
-                at,
-            )
+            warn_of_fault(op, impl_id, reason, at)
         preflight.demoted[op, impl_id] = f"{FAILED} on rank {at}: {reason}"
 
 

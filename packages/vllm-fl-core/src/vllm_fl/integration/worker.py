@@ -7,7 +7,6 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Container
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
@@ -41,6 +40,7 @@ from .seams.layers import (
     layer_table,
     replace_layers,
 )
+from .seams.lookups import named
 from .verifying import (
     Preflight,
     meets_a_compiler,
@@ -239,13 +239,6 @@ class PlannedWorker:
         super().shutdown()  # type: ignore[misc]
 
 
-def _overrides(worker: PlannedWorker, plan: Plan) -> operators.Overrides:
-    """Which operators the worker's plan overrides."""
-    dtype = worker.vllm_fl_facts.dtype
-    assert dtype is not None  # a worker has a model
-    return operators.choose(plan, installed_bindings(), worker.device, dtype)
-
-
 def _facts_of_model(vllm_config: VllmConfig) -> EngineFacts:
     """What the configuration says, and what the model is made of."""
     facts = facts_of(vllm_config)
@@ -302,7 +295,9 @@ def _adopt(worker: PlannedWorker, plan: Plan, contents: dict[str, Any]) -> None:
     plan = take_place(plan)
     if plan.place > 1:  # its operators have other names: compiled code of another's is not its
         contents = {**contents, "place": plan.place}
-    chosen = _overrides(worker, plan)
+    dtype = worker.vllm_fl_facts.dtype
+    assert dtype is not None  # a worker has a model
+    chosen = operators.choose(plan, installed_bindings(), worker.device, dtype)
     replaced = functions.choose(plan, installed_bindings())
     contents = {
         **contents,
@@ -570,8 +565,9 @@ def __getattr__(name: str) -> type:
     """Only a path travels to the workers: the class is made from it on demand."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, cls = name.removeprefix(PREFIX).replace("__", ".").rpartition(".")
-    base = getattr(import_module(module), cls)
-    worker = type(f"{cls}FL", (PlannedWorker, base), {"__module__": __name__, "__qualname__": name})
+    base = named(name.removeprefix(PREFIX).replace("__", "."))
+    worker = type(
+        f"{base.__name__}FL", (PlannedWorker, base), {"__module__": __name__, "__qualname__": name}
+    )
     globals()[name] = worker
     return worker

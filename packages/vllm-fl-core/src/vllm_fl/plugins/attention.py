@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from ..text import quote
@@ -11,6 +12,7 @@ from .types import (
     AttentionRequest,
     CommunicatorImpl,
     CommunicatorRequest,
+    LayerImpl,
     OpImpl,
     parameters_of,
 )
@@ -21,15 +23,13 @@ ATTENTION = "attention_backend"
 """The op under which attention backends are registered, resolved and planned."""
 
 
-Named = AttentionImpl | CommunicatorImpl
-
-
-def refusal(impl: Named, request: AttentionRequest | CommunicatorRequest) -> str | None:
-    """Why `impl` does not take `request`; None when it does."""
-    if impl.supports is None:
+def refusal(impl: AttentionImpl | CommunicatorImpl | LayerImpl, request: object) -> str | None:
+    """Why `impl` does not take what vLLM asks of its kind; None when it does."""
+    supports: Callable[[Any], object] | None = impl.supports
+    if supports is None:
         return None
     try:
-        verdict = impl.supports(request)  # type: ignore[arg-type]
+        verdict = supports(request)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin's mistake costs the plugin, not the engine
@@ -39,7 +39,9 @@ def refusal(impl: Named, request: AttentionRequest | CommunicatorRequest) -> str
     return str(verdict) if verdict else "its supports said no and gave no reason"
 
 
-def class_path_for(impl: Named, request: AttentionRequest | CommunicatorRequest) -> str:
+def class_path_for(
+    impl: AttentionImpl | CommunicatorImpl, request: AttentionRequest | CommunicatorRequest
+) -> str:
     """The path of the class that `impl` names for `request`."""
     path = impl.class_path
     return path if isinstance(path, str) else path(request)  # type: ignore[arg-type]

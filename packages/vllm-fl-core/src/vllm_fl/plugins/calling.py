@@ -88,13 +88,8 @@ class contained:
         part = f": {self.what} failed" if self.what.startswith("its") else " failed"
         if log.isEnabledFor(logging.DEBUG):  # as text, which the log cleans, as it does no exc_info
             log.debug("%s%s:\n%s", owner.who, part, "".join(traceback.format_exception(error)))
-        raise PluginError(
-            f"{owner.who}{part}: {quote(error)}{self._where(error)}. {self.consequence}",
-            plugin=owner.plugin,
-            distribution=owner.release,
-            op=_op_of(error),
-            cause=error,
-        ) from error
+        said = f"{part}: {quote(error)}{self._where(error)}. {self.consequence}"
+        raise owner.error(said, op=_op_of(error), cause=error) from error
 
     def _where(self, error: BaseException) -> str:
         """` (at /path/plugin.py:11)`: the innermost line of the plugin's own, or nothing."""

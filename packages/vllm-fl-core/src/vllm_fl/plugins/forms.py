@@ -19,7 +19,7 @@ from ..contracts import OpSpec
 from ..contracts.spec import differs
 from .types import OpImpl, older_probe, parameters_of
 
-__all__ = ["asked_for", "fitted", "shape", "states_support"]
+__all__ = ["asked_for", "fitted", "shape", "states_support", "verdict_of"]
 
 Parameters = Sequence[inspect.Parameter]
 
@@ -33,6 +33,12 @@ def asked_for(impl: OpImpl, spec: OpSpec) -> Callable[..., object] | None:
     An implementation that takes the layer is given plain layers only, as the contract tells them.
     """
     return spec.plain if impl.needs_layer else impl.supports
+
+
+def verdict_of(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> object:
+    """True where `impl` takes the call, or where nobody says; else what who says it gave."""
+    asked = asked_for(impl, spec)
+    return True if asked is None else asked(*args)
 
 
 def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:

@@ -109,7 +109,7 @@ def entry_points(*groups: str) -> list[Any]:
     """
     finders = [f for f in sys.meta_path if hasattr(f, "find_distributions")]
     archives = [root for root in sys.path if os.path.isfile(root)]
-    if archives or any(f.__module__ not in OWN_FINDERS for f in map(_class_of, finders)):
+    if archives or any(f.__module__ not in OWN_FINDERS for f in finders):
         from importlib.metadata import entry_points as every
 
         return [entry for group in groups for entry in every(group=group)]
@@ -136,10 +136,6 @@ def is_installed(name: str, version: str) -> bool:
 
 OWN_FINDERS = ("_frozen_importlib_external", "importlib_metadata")
 """Who looks for distributions in the folders of `sys.path`, as this module does."""
-
-
-def _class_of(finder: object) -> type:
-    return finder if isinstance(finder, type) else type(finder)
 
 
 def _distributions(root: str) -> Iterator[Distribution]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import getattr_static
 from itertools import islice, pairwise
-from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pluggy
 
@@ -29,7 +29,7 @@ from .communicator import NAMED_CLASSES
 from .hookspecs import HOOK_API, PROJECT
 from .installed import CORE, canonical, entry_points, identity, required_by
 from .plugin import Plugin, Status
-from .registry import EMPTY, OpRegistry, Owner, RegistrySnapshot
+from .registry import EMPTY, SCRIPT, OpRegistry, Owner, RegistrySnapshot
 from .reserved import brings_ops, op_holder, reservation
 from .types import (
     PLUGIN_KEY,
@@ -94,20 +94,15 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
             version=version,
             path=os.fspath(dist.locate_file("")) if dist else None,
         )
-        load = _raising(problem) if problem else entry.load
+        load = partial(_fail, problem) if problem else entry.load
         requires = frozenset() if dist is None else required_by(dist)
         found.append(Found(owner, entry.value, load, entry.group == CONTRACTS, requires))
     found.sort(key=lambda f: (canonical(f.owner.distribution or ""), f.owner.plugin, f.target))
-    seen: set[tuple[str | None, str, str]] = set()
-    unique = []
+    unique: dict[tuple[str | None, str, str], Found] = {}
     for f in found:  # one distribution may lie on the path twice, as an editable install does
-        key = (f.owner.distribution, f.owner.plugin, f.target)
-        if key not in seen:
-            seen.add(key)
-            unique.append(f)
-    for name in modules:
-        unique.append(Found(Owner(plugin=name), name, _module_loader(name)))
-    return tuple(unique)
+        unique.setdefault((f.owner.distribution, f.owner.plugin, f.target), f)
+    named = (Found(Owner(plugin=name), name, partial(import_module, name)) for name in modules)
+    return (*unique.values(), *named)
 
 
 def load(
@@ -247,11 +242,9 @@ def _without_clashes(
             holders |= dict.fromkeys(names, str(plugin.owner))
             checked.append((plugin, impls))
             continue
-        error = PluginError(
-            f"{plugin.owner.who}: its setting {clash!r} is {clean(holders[clash])}'s, too; "
-            "uninstall one of the two, or name the ones to load in VLLM_FL_PLUGINS.",
-            plugin=plugin.owner.plugin,
-            distribution=plugin.owner.release,
+        error = plugin.owner.error(
+            f": its setting {clash!r} is {clean(holders[clash])}'s, too; uninstall one of the two, "
+            "or name the ones to load in VLLM_FL_PLUGINS."
         )
         checked.append((_failed(registry, plugin, error), []))
     return checked
@@ -268,11 +261,7 @@ def _bring(found: Found, registry: OpRegistry, todo: str) -> tuple[Plugin, list[
     manager = None
     try:
         if (ended := ENDED.get(whose(owner))) is not None:
-            raise PluginError(
-                f"{owner.who} failed: {ended}. {todo}",
-                plugin=owner.plugin,
-                distribution=owner.release,
-            )
+            raise owner.error(f" failed: {ended}. {todo}")
         with contained(owner, "the import", todo, own):
             plugin = found.load()
             hooks, old_form = _forms(plugin)
@@ -401,13 +390,10 @@ def _register(
     if lost or refused:
         op, impl_id = next(iter(lost), (None, None))
         told = (f"{o} implementation {i!r}: {why}" for (o, i), why in lost.items())
-        error = PluginError(
-            f"{owner.who}: not loaded: {'; '.join((*refused, *told))}. "
-            "What else it brings is loaded.",
+        error = owner.error(
+            f": not loaded: {'; '.join((*refused, *told))}. What else it brings is loaded.",
             op=op,
             impl=impl_id,
-            plugin=owner.plugin,
-            distribution=owner.release,
         )
     try:
         with contained(owner, "the registration", todo, _package(plugin.target)):
@@ -500,8 +486,6 @@ def _undo(
 
 def _check_settings(specs: Sequence[object]) -> None:
     """Check what one plugin declares; what it shares with others is checked when all are known."""
-    keys: set[str] = set()
-    variables: set[str] = set()
     for spec in specs:
         if not isinstance(spec, SettingSpec):
             raise TypeError(f"settings returned {spec!r}; expected SettingSpec")
@@ -510,14 +494,13 @@ def _check_settings(specs: Sequence[object]) -> None:
                 f"a file may have its setting {spec.key!r}, whose key must then begin with "
                 "flagos_, reference_ or vendor_<vendor>_"
             )
-        if spec.key in keys:
-            raise ValueError(f"it declares the setting {spec.key!r} twice")
-        keys.add(spec.key)
-        for name in spec.variables:
-            if name in variables:
-                raise ValueError(f"it declares the variable {name!r} twice")
-            variables.add(name)
     declared = [spec for spec in specs if isinstance(spec, SettingSpec)]
+    settings = Counter(spec.key for spec in declared)
+    variables = Counter(name for spec in declared for name in spec.variables)
+    for what, counts in (("setting", settings), ("variable", variables)):
+        for name, count in counts.items():
+            if count > 1:
+                raise ValueError(f"it declares the {what} {name!r} twice")
     blacklists = {spec.key: spec for spec in declared if spec.names and spec.default is not None}
     for spec in declared:
         if not spec.excludes:
@@ -616,35 +599,23 @@ def _results(manager: pluggy.PluginManager, hook: str) -> list[Any]:
     return impls
 
 
-class _Collector:
+class _Collector(OpRegistry):
     """The registry as the older form sees it: it collects, so that a failure leaves nothing.
 
     Reading it finds what is registered, and what was collected.
     """
 
     def __init__(self, registry: OpRegistry) -> None:
+        super().__init__(registry.snapshot())
         self.impls: list[Impl] = []
-        self.registered = registry
 
-    def get_implementations(self, op: str) -> list[Impl]:
-        mine = [impl for impl in self.impls if impl.op_name == op]
-        return [*self.registered.get_implementations(op), *mine]
-
-    def get_implementation(self, op: str, impl_id: str) -> Impl | None:
-        return next((i for i in self.get_implementations(op) if i.impl_id == impl_id), None)
-
-    def list_operators(self) -> list[str]:
-        return sorted({*self.registered.list_operators(), *(i.op_name for i in self.impls)})
-
-    def snapshot(self) -> RegistrySnapshot:
-        impls = {op: tuple(self.get_implementations(op)) for op in self.list_operators()}
-        return replace(self.registered.snapshot(), impls_by_op=MappingProxyType(impls))
-
-    def register_impl(self, impl: OpImpl) -> None:
-        self.impls.append(impl)
-
-    def register_many(self, impls: Iterable[OpImpl]) -> None:
+    def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
         self.impls += impls
+        found = dict(self._first.impls_by_op)
+        # What is no implementation is refused, by name, when all of it is registered.
+        for impl in (each for each in self.impls if isinstance(each, Impl)):
+            found[impl.op_name] = (*found.get(impl.op_name, ()), impl)
+        self._snapshot = replace(self._first, impls_by_op=dict(sorted(found.items())))
 
 
 def _run_old_form(function: Callable[[Any], object], registry: OpRegistry) -> list[Impl]:
@@ -659,12 +630,5 @@ def _run_old_form(function: Callable[[Any], object], registry: OpRegistry) -> li
     return collector.impls
 
 
-def _module_loader(name: str) -> Callable[[], ModuleType]:
-    return lambda: import_module(name)
-
-
-def _raising(problem: str) -> Callable[[], object]:
-    def load() -> object:
-        raise FileNotFoundError(problem)
-
-    return load
+def _fail(problem: str) -> NoReturn:
+    raise FileNotFoundError(problem)

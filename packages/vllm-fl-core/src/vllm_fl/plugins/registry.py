@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..contracts import OpSpec
 from ..contracts.binding import Binding, Contract
@@ -67,6 +67,19 @@ class Owner:
         """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, cleaned: what errors begin with."""
         return f"Plugin {clean(self.plugin)!r} of {clean(str(self))}"
 
+    def error(
+        self, message: str, *, kind: type[PluginError] = PluginError, **facts: Any
+    ) -> PluginError:
+        """An error for which this plugin is to blame. What it says begins with `who`.
+
+        Args:
+            message: the rest of it.
+            kind: its class.
+            facts: its other fields.
+        """
+        told = f"{self.who}{message}"
+        return kind(told, plugin=self.plugin, distribution=self.release, **facts)
+
     def __str__(self) -> str:
         return f"{self.name} ({self.path})" if self.path else self.name
 
@@ -90,9 +103,13 @@ class RegistrySnapshot:
 
     impls_by_op: Mapping[str, tuple[Impl, ...]]
     owners: Mapping[tuple[str, str], Owner]
-    contracts: Mapping[str, OpSpec] = field(default_factory=lambda: MappingProxyType({}))
-    bindings: Mapping[str, Binding] = field(default_factory=lambda: MappingProxyType({}))
-    authors: Mapping[str, Owner] = field(default_factory=lambda: MappingProxyType({}))
+    contracts: Mapping[str, OpSpec] = field(default_factory=dict)
+    bindings: Mapping[str, Binding] = field(default_factory=dict)
+    authors: Mapping[str, Owner] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, table in list(vars(self).items()):
+            object.__setattr__(self, name, MappingProxyType({**table}))
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -109,7 +126,7 @@ class RegistrySnapshot:
         return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)
 
 
-EMPTY = RegistrySnapshot(MappingProxyType({}), MappingProxyType({}))
+EMPTY = RegistrySnapshot({}, {})
 """A registry into which nothing was loaded."""
 
 
@@ -205,18 +222,11 @@ class OpRegistry:
                     _check_parameters(impl, spec, by_op.get(impl.op_name, []), owner)
                 by_op.setdefault(impl.op_name, []).append(impl)
                 owners[key] = owner
-            self._change(
-                replace(
-                    self._snapshot,
-                    impls_by_op=MappingProxyType(
-                        {
-                            op: tuple(sorted(found, key=lambda i: i.impl_id))
-                            for op, found in sorted(by_op.items())
-                        }
-                    ),
-                    owners=MappingProxyType(owners),
-                )
-            )
+            ordered = {
+                op: tuple(sorted(found, key=lambda i: i.impl_id))
+                for op, found in sorted(by_op.items())
+            }
+            self._change(replace(self._snapshot, impls_by_op=ordered, owners=owners))
 
     def add_contract(self, contract: Contract, binding: Binding, owner: Owner) -> None:
         """Add an op that a plugin brings.
@@ -240,9 +250,9 @@ class OpRegistry:
             self._change(
                 replace(
                     before,
-                    contracts=MappingProxyType(dict(sorted(specs.items()))),
-                    bindings=MappingProxyType({**before.bindings, name: binding}),
-                    authors=MappingProxyType({**before.authors, name: owner}),
+                    contracts=dict(sorted(specs.items())),
+                    bindings={**before.bindings, name: binding},
+                    authors={**before.authors, name: owner},
                 )
             )
 
@@ -259,15 +269,13 @@ class OpRegistry:
             }
 
             def without(table: Mapping[str, T]) -> Mapping[str, T]:
-                return MappingProxyType({op: it for op, it in table.items() if op not in ops})
+                return {op: it for op, it in table.items() if op not in ops}
 
             self._change(
                 replace(
                     before,
-                    impls_by_op=MappingProxyType(kept),
-                    owners=MappingProxyType(
-                        {k: o for k, o in before.owners.items() if k not in gone}
-                    ),
+                    impls_by_op=kept,
+                    owners={k: o for k, o in before.owners.items() if k not in gone},
                     contracts=without(before.contracts),
                     bindings=without(before.bindings),
                     authors=without(before.authors),
@@ -355,10 +363,5 @@ def _refusal(
     owner: Owner, impl: Impl | None, problem: str, *, kind: type[PluginError] = PluginError
 ) -> PluginError:
     what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "what it registers"
-    return kind(
-        f"{owner.who}: {what} refused: {problem}.",
-        op=impl.op_name if impl else None,
-        impl=impl.impl_id if impl else None,
-        plugin=owner.plugin,
-        distribution=owner.release,
-    )
+    facts = {"op": impl.op_name, "impl": impl.impl_id} if impl else {}
+    return owner.error(f": {what} refused: {problem}.", kind=kind, **facts)

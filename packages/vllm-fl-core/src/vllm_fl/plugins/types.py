@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Generic, Literal, Self, TypeVar, overload
+from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
 
 from ..text import clean, quote
 from .breadcrumb import running, top_module
@@ -59,8 +59,20 @@ class BackendPriority(enum.IntEnum):
     REFERENCE = 50
 
 
+class _Probed:
+    """What every implementation has: whether it can run on this machine."""
+
+    def availability(self) -> Availability:
+        """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
+        return availability_of(cast("Impl", self))
+
+    def is_available(self) -> bool:
+        """Whether it can run on this machine."""
+        return self.availability() is True
+
+
 @dataclass(frozen=True, eq=False)
-class OpImpl:
+class OpImpl(_Probed):
     """One backend's implementation of one op.
 
     Args:
@@ -116,10 +128,8 @@ class OpImpl:
                 warnings.warn(text, DeprecationWarning, stacklevel=3)
         if not isinstance(self.op_name, str) or not _is_name(self.op_name):
             raise ValueError(f"{who}: op_name must be an identifier such as 'rms_norm'")
-        for name in ("fn", "available", "supports", "traced"):
-            value = getattr(self, name)
-            if (value is not None and not callable(value)) or (name == "fn" and value is None):
-                raise TypeError(f"{who}: {name} must be callable, got {value!r}")
+        if not callable(self.fn):
+            raise TypeError(f"{who}: fn must be callable, got {self.fn!r}")
         _check_identity(who, self)
         if isinstance(self.consumes, str):
             raise TypeError(f"{who}: consumes must be a set of parameter names, got a string")
@@ -130,14 +140,6 @@ class OpImpl:
         """Whether `fn` takes the calling layer first (its parameter is `self` or `obj`)."""
         parameters = parameters_of(self.fn)
         return bool(parameters and parameters[0].name in ("self", "obj"))
-
-    def availability(self) -> Availability:
-        """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
-        return availability_of(self)
-
-    def is_available(self) -> bool:
-        """Whether it can run on this machine."""
-        return self.availability() is True
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class AttentionRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionImpl:
+class AttentionImpl(_Probed):
     """An attention backend, by the path of its class; nothing is imported until it is chosen.
 
     Args:
@@ -191,18 +193,9 @@ class AttentionImpl:
 
     def __post_init__(self) -> None:
         who = f"AttentionImpl({self.impl_id!r})"
-        path = self.class_path
-        if not callable(path) and (not isinstance(path, str) or "." not in path):
-            raise ValueError(f"{who}: class_path must be 'module.Class', got {path!r}")
+        if not callable(self.class_path):
+            _check_path(who, "class_path", self.class_path)
         _check_identity(who, self)
-
-    def availability(self) -> Availability:
-        """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
-        return availability_of(self)
-
-    def is_available(self) -> bool:
-        """Whether it can run on this machine."""
-        return self.availability() is True
 
 
 @dataclass(frozen=True)
@@ -231,7 +224,7 @@ class CommunicatorRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class CommunicatorImpl:
+class CommunicatorImpl(_Probed):
     """What vLLM's groups of ranks exchange tensors through, by the path of its class.
 
     Nothing is imported until an engine of several ranks has chosen it.
@@ -261,22 +254,9 @@ class CommunicatorImpl:
 
     def __post_init__(self) -> None:
         who = f"CommunicatorImpl({self.impl_id!r})"
-        path = self.class_path
-        if not callable(path) and (not isinstance(path, str) or "." not in path.strip(".")):
-            raise ValueError(f"{who}: class_path must be 'module.Class', got {path!r}")
-        for name in ("available", "supports"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise TypeError(f"{who}: {name} must be callable, got {value!r}")
+        if not callable(self.class_path):
+            _check_path(who, "class_path", self.class_path)
         _check_identity(who, self)
-
-    def availability(self) -> Availability:
-        """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
-        return availability_of(self)
-
-    def is_available(self) -> bool:
-        """Whether it can run on this machine."""
-        return self.availability() is True
 
 
 @dataclass(frozen=True)
@@ -306,7 +286,7 @@ class LayerRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerImpl:
+class LayerImpl(_Probed):
     """A class of one's own for a whole layer of vLLM's; nothing is imported until it is chosen.
 
     Args:
@@ -332,12 +312,7 @@ class LayerImpl:
         who = f"LayerImpl({self.layer!r})"
         if not isinstance(self.layer, str) or not _is_name(self.layer):
             raise ValueError(f"{who}: layer must be a class name such as 'RowParallelLinear'")
-        if not isinstance(self.class_path, str) or "." not in self.class_path.strip("."):
-            raise ValueError(f"{who}: class_path must be 'module.Class', got {self.class_path!r}")
-        for name in ("available", "supports"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise TypeError(f"{who}: {name} must be callable, got {value!r}")
+        _check_path(who, "class_path", self.class_path)
         if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
             object.__setattr__(self, "impl_id", f"vendor.{self.vendor}")
         _check_identity(who, self)
@@ -346,14 +321,6 @@ class LayerImpl:
     def op_name(self) -> str:
         """The layer, where an op's name stands: in settings, the registry and the plan."""
         return self.layer
-
-    def availability(self) -> Availability:
-        """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
-        return availability_of(self)
-
-    def is_available(self) -> bool:
-        """Whether it can run on this machine."""
-        return self.availability() is True
 
 
 Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
@@ -395,12 +362,8 @@ class DeviceProfile:
             raise ValueError(f"DeviceProfile({name!r}): the name must be a lower-case identifier")
         for which in ("platform_class", "worker_class", "communicator_class"):
             path = getattr(self, which)
-            if path is None and which == "communicator_class":
-                continue
-            if not isinstance(path, str) or "." not in path:
-                raise ValueError(
-                    f"DeviceProfile({name!r}): {which} must be 'module.Class', got {path!r}"
-                )
+            if path is not None or which != "communicator_class":
+                _check_path(f"DeviceProfile({name!r})", which, path)
 
     def detection(self) -> Availability:
         """True, or why this machine has none of it."""
@@ -553,6 +516,11 @@ def _is_name(text: str) -> bool:
     return text.isidentifier() and not keyword.iskeyword(text)
 
 
+def _check_path(who: str, which: str, path: object) -> None:
+    if not isinstance(path, str) or "." not in path.strip("."):
+        raise ValueError(f"{who}: {which} must be 'module.Class', got {path!r}")
+
+
 def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | None:
     """The parameters of `fn`; None for a builtin that does not tell them."""
     try:
@@ -608,6 +576,10 @@ def older_probe(fn: object) -> Callable[[], Availability] | None:
 
 
 def _check_identity(who: str, impl: Impl) -> None:
+    for name in ("available", "supports", "traced"):
+        value = getattr(impl, name, None)
+        if value is not None and not callable(value):
+            raise TypeError(f"{who}: {name} must be callable, got {value!r}")
     if not isinstance(impl.kind, BackendImplKind):
         raise TypeError(f"{who}: kind must be a BackendImplKind, got {impl.kind!r}")
     if not isinstance(impl.impl_id, str) or not impl.impl_id:

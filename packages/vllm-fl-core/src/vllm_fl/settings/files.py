@@ -41,6 +41,14 @@ MAX_BYTES = 64 * 1024
 
 TAG = "tag:yaml.org,2002:"
 
+USERS_OWN = {
+    "allow_vendors": "it would shut out every other vendor's plugin. Use deny_vendors or "
+    "op_backends",
+    "table": "a table holds for the machine and the code that it was measured with. It belongs "
+    "into a file of its user",
+}
+"""Key -> why no plugin's file may set it."""
+
 T = TypeVar("T")
 
 
@@ -172,20 +180,8 @@ class _File:
             if spec is None or not spec.in_file:
                 known = _meant(key, self.declared)
                 raise wrong(key or self.key, origin, f"unknown key {key!r}.{known}")
-            if key == "allow_vendors" and not self.users:
-                raise wrong(
-                    key,
-                    origin,
-                    "a plugin's file may not set it: it would shut out every other vendor's "
-                    "plugin. Use deny_vendors or op_backends",
-                )
-            if key == "table" and not self.users:
-                raise wrong(
-                    key,
-                    origin,
-                    "a plugin's file may not set it: a table holds for the machine and the code "
-                    "that it was measured with. It belongs into a file of its user",
-                )
+            if key in USERS_OWN and not self.users:
+                raise wrong(key, origin, f"a plugin's file may not set it: {USERS_OWN[key]}")
             if node.tag != f"{TAG}null":  # a key without a value sets nothing
                 value = self.value(spec, node)
                 if key == "table":  # beside the file that names it, wherever the process runs

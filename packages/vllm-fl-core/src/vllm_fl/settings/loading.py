@@ -75,7 +75,7 @@ PlatformFiles = Sequence[tuple[str, str | os.PathLike[str]]]
 NOTHING: Brought = MappingProxyType({})
 
 
-def load_startup(env: Mapping[str, str] | None = None) -> Settings:
+def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
     """What a process needs before its plugins are known, from the environment alone.
 
     Returns:
@@ -84,12 +84,11 @@ def load_startup(env: Mapping[str, str] | None = None) -> Settings:
     Raises:
         SettingsError: one of them is wrong.
     """
-    env = os.environ if env is None else env
     return Settings(tuple(_stacked([_environment(env, STARTUP)], STARTUP).values()))
 
 
 def load_settings(
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
     platform_files: PlatformFiles = (),
@@ -100,7 +99,7 @@ def load_settings(
     """The effective settings. Names are not checked yet; see `check_names`.
 
     Args:
-        env: the environment; None is the process's own.
+        env: the environment; by default the process's own.
         platform: the platform that was detected; VLLM_FL_PLATFORM beats it.
         platform_files: (distribution, YAML file) of what plugins bring for the platform. They
             unite, whatever their order; see `uniting`.
@@ -111,7 +110,6 @@ def load_settings(
     Raises:
         SettingsError: something is wrong with a variable or a file.
     """
-    env = os.environ if env is None else env
     declared = {**ITEMS, **{spec.key: spec for spec in plugins}}
     fixed = _environment(env, _of(declared, in_file=False))
     close_pairs(fixed, declared)
@@ -229,10 +227,10 @@ def _lost(
     texts = [env.get(black.variable, ""), env.get(black.append or "", "")]
     names = {name.strip() for text in texts for name in text.split(",") if name.strip()}
     if not texts[0].strip() and black.key in plugins:
-        names |= {*_names(plugins[black.key])}
+        names |= {*plugins[black.key].names}
     if entries[white].value is not None:
-        names &= {*_names(entries[white])}
-    return names - {*_names(entries[black.key])}
+        names &= {*entries[white].names}
+    return names - {*entries[black.key].names}
 
 
 def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
@@ -320,41 +318,28 @@ def _united(platform_files: PlatformFiles, brought: Brought, declared: Declared)
 
 
 def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> None:
-    for spec in declared.values():
-        if spec.append:
-            whites = [entries[white] for white, black in pairs(declared) if black == spec.key]
-            _append(env, entries, spec, spec.append, whites)
-
-
-def _append(
-    env: Mapping[str, str],
-    entries: Layer,
-    spec: SettingSpec[Any],
-    variable: str,
-    whites: Iterable[Setting],
-) -> None:
-    """Add the names of a list's second variable to those that hold.
+    """Add the names of lists' second variables to those that hold.
 
     Beside a whitelist that excludes the list they would have no effect: that is an error.
     """
-    text = _text(env, variable, spec.key)
-    if text is None:
-        return
-    origin, held = f"environment {variable}", entries[spec.key]
-    try:
-        names = cast("tuple[str, ...]", value_of(spec, text))
-    except ValueError as error:
-        raise wrong(spec.key, origin, str(error)) from error
-    for white in whites:
-        if white.value is not None:
-            raise wrong(
-                spec.key, origin, f"has no effect beside {white.key} ({white.origin}); unset one"
-            )
-    before = _names(held) or ()  # None, where nobody set a list whose default is no list
-    value = tuple(dict.fromkeys((*before, *names)))
-    if before:
-        origin = f"{held.origin} and {origin}"
-    entries[spec.key] = dataclasses.replace(held, value=value, origin=origin)
+    for spec in declared.values():
+        text = _text(env, spec.append, spec.key) if spec.append else None
+        if text is None:
+            continue
+        origin, held = f"environment {spec.append}", entries[spec.key]
+        try:
+            names = cast("tuple[str, ...]", value_of(spec, text))
+        except ValueError as error:
+            raise wrong(spec.key, origin, str(error)) from error
+        for white in (entries[white] for white, black in pairs(declared) if black == spec.key):
+            if white.value is not None:
+                problem = f"has no effect beside {white.key} ({white.origin}); unset one"
+                raise wrong(spec.key, origin, problem)
+        before = held.names or ()  # None, where nobody set a list whose default is no list
+        value = tuple(dict.fromkeys((*before, *names)))
+        if before:
+            origin = f"{held.origin} and {origin}"
+        entries[spec.key] = dataclasses.replace(held, value=value, origin=origin)
 
 
 def _resort(entries: Layer) -> None:
@@ -413,10 +398,6 @@ def _unknown_platform(platform: Setting, known: Collection[str]) -> list[str]:
         f"{platform.variable}={name}: no installed plugin has settings for this platform."
         + closest(name, sorted(known))
     ]
-
-
-def _names(setting: Setting) -> tuple[str, ...]:
-    return cast("tuple[str, ...]", setting.value)
 
 
 def _shown(platform_files: PlatformFiles) -> tuple[str, ...]:

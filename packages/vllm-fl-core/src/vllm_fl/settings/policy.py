@@ -221,6 +221,14 @@ class OpOrder:
             return rest
         return {f"<={ceiling}": [*map(str, row)] for ceiling, row in rows} | {REST: rest}
 
+    @property
+    def written(self) -> Any:
+        """The whole order as `of` reads it, in JSON-able data: of both modes at once where they are
+        alike, and of none that is left open."""
+        sides = {mode: side for mode in get_args(Mode) if (side := self.plain(mode)) is not None}
+        alike = self.plain("eager") == self.plain("compiled")
+        return sides["eager"] if alike and sides else sides
+
     def __str__(self) -> str:
         if self.plain("eager") == self.plain("compiled"):
             return self._text("eager")

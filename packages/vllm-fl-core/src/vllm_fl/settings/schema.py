@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 from ..plugins.types import PLUGIN_KEY, SettingSpec
 from ..text import quote
-from .policy import KINDS, Mode, OpOrder, SelectionPolicy
+from .policy import KINDS, OpOrder, SelectionPolicy
 from .values import (
     OP_CONFIG,
     ORDER_PREFIX,
@@ -78,6 +78,11 @@ class Setting:
     variable: str | None = None
     merged: tuple[tuple[object, str], ...] = ()
     disagreements: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> Names:
+        """The value of a list that somebody set."""
+        return cast("Names", self.value)
 
     @property
     def named(self) -> str:
@@ -378,10 +383,8 @@ TAKEN = (*VARIABLES, *ITEMS)
 
 def _encode(value: object) -> object:
     if isinstance(value, OpOrder):
-        sides = {mode: value.plain(mode) for mode in get_args(Mode)}
-        order = {mode: side for mode, side in sides.items() if side}
         left_out = [list(pair) for pair in sorted(value.left_out)]
-        return {"order": order, "pinned": value.pinned, "left_out": left_out}
+        return {"order": value.written, "pinned": value.pinned, "left_out": left_out}
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -54,7 +54,7 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
     for white, black in pairs(declared):
         if white in united and black in united:
             kept, out = united[white], united.pop(black)
-            names = tuple(name for name in _names(kept) if name not in _names(out))
+            names = tuple(name for name in kept.names if name not in out.names)
             if names != kept.value:
                 origin = f"{kept.origin}, without what {out.origin} names"
                 united[white] = dataclasses.replace(kept, value=names, origin=origin)
@@ -89,9 +89,9 @@ def _scalar(settings: Sequence[Setting], declared: Declared) -> Setting:
     default = spec.default if spec else ()
     listed = spec.names if spec else all(isinstance(value, tuple) for value in values)
     if listed and default is not None:
-        value = tuple(dict.fromkeys(name for setting in settings for name in _names(setting)))
+        value = tuple(dict.fromkeys(name for setting in settings for name in setting.names))
     elif listed and differ:
-        every = [set(_names(setting)) for setting in settings]
+        every = [set(setting.names) for setting in settings]
         value = tuple(sorted(set.intersection(*every)))
         disagreements = ["they list different names; only what each of them lists is used"]
     elif differ:
@@ -174,10 +174,6 @@ def _origins(layer: Layer) -> list[str]:
 
 def _and(origins: Iterable[str]) -> str:
     return " and ".join(dict.fromkeys(origins))
-
-
-def _names(setting: Setting) -> tuple[str, ...]:
-    return cast("tuple[str, ...]", setting.value)
 
 
 def _plain(value: object) -> str:

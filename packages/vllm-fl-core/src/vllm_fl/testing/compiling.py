@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contracts import Sample
-from ..engine.opaque import is_opaque, opaque_op
+from ..engine.opaque import Watched, is_opaque, opaque_op
 from ..engine.plan import Plan, PlanEntry
 from ..engine.traced import trial
 from ..engine.verification import compare
@@ -62,11 +61,7 @@ def _traced_form(subject: Subject, traced: Callable[..., Any], dtype: str) -> No
             continue
         compared = compare(form, subject.spec, each, getattr(torch, dtype))
         assert compared.status == "ok", f"its traced form, {each.name}: {compared.reason}"
-        rows = [
-            arg
-            for name, arg in zip(subject.spec.parameters, each.args, strict=True)
-            if name in subject.spec.by_token and isinstance(arg, torch.Tensor)
-        ]
+        rows = subject.spec.with_rows(each.args).values()
         if not interpreted and all(len(row) > 1 and row.is_contiguous() for row in rows):
             problem = trial(subject.impl, subject.spec, each.args)
             assert not problem, f"{each.name}: {problem}"
@@ -82,11 +77,11 @@ def opcheck(subject: Subject, dtype: str, sample: str) -> None:
     intact = _wrapped(subject, frozenset(), last=oracle).fn
     granted = _wrapped(subject, subject.spec.consumable, last=oracle).fn
     for each in subject.patterns(dtype):
-        with _Recorder() as recorder:
+        with Watched(lambda operator: operator.namespace == "vllm_fl") as watched:
             intact(*fresh(each).args)
             if subject.impl.consumes:
                 granted(*fresh(each).args)
-        for operator, args, kwargs in recorder.calls:
+        for operator, args, kwargs in watched.calls:
             try:
                 torch.library.opcheck(
                     operator, args, kwargs, test_utils=("test_schema", "test_faketensor")
@@ -156,18 +151,3 @@ def _varying(small: Sample, large: Sample) -> list[tuple[int, int]]:
         for dim, sizes in enumerate(zip(a.shape, b.shape, strict=True))
         if sizes[0] != sizes[1]
     ]
-
-
-class _Recorder(TorchDispatchMode):
-    """Keeps what is called of our own operators."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "vllm_fl":
-            self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))

@@ -20,7 +20,7 @@ from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..engine.verification import as_call
 from ..engine.wanted import promised
-from ..plugins.forms import asked_for
+from ..plugins.forms import verdict_of
 from ..plugins.loading import known_contracts
 from ..plugins.registry import EMPTY, SCRIPT, OpRegistry, RegistrySnapshot
 from ..plugins.types import OpImpl
@@ -132,8 +132,7 @@ class Subject:
     def accepts(self, sample: Sample) -> bool:
         """Whether the implementation does not refuse `sample`."""
         each = fresh(sample)
-        asked = asked_for(self.impl, self.spec)
-        if asked is not None and asked(*each.args) is not True:
+        if verdict_of(self.impl, self.spec, each.args) is not True:
             return False
         try:
             self.call(each)

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, finite_number, gated_tensor
-from vllm_fl.contracts.sampling import (
-    Source,
-    activation_inputs,
-    bad_gated_inputs,
-    served_gated_inputs,
-)
+from vllm_fl.contracts.checks import Problem, finite_number
+from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+from .activations import activation_inputs, bad_gated_inputs, gated_tensor, served_gated_inputs
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, gated_tensor
-from vllm_fl.contracts.sampling import Source, bad_gated_inputs, gated_inputs, served_gated_inputs
+from vllm_fl.contracts.checks import Problem
+from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+from .activations import bad_gated_inputs, gated_inputs, gated_tensor, served_gated_inputs
 
 if TYPE_CHECKING:
     import torch

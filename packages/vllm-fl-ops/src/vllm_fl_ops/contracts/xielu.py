@@ -7,13 +7,10 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of
-from vllm_fl.contracts.sampling import (
-    Source,
-    activation_inputs,
-    bad_activation_inputs,
-    served_activation_inputs,
-)
+from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+
+from .activations import activation_inputs, bad_activation_inputs, served_activation_inputs
 
 if TYPE_CHECKING:
     import torch

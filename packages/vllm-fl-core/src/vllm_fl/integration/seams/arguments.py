@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...contracts.binding import Bound, FunctionPlace, OperatorPlace
+from ...errors import PlaceError
 
-__all__ = ["Leaves", "Route", "known", "leaving"]
+__all__ = ["Leaves", "Route", "claim", "known", "leaving", "left_to_vllm", "misfit"]
 
 Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
 """(what a call gave by position, what by name) -> whether the plan leaves it to vLLM."""
@@ -26,6 +27,50 @@ class Route:
 
     run: Bound
     leaves: Leaves | None
+
+
+def claim(owners: dict[str, str], what: str, name: str, op: str) -> None:
+    """Note that a planned op takes a place.
+
+    Args:
+        owners: place -> the op that takes it.
+        what: what the place is, for the error.
+        name: its name.
+        op: who takes it.
+
+    Raises:
+        PlaceError: another planned op does already.
+    """
+    other = owners.setdefault(name, op)
+    if other != op:
+        raise PlaceError(
+            f"{what} {name} is a place of two ops that are planned, '{other}' and '{op}': their "
+            "bindings must not both name it. Leave one of them to vLLM "
+            f"(VLLM_FL_PER_OP='{op}=stock').",
+            op=op,
+        )
+
+
+def misfit(
+    place: OperatorPlace | FunctionPlace, names: Sequence[str], optional: Collection[str]
+) -> str:
+    """Why the parameters of a place are not those that its binding knows, or nothing.
+
+    Args:
+        place: the place.
+        names: its parameters in this vLLM, in order.
+        optional: those of them that have a default.
+    """
+    count = len(place.parameters)
+    if tuple(names[:count]) != place.parameters:
+        return f"its parameters are {', '.join(names)}; known are {', '.join(place.parameters)}"
+    required = [name for name in names[count:] if name not in optional]
+    return f"it has further parameters without default: {', '.join(required)}" if required else ""
+
+
+def left_to_vllm(left: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """op -> place -> what a report says of those that stay vLLM's: `left`, why."""
+    return {op: {name: {"left": why} for name, why in of.items()} for op, of in left.items() if of}
 
 
 def leaving(

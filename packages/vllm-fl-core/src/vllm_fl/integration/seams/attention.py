@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from ...plugins.attention import ATTENTION, class_path_for, refusal
 from ...plugins.types import AttentionImpl, AttentionRequest
 from ...text import quote
 from ..noting import noted
+from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -162,8 +162,7 @@ def _class_of(impl: AttentionImpl, request: AttentionRequest) -> tuple[str, str]
     try:
         with noted("the class", ATTENTION, impl.impl_id):
             path = class_path_for(impl, request)
-            module, _, name = path.rpartition(".")
-            cls = getattr(import_module(module), name)
+            cls = named(path)
             lacks = [method for method in METHODS if not callable(getattr(cls, method, None))]
             known = None if lacks else cls.get_name()
         if lacks:

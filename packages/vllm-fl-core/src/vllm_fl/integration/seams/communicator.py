@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...dispatch import get_default_manager
@@ -24,7 +23,8 @@ from ...plugins.types import CommunicatorImpl, CommunicatorRequest
 from ...settings.loading import Settings
 from ...text import quote
 from ..noting import noted
-from ..ranks import gathered
+from ..ranks import gathered, warn_of_fault
+from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -169,14 +169,7 @@ class Groups:
                 if self.strict:
                     raise _ending(impl_id, fault, "strict mode")
                 if rank == 0:
-                    log.warning(
-                        "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; "
-                        "off on all) [FL410]",
-                        impl_id,
-                        op,
-                        fault.why,
-                        fault.rank,
-                    )
+                    warn_of_fault(op, impl_id, fault.why, fault.rank)
             known |= new
             self.faults |= new
             self._replace()
@@ -253,14 +246,15 @@ class Groups:
         try:
             with noted("the class", COMMUNICATOR, impl.impl_id):
                 path = class_path_for(impl, self.request)
-                module, _, name = path.rpartition(".")
-                cls = getattr(import_module(module), name)
+                cls = named(path)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # whatever a plugin's module raises costs the plugin alone
             return None, f"its class {path or 'path'} failed: {quote(error)}"
-        lacks = [base.__name__ for base in _bases() if not _is_subclass(cls, base)]
-        return (None, f"{path} is no subclass of vLLM's {lacks[0]}") if lacks else (cls, "")
+        for base in _bases():
+            if not (isinstance(cls, type) and issubclass(cls, base)):
+                return None, f"{path} is no subclass of vLLM's {base.__name__}"
+        return cls, ""
 
 
 def _ending(impl_id: str, fault: Fault, why: str) -> StartError:
@@ -278,8 +272,7 @@ def stock_class() -> Callable[..., Any]:
     """The class that would serve without us."""
     from vllm.platforms import current_platform
 
-    module, _, name = current_platform.vllm_fl_stock_communicator().rpartition(".")
-    found: Callable[..., Any] = getattr(import_module(module), name)
+    found: Callable[..., Any] = named(current_platform.vllm_fl_stock_communicator())
     return found
 
 
@@ -292,10 +285,6 @@ def _bases() -> list[type]:
     stock = stock_class()
     above = stock.__mro__ if isinstance(stock, type) else ()
     return [DeviceCommunicatorBase, *(cls for cls in above if cls.__name__ in CAPTURED)]
-
-
-def _is_subclass(cls: object, base: type) -> bool:
-    return isinstance(cls, type) and issubclass(cls, base)
 
 
 def _coordinators() -> Iterator[Any]:

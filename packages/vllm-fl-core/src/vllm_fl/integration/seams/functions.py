@@ -19,12 +19,11 @@ import torch
 
 from ...contracts.binding import Binding, FunctionPlace
 from ...engine.plan import Plan
-from ...errors import PlaceError
 from ...logs import get_logger
 from ...text import quote
 from ..places import stock_form
 from ..serving import plan_now
-from .arguments import Route, known, leaving
+from .arguments import Route, claim, known, leaving, left_to_vllm, misfit
 from .lookups import Target, target_of
 
 __all__ = ["Replacements", "choose", "own", "remove", "report", "take"]
@@ -77,14 +76,7 @@ def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Replacements:
                 left.setdefault(op, {})[place.name] = problem
                 continue
             fitting.append(place)
-            other = owners.setdefault(place.name, op)
-            if other != op:
-                raise PlaceError(
-                    f"Function {place.name} is a place of two ops that are planned, '{other}' and "
-                    f"'{op}': their bindings must not both name it. Leave one of them to vLLM "
-                    f"(VLLM_FL_PER_OP='{op}=stock').",
-                    op=op,
-                )
+            claim(owners, "Function", place.name, op)
         if fitting:
             taken[op] = tuple(fitting)
     return Replacements(taken, left)
@@ -107,15 +99,8 @@ def _misfit(place: FunctionPlace) -> str:
         parameters = _named(function)
     except Exception as error:
         return f"this vLLM has no such function: {quote(error)}"
-    names = tuple(parameter.name for parameter in parameters)
-    if names[: len(place.parameters)] != place.parameters:
-        return f"its parameters are {', '.join(names)}; known are {', '.join(place.parameters)}"
-    odd = [
-        parameter.name
-        for parameter in parameters[len(place.parameters) :]
-        if parameter.default is parameter.empty
-    ]
-    return f"it has further parameters without default: {', '.join(odd)}" if odd else ""
+    optional = [p.name for p in parameters if p.default is not p.empty]
+    return misfit(place, [p.name for p in parameters], optional)
 
 
 def _named(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -268,11 +253,7 @@ def report(plan: Plan, chosen: Replacements) -> dict[str, dict[str, dict[str, An
         that were left to vLLM's function since they are not the op. For one that is left to vLLM:
         `left`, why.
     """
-    told: dict[str, dict[str, dict[str, Any]]] = {
-        op: {name: {"left": why} for name, why in left.items()}
-        for op, left in chosen.left.items()
-        if left
-    }
+    told = left_to_vllm(chosen.left)
     for op, names in chosen.names.items():
         for name in names:
             replacement = _replaced.get(name)

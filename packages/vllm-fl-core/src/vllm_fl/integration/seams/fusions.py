@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +26,7 @@ from ...text import quote
 from ..places import installed_bindings, places, stock_form
 from ..serving import plan_now
 from .ir import ir_ops
+from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -261,7 +261,7 @@ def watch(plan: Plan) -> None:
             _ours[plan].append(FindingPass(operator, place.own, known))
             continue
         try:
-            cls = _named(place.path)
+            cls = named(place.path)
         except Exception as error:
             # A release may have it elsewhere: the flag may work all the same.
             log.warning("Op '%s': what vLLM's pass finds is not counted: %s", op, quote(error))
@@ -270,11 +270,6 @@ def watch(plan: Plan) -> None:
         if cls not in _watched:
             cls.__call__ = _counting(cls.__call__, op)
             _watched.add(cls)
-
-
-def _named(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
 
 
 def operator_of(plan: Plan, chain: Chain) -> Any:

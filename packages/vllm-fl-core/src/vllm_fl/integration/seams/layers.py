@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +27,7 @@ from ...text import quote
 from ..compat import FORMER_LAYERS, shared_table
 from ..places import installed_bindings, places, stock_form
 from .ir import ir_ops
+from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,9 +95,8 @@ def _bound_layers() -> list[Layer]:
 @cache
 def _found(path: str) -> type | None:
     """The class at `path`; None, said once, where this vLLM has none."""
-    module, _, name = path.rpartition(".")
     try:
-        cls = getattr(import_module(module), name)
+        cls = named(path)
         if isinstance(cls, type) and issubclass(cls, CustomOp):
             return cls
         problem = "it is not a CustomOp of vLLM's"

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Target", "target_of"]
+__all__ = ["Target", "named", "target_of"]
+
+
+def named(path: str) -> Any:
+    """What a path of the form `module.name` names; whatever importing the module raises."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True)

@@ -21,20 +21,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...contracts import OpSpec
 from ...contracts.binding import Binding, Bound, FusionPlace, OperatorPlace
+from ...engine.opaque import Watched
 from ...engine.plan import Plan
 from ...errors import PlaceError
 from ...logs import get_logger
-from ...plugins.forms import asked_for
+from ...plugins.forms import verdict_of
 from ...plugins.types import OpImpl
 from ..places import places as places_of
 from ..places import stock_form
 from ..serving import plan_now
 from . import empty
-from .arguments import Route, known, leaving
+from .arguments import Route, claim, known, leaving, left_to_vllm, misfit
 from .callers import ShortWay
 from .layers import layer_table
 
@@ -131,14 +131,7 @@ def choose(
             own |= calls
         taken[op] = tuple(place for place in found if place.name not in own)
         for place in taken[op]:
-            other = owners.setdefault(place.name, op)
-            if other != op:
-                raise PlaceError(
-                    f"Operator {place.name} is a place of two ops that are planned, '{other}' and "
-                    f"'{op}': their bindings must not both name it. Leave one of them to vLLM "
-                    f"(VLLM_FL_PER_OP='{op}=stock').",
-                    op=op,
-                )
+            claim(owners, "Operator", place.name, op)
     return Overrides(
         {op: places for op, places in taken.items() if places},
         left,
@@ -175,11 +168,7 @@ def own(place: OperatorPlace, device: torch.device) -> Callable[..., Any] | None
     """The operator of a place, as vLLM has it; None where this vLLM has none such."""
     if _schema(place.name) is None or _misfit(place, _dispatch_key(device)):
         return None
-    namespace, _, name = place.name.partition("::")
-    name, _, overload = name.partition(".")
-    found: Callable[..., Any] = getattr(
-        getattr(getattr(torch.ops, namespace), name), overload or "default"
-    )
+    found: Callable[..., Any] = _operator(place.name)
     return found
 
 
@@ -189,13 +178,17 @@ def _dispatch_key(device: torch.device) -> str:
     return key
 
 
+def _operator(name: str) -> Any:
+    """The operator of this name, its overload included; AttributeError where there is none."""
+    namespace, _, rest = name.partition("::")
+    operator, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+
+
 def _schema(name: str) -> Any:
     """The schema of an operator; None where no library has defined it."""
-    namespace, _, operator = name.partition("::")
-    operator, _, overload = operator.partition(".")
     try:
-        packet = getattr(getattr(torch.ops, namespace), operator)
-        return getattr(packet, overload or "default")._schema
+        return _operator(name)._schema
     except AttributeError:
         return None
 
@@ -236,34 +229,12 @@ def _misfit(place: OperatorPlace, key: str) -> str:
         schema = torch._C.parse_schema(definable)
     elif not has_kernel(place.name, key):
         return f"this vLLM has no kernel of it for {key}"
-    names = tuple(argument.name for argument in schema.arguments)
-    if names[: len(place.parameters)] != place.parameters:
-        return f"its parameters are {', '.join(names)}; known are {', '.join(place.parameters)}"
-    required = [a.name for a in schema.arguments[len(place.parameters) :] if not _is_optional(a)]
-    if required:
-        return f"it has further parameters without default: {', '.join(required)}"
-    return ""
+    return misfit(place, [a.name for a in schema.arguments], _defaults(schema))
 
 
-def _is_optional(argument: Any) -> bool:
-    is_optional: bool = argument.has_default_value()
-    return is_optional
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes which of some operators are called inside the block."""
-
-    def __init__(self, wanted: set[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.wanted, self.seen = wanted, set[str]()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name: str = func.name()
-        if name in self.wanted:
-            self.seen.add(name)
-        return func(*args, **(kwargs or {}))
+def _defaults(schema: Any) -> dict[str, Any]:
+    """The values of the parameters that have some, by name."""
+    return {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
 
 
 def _calls_of(
@@ -274,18 +245,17 @@ def _calls_of(
     There nothing is to be overridden: the kernel that is there already is what would run, and only
     the way to it would be longer, for vLLM's layers, too.
     """
-    recorder = _Recorder(wanted)
-    asked = asked_for(impl, spec)
+    watched = Watched(lambda operator: operator.name() in wanted)
     for sample in spec.samples(dtype, device) if wanted else ():
         try:
-            if asked is None or asked(*sample.args) is True:
-                with recorder, torch.inference_mode():
+            if verdict_of(impl, spec, sample.args) is True:
+                with watched, torch.inference_mode():
                     impl.fn(*sample.args)
         except Exception as error:  # the preflight has judged it, and its guard will
             log.debug("%s of %s, asked what it calls: %s", impl.impl_id, spec.name, error)
-        if recorder.seen == wanted:
+        if {operator.name() for operator, _, _ in watched.calls} == wanted:
             break
-    return recorder.seen
+    return {operator.name() for operator, _, _ in watched.calls}
 
 
 class _Inside(threading.local):
@@ -451,7 +421,7 @@ def _installed(place: OperatorPlace, device: torch.device) -> _Override:
         key,
         len(place.parameters),
         tuple(argument.name for argument in schema.arguments),
-        {a.name: a.default_value for a in schema.arguments if _is_optional(a)},
+        _defaults(schema),
         torch.library.get_kernel(place.name, key),
         before or ("an unknown place",),
         len(before),
@@ -526,11 +496,7 @@ def report(plan: Plan, chosen: Overrides) -> dict[str, dict[str, dict[str, Any]]
         the op, or gave parameters that the binding does not know another value than their default.
         For one that is left to vLLM: `left`, why.
     """
-    told: dict[str, dict[str, dict[str, Any]]] = {
-        op: {name: {"left": why} for name, why in left.items()}
-        for op, left in chosen.left.items()
-        if left
-    }
+    told = left_to_vllm(chosen.left)
     by_name = {o.name: o for o in list(_overrides.values()) if plan in o.routes}
     for op, names in chosen.names.items():
         for name in names:

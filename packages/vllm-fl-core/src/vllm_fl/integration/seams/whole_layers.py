@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor import custom_op
@@ -23,12 +22,14 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...errors import PlaceError
 from ...logs import get_logger
+from ...plugins.attention import refusal
 from ...plugins.types import LayerImpl, LayerRequest
 from ...settings.policy import closest
 from ...text import quote
 from ..compat import declared_layers, vllm_folders, vllm_version
 from ..noting import noted
 from .layers import layer_table, owner_of
+from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,20 +103,10 @@ def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
 
 
 @cache
-def _refusal(impl: LayerImpl, request: LayerRequest) -> str:
-    """Why `impl` does not take `request`; empty when it does. Asked once per request."""
-    if impl.supports is None:
-        return ""
-    try:
-        with noted("the supports", impl.layer, impl.impl_id):
-            verdict = impl.supports(request)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a plugin's mistake costs the plugin, not the engine
-        return f"its supports raised {quote(error)}"
-    if verdict is True:
-        return ""
-    return str(verdict) if verdict else "its supports said no and gave no reason"
+def _refusal(impl: LayerImpl, request: LayerRequest) -> str | None:
+    """Why `impl` does not take `request`; None when it does. Asked once per request."""
+    with noted("the supports", impl.layer, impl.impl_id):
+        return refusal(impl, request)
 
 
 def known() -> dict[str, str]:
@@ -289,12 +280,11 @@ def _vllms_classes() -> dict[str, type[Any]]:
 @cache
 def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
     """(the class, vLLM's class that it is made of, why it cannot be used or empty)."""
-    module, _, name = impl.class_path.rpartition(".")
     before = dict(custom_op.op_registry_oot)
     cls: Any = object
     try:
         with noted("the class", impl.layer, impl.impl_id):
-            cls = getattr(import_module(module), name)
+            cls = named(impl.class_path)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a plugin's module raises must not end the engine
