@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 __all__ = [
@@ -76,3 +77,10 @@ def one_number(name: str, value: Any, dtype: str) -> Problem:
     if str(value.dtype).removeprefix("torch.") != dtype or value.numel() != 1:
         return name, f"must be one number of {dtype}, got {value.dtype} of {tuple(value.shape)}"
     return None
+
+
+def __getattr__(name: str) -> Any:
+    """Of release 0.2, for code that looks here: the ops have it now. It goes with 0.4."""
+    if name != "gated_tensor":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    return getattr(import_module(".activations", __package__), name)
