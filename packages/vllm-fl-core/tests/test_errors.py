@@ -55,6 +55,7 @@ OF_FINDINGS = {
     "plugins": "FL214",
     "device": "FL215",
     "ended": "FL216",
+    "contracts": "FL217",
     "ops": "FL310",
     "vllm-range": "FL510",
     "vllm-plugins": "FL511",

@@ -17,6 +17,8 @@ from types import MappingProxyType
 
 import pytest
 
+import vllm_fl
+import vllm_fl_ops
 from vllm_fl.contracts import Tolerance, Within, contracts
 from vllm_fl.contracts.meaning import contract_digest
 from vllm_fl.contracts.spec import OpSpec
@@ -241,10 +243,11 @@ def test_code_that_reaches_itself_has_one(made: Make) -> None:
 
 ASKED = """
 import importlib, json, sys
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.meaning import contract_digest
 
-specs = {**contracts(), "a third party's": importlib.import_module(sys.argv[1]).SPEC}
+third, *ops = sys.argv[1:]
+specs = {op: importlib.import_module(f"vllm_fl_ops.contracts.{op}").SPEC for op in ops}
+specs["a third party's"] = importlib.import_module(third).SPEC
 assert "torch" not in sys.modules
 print(json.dumps({op: contract_digest(spec) for op, spec in specs.items()}))
 """
@@ -273,13 +276,12 @@ def test_it_is_the_same_on_every_python(made: Make) -> None:
     third = made()
     here = {op: contract_digest(spec) for op, spec in contracts().items()}
     here["a third party's"] = contract_digest(third)
-    import vllm_fl
-
-    paths = [*vllm_fl.__path__, str(sys.modules[third.oracle.__module__].__file__)]
-    roots = os.pathsep.join(str(Path(path).parents[n]) for n, path in enumerate(paths))
+    own = Path(str(sys.modules[third.oracle.__module__].__file__)).parents[1]
+    packages = [Path(package.__path__[0]).parent for package in (vllm_fl, vllm_fl_ops)]
+    roots = os.pathsep.join(map(str, (own, *packages)))
     for version, python in pythons.items():
         told = subprocess.run(
-            [python, "-B", "-c", ASKED, third.oracle.__module__],
+            [python, "-B", "-c", ASKED, third.oracle.__module__, *contracts()],
             env={**os.environ, "PYTHONPATH": roots},
             stdout=subprocess.PIPE,
             text=True,
