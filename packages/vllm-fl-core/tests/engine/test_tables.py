@@ -231,6 +231,21 @@ def test_one_of_release_0_2_0_acts(facts: Any, monkeypatch: pytest.MonkeyPatch) 
     assert "vllm-fl-core is 0.2.0" in stands(engine).reason  # no other release: a change of it
 
 
+def test_another_release_of_the_same_code_is_as_fast(
+    facts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is registered counts: a device's name may end like another's."""
+    (name, *_) = {owner.label for owner in manager().registry.snapshot().owners.values()}
+    engine = facts(table(identity={"device": "One CPU", name: "1.0 5f0c"}))
+    for told, holds in (("1.1 5f0c", True), ("1.1 77aa", False), ("1.1", False)):
+        now = {"device": "One CPU", name: told}
+        monkeypatch.setattr(tables, "identity", lambda *_, now=now: {**now})
+        assert bool(stands(engine).digest) is holds, told
+    now = {"device": "Another CPU", name: "1.0 5f0c"}
+    monkeypatch.setattr(tables, "identity", lambda *_: {**now})
+    assert "device is Another CPU" in stands(engine).reason
+
+
 @pytest.mark.parametrize("op", CONTRACTS)
 def test_tables_of_0_2_0_know_a_contract_that_means_the_same(op: str) -> None:
     """One that is changed on purpose, and so must not be known, leaves `CONTRACTS`."""

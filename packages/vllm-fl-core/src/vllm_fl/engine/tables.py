@@ -87,10 +87,15 @@ def here(
     """
     known = (*snapshot.owners.values(), *snapshot.authors.values())
     owners = {owner.label: owner for owner in known}
-    named = (owners[name] for name in sorted(owners) if name in table.identity)
-    found = identity(device, named)
+    named = [name for name in sorted(owners) if name in table.identity]
+    found = identity(device, (owners[name] for name in named))
     if not serves and {THREADS} <= found.keys() & table.identity.keys():
         found[THREADS] = table.identity[THREADS]
+    for name in named:  # a release whose code is the same is as fast as it was measured
+        then = table.identity[name]
+        code = then.partition(" ")[2]
+        if code and code == found.get(name, "").partition(" ")[2]:
+            found[name] = then
     for name, release in HOLDS.items():
         then, now = table.identity.get(name, ""), found.get(name, f"{release} ")
         if then.startswith(f"{release} ") and not now.startswith(f"{release} "):
