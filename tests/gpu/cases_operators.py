@@ -117,8 +117,9 @@ def _arguments(name: str, device: Any) -> tuple[tuple[Any, ...], tuple[int, ...]
         return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
     x = normal(33, 2048)
-    if name.endswith("_and_mul"):
-        return (torch.empty_like(x[:, :1024].contiguous()), x), (0,)
+    if name.endswith(("_and_mul", "_and_silu")):
+        threshold = (0.5,) if name == "_C::fatrelu_and_mul" else ()
+        return (torch.empty_like(x[:, :1024].contiguous()), x, *threshold), (0,)
     if name == "_C::rms_norm":
         return (torch.empty_like(x), x, normal(2048), 1e-6), (0,)
     if name == "_C::fused_add_rms_norm":
