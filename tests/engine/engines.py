@@ -24,6 +24,7 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "stock-float32": (STOCK, {"dtype": "float32"}),
     "stock-native": (STOCK, {"compilation_config": {"custom_ops": ["none"]}}),
     "reference": (REFERENCE, {}),
+    "no plugin": ({"VLLM_FL_PLUGINS": ""}, {}),
     "cast-order": (
         {
             "VLLM_FL_PLUGIN_MODULES": "cast_order",
