@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from ..dispatch import get_default_manager
-from ..dispatch.manager import OpManager
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.reserved import why_absent
 from ._candidates import as_rows
@@ -45,17 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
         if any(op["by_size"] for op in ops):
             say("(by size): this is what the largest calls run; smaller ones have other orders.")
         if not snapshot.contracts:
-            say(f"No op has a contract here: {_why(manager)}.")
+            plugins = manager.startup.plugins if manager.startup else ()
+            say(f"No op has a contract here: {why_absent(plugins)}.")
         say("`vllm-fl explain OP` shows why.")
     brought = [op for op in ops if op["candidates"]]
     return 0 if brought and all(op["selected"] for op in brought) else 1
-
-
-def _why(manager: OpManager) -> str:
-    """Why nothing has a contract."""
-    plugins = manager.startup.plugins if manager.startup else ()
-    left_out = [plugin.owner.label for plugin in plugins if plugin.status == "disabled"]
-    return f"VLLM_FL_PLUGINS leaves out {', '.join(left_out)}" if left_out else why_absent(plugins)
 
 
 def _selected(op: dict[str, Any]) -> str | None:
