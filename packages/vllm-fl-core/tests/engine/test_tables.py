@@ -15,6 +15,7 @@ from builders import silu
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine import tables
+from vllm_fl.engine.digest import UNKNOWN
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.identity import contract_digest, identity, is_measured
 from vllm_fl.engine.of_0_2_0 import CONTRACTS
@@ -241,6 +242,10 @@ def test_another_release_of_the_same_code_is_as_fast(
         now = {"device": "One CPU", name: told}
         monkeypatch.setattr(tables, "identity", lambda *_, now=now: {**now})
         assert bool(stands(engine).digest) is holds, told
+    unread = facts(table(identity={"device": "One CPU", name: f"1.0 {UNKNOWN}"}))
+    now = {"device": "One CPU", name: f"1.1 {UNKNOWN}"}
+    monkeypatch.setattr(tables, "identity", lambda *_, now=now: {**now})
+    assert f"{name} is 1.1" in stands(unread).reason, "code that nobody read is not the same"
     now = {"device": "Another CPU", name: "1.0 5f0c"}
     monkeypatch.setattr(tables, "identity", lambda *_: {**now})
     assert "device is Another CPU" in stands(engine).reason

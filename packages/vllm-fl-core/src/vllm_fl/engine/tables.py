@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..plugins.registry import RegistrySnapshot
 from ..settings.table import DEFAULT, STOCK, Table
+from .digest import UNKNOWN
 from .facts import EngineFacts
 from .identity import THREADS, identity, is_measured
 from .of_0_2_0 import HOLDS
@@ -94,7 +95,7 @@ def here(
     for name in named:  # a release whose code is the same is as fast as it was measured
         then = table.identity[name]
         code = then.partition(" ")[2]
-        if code and code == found.get(name, "").partition(" ")[2]:
+        if code not in ("", UNKNOWN) and code == found.get(name, "").partition(" ")[2]:
             found[name] = then
     for name, release in HOLDS.items():
         then, now = table.identity.get(name, ""), found.get(name, f"{release} ")
