@@ -9,7 +9,7 @@ from pathlib import Path
 
 import vllm_fl.testing
 
-KERNELS = '''
+KERNELS = """
 import random, sys
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ for check, fn, supports in (
 ):
     print(check, found(check, fn, supports))
     assert not sys.argv[1:]
-'''
+"""
 
 
 def test_what_is_wrong_fails_under_python_o() -> None:
