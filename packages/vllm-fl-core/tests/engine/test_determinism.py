@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.engine.preflight import Trials
+from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.registry import Owner
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
@@ -248,3 +252,29 @@ def test_what_is_required_is_in_the_digest() -> None:
         **plain,
         "required": "batch_invariant",
     }
+
+
+@pytest.mark.parametrize("where", ["fn", "supports"])
+def test_what_hangs_while_it_is_measured_is_named_and_noted(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(breadcrumb, "SLOW", 0.2)
+    noted: list[str] = []
+
+    def slow(x: Tensor) -> Any:
+        if not noted:
+            noted.append(breadcrumb.now())
+            time.sleep(0.5)
+        return sound(x) if where == "fn" else True
+
+    impl = of(slow) if where == "fn" else of(sound, supports=slow)
+    sizes = replace(SIZES, tokens=(1, 4))
+    owners = {("silu_and_mul", "vendor.acme"): Owner("acme", "vllm-fl-acme", "1.0")}
+    assert find_variant([impl], torch.float32, CPU, sizes, seconds=0.0, owners=owners) == {}
+    assert noted == [
+        "the measuring of silu_and_mul=vendor.acme of vllm-fl-acme 1.0, "
+        "whether it gives the same bits"
+    ]
+    said = [each.getMessage() for each in caplog.records if "has been running" in each.msg]
+    assert len(said) == 1
+    assert said[0].startswith("Implementation 'vendor.acme' of op 'silu_and_mul' has been running")
