@@ -18,8 +18,8 @@ POOL = 251
 another row than its own."""
 
 Order = Literal["standing", "drawn", "repeated"]
-"""How a batch takes the rows of a pool: one behind another as they stand there, from a drawn one on,
-which is how vLLM would place them; in drawn order; or drawn, each several times in a row."""
+"""How a batch takes the rows of a pool: one behind another as they stand there, from a drawn one
+on, which is how vLLM would place them; in drawn order; or drawn, each several times in a row."""
 
 _RUNS = (1, 2, 3, 8, 1, 1)
 """How often repeated rows follow themselves, in turn."""
