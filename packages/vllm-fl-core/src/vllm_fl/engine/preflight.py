@@ -458,7 +458,7 @@ def _unlike(got: Any, rows: torch.Tensor) -> torch.Tensor:
     for part in parts(got):
         if isinstance(part, torch.Tensor) and _has_rows(part, count):
             mine = bits(part.detach())
-            unlike |= (mine != mine[like]).view(count, -1).any(1)
+            unlike |= (mine != mine[like]).reshape(count, -1).any(1)
     return unlike.nonzero().squeeze(1)
 
 
