@@ -325,14 +325,23 @@ class Form:
             return worst(got, self._of(self._batch(large, rows), rows.device))
         if large not in self._wanted:
             self._wanted[large] = self._of(self.samples[large], rows.device)
-        share = 0.0
-        for places in _unlike(got, rows).split(POOL):
-            wanted = [want and want.rows(rows[places]) for want in self._wanted[large]]
-            off, problem = worst(_of_rows(got, places, len(rows)), wanted, places)
-            share = max(share, off)
-            if problem:
-                return share, problem
-        return share, ""
+        count, exact = len(rows), self._wanted[large]
+        tokens = torch.arange(count, device=rows.device)
+        first = torch.full((self._rows,), count, device=rows.device)
+        first.scatter_reduce_(0, rows, tokens, "amin")
+        held = (first < count).nonzero().squeeze(1)
+        if len(held) < self._rows:
+            exact = [want and want.rows(held) for want in exact]
+        off = worst(_of_tokens(got, first[held], count), exact, first[held])
+        like = first[rows]
+        again = (like < tokens).nonzero().squeeze(1)
+        unlike = again[_differing(got, again, like[again], count)]
+        for some in unlike.split(POOL) if not off[1] else ():
+            exact = [want and want.rows(rows[some]) for want in self._wanted[large]]
+            off = max(off, worst(_of_tokens(got, some, count), exact, some))
+            if off[1]:
+                break
+        return off
 
     @cached_property
     def _rows(self) -> int:
@@ -444,22 +453,17 @@ def _given(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> S
     return dataclasses.replace(sample, name=sample.name + "".join(told), args=tuple(args))
 
 
-def _unlike(got: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Where a batch's results must be compared: at the first of equal rows, and where one has other
-    bits than the first; in ascending order.
+def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of these tokens of a batch of `count` have other bits than those that they equal.
 
     A right kernel need not give equal bits: it takes other tiles at an edge.
     """
-    count, places = len(rows), torch.arange(len(rows), device=rows.device)
-    first = torch.full((int(rows.max()) + 1,), count, device=rows.device)
-    first.scatter_reduce_(0, rows, places, "amin")
-    like = first[rows]
-    unlike = like == places
-    for part in parts(got):
+    found = torch.zeros_like(tokens, dtype=torch.bool)
+    for part in parts(got) if len(tokens) else ():
         if isinstance(part, torch.Tensor) and _has_rows(part, count):
             mine = bits(part.detach())
-            unlike |= (mine != mine[like]).reshape(count, -1).any(1)
-    return unlike.nonzero().squeeze(1)
+            found |= (mine[tokens] != mine[others]).reshape(len(tokens), -1).any(1)
+    return found
 
 
 def _has_rows(part: torch.Tensor, count: int) -> bool:
@@ -467,15 +471,15 @@ def _has_rows(part: torch.Tensor, count: int) -> bool:
     return part.ndim > 0 and len(part) == count and (part.numel() > 1 or count == 1)
 
 
-def _of_rows(got: Any, places: torch.Tensor, count: int) -> Any:
+def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
     """The results of these tokens, of a batch of `count`."""
     if isinstance(got, tuple):
-        return tuple(_of_rows(part, places, count) for part in got)
+        return tuple(_of_tokens(part, tokens, count) for part in got)
     if not isinstance(got, torch.Tensor) or not _has_rows(got, count):
         return got
     if got.element_size() == 1:  # not every device indexes float8
-        return got.view(torch.uint8)[places].view(got.dtype)
-    return got[places]
+        return got.view(torch.uint8)[tokens].view(got.dtype)
+    return got[tokens]
 
 
 class _Compiling:
