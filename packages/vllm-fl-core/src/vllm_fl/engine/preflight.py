@@ -169,7 +169,7 @@ def find_faults(
     """
     specs = known_contracts().contracts if specs is None else specs
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
-    findings, thinned = Findings(), set()
+    findings, thinned, of_others = Findings(), set[str](), set[str]()
     trials: dict[str, list[Trials]] = {}
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
@@ -211,6 +211,7 @@ def find_faults(
                 what = f"the verification of {key[0]}={key[1]}{whose}"
                 with breadcrumb.running(what, owner, named=False):
                     fault = run.fault()
+                of_others |= run.of_others
                 if run.thinned:
                     thinned.add(f"{impl.op_name} of {impl.impl_id}")
                 if run.cold:
@@ -231,6 +232,9 @@ def find_faults(
     if compiling.left_out:
         forms = ", ".join(sorted(compiling.left_out))
         findings.remarks.append(f"compiled in fewer forms than usual: {forms}")
+    if of_others:
+        what = ", ".join(sorted(of_others))
+        findings.remarks.append(f"not watched, since other threads change it: {what}")
     if thinned:
         findings.remarks.append(f"fewer batches than usual for {_whose(thinned)}")
     if cold:
@@ -534,6 +538,7 @@ class _Run:
     was_slow: bool = False
     refused_all: str = ""
     asked: str = "it"
+    of_others: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.spec = self.trials.spec
@@ -563,18 +568,35 @@ class _Run:
             return problem, error
         finally:
             process_state.restore(before, self.trials.device)
+            self.of_others = before.others
         return None
 
-    def _check_state(self, before: dict[str, Any]) -> None:
+    def _check_state(self, before: process_state.State) -> None:
         problem = self._changed(before)
         if problem is not None:
             raise _Stop(problem)
 
-    def _changed(self, before: dict[str, Any]) -> str | None:
+    def _changed(self, before: process_state.State) -> str | None:
         """What it has changed of the process, in words."""
         with torch.inference_mode(False):
-            problem = process_state.changed(before, self.trials.device)
+            problem = process_state.changed(before, self.trials.device, self._again)
         return None if problem is None else f"it changed {problem} of the whole process"
+
+    def _again(self) -> None:
+        """Some of its calls once more, for what they change of the process; nothing is compared."""
+        with torch.inference_mode():
+            for sample in self.trials.samples:
+                compare(
+                    self.impl,
+                    self.spec,
+                    sample,
+                    self.trials.dtype,
+                    off=lambda got: (0.0, ""),
+                    layer_for=self.layer_for,
+                )
+            for form in (form for form in self.trials.forms if form.name in self.served):
+                for count in {1, min(7, self.trials.largest), self.trials.largest}:
+                    self._call_at(form, count)
 
     def _run_samples(self) -> None:
         """The contract's own samples: edges that every caller may bring."""
@@ -588,7 +610,7 @@ class _Run:
                 what = "it is wrong: " if result.status == "wrong" else ""
                 raise _Stop(f"{what}{result.reason} ({sample.name}, {result.dtype})", result.error)
 
-    def _run_served(self, before: dict[str, Any]) -> None:
+    def _run_served(self, before: process_state.State) -> None:
         """The served model's calls, with many token counts."""
         always, further = token_counts(self.trials.largest, self.trials.seed)
         for form in self.trials.forms:
