@@ -395,12 +395,13 @@ def test_what_is_kept_by_address() -> None:
     assert "same buffers again" in str(fault("silu_and_mul", fn))
 
 
-def test_weights_that_are_kept_for_ever() -> None:
-    kept: dict[int, Tensor] = {}
+def test_weights_that_are_kept_by_their_address_and_version() -> None:
+    kept: dict[Any, Tensor] = {}
 
     def fn(x: Tensor, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
-        if weight is not None:
-            weight = kept.setdefault(id(weight), weight.clone()) if len(weight) == 256 else weight
+        if weight is not None and len(weight) == 256:
+            known = weight.data_ptr(), weight._version
+            weight = kept.setdefault(known, weight.clone())
         return norm(x, residual, weight, epsilon, variance_size)
 
     assert "large values" in str(fault("rms_norm", fn))
