@@ -33,7 +33,7 @@ from ..plugins import breadcrumb
 from ..plugins.forms import verdict_of
 from ..plugins.loading import known_contracts
 from ..text import quote
-from . import graphs, process_state
+from . import graphs, launches, process_state
 from .guarded import Guarded, bits, guarded, poisoned, rows_of
 from .verification import (
     Comparison,
@@ -138,6 +138,7 @@ def find_faults(
     captured: Mapping[tuple[str, str], int] = MappingProxyType({}),
     in_graphs: Collection[tuple[str, str]] = (),
     provided: Mapping[str, Provided] = MappingProxyType({}),
+    profiled: bool = False,
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
@@ -166,6 +167,8 @@ def find_faults(
             that vLLM will capture.
         in_graphs: (op, impl id) of those whose traced form compiled graphs may have.
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
+        profiled: whether a profile tells at how many tokens other kernels are launched, beside
+            Triton: not for a process that serves afterwards.
     """
     specs = known_contracts().contracts if specs is None else specs
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
@@ -207,6 +210,7 @@ def find_faults(
                     warm_share / len(trials[impl.op_name]),
                     captured.get(key, 0),
                     key in in_graphs,
+                    profiled=profiled,
                 )
                 what = f"the verification of {key[0]}={key[1]}{whose}"
                 with breadcrumb.running(what, owner, named=False):
@@ -539,6 +543,7 @@ class _Run:
     refused_all: str = ""
     asked: str = "it"
     of_others: set[str] = field(default_factory=set)
+    profiled: bool = False
 
     def __post_init__(self) -> None:
         self.spec = self.trials.spec
@@ -628,6 +633,7 @@ class _Run:
         deadline = time.monotonic() + self.seconds
         for form in self.trials.forms:
             form.switch(large=False)
+            self._run_edges(form, deadline)
         for count in further:
             if time.monotonic() > deadline:
                 self.thinned = True
@@ -700,6 +706,16 @@ class _Run:
             _, problem = form.off(large, rows, got)
         if problem:
             raise _Stop(f"{wrong}: {problem} ({where})")
+
+    def _run_edges(self, form: Form, deadline: float) -> None:
+        """Both sides of the token counts from which on it launches other kernels."""
+
+        def kernels(count: int) -> launches.Launched:
+            call = partial(self._call_at, form, count)
+            return launches.launched(call, self.trials.device, profiled=self.profiled)
+
+        for count in launches.edges(kernels, self.trials.largest, deadline):
+            self._run_batches(form, count, ORDERS[1:2], less=ORDERS[0])
 
     def _warm_up(self) -> None:
         """Whatever it compiles when it is called, it has compiled afterwards."""
