@@ -103,7 +103,7 @@ def test_in_a_layer_too(said: str) -> None:
 def test_a_comparison_that_raises_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else a result may be that we did not think of."""
 
-    def raising(*_: Any) -> Any:
+    def raising(*_: Any, **named: Any) -> Any:
         raise ZeroDivisionError("odd")
 
     monkeypatch.setattr(verification, "worst", raising)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean, quote
 from .guarded import Guarded, guarded
-from .wanted import Wanted, parts, wanted_of, worst
+from .wanted import parts, wanted_of, worst
 
 __all__ = [
     "Comparison",
@@ -104,7 +105,7 @@ def compare(
     sample: Sample,
     dtype: torch.dtype,
     *,
-    wanted: Sequence[Wanted | None] | None = None,
+    off: Callable[[Any], tuple[float, str]] | None = None,
     layer_for: LayerFactory | None = None,
 ) -> Comparison:
     """Run one sample on guarded memory and compare the results with the oracle's, on the CPU.
@@ -117,12 +118,13 @@ def compare(
         spec: its op's contract.
         sample: the arguments, on the implementation's device. They are left as they are.
         dtype: the dtype that the sample was made for.
-        wanted: what the results must be, where it is known.
+        off: (the worst error as a share of the tolerance, what is wrong or nothing) of results, as
+            `worst` tells them; None asks the oracle.
         layer_for: as for `as_call`.
     """
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
-    if wanted is None:
-        wanted = wanted_of(spec, sample)
+    if off is None:
+        off = partial(worst, wanted=wanted_of(spec, sample))
     call = guarded(dict(zip(spec.parameters, sample.args, strict=True)), spec.by_token)
     shapes = spec.fake(*call.args)
     consumed = spec.consumed(impl.consumes, call.args)
@@ -139,7 +141,7 @@ def compare(
         problem, share = misplaced(got, shapes, call, consumed), math.nan
         if not problem:
             who = "comparing its result"
-            share, problem = worst(got, wanted)
+            share, problem = off(got)
         problem = problem or misuse(call, consumed, impl, spec)
     except NotImplementedError as error:
         return Comparison(*fixed, "refused", reason=str(error) or "NotImplementedError")

@@ -216,6 +216,7 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
         seed=0,
         specs={subject.spec.name: subject.spec},
         seconds=0.5,
+        profiled=True,
     )
     faults = {key: why for key, (why, _) in found.faults.items()} | found.refused
     expect(not faults, f"an engine would demote it at start: {faults}")

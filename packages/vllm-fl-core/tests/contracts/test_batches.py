@@ -1,0 +1,63 @@
+"""Batches of tokens as vLLM makes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_fl.contracts import batches
+
+
+def drawing(seed: int = 0) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+@pytest.mark.parametrize("order", ["standing", "drawn", "repeated"])
+@pytest.mark.parametrize("count", [0, 1, 5, 251, 1500, 16384])
+def test_a_batch_has_so_many_rows_of_the_pool(order: batches.Order, count: int) -> None:
+    found = batches.rows(count, batches.POOL, drawing(), order)
+    assert found.shape == (count,)
+    assert not count or 0 <= int(found.min()) <= int(found.max()) < batches.POOL
+
+
+@pytest.mark.parametrize("order", ["standing", "drawn", "repeated"])
+def test_rows_a_power_of_two_apart_are_not_the_same(order: batches.Order) -> None:
+    found = batches.rows(16384, batches.POOL, drawing(), order)
+    for power in (64, 128, 256, 512, 1024, 4096, 8192):
+        assert float((found[power:] == found[:-power]).double().mean()) < 0.05
+
+
+def test_a_drawn_batch_holds_every_row_before_it_holds_one_twice() -> None:
+    found = batches.rows(600, batches.POOL, drawing(), "drawn")
+    assert len(found[: batches.POOL].unique()) == batches.POOL
+
+
+def test_repeated_rows_stand_beside_themselves() -> None:
+    found = batches.rows(8, batches.POOL, drawing(), "repeated")
+    assert bool((found[1:] == found[:-1]).any())
+    assert bool((found[1:] != found[:-1]).any())
+
+
+@pytest.mark.parametrize("length", [1, 2, 40, 512, 4096, 131072])
+@pytest.mark.parametrize("count", [0, 1, 5, 17, 251, 2048])
+def test_positions_stay_within_the_model(count: int, length: int) -> None:
+    at = batches.positions(count, length, drawing())
+    assert at.shape == (count,)
+    assert at.dtype == torch.int64
+    assert not count or 0 <= int(at.min()) <= int(at.max()) < length
+
+
+def test_positions_run_jump_back_and_run_again() -> None:
+    at = batches.positions(batches.POOL, 4096, drawing())
+    steps = at[1:] - at[:-1]
+    assert int((steps == 1).sum()) > 100  # prompts
+    assert int((steps < 0).sum()) > 5  # one behind another
+    assert int((steps == 0).sum()) >= 2  # sequences that decode in step
+    assert {0, 2047, 2048, 4095} <= set(at.tolist())
+
+
+def test_tokens_repeat_as_in_aaaabbbb() -> None:
+    ids = batches.tokens(64, 50000, drawing())
+    assert len(ids[:16].unique()) == 2
+    assert len(ids[16:32].unique()) == 16
+    assert len(batches.tokens(5, 50000, drawing())) == 5
