@@ -14,6 +14,7 @@ from builders import managing, planning, silu
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, OpSpec, contracts
+from vllm_fl.contracts.batches import POOL
 from vllm_fl.engine.determinism import (
     BY_CONTRACT,
     NO_ROWS,
@@ -105,7 +106,7 @@ def test_what_differs_between_two_runs_is_neither() -> None:
 
     found = told(of(each_time_another))
     assert (found.runs, found.batches) == (False, False)
-    assert found.reason.startswith("the same call gave other bits (256 x ")
+    assert found.reason.startswith(f"the same call gave other bits ({POOL} x ")
 
 
 def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
@@ -114,7 +115,7 @@ def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
     supports = lambda x: "too few" if len(x) < 5 else True  # noqa: E731
     found = told(of(sound, supports=supports))
     assert found.batches is False
-    assert found.reason.startswith("it takes a batch of 256 tokens and refuses one of 1 ")
+    assert found.reason.startswith(f"it takes a batch of {POOL} tokens and refuses one of 1 ")
 
 
 def test_one_that_overwrites_its_arguments_is_given_fresh_ones() -> None:
