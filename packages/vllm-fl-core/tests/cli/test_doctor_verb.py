@@ -277,6 +277,16 @@ class TestSettings:
         assert "fused_moe" not in told  # vLLM checks it
         assert "oot_blacklist.fused_moe" in done.json()["unchecked"]
 
+    def test_a_module_that_is_named_beside_its_entry_point(
+        self, fl: Command, plugin: Plugin, distribution: Distribution
+    ) -> None:
+        module = plugin()
+        distribution("acme", entry_points=f"[vllm_fl.plugin]\nacme = {module}\n")
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="acme")
+        (finding,) = [f for f in found(done, "settings") if module in f["what"]]
+        assert finding["code"] == "FL110" and "loaded once" in finding["what"]
+        assert found(done, "plugins") == []
+
     @pytest.mark.parametrize("slip", ["otr", "rot", "orrt", "ORT"])
     @pytest.mark.parametrize("key", ["DENY", "ALLOW"])
     def test_a_slip_of_a_vendor(self, fl: Command, plugin: Plugin, slip: str, key: str) -> None:

@@ -140,6 +140,7 @@ def start(
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
+    _warn(plugin_loader.named_twice(plugins, asked.plugin_modules), "FL110")
     for plugin in plugins:
         for remark in plugin.remarks:
             log.warning("%s [FL214]", remark)

@@ -41,7 +41,7 @@ from .types import (
     SettingSpec,
 )
 
-__all__ = ["CONTRACTS", "GROUP", "Found", "discover", "known_contracts", "load", "unmatched"]
+__all__ = ["CONTRACTS", "GROUP", "Found", "discover", "known_contracts", "load", "named_twice", "unmatched"]
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
@@ -130,7 +130,8 @@ def load(
     """Load plugins into `registry`, each in isolation.
 
     An (op, id) that two of them claim, or that is reserved for another one, is loaded from nobody
-    but the one that it is reserved for; their other implementations stay.
+    but the one that it is reserved for; their other implementations stay. A module that the user
+    names is left out where an entry point that is loaded leads to it: it is one plugin.
 
     Args:
         registry: what they register into. A plugin that fails leaves nothing in it.
@@ -142,6 +143,8 @@ def load(
             is loaded is undone.
     """
     allowed = _allowed(found, only)
+    reached = {_module(f.target) for f in allowed if f.owner.distribution is not None}
+    found = [f for f in found if f.owner.distribution is not None or f.target not in reached]
     names = [f.owner.distribution for f in allowed if f.owner.distribution and not f.is_data]
     todos = {each.owner: _todo(each, names) for each in found}
     brought: list[tuple[Plugin, list[Any]]] = []
@@ -314,9 +317,14 @@ def _bring(found: Found, registry: OpRegistry, todo: str) -> tuple[Plugin, list[
     return plugin, impls
 
 
+def _module(target: str) -> str:
+    """The module that a plugin's entry point is in: `acme.plugin` of `acme.plugin:Plugin`."""
+    return target.partition(":")[0].strip()
+
+
 def _package(target: str) -> str:
     """The package that a plugin's entry point is in: `acme` of `acme.plugin:Plugin`."""
-    return target.partition(":")[0].partition(".")[0]
+    return _module(target).partition(".")[0]
 
 
 def _binding(contract: object) -> Binding:
@@ -573,6 +581,19 @@ def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[st
             f"{', '.join(sorted(known)) or 'none'}."
         )
     return tuple(told)
+
+
+def named_twice(plugins: Iterable[Plugin], modules: Collection[str]) -> tuple[str, ...]:
+    """One sentence for each of VLLM_FL_PLUGIN_MODULES that is loaded by an entry point anyhow."""
+    return tuple(
+        f"VLLM_FL_PLUGIN_MODULES names {_module(plugin.target)!r}, to which the entry point "
+        f"{clean(plugin.owner.plugin)!r} of {clean(plugin.owner.name)} leads already: it is one "
+        "plugin, loaded once, by the entry point."
+        for plugin in plugins
+        if plugin.owner.distribution is not None
+        and plugin.status != "disabled"
+        and _module(plugin.target) in modules
+    )
 
 
 def _forms(plugin: object) -> tuple[tuple[str, ...], Callable[[Any], object] | None]:
