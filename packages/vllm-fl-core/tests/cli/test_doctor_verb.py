@@ -295,6 +295,14 @@ class TestSettings:
         (finding,) = [f for f in found(done, "settings") if f"{slip!r}" in f["what"]]
         assert finding["code"] == "FL110" and "Did you mean 'ort'?" in finding["what"]
 
+    def test_what_is_asked_for_by_name_and_cannot_run(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR.replace('"acme", fn', '"ort", fn, available=lambda: "no libort"'))
+        asked = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.ort"}
+        (finding,) = [f for f in found(fl("doctor", "--json", **asked), "settings")]
+        assert "vendor.ort (not available: no libort)" in finding["what"]
+        (line,) = fl("explain", "silu_and_mul", "--json", **asked).json()["unmatched"]
+        assert "vendor.ort (not available: no libort)" in line
+
     def test_denying_what_is_not_here_is_no_slip(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR.replace("acme", "ort"))
         done = fl("doctor", "--json", VLLM_FL_DENY_VENDORS="cuda,ascend,ottr2,tro")

@@ -41,7 +41,16 @@ from .types import (
     SettingSpec,
 )
 
-__all__ = ["CONTRACTS", "GROUP", "Found", "discover", "known_contracts", "load", "named_twice", "unmatched"]
+__all__ = [
+    "CONTRACTS",
+    "GROUP",
+    "Found",
+    "discover",
+    "known_contracts",
+    "load",
+    "named_twice",
+    "unmatched",
+]
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
