@@ -225,7 +225,7 @@ def read_settings(
     return check_names(
         settings,
         ops={*snapshot.ops, *NAMED_CLASSES},
-        vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
+        vendors={v for impls in snapshot.impls_by_op.values() for i in impls for v in i.vendors},
         impls=snapshot.impls_by_op,
         bindings=snapshot.bindings,
         has_failed=has_failed,

@@ -132,9 +132,10 @@ def _said(
         if any((each, ceiling) not in lost for each, _, _ in listed):
             where += f" in {mode} mode"
     engine = "no engine starts (strict mode)" if strict else "an engine runs vLLM's own code"
+    nothing = f"Nothing that is listed {'can run' if cannot else 'matches'}"
     return (
-        f"{told} Nothing that is listed {'can run' if cannot else 'matches'}, so that {op} has lost every implementation"
-        f"{where}: a call from a script fails, and {engine}."
+        f"{told} {nothing}, so that {op} has lost every implementation{where}: a call from a "
+        f"script fails, and {engine}."
     )
 
 
