@@ -224,7 +224,7 @@ class StartError(VllmFLError):
     code = "FL501"
 
 
-class PlaceError(VllmFLError):
-    """A place of vLLM's cannot be taken for an op, or was lost to somebody else."""
+class PlaceError(PluginError):
+    """A place of vLLM's cannot be taken for an op: it is another op's, or somebody else's."""
 
     code = "FL502"

@@ -30,7 +30,7 @@ from .places import installed_bindings
 from .planning import plan_for
 from .ranks import Ran, Verdict, agree, common_table, differences, lacking, refusing, warn_of_fault
 from .seams import attention, fusions, whole_layers
-from .seams.layers import layer_for, layer_table
+from .seams.layers import foreign_code, layer_for, layer_table
 
 if TYPE_CHECKING:
     import torch
@@ -241,15 +241,22 @@ def verified_plan(
         StartError: strict mode and a fault, on whichever rank.
     """
     rank, demoted, rejected = worker.rank, preflight.demoted, preflight.rejected
-    snapshot = get_default_manager().registry.snapshot()
+    registry = get_default_manager().registry
+    snapshot = registry.snapshot()
     required = "batch_invariant" if worker.vllm_fl_facts.wants_invariance else ""
     table = standing(worker.vllm_fl_facts, snapshot, worker.device)
     while True:
         plan = plan_for(worker.vllm_fl_facts, {**rejected, **demoted}, table=table)
         consists = fingerprint(
-            plan, snapshot.owners, snapshot.authors, table=table.digest, required=required
+            plan,
+            snapshot.owners,
+            snapshot.authors,
+            table=table.digest,
+            required=required,
+            settings=worker.vllm_fl_facts.settings,
+            plugins=registry.plugins,
         )
-        contents = {**consists, "workers": preflight.worker_facts}
+        contents = {**consists, "workers": preflight.worker_facts, "foreign": foreign_code()}
         verdict = dataclasses.replace(
             preflight.verdict(plan, contents),
             table=table,
