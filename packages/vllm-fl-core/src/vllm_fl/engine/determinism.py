@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..contracts import Exact, ModelSizes, OpSpec
+from ..contracts.batches import POOL
 from ..plugins.forms import verdict_of
 from ..plugins.loading import known_contracts
 from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import bits, rows_of
-from .preflight import POOL, Form, Provided, Trials, dtypes_of, release, repeated, token_counts
+from .preflight import Form, Provided, Trials, dtypes_of, release, token_counts
 from .verification import LayerFactory, as_call, dtype_name, refusal_of
 from .wanted import parts, promised
 
@@ -194,7 +195,7 @@ class _Measured:
         whole, where = self.whole(form), self._where(form, count)
         size = len(self._rows)
         for salt in range(4 if count <= 4 else 2):
-            rows = repeated(self.trials.order(count, salt)[:count], count)
+            rows = self.trials.rows(count, salt)
             got = self.bits(form, rows)
             if (got is None) is not (whole is None):
                 taken, refused = (count, size) if whole is None else (size, count)

@@ -184,7 +184,10 @@ class Live:
         result, problem = self._run(spec, impl, given, before)
         begun = time.monotonic()
         if not problem:
-            problem = self._problem(spec, impl, result, before)
+            try:
+                problem = self._problem(spec, impl, result, before)
+            except Exception as error:  # a result that is a tensor by name alone
+                problem = f"comparing its result raised {quote(error)}"
         self._spent += time.monotonic() - begun
         self.compared += 1
         if not problem:
