@@ -13,7 +13,16 @@ from typing import Any
 
 from ..contracts import ModelSizes, OpSpec, Sample
 
-__all__ = ["COUNTS", "FAMILIES", "Family", "calls_of", "families_of", "served_dtype", "smaller"]
+__all__ = [
+    "COUNTS",
+    "FAMILIES",
+    "Family",
+    "calls_of",
+    "families_of",
+    "served_dtype",
+    "smaller",
+    "table",
+]
 
 COUNTS = (1, 5, 17, 130)
 """Token counts of a family's calls: decoding, and beyond tiles of 16 and 128 rows."""
@@ -282,3 +291,13 @@ def smaller(specs: Mapping[str, OpSpec]) -> dict[str, str]:
             name, some = next(iter(phrases.items()))
             found[op] = f"{'; '.join(some)} (of {name})"
     return found
+
+
+def table(specs: Mapping[str, OpSpec]) -> str:
+    """`smaller` as a table in Markdown.
+
+    Args:
+        specs: the contracts by op.
+    """
+    lines = [f"| `{op}` | {phrase} |" for op, phrase in smaller(specs).items()]
+    return "\n".join(["| op | what is tried, and of which model |", "|---|---|", *lines])
