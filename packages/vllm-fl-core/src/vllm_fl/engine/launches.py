@@ -41,14 +41,18 @@ def edges(kernels: Callable[[int], Launched], largest: int, deadline: float) -> 
         return known[tokens]
 
     counts = sorted({*(1 << n for n in range(largest.bit_length())), largest})
-    for low, high in pairwise(counts):
+    for below, above in pairwise(counts):
         if time.monotonic() > deadline:
             return
-        if at(low) == at(high):
+        if at(below) == at(above):
             continue
+        low, high = below, above
         while high - low > 1 and time.monotonic() < deadline:
             middle = (low + high) // 2
-            low, high = (middle, high) if at(middle) == at(low) else (low, middle)
+            if at(middle) == at(low):
+                low = middle
+            else:
+                high = middle
         yield high
 
 

@@ -165,8 +165,8 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     wide = source.normal(1024, dtype=torch.float32)
     yield Sample("fp32 weight", (x, None, wide, 1e-6, None))
     yield Sample("fp32 weight, residual", (x, source.normal(4, 1024), wide, 1e-6, None))
-    for residual in (None, source.normal(300, 256)):
-        call = source.normal(300, 256), residual, source.normal(256, dtype=torch.float32), 1e-6
+    for residual in (None, source.normal(300, 320)):
+        call = source.normal(300, 320), residual, source.normal(320, dtype=torch.float32), 1e-6
         yield Sample(f"fp32 weight, 300 rows{', residual' * (residual is not None)}", (*call, None))
     yield Sample("variance_size", (x, None, weight, 1e-6, 768))
     yield Sample("variance_size, residual", (x, source.normal(4, 1024), weight, 1e-6, 768))
