@@ -14,11 +14,12 @@ from builders import managing, planning, refusing, silu
 from torch import nn
 from torch.nn import functional as F
 
+from vllm_fl.contracts import contracts
 from vllm_fl.engine import live as module
 from vllm_fl.engine.live import Live
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins import breadcrumb
-from vllm_fl.plugins.types import OpImpl
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 CPU = torch.device("cpu")
 Kernel = Callable[[torch.Tensor], torch.Tensor]
@@ -217,6 +218,85 @@ def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     live = seen(plan_of(acme(lambda x: right(x) * 2)))
     assert not live.faults and live.compared == 0
     assert live.left_out == {"silu_and_mul": "its arguments are too large to be copied"}
+
+
+class Experts(nn.Module):
+    """A layer whose weights are larger than what is copied."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.bound = plan.bind("fused_experts", self, frozenset())
+        self.w13, self.w2 = torch.randn(64, 32, 24) * 0.2, torch.randn(64, 24, 16) * 0.2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = torch.rand(len(x), 4), torch.rand(len(x), 64).argsort(-1)[:, :4].int()
+        routed = x, self.w13, self.w2, weights, ids
+        return self.bound(*routed, "silu", False, -1, None, None, None)
+
+
+def of_experts(change: Callable[..., None]) -> OpImpl:
+    def fused_experts(
+        hidden_states: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str = "silu",
+        apply_router_weight_on_input: bool = False,
+        global_num_experts: int = -1,
+        expert_map: torch.Tensor | None = None,
+        w13_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        oracle = contracts()["fused_experts"].oracle
+        out = oracle(hidden_states, w13, w2, topk_weights, topk_ids).to(hidden_states.dtype)
+        change(out, hidden_states)
+        return out
+
+    kind = BackendImplKind.VENDOR
+    return OpImpl("fused_experts", "vendor.acme", kind, fused_experts, "acme")
+
+
+def live_experts(change: Callable[..., None]) -> Live:
+    torch.manual_seed(0)
+    plan = plan_of(of_experts(change))
+    model = nn.Sequential(Experts(plan))
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        model(torch.randn(40, 24))
+    return live
+
+
+def test_of_large_weights_those_are_compared_that_a_row_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LARGEST", 2**16)
+    copied: list[int] = []
+    on_host = module._on_host
+    monkeypatch.setattr(
+        module,
+        "_on_host",
+        lambda arg, rows: (copied.append(getattr(arg, "nbytes", 0)), on_host(arg, rows))[1],
+    )
+    live = live_experts(lambda out, x: None)
+    assert live.compared == 1 and not live.faults and not live.left_out
+    assert 0 < max(copied) < 64 * 32 * 24 * 4, "the weights of experts that some rows take"
+
+
+def test_a_kernel_that_is_wrong_on_large_weights_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST", 2**16)
+    (why,) = live_experts(lambda out, x: out[-1].zero_()).faults.values()
+    assert "at (39," in why
+    (why,) = live_experts(lambda out, x: x.zero_()).faults.values()
+    assert "overwrote 'hidden_states'" in why
+
+
+def test_rows_that_read_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST", 2**16)
+    monkeypatch.setattr(module, "PART", 2**10)
+    live = live_experts(lambda out, x: None)
+    assert not live.faults and live.compared == 0
+    assert live.left_out == {"fused_experts": "what a row of it reads is too large to be copied"}
 
 
 def test_norms_are_held_to_their_tolerance_beside_one_large_feature() -> None:

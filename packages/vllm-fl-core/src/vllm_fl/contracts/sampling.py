@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 __all__ = ["Source", "peak"]
 
 UNIQUE_ROWS = 257
-"""Rows that are drawn; a larger tensor repeats them. Prime, so that a kernel which takes a wrong
-row of a block is still seen, while the largest batch of a model costs no time to draw."""
+"""Rows that are made; a larger tensor has them again, in drawn order, so that no two rows a fixed
+distance apart are the same and the largest batch of a model costs no time."""
 
 
 class Source:
@@ -31,6 +31,7 @@ class Source:
         self.dtype = dtype
         self.device = torch.device(device)
         self._generator = torch.Generator("cpu").manual_seed(20240229 + large)
+        self._order = torch.Generator("cpu").manual_seed(20240301)
 
     def normal(
         self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None
@@ -43,9 +44,16 @@ class Source:
             (rows, *shape[1:]), generator=self._generator, dtype=torch.float32, device="cpu"
         )
         block = (block * scale).to(self.device, dtype or self.dtype)
-        if rows == shape[0]:
-            return block
-        return block[torch.arange(shape[0], device=self.device) % rows]
+        return block if rows == shape[0] else block[self.rows(shape[0])]
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Which of the rows that are made each of `count` rows is: first all, then drawn ones."""
+        import torch
+
+        made = torch.arange(min(count, UNIQUE_ROWS), device="cpu")
+        shape = (count - len(made),)
+        drawn = torch.randint(UNIQUE_ROWS, shape, generator=self._order, device="cpu")
+        return torch.cat((made, drawn)).to(self.device)
 
     def spiked(self, *shape: int, scale: float, peak: float) -> torch.Tensor:
         """Normal numbers of `scale` in which some features are `peak` or -`peak`.

@@ -45,11 +45,14 @@ class Sample:
         args: one value per parameter of the contract, in order.
         scale: the magnitude of the values, without unit: the contract's `atol`, which is meant for
             values of magnitude 1, counts that many times.
+        smaller: in which size a served model's call is larger, where the oracle of that one is too
+            dear: `8 of 128 experts`. A start and the kit say it; empty: the call is of its size.
     """
 
     name: str
     args: tuple[Any, ...]
     scale: float = 1.0
+    smaller: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,12 @@ class OpSpec:
             any order, gives each of them the same results, and the same numbers that belong to no
             row (a maximum; not a sum, an order or a place). Large batches of the start repeat a few
             hundred rows, and for those alone the oracle is then computed.
+        stands: True where the tokens of a batch belong to sequences, or each has its own state, so
+            that no batch can be made of other rows of a pool. The start then tries the served calls
+            as they stand, at a few numbers of tokens.
+        part: the parameters -> those of a call that gives the same results and holds only what it
+            reads of large weights (of experts, those that its rows take): for comparing calls on
+            weights that are too large to be copied. None: there is no such part.
         read_whole: the parameters beside those with a row per token of which every call reads all,
             as a weight of which each layer has its own: `vllm-fl tune` counts their bytes, and
             gives calls in turn other ones where caches would hold them from call to call.
@@ -199,7 +208,7 @@ class OpSpec:
     Raises:
         ValueError: the parts contradict each other: a parameter that no call can pass by position,
             no dtypes, an output without a tolerance, a variant whose results end inside a pair,
-            `ignores_repeats` without `whole_batch`.
+            `ignores_repeats` without `whole_batch`, or with `stands`.
     """
 
     oracle: Callable[..., Any]
@@ -223,6 +232,8 @@ class OpSpec:
     whole_batch: bool = False
     ignores_repeats: bool = False
     read_whole: frozenset[str] = frozenset()
+    stands: bool = False
+    part: Callable[..., tuple[Any, ...]] | None = None
 
     def __post_init__(self) -> None:
         who = f"OpSpec({self.name})"
@@ -235,6 +246,8 @@ class OpSpec:
             raise ValueError(f"{who}: name the dtypes of its inputs in dtypes")
         if self.ignores_repeats and not self.whole_batch:
             raise ValueError(f"{who}: ignores_repeats is for a contract with whole_batch")
+        if self.ignores_repeats and self.stands:
+            raise ValueError(f"{who}: rows of a batch that stands cannot be repeated")
         for number, output in enumerate(self.outputs or (Within(),)):
             found = tolerances_of(output, self.tolerances)
             if found is not None and not found:

@@ -85,6 +85,16 @@ class Guarded:
         """The arguments, in order."""
         return tuple(self.arguments.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that the arguments lie in."""
+        return sum(storage.memory.nbytes for storage in self.storages)
+
+    def below(self, most: int) -> Guarded:
+        """The same call without the storages of more bytes: what is written there is not seen."""
+        kept = [storage for storage in self.storages if storage.memory.nbytes <= most]
+        return Guarded(self.arguments, kept)
+
     def remember(self) -> None:
         """Note what the memory holds, before a call."""
         for storage in self.storages:

@@ -41,8 +41,15 @@ SECONDS = 10.0
 """How long calls are compared; what comes later is left out."""
 
 LARGEST = 2**28
-"""Bytes of the memory that a call's arguments lie in: of more no copies are made, and the call is
-not compared. Experts' weights are larger."""
+"""Bytes of the memory that a call's arguments lie in: of more no copies are made. Experts' weights
+are larger: whether a call writes into them is not seen, and of their values only those are read
+that some of its rows take (`OpSpec.part`). A call whose contract has no such part is left out."""
+
+PART = 2**30
+"""Bytes of the largest such part: as many rows are compared as have one."""
+
+PART_ROWS = 8
+"""The most rows of such a part: the experts of each are computed in float64."""
 
 
 class _LeftOut(Exception):
@@ -238,15 +245,18 @@ class Live:
         if spec.check(*args) is not None:
             raise _LeftOut("a layer's call is not the contract's")
         call = in_place(dict(zip(spec.parameters, args, strict=True)))
-        if sum(s.memory.numel() * s.memory.element_size() for s in call.storages) > LARGEST:
-            raise _LeftOut("its arguments are too large to be copied")
-        synchronise(self.device)  # what another stream still writes is not this call's
-        call.remember()
         rows = None if spec.whole_batch else _rows(spec, args)
-        on_host = tuple(
-            _on_host(arg, rows if name in spec.by_token else None)
-            for name, arg in zip(spec.parameters, args, strict=True)
-        )
+        synchronise(self.device)  # what another stream still writes is not this call's
+        if call.nbytes > LARGEST:
+            rows, of_rows = _part(spec, args)
+            call = call.below(LARGEST // 4)
+            on_host = tuple(_on_host(arg, None) for arg in of_rows)
+        else:
+            on_host = tuple(
+                _on_host(arg, rows if name in spec.by_token else None)
+                for name, arg in zip(spec.parameters, args, strict=True)
+            )
+        call.remember()
         sample = Sample("live", on_host, self._scale(spec, on_host))
         consumed = spec.consumed(impl.consumes, args)
         return _Before(call, consumed, spec.fake(*args), rows, sample)
@@ -311,6 +321,29 @@ def _rows(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | None:
     drawn = torch.randperm(count - 2, generator=torch.Generator("cpu").manual_seed(count))
     ends = torch.tensor([0, count - 1])
     return torch.cat((ends, drawn[: ROWS - 2] + 1)).sort().values
+
+
+def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """(some rows of a call, the call of these rows that holds no more than they read).
+
+    Raises:
+        _LeftOut: there is none, or even one row reads too much.
+    """
+    if spec.part is None or spec.whole_batch:
+        raise _LeftOut("its arguments are too large to be copied")
+    count = next(map(len, spec.with_rows(args).values()), 0)
+    few = min(count, PART_ROWS)
+    while few:
+        rows = torch.arange(few, device="cpu") * (count - 1) // max(1, few - 1)
+        given = (
+            arg[rows.to(arg.device)] if name in spec.by_token and arg is not None else arg
+            for name, arg in zip(spec.parameters, args, strict=True)
+        )
+        found = spec.part(*given)
+        if sum(arg.nbytes for arg in found if isinstance(arg, torch.Tensor)) <= PART:
+            return rows, found
+        few //= 2
+    raise _LeftOut("what a row of it reads is too large to be copied")
 
 
 def _on_host(value: Any, rows: torch.Tensor | None) -> Any:

@@ -84,6 +84,10 @@ TRACE_SECONDS = 4.0
 """How long forms are compiled at all; what comes later is left out, but for an implementation's
 first form, which is traced whatever it takes."""
 
+STANDING_COUNTS = (1, 5, 17, 300)
+"""Token counts of calls whose batches cannot be made of a pool (`OpSpec.stands`): the last has
+sequences beyond a second chunk of 64 tokens, and more than 16 sequences."""
+
 LARGE_COUNTS = (1, 7, 64, 256)
 """Token counts of the large values, beside the largest batch: what they show lies in the numbers,
 and in the tiles that a kernel takes for many rows."""
@@ -113,11 +117,14 @@ class Findings:
         remarks: what was not looked at, one phrase each, for the start line.
         refused: (op, impl id) -> a reason, of those that refuse every call which the model makes:
             these are right, and of no use here.
+        smaller: op -> what of its calls was tried in a smaller size than the model's, one phrase
+            each; empty where none of them was.
     """
 
     faults: dict[tuple[str, str], Fault] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
+    smaller: dict[str, list[str]] = field(default_factory=dict)
 
 
 def find_faults(
@@ -229,8 +236,14 @@ def find_faults(
                     findings.refused[key] = refusals[0]
     if compiled:
         torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
+    findings.smaller = {op: each for op, some in trials.items() if (each := _smaller(some))}
+    unknown = [op for op, some in trials.items() if sizes and some and not any(map(_calls, some))]
     trials.clear()
     release(device)
+    if findings.smaller:
+        findings.remarks.append(f"smaller than served: {', '.join(findings.smaller)}")
+    if unknown:
+        findings.remarks.append(f"not verified at its sizes: {', '.join(unknown)}")
     if compiling.traced_only:
         findings.remarks.append(f"traced, not lowered: {', '.join(sorted(compiling.traced_only))}")
     if compiling.left_out:
@@ -246,6 +259,16 @@ def find_faults(
         where = f"at some sizes from {first} tokens on"
         findings.remarks.append(f"not warmed up {where}: {_whose(cold)}")
     return findings
+
+
+def _calls(trials: Trials) -> list[Sample]:
+    """The served model's calls that are tried, one of each form."""
+    return [*(form.samples[0] for form in trials.forms), *trials.standing]
+
+
+def _smaller(some: Iterable[Trials]) -> list[str]:
+    phrases = (sample.smaller for trials in some for sample in _calls(trials))
+    return [*dict.fromkeys(filter(None, phrases))]
 
 
 def _whose(names: Collection[str]) -> str:
@@ -410,8 +433,20 @@ class Trials:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """The contract's own samples."""
-        return list(self.spec.samples(self.dtype, self.device))
+        """The contract's own samples, and the served model's calls that stand."""
+        return [*self.spec.samples(self.dtype, self.device), *self.standing]
+
+    @cached_property
+    def standing(self) -> list[Sample]:
+        """The served model's calls of a contract whose batches cannot be rearranged."""
+        if self.sizes is None or not self.spec.stands:
+            return []
+        counts = [n for n in STANDING_COUNTS if n <= self.largest]
+        usual, last = (dataclasses.replace(self.sizes, tokens=(*n,)) for n in (counts, counts[-1:]))
+        return [
+            *self.spec.served(usual, self.dtype, self.device, False),
+            *self.spec.served(last, self.dtype, self.device, True),
+        ]
 
     def wanted(self, index: int) -> list[Wanted | None]:
         """What a sample of the contract must give."""
@@ -422,7 +457,7 @@ class Trials:
     @cached_property
     def forms(self) -> list[Form]:
         """The calls of the served model."""
-        if self.sizes is None:
+        if self.sizes is None or self.spec.stands:
             return []
         pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
         kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
@@ -604,7 +639,9 @@ class _Run:
                     self._call_at(form, count)
 
     def _run_samples(self) -> None:
-        """The contract's own samples: edges that every caller may bring."""
+        """The contract's own samples, edges that every caller may bring, and calls that stand."""
+        refused: list[str] = []
+        own = len(self.trials.samples) - len(self.trials.standing)
         for index, sample in enumerate(self.trials.samples):
             run = partial(compare, self.impl, self.spec, sample, self.trials.dtype)
             off = partial(worst, wanted=self.trials.wanted(index))
@@ -614,6 +651,10 @@ class _Run:
             if result.status == "raised" or (result.status == "wrong" and self.compares):
                 what = "it is wrong: " if result.status == "wrong" else ""
                 raise _Stop(f"{what}{result.reason} ({sample.name}, {result.dtype})", result.error)
+            if result.status == "refused" and index >= own:
+                refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
+        if refused and len(refused) == len(self.trials.standing):
+            raise _Refuses(refused[0])
 
     def _run_served(self, before: process_state.State) -> None:
         """The served model's calls, with many token counts."""

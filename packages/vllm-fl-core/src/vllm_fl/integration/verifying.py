@@ -61,7 +61,8 @@ class Preflight:
     It holds what a start has found: `demoted`, and `rejected`, which is what refuses every call of
     this model or lacks a property that is asked for, each (op, impl id) -> why; `live_counts`, the
     token counts at which all ranks run the loaded model; `not_reached`, op -> why this engine is
-    not seen to call it; and `worker_facts`, what plugins have reported.
+    not seen to call it; `smaller`, op -> what of its calls was tried in a smaller size than the
+    model's; and `worker_facts`, what plugins have reported.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Preflight:
         self.how = self.facts.settings.preflight
         self.seed = random.SystemRandom().randrange(1 << 32)
         self.remarks: list[str] = []
+        self.smaller: dict[str, list[str]] = {}
         self._passed: set[tuple[str, str, bool, bool, bool]] = set()
 
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
@@ -163,6 +165,7 @@ class Preflight:
             provided=self.facts.provided,
         )
         self.remarks += found.remarks
+        self.smaller |= found.smaller
         asks = self.facts.wants_invariance
         variant = find_variant(
             [

@@ -185,7 +185,8 @@ class PlannedWorker:
             ordered by size, whose code is inlined in the graphs of so many tokens, and in how many
             places (0 where vLLM had them in its cache); impl None where an operator looks its row
             up. `defined` {operator: schema}: what this vLLM, an empty build,
-            lacks, and is there while the engine is. `groups` {a group of ranks: the id of its
+            lacks, and is there while the engine is. `smaller` {op: [what of its calls the start
+            tried in a smaller size than the model's]}. `groups` {a group of ranks: the id of its
             communicator}; empty where the plan leaves them to vLLM. `table` {file, digest, acts,
             reason, left_out}: the table that the settings name, whether it acts, why it does not,
             and the ops whose rows do not count; None where they name none. `shadow`: what was
@@ -213,6 +214,7 @@ class PlannedWorker:
             },
             "ranges": ranges.report(plan, self.vllm_config),
             "defined": self.vllm_fl_operators.schemas,
+            "smaller": dict(self.vllm_fl_preflight.smaller),
             "groups": dict(self.vllm_fl_groups.served) if self.vllm_fl_groups else {},
             "table": _table_report(self.vllm_fl_facts, self.vllm_fl_table),
             "shadow": self.vllm_fl_canary.shadow.report() if self.vllm_fl_canary else None,

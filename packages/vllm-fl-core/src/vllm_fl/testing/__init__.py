@@ -27,6 +27,8 @@ contract:
                           the caller for each tensor that alone is on meta
 `test_serving`            it takes some call of a served model; a dtype may be refused, but not all
 `test_preflight`          an engine that starts with it would keep it
+`test_families`           calls of public models of at least six families, where as many have the
+                          op, with few tokens, in the models' dtype (`vllm_fl.testing.families`)
 `test_tracing`            it compiles whole, once for every batch size, with the right numbers
 `test_opcheck`            as an operator of torch.library it keeps its schema and its fake
 `test_fork`, `test_spawn` a child process gives the same bits, and gives them in time
@@ -43,7 +45,8 @@ test file, with its reason (`Xfail` has the keys). A test that passes against it
 so does an entry that names no test: the file never says more than is true.
 
 **Sizes and time.** The class attribute `sizes`, a `ModelSizes`, is the served model whose calls are
-tried (Qwen3-0.6B's where it says nothing): take smaller ones where kernels are interpreted, those
+tried (where it says nothing Qwen3-0.6B's, and beside it those of the public models that have the
+op, each with few tokens): take smaller ones where kernels are interpreted, those
 of your model where a kernel is made for them. `deadline` is the time in seconds that a child
 process may take for one op, 120 where it says nothing: longer where kernels are compiled slowly.
 

@@ -11,7 +11,8 @@ import torch
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import checks, compiling, engine, processes
-from .subject import Refused, Subject
+from .families import families_of, served_dtype
+from .subject import SIZES, Refused, Subject
 
 __all__ = ["CHECKS", "Case", "Check", "Failure", "cases_of", "failures"]
 
@@ -22,11 +23,12 @@ class Check:
 
     Args:
         function: raises AssertionError where an implementation lacks it.
-        each: what it is run on: each sample, each bad input, each dtype, or once for the op.
+        each: what it is run on: each sample, each bad input, each family of models, each dtype, or
+            once for the op.
     """
 
     function: Callable[[Subject, str, str], None]
-    each: Literal["sample", "bad input", "dtype", "op"]
+    each: Literal["sample", "bad input", "family", "dtype", "op"]
 
 
 CHECKS: dict[str, Check] = {
@@ -39,6 +41,7 @@ CHECKS: dict[str, Check] = {
     "call_op": Check(checks.call_op, "dtype"),
     "determinism": Check(checks.determinism, "dtype"),
     "preflight": Check(checks.preflight, "dtype"),
+    "families": Check(checks.families, "family"),
     "opcheck": Check(compiling.opcheck, "dtype"),
     "tracing": Check(compiling.tracing, "dtype"),
     "fork": Check(processes.fork, "op"),
@@ -76,6 +79,12 @@ def cases_of(subject: Subject) -> Iterator[Case]:
     for name, check in CHECKS.items() if available else [("availability", CHECKS["availability"])]:
         if check.each == "op":
             yield Case(op, name)
+            continue
+        if check.each == "family":
+            if subject.sizes != SIZES:  # its test has named the model to try
+                continue
+            dtype = served_dtype(subject.spec)
+            yield from (Case(op, name, dtype, family) for family in families_of(subject.spec))
             continue
         for dtype in subject.dtypes:
             if check.each == "dtype":

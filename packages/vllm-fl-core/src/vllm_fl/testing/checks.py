@@ -21,6 +21,7 @@ from ..errors import AllFailedError, CallError, PluginError
 from ..plugins.forms import states_support
 from ..plugins.types import OpImpl
 from ..text import quote
+from .families import calls_of
 from .processes import apart
 from .subject import Refused, Subject, expect, fresh, tensors
 
@@ -30,6 +31,7 @@ __all__ = [
     "call_op",
     "declaration",
     "determinism",
+    "families",
     "preflight",
     "refusals",
     "same_bits",
@@ -64,6 +66,20 @@ def values(subject: Subject, dtype: str, sample: str) -> None:
         expect(problem is None, f"it changed {problem} of the whole process")
     finally:
         process_state.restore(before, subject.device)
+
+
+def families(subject: Subject, dtype: str, sample: str) -> None:
+    """The calls of a public model, with few tokens; what is refused of them is left out."""
+    refused: Refused | None = None
+    taken = False
+    for call in calls_of(subject.spec, sample, subject.device):
+        try:
+            judge(compare(subject.impl, subject.spec, call, _torch(dtype)), call)
+            taken = True
+        except Refused as refusal:
+            refused = refusal
+    if refused is not None and not taken:
+        raise refused
 
 
 def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:

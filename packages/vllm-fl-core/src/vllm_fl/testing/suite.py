@@ -34,8 +34,8 @@ class OpConformance:
     Attributes:
         backend: the implementations' id (`vendor.acme`).
         device: torch's name of the device; None takes the platform's.
-        sizes: the served model whose calls are tried, in tokens and features; Qwen3-0.6B's unless
-            you say other ones.
+        sizes: the served model whose calls are tried, in tokens and features; where you say other
+            ones than Qwen3-0.6B's, no public models are tried beside it.
         deadline: seconds that a child process may take for one op: `test_fork`, `test_spawn`, an
             exception with `run = false`, and vLLM in `test_engine`.
     """
@@ -104,6 +104,10 @@ class OpConformance:
 
     def test_preflight(self, case: Case) -> None:
         """An engine that starts with it does not demote it."""
+        self._run(case)
+
+    def test_families(self, case: Case) -> None:
+        """Calls of public models, each with few tokens, within the tolerance of the oracle."""
         self._run(case)
 
     def test_tracing(self, case: Case) -> None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_fl.contracts.binding import SizeRule
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["holds_as_is"]
+__all__ = ["BLOCK_SIZE", "holds_as_is"]
 
 AS_IS = frozenset({"auto", "float16", "half", "bfloat16", "float", "float32"})
 """Values of kv_cache_dtype with which nothing is scaled. All others are quantised."""
+
+
+BLOCK_SIZE = SizeRule("block_size", lambda config: int(config.cache_config.block_size), 16)
+"""Tokens of a block of the cache, as the engine has chosen it: 16 on most devices, 64 for latent
+attention, 128 on CPUs, several hundred beside states of linear attention."""
 
 
 def holds_as_is(kv_cache_dtype: str, cache: Tensor, rows: Tensor) -> bool:

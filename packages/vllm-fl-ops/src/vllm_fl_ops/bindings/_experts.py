@@ -12,6 +12,7 @@ __all__ = [
     "EXPERTS_OF_A_TOKEN",
     "EXPERT_COUNT",
     "EXPERT_INTERMEDIATE",
+    "SHARED_INTERMEDIATE",
     "first",
     "may_have_experts",
 ]
@@ -56,8 +57,19 @@ def _intermediate(config: Any) -> int:
     return max(1, width // int(parallel.tensor_parallel_size))
 
 
+def _shared(config: Any) -> int:
+    """Features of one half of the experts that every token takes, on one rank; 0 without any."""
+    text = config.model_config.hf_text_config
+    width = getattr(text, "shared_expert_intermediate_size", None)
+    if not width:
+        shared = getattr(text, "n_shared_experts", None)
+        width = int(shared) * first(config, _WIDTHS) if shared else 0
+    return int(width) // int(config.parallel_config.tensor_parallel_size)
+
+
 EXPERT_COUNT = SizeRule("experts", lambda config: first(config, _COUNTS), 128, few=16, in_kit=False)
 EXPERTS_OF_A_TOKEN = SizeRule(
     "experts_per_token", lambda config: first(config, _TAKEN), 8, in_kit=False
 )
 EXPERT_INTERMEDIATE = SizeRule("expert_intermediate", _intermediate, 768, in_kit=False)
+SHARED_INTERMEDIATE = SizeRule("shared_intermediate", _shared, 0, in_kit=False)

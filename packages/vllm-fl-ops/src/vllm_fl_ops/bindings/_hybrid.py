@@ -5,15 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_fl.contracts.binding import SizeRule
+from vllm_fl.contracts.sizes import first_told
 
 __all__ = [
     "CONVOLVING",
+    "CONV_BIAS",
+    "CONV_FEATURES",
+    "CONV_TAPS",
     "CPU_EPSILON",
     "FLA_EPSILON",
+    "LINEAR_KEY_HEADS",
+    "LINEAR_KEY_SIZE",
     "LINEAR_VALUE_HEADS",
+    "LINEAR_VALUE_SIZE",
     "NULL_BLOCK",
     "activation_of",
     "has_states",
+    "mamba_width",
 ]
 
 CONVOLVING = (
@@ -63,12 +71,80 @@ def activation_of(told: bool | str | None) -> str | None:
     return "silu" if told in (True, "silu", "swish") else None
 
 
-LINEAR_VALUE_HEADS = SizeRule(
-    "linear_value_heads",
-    lambda config: (
-        int(config.model_config.hf_text_config.linear_num_value_heads)
-        // int(config.parallel_config.tensor_parallel_size)
-    ),
-    8,
-    in_kit=False,
+_KERNELS = (
+    "linear_conv_kernel_dim",
+    "conv_L_cache",
+    "mamba_d_conv",
+    "conv_kernel",
+    "conv_kernel_size",
+    "mamba_conv_kernel",
+)
+_STATES = ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim")
+_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+_BIASES = ("mamba_conv_bias", "use_conv_bias", "conv_bias")
+"""What configurations call the numbers of Mamba and of other short convolutions."""
+
+
+def _text(config: Any) -> Any:
+    return config.model_config.hf_text_config
+
+
+def _ranks(config: Any) -> int:
+    return int(config.parallel_config.tensor_parallel_size)
+
+
+def mamba_width(config: Any) -> int:
+    """Features of a Mamba layer's inner width, over all ranks."""
+    text = _text(config)
+    whole = first_told(text, ("mamba_d_ssm", "mamba_intermediate_size"))
+    if whole is None:
+        heads = first_told(text, ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"))
+        each = first_told(text, ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"))
+        whole = heads * each
+    return int(whole)
+
+
+def _kimi(config: Any) -> Any:
+    """Kimi's delta attention in words of its own, or nothing."""
+    return getattr(_text(config), "linear_attn_config", None) or {}
+
+
+def _conv_features(config: Any) -> int:
+    """Features that a short convolution has on one rank."""
+    text, ranks = _text(config), _ranks(config)
+    if getattr(text, "linear_num_value_heads", None):
+        keys = int(text.linear_num_key_heads) * int(text.linear_key_head_dim)
+        values = int(text.linear_num_value_heads) * int(text.linear_value_head_dim)
+        return (2 * keys + values) // ranks
+    if own := _kimi(config):
+        return int(own["num_heads"]) * int(own["head_dim"]) // ranks
+    if getattr(text, "conv_L_cache", None):
+        return int(getattr(text, "conv_dim", None) or text.hidden_size) // ranks
+    states = int(first_told(text, _GROUPS)) * int(first_told(text, _STATES))
+    return (mamba_width(config) + 2 * states) // ranks
+
+
+def _conv_taps(config: Any) -> int:
+    own = _kimi(config)
+    return int(own["short_conv_kernel_size"] if own else first_told(_text(config), _KERNELS))
+
+
+def _linear(name: str, typical: int, *, shared: bool = False) -> SizeRule:
+    """A size of linear attention; `shared` out among the ranks."""
+
+    def ask(config: Any) -> int:
+        value = int(getattr(_text(config), name.replace("linear_", "linear_num_", shared)))
+        return value // _ranks(config) if shared else value
+
+    return SizeRule(name, ask, typical, in_kit=False)
+
+
+LINEAR_KEY_HEADS = _linear("linear_key_heads", 4, shared=True)
+LINEAR_VALUE_HEADS = _linear("linear_value_heads", 8, shared=True)
+LINEAR_KEY_SIZE = _linear("linear_key_head_dim", 128)
+LINEAR_VALUE_SIZE = _linear("linear_value_head_dim", 128)
+CONV_FEATURES = SizeRule("conv_features", _conv_features, 2048, in_kit=False)
+CONV_TAPS = SizeRule("conv_taps", _conv_taps, 4, in_kit=False)
+CONV_BIAS = SizeRule(
+    "conv_bias", lambda config: bool(first_told(_text(config), _BIASES)), 0, in_kit=False
 )

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, put
 
-from ._hybrid import CONVOLVING, NULL_BLOCK, activation_of, has_states
+from ._hybrid import (
+    CONV_BIAS,
+    CONV_FEATURES,
+    CONV_TAPS,
+    CONVOLVING,
+    NULL_BLOCK,
+    activation_of,
+    has_states,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,6 +159,7 @@ BINDING = Binding(
             grants=("conv_states",),
         ),
     ),
+    sizes=(CONV_BIAS, CONV_FEATURES, CONV_TAPS),
     not_reached=(
         "states that are cached per block of a sequence (`mamba_cache_mode=all`)",
         "CPUs with AVX512-BF16, or bfloat16 on aarch64: vLLM's kernels there take weights that it "

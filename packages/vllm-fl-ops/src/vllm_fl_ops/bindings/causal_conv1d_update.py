@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
 
-from ._hybrid import CONVOLVING, NULL_BLOCK, activation_of, has_states
+from ._hybrid import (
+    CONV_BIAS,
+    CONV_FEATURES,
+    CONV_TAPS,
+    CONVOLVING,
+    NULL_BLOCK,
+    activation_of,
+    has_states,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,6 +199,7 @@ BINDING = Binding(
             tokens="x",
         ),
     ),
+    sizes=(CONV_BIAS, CONV_FEATURES, CONV_TAPS),
     not_reached=(
         "speculative decoding, whose sequences bring several tokens",
         "states that are cached per block of a sequence (`mamba_cache_mode=all`)",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, SizeRule, put
+from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
 
-from ._caches import holds_as_is
+from ._caches import BLOCK_SIZE, holds_as_is
+from ._latent import KV_RANK, ROPE_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,20 +142,7 @@ BINDING = Binding(
             tokens="slot_mapping",
         ),
     ),
-    sizes=(
-        SizeRule(
-            "kv_lora_rank",
-            lambda config: config.model_config.hf_text_config.kv_lora_rank,
-            512,
-            in_kit=False,
-        ),
-        SizeRule(
-            "qk_rope_head_dim",
-            lambda config: config.model_config.hf_text_config.qk_rope_head_dim,
-            64,
-            in_kit=False,
-        ),
-    ),
+    sizes=(KV_RANK, ROPE_SIZE, BLOCK_SIZE),
     not_reached=(
         "quantised caches (kv_cache_dtype fp8, fp8_ds_mla, nvfp4_ds_mla): vLLM's own kernel takes "
         "these calls",

@@ -80,6 +80,21 @@ def _router_experts(config: Any) -> int:
     return int(EXPERT_COUNT.ask(config)) if may_have_experts(config) else 0
 
 
+def _biased(config: Any) -> int:
+    """Which products have a bias, as a sum: 1 for queries, keys and values; 2 for the attention's
+    result; 4 for the MLP's."""
+    text = config.model_config.hf_text_config
+
+    def told(*names: str) -> bool:
+        return any(getattr(text, name, None) is True for name in names)
+
+    # Qwen2's configuration has no word for it: its class says so.
+    is_qwen2 = str(getattr(text, "model_type", "")).startswith("qwen2")
+    whole = told("attention_bias", "bias", "use_bias")
+    own = whole or is_qwen2 or told("qkv_bias", "add_qkv_bias")
+    return own + 2 * whole + 4 * told("mlp_bias", "use_bias")
+
+
 def _may_have(config: Any) -> bool:
     """Whether the model has weights as they were loaded: vLLM's CPU platform packs them."""
     from vllm.platforms import current_platform
@@ -96,6 +111,7 @@ BINDING = Binding(
         HEAD_SIZE,
         SizeRule("dense_intermediate", _dense_intermediate, INTERMEDIATE.typical, in_kit=False),
         SizeRule("router_experts", _router_experts, EXPERT_COUNT.typical, in_kit=False),
+        SizeRule("biased", _biased, 1),
     ),
     not_reached=(
         "eager mode, vLLM's CPU platform, whose layers hold packed weights, and devices of plugins "

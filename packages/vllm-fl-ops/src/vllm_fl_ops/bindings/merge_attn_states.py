@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
 from vllm_fl.contracts.sizes import HEAD_SIZE, HEADS
 
+from ._latent import VALUE_SIZE
 from ._models import has_paged_attention
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ BINDING = Binding(
             )
         ),
     ),
-    sizes=(HEADS, HEAD_SIZE),
+    sizes=(HEADS, HEAD_SIZE, VALUE_SIZE),
     not_reached=(
         "results in fp8 (`output_scale`), and batches of which some tokens have no prefix "
         "(`prefill_tokens_with_context`): vLLM's own kernel takes these calls",

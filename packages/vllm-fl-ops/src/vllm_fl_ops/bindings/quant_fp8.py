@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, put
-from vllm_fl.contracts.sizes import HIDDEN
+from vllm_fl.contracts.sizes import HIDDEN, INTERMEDIATE
 
 from ._models import is_quantised
 
@@ -196,7 +196,7 @@ BINDING = Binding(
             tokens="input",
         ),
     ),
-    sizes=(HIDDEN,),
+    sizes=(HIDDEN, INTERMEDIATE),
     not_reached=(
         "given scales for channels, tokens or heads, and rows of padding behind the tokens",
         "MI300's fp8, which is another format",

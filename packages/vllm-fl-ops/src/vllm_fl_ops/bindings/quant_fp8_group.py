@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
-from vllm_fl.contracts.sizes import HIDDEN
+from vllm_fl.contracts.sizes import HIDDEN, INTERMEDIATE
 
 from ._models import is_quantised
 
@@ -136,7 +136,7 @@ BINDING = Binding(
             )
         ),
     ),
-    sizes=(HIDDEN,),
+    sizes=(HIDDEN, INTERMEDIATE),
     not_reached=(
         "the layer QuantFP8 with groups where vLLM computes it in PyTorch: compiled without "
         "+quant_fp8, and on platforms of plugins",

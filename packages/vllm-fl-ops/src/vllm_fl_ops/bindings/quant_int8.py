@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
-from vllm_fl.contracts.sizes import HIDDEN
+from vllm_fl.contracts.sizes import HIDDEN, INTERMEDIATE
 
 from ._models import is_quantised
 
@@ -117,7 +117,7 @@ BINDING = Binding(
             _from_function,
         ),
     ),
-    sizes=(HIDDEN,),
+    sizes=(HIDDEN, INTERMEDIATE),
     not_reached=(
         "groups of features with a scale each (per_token_group_quant_int8)",
         "quantisation inside another kernel: after a norm, or in a matrix product",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
 from vllm_fl.contracts.sizes import HEAD_SIZE, KV_HEADS
 
-from ._caches import holds_as_is
+from ._caches import BLOCK_SIZE, holds_as_is
 from ._models import has_paged_attention
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ BINDING = Binding(
             tokens="slot_mapping",  # keys may be padded
         ),
     ),
-    sizes=(KV_HEADS, HEAD_SIZE),
+    sizes=(KV_HEADS, HEAD_SIZE, BLOCK_SIZE),
     not_reached=(
         "quantised caches (kv_cache_dtype fp8, int8, nvfp4): vLLM's own kernel takes these calls",
         "attention on CPUs: `cpu_attn_reshape_and_cache` has a layout of its own, which is another "

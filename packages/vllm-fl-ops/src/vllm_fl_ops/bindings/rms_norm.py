@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.contracts.binding import Binding, Bound, IrPlace, LayerPlace, OperatorPlace, put
 from vllm_fl.contracts.sizes import EPSILON, HIDDEN
 
+from ._latent import KV_RANK, Q_RANK
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -153,7 +155,7 @@ BINDING = Binding(
             tokens="input",
         ),
     ),
-    sizes=(HIDDEN, EPSILON),
+    sizes=(HIDDEN, EPSILON, Q_RANK, KV_RANK),
     not_reached=(
         "norms that a fusion pass of vLLM matched (with quantisation, all-reduce, or rope), in "
         "compiled mode on CUDA: the pass puts its own kernel there",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, SizeRule
 from vllm_fl.contracts.sizes import EPSILON, first_told
 
+from ._hybrid import mamba_width
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -111,12 +113,7 @@ def _width(config: Any) -> int:
         head = (getattr(text, "linear_attn_config", None) or {}).get("head_dim")
     if head is not None:
         return int(head)
-    whole = first_told(text, ("mamba_d_ssm", "mamba_intermediate_size"))
-    if whole is None:
-        heads = first_told(text, ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"))
-        each = first_told(text, ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"))
-        whole = heads * each
-    return int(whole) // int(config.parallel_config.tensor_parallel_size)
+    return mamba_width(config) // int(config.parallel_config.tensor_parallel_size)
 
 
 def _groups(config: Any) -> int:

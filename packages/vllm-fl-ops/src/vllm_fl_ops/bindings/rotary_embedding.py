@@ -8,6 +8,7 @@ from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace,
 from vllm_fl.contracts.cos_sin import joint_cos_sin
 from vllm_fl.contracts.sizes import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 
+from ._latent import KV_RANK, ROPE_SIZE
 from ._phrases import HW_AGNOSTIC
 from ._ropes import LAYER, ROTATION, SHARED, halves
 
@@ -213,7 +214,7 @@ BINDING = Binding(
             on_cpu=True,
         ),
     ),
-    sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY),
+    sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, KV_RANK, ROPE_SIZE),
     not_reached=(
         "multimodal rope (`MRotaryEmbedding`): another op, `multimodal_rotary_embedding`",
         "DeepSeek V4's rope: its models hand the table to kernels that compute more, and call no "

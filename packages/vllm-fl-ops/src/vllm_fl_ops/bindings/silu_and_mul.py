@@ -8,6 +8,7 @@ from vllm_fl.contracts.binding import Binding, LayerPlace
 from vllm_fl.contracts.sizes import INTERMEDIATE
 
 from ._activation import SHARED, gated
+from ._experts import SHARED_INTERMEDIATE
 from ._phrases import EXPERTS, HW_AGNOSTIC
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ BINDING = Binding(
         gated("_C::silu_and_mul", ("result", "input")),
         gated("_C::silu_and_mul", ("out", "input")),
     ),
-    sizes=(INTERMEDIATE,),
+    sizes=(INTERMEDIATE, SHARED_INTERMEDIATE),
     not_reached=(
         EXPERTS,
         "quantised models: vLLM's passes and kernels that fuse activation and quantisation take "

@@ -127,16 +127,18 @@ def served_gated_inputs(
     """(name, x, scale) of the gated MLP of a served model."""
     if sizes.intermediate is None:
         return
-    source, d = Source(dtype, device, large), sizes.intermediate
+    source = Source(dtype, device, large)
+    shared = int(sizes.more.get("shared_intermediate") or 0)  # beside experts
     for tokens in sizes.tokens:
-        x, scale = source.normal(tokens, 2 * d), 1.0
-        if large:
-            # The products stay below fp16's 65504; in wider dtypes they go beyond it.
-            most = 100.0 if str(dtype) == "torch.float16" else 1e3
-            scale = 3 * most
-            x[:, :d] = source.spiked(tokens, d, scale=4.0, peak=most)
-            x[:, d:] = source.spiked(tokens, d, scale=most / 2, peak=scale)
-        yield f"{tokens} x 2*{d}{', large' * large}", x, scale
+        for d in dict.fromkeys((sizes.intermediate, shared or sizes.intermediate)):
+            x, scale = source.normal(tokens, 2 * d), 1.0
+            if large:
+                # The products stay below fp16's 65504; in wider dtypes they go beyond it.
+                most = 100.0 if str(dtype) == "torch.float16" else 1e3
+                scale = 3 * most
+                x[:, :d] = source.spiked(tokens, d, scale=4.0, peak=most)
+                x[:, d:] = source.spiked(tokens, d, scale=most / 2, peak=scale)
+            yield f"{tokens} x 2*{d}{', large' * large}", x, scale
 
 
 def bad_gated_inputs(source: Source) -> Iterator[tuple[str, object]]:

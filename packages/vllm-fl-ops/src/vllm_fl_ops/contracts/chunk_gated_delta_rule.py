@@ -11,12 +11,20 @@ from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
-from .sequences import boundaries, epsilon_or_none
+from .sequences import boundaries, ends, epsilon_or_none, fitting_heads
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OUTPUTS", "SPEC", "check_heads"]
+__all__ = ["OUTPUTS", "SIZES", "SPEC", "check_heads"]
+
+SIZES = (
+    "linear_key_heads",
+    "linear_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+"""The served model's sizes that a delta rule has."""
 
 
 def chunk_gated_delta_rule(
@@ -264,8 +272,20 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
-    """None: a start rearranges the tokens of a batch, and here they belong to sequences."""
-    yield from ()
+    told = [sizes.more.get(name) for name in SIZES]
+    if None in told:
+        return
+    source, (heads, value_heads, *widths) = (
+        Source(dtype, device, large),
+        (int(n or 0) for n in told),
+    )
+    for tokens in sizes.tokens:
+        few, few_values, smaller = fitting_heads(tokens, heads, value_heads)
+        call = _call(source, ends(tokens), few, few_values, *widths)
+        if large:
+            call["v"] = call["v"] * 30.0
+        name = f"{tokens} x {few}+{few_values} heads of {widths[0]}{', large' * large}"
+        yield Sample(name, (*call.values(),), 30.0 if large else 1.0, smaller)
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
@@ -338,6 +358,7 @@ SPEC = OpSpec(
     served=_served,
     by_token=frozenset({"q", "k", "v", "g", "beta"}),
     bad_inputs=_bad_inputs,
+    stands=True,
     second_form=_by_triangular_systems,
     whole_batch=True,
     outputs=OUTPUTS,

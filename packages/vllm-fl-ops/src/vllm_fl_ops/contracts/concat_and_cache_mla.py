@@ -16,6 +16,8 @@ from .paging import (
     blocks_for,
     check_cache,
     check_slots,
+    far_slots,
+    served_slots,
     slots,
     written,
     written_one_by_one,
@@ -139,6 +141,14 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     mapping = slots(7, 32, device)
     yield Sample("features apart", (source.normal(7, 64), source.normal(7, 16), sparse, mapping))
 
+    for size in (32, 64, 128):
+        cache, mapping = source.normal(3, size, 80), slots(9, 3 * size, device, skipped=4)
+        kv_c, k_pe = source.normal(9, 64), source.normal(9, 16)
+        yield Sample(f"blocks of {size}", (kv_c, k_pe, cache, mapping))
+    blocks, mapping = far_slots(source, 16, BLOCK_SIZE)
+    kv_c, k_pe, cache = source.normal(16, 6), source.normal(16, 2), source.normal(blocks, 16, 8)
+    yield Sample("slots beyond 16 bits", (kv_c, k_pe, cache, mapping))
+
     odd = source.normal(4, 5, 43)
     yield Sample(
         "odd sizes", (source.normal(7, 33), source.normal(7, 10), odd, slots(7, 20, device))
@@ -151,19 +161,21 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
-    rank, rope = sizes.more.get("kv_lora_rank", 512), sizes.more.get("qk_rope_head_dim", 64)
+    rank, rope = sizes.more.get("kv_lora_rank", 0), sizes.more.get("qk_rope_head_dim", 0)
     if rank is None or rope is None:
         return
-    rank, rope = int(rank), int(rope)
+    rank, rope = int(rank) or 512, int(rope) or 64  # as all models have it, where none is told
+    block = int(sizes.more.get("block_size") or BLOCK_SIZE)
     source = Source(dtype, device, large)
     for tokens in sizes.tokens:
         kv_c = source.normal(tokens, rank)
         if large:
             kv_c = source.spiked(tokens, rank, scale=30.0, peak=peak(dtype))
-        k_pe, blocks = source.normal(tokens, rope), blocks_for(tokens)
-        cache = source.normal(blocks, BLOCK_SIZE, rank + rope)
-        mapping = slots(tokens, blocks * BLOCK_SIZE, device, skipped=13)
-        yield Sample(f"{tokens} x {rank} + {rope}{', large' * large}", (kv_c, k_pe, cache, mapping))
+        k_pe, blocks = source.normal(tokens, rope), blocks_for(tokens, block)
+        cache = source.normal(blocks, block, rank + rope)
+        mapping = served_slots(tokens, blocks, block, device)
+        name = f"{tokens} x {rank} + {rope}, blocks of {block}{', large' * large}"
+        yield Sample(name, (kv_c, k_pe, cache, mapping))
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

@@ -20,9 +20,11 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 ALPHA, LIMIT = 1.702, 7.0
 """The numbers of gpt-oss's activation."""
 
-SERVED_EXPERTS = 8
-SERVED_WEIGHTS = 1 << 27
-"""Experts, and elements of their weights, that samples of a served model have at most."""
+ALL_EXPERTS, ONE_EXPERT = 1 << 22, 5 << 20
+"""Weights of all experts with which a served model's call is tried as it is; and of one."""
+
+FEW_EXPERTS, NARROW = 4, (128, 64)
+"""Of a larger model: how many experts have all features, and the features of all experts."""
 
 
 def fused_experts(
@@ -356,10 +358,10 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     # The two forms of gelu differ by a tenth where the gate is near -3, and hardly elsewhere.
     low = source.normal(8, 64, scale=0.1)
     low[:, :32] -= 3.0
-    near = source.normal(40, 64, scale=0.5), w13 * 0.2, w2
+    near = source.normal(80, 64, scale=0.5), w13 * 0.2, w2
     near[1][:, 32:] *= 10.0
     for form in ("gelu", "gelu_tanh"):
-        routed = _routing(source, 40, 8, 2)
+        routed = _routing(source, 80, 8, 2)
         args = (*near, *routed, form, False, -1, None, low, None)
         yield Sample(f"{form}, gates near -3", args, 4e-2)
 
@@ -375,17 +377,88 @@ def _served(
         return
     experts, k, inner = (int(number or 0) for number in told)
     source, scale = Source(dtype, device, large), 80.0 if large else 1.0
-    # The widths decide what a kernel does; the number of experts only how often.
-    room = SERVED_WEIGHTS // (3 * inner * sizes.hidden)
-    experts = max(1, min(experts, SERVED_EXPERTS, room))
-    w13, w2 = _weights(source, experts, sizes.hidden, inner)
+    shapes = tuple(_shapes(experts, k, sizes.hidden, inner))
+    all_weights = [_weights(source, *shape[0]) for shape in shapes]
     for tokens in sizes.tokens:
-        x = source.normal(tokens, sizes.hidden)
-        if large:
-            x = source.spiked(tokens, sizes.hidden, scale=4.0, peak=100.0)
-        routed = _routing(source, tokens, experts, min(k, experts))
-        name = f"{tokens} x {sizes.hidden} through {experts} of {inner}{', large' * large}"
-        yield Sample(name, (x, w13, w2, *routed, "silu", False, -1, None, None, None), scale)
+        for (shape, taken, smaller), weights in zip(shapes, all_weights, strict=True):
+            count, hidden, within = shape
+            x = source.normal(tokens, hidden)
+            if large:
+                x = source.spiked(tokens, hidden, scale=4.0, peak=100.0)
+            routed = _routing(source, tokens, count, taken)
+            name = f"{tokens} x {hidden} through {count} of {within}{', large' * large}"
+            args = (x, *weights, *routed, "silu", False, -1, None, None, None)
+            yield Sample(name, args, scale, smaller)
+
+
+def _shapes(
+    experts: int, k: int, hidden: int, inner: int
+) -> Iterator[tuple[tuple[int, int, int], int, str]]:
+    """((experts, hidden, intermediate), experts of a token, in what it is smaller) of the calls.
+
+    All experts with few features, and all features with few experts: of both at once the oracle
+    would take seconds. Live verification has the model's own weights.
+    """
+    if 3 * experts * hidden * inner <= ALL_EXPERTS:
+        yield (experts, hidden, inner), k, ""
+        return
+    narrow = min(hidden, NARROW[0]), min(inner, NARROW[1])
+    if experts > FEW_EXPERTS:
+        smaller = f"{narrow[0]} of {hidden} features through {narrow[1]} of {inner}"
+        yield (experts, *narrow), k, f"{smaller}, for all {experts} experts"
+    few = min(experts, FEW_EXPERTS)
+    told = f"{few} of {experts} experts" if few < experts else ""
+    room = ONE_EXPERT // 3
+    if hidden * inner <= room:
+        yield (few, hidden, inner), min(k, 2), told
+        return
+    within, features = (max(64, room // size // 64 * 64) for size in (hidden, inner))
+    for shape, what in (
+        ((few, hidden, min(within, inner)), f"{min(within, inner)} of {inner} inside"),
+        ((few, min(features, hidden), inner), f"{min(features, hidden)} of {hidden} features"),
+    ):
+        yield shape, min(k, 2), ", ".join(filter(None, (told, what)))
+
+
+def _part(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> tuple[Any, ...]:
+    """The same call with the experts alone that its tokens take on this rank."""
+    import torch
+
+    count, ids = w13.shape[0], topk_ids.long()
+    here = torch.arange(count, device=ids.device) if expert_map is None else expert_map.long()
+    known = ids[(ids >= 0) & (ids < len(here))]
+    taken = here[known].unique()
+    taken = taken[taken >= 0]
+    if not taken.numel():
+        taken = taken.new_zeros(1)  # of which nothing is read
+    places = torch.full((count,), -1, dtype=torch.int32, device=ids.device)
+    places[taken] = torch.arange(len(taken), dtype=torch.int32, device=ids.device)
+    left = torch.where(here >= 0, places[here.clamp(min=0)], -1).to(torch.int32)
+    return (
+        hidden_states,
+        w13[taken],
+        w2[taken],
+        topk_weights,
+        topk_ids,
+        activation,
+        apply_router_weight_on_input,
+        len(here),
+        left,
+        None if w13_bias is None else w13_bias[taken],
+        None if w2_bias is None else w2_bias[taken],
+    )
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
@@ -454,6 +527,7 @@ SPEC = OpSpec(
     served=_served,
     by_token=frozenset({"hidden_states", "topk_weights", "topk_ids"}),
     bad_inputs=_bad_inputs,
+    part=_part,
     second_form=_dense,
     tolerances=MappingProxyType(
         {

@@ -234,15 +234,19 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
+    import torch
+
     names = ("experts", "experts_per_token", "expert_groups", "expert_groups_per_token")
     told = [sizes.more.get(name) for name in names]
     if None in told:
         return
     experts, topk, groups, best = (int(size) for size in told if size is not None)
     bias = bias_for_choice(Source(dtype, device, large), experts, 0.1)
+    # Routers with a bias give their logits in fp32.
+    kinds = {"sigmoid": torch.float32, "softmax": dtype}
     for how in ("sigmoid", "softmax"):
         for tokens in sizes.tokens:
-            source = Source(dtype, device, large)
+            source = Source(kinds[how], device, large)
             logits = router_logits(source, tokens, experts, spread=4.0 if large else 1.0)
             rest = ("sigmoid", 2.5, bias) if how == "sigmoid" else ("softmax", 1.0, None)
             name = f"{topk} of {tokens} x {experts} in {best} of {groups}, {how}{', large' * large}"

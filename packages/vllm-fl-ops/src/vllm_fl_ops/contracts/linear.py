@@ -91,6 +91,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         ("17 tokens, odd sizes", 17, 129, 259),
         ("33 tokens", 33, 192, 37),
         ("65 tokens", 65, 64, 64),
+        ("300 tokens", 300, 192, 64),
         ("0 tokens", 0, 256, 96),
         ("1 feature", 5, 1, 259),
         ("1 output feature", 7, 2063, 1),
@@ -132,33 +133,35 @@ def _served(
 ) -> Iterator[Sample]:
     source, most = Source(dtype, device, large), peak(dtype)
     for tokens in sizes.tokens:
-        for features, out in _projections(sizes):
+        for features, out, biased in _projections(sizes):
             weight = source.normal(out, features, scale=features**-0.5)
             x, scale = source.normal(tokens, features), 1.0
             if large:
                 # One feature of 61 is `most`, so that sums are of the magnitude of an eighth of
                 # it, and the largest of them within fp16's 65504.
                 x, scale = source.spiked(tokens, features, scale=most / 32, peak=most), most / 8
-            yield Sample(
-                f"{tokens} x {features} -> {out}{', large' * large}", (x, weight, None), scale
-            )
+            bias = source.normal(out) if biased else None
+            name = f"{tokens} x {features} -> {out}{', bias' * biased}{', large' * large}"
+            yield Sample(name, (x, weight, bias), scale)
 
 
-def _projections(sizes: ModelSizes) -> Iterator[tuple[int, int]]:
-    """(in_features, out_features) of a layer's projections, as far as they are told, each once."""
+def _projections(sizes: ModelSizes) -> Iterator[tuple[int, int, bool]]:
+    """(in_features, out_features, whether it has a bias) of a layer's projections, as far as they
+    are told, each once."""
     hidden, size = sizes.hidden, sizes.head_size
     dense, experts = (sizes.more.get(name) for name in ("dense_intermediate", "router_experts"))
-    found: list[tuple[float | None, float | None]] = []
+    biased = int(sizes.more.get("biased") or 0)
+    found: list[tuple[float | None, float | None, int]] = []
     if sizes.heads is not None and size is not None:
         if sizes.kv_heads is not None:
-            found.append((hidden, (sizes.heads + 2 * sizes.kv_heads) * size))
-        found.append((sizes.heads * size, hidden))
+            found.append((hidden, (sizes.heads + 2 * sizes.kv_heads) * size, biased & 1))
+        found.append((sizes.heads * size, hidden, biased & 2))
     if dense:
-        found += [(hidden, 2 * dense), (dense, hidden)]
-    found.append((hidden, experts))
-    for features, out in dict.fromkeys(found):
+        found += [(hidden, 2 * dense, biased & 4), (dense, hidden, biased & 4)]
+    found.append((hidden, experts, 0))
+    for features, out, bias in dict.fromkeys(found):
         if features and out:  # told, and there
-            yield int(features), int(out)
+            yield int(features), int(out), bool(bias)
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

@@ -174,7 +174,8 @@ def _served(
 ) -> Iterator[Sample]:
     import torch
 
-    heads, width = sizes.heads, sizes.head_size
+    heads = sizes.heads
+    width = int(sizes.more.get("v_head_dim") or 0) or sizes.head_size  # of latent attention first
     if heads is None or width is None:
         return
     source, scale = Source(dtype, device, large), 30.0 if large else 1.0

@@ -231,6 +231,8 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("0 tokens", (ids(0, 4, 24), 16, 24, None, False, False))
     yield Sample("odd sizes", (ids(7, 3, 31), 5, 31, None, False, False))
     yield Sample("blocks of 1", (ids(5, 4, 16), 1, 16, None, False, False))
+    for size in (32, 64, 128, 256):  # as the tiles of vLLM's kernels
+        yield Sample(f"blocks of {size}", (ids(300, 2, 5), size, 5, None, False, False))
     yield Sample("one expert", (ids(19, 1, 1), 8, 1, None, False, False))
     yield Sample("many blocks of an expert", (ids(40, 2, 4), 16, 4, None, False, False))
     yield Sample("whole blocks", (ids(9, 2, 8), 16, 8, None, True, False))
@@ -258,8 +260,8 @@ def _served(
         more = ", large" * large
         ids = _ids(source, tokens, k, count)
         yield Sample(f"{name}, blocks of 16{more}", (ids, 16, count, None, False, False))
-        args = (ids.clone(), 64, count, _on_this_rank(source, count), False, True)
-        yield Sample(f"{name}, blocks of 64, experts elsewhere{more}", args)
+        args = (ids.clone(), 128, count, _on_this_rank(source, count), False, True)
+        yield Sample(f"{name}, blocks of 128, experts elsewhere{more}", args)
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

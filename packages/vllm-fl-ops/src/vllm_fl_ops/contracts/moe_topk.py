@@ -179,16 +179,20 @@ def _served(
     if None in told:
         return
     experts, topk = (int(size) for size in told if size is not None)
+    import torch
+
     source, how = Source(dtype, device, large), ", large" * large
+    wide = Source(torch.float32, device, large)  # as routers with a bias give them
     for tokens in sizes.tokens:
         logits = router_logits(source, tokens, experts, spread=16.0 if large else 1.0)
         name = f"{topk} of {tokens} x {experts}, "
         yield Sample(f"{name}softmax{how}", (logits, topk, True, "softmax", 1.0, None))
     for tokens in sizes.tokens:
-        logits = router_logits(source, tokens, experts, spread=4.0 if large else 1.0)
+        logits = router_logits(wide, tokens, experts, spread=4.0 if large else 1.0)
         bias = bias_for_choice(source, experts, 0.3)
         name = f"{topk} of {tokens} x {experts}, "
-        yield Sample(f"{name}sigmoid{how}", (logits, topk, True, "sigmoid", 2.5, bias))
+        args = logits, topk, True, "sigmoid", 2.5, bias
+        yield Sample(f"{name}sigmoid, fp32 logits{how}", args)
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

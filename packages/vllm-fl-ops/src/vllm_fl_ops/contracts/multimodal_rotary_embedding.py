@@ -255,6 +255,8 @@ def _served(
     heads, kv_heads, head_size, rotary = sizes.heads, sizes.kv_heads, sizes.head_size, sizes.rotary
     if heads is None or kv_heads is None or head_size is None or rotary is None:
         return
+    if sizes.more.get("kv_lora_rank"):  # no such model has latent attention
+        return
     source, scale = Source(dtype, device, large), 1e3 if large else 1.0
     if large and str(dtype) != "torch.float16":
         scale = 3e4  # beyond fp16's range

@@ -15,12 +15,16 @@ from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, sha
 if TYPE_CHECKING:
     import torch
 
+    from vllm_fl.contracts.sampling import Source
+
 __all__ = [
     "BLOCK_SIZE",
     "bad_slots",
     "blocks_for",
     "check_cache",
     "check_slots",
+    "far_slots",
+    "served_slots",
     "slots",
     "written",
     "written_one_by_one",
@@ -30,12 +34,42 @@ BLOCK_SIZE = 16
 """Tokens of a block in samples, which is what vLLM takes on most devices."""
 
 
-def blocks_for(tokens: int) -> int:
+def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
     """So many blocks that the tokens of a sample have a slot each, and some slots are left over.
 
     The same for all small batches, as a model's cache is the same for all batches.
     """
-    return max(20, tokens // BLOCK_SIZE + 2)
+    return max(320 // block_size, 3, tokens // block_size + 2)
+
+
+def served_slots(tokens: int, blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+    """(tokens,), int64: slots as vLLM gives them: runs within blocks that lie anywhere.
+
+    Every thirteenth token is padding and has the slot -1.
+    """
+    import torch
+
+    step = next(n for n in range(blocks * 5 // 8 + 1, 2 * blocks + 2) if gcd(n, blocks) == 1)
+    place = torch.arange(tokens, dtype=torch.int64, device="cpu")
+    block = (place // block_size * step + blocks // 3) % blocks
+    found = block * block_size + place % block_size
+    found[12::13] = -1
+    return found.to(device)
+
+
+FAR_SLOTS = 2**16
+"""Numbers of slots that 16 bits do not hold begin here."""
+
+
+def far_slots(source: Source, tokens: int, block_size: int) -> tuple[int, torch.Tensor]:
+    """(blocks of a cache, slots of tokens on both sides of `FAR_SLOTS`)."""
+    import torch
+
+    blocks = FAR_SLOTS // block_size + 4
+    last = blocks * block_size - 1
+    step = (last - FAR_SLOTS + 40) // (tokens - 1)
+    found = torch.arange(tokens, device=source.device) * step + FAR_SLOTS - 40
+    return blocks, found.roll(5)
 
 
 def slots(tokens: int, capacity: int, device: torch.device, *, skipped: int = 0) -> torch.Tensor:

@@ -10,6 +10,8 @@ from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, sha
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
+from .rotary_embedding import served_positions
+
 if TYPE_CHECKING:
     import torch
 
@@ -309,10 +311,11 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
-    import torch
 
     heads, kv_heads, head_size = sizes.heads, sizes.kv_heads, sizes.head_size
     if heads is None or kv_heads is None or head_size is None or sizes.rotary is None:
+        return
+    if sizes.more.get("kv_lora_rank"):  # latent attention norms no heads
         return
     source = Source(dtype, device, large)
     base = 500000.0 if large else 10000.0
@@ -325,9 +328,7 @@ def _served(
             else:
                 qkv = source.normal(tokens, columns)
                 qkv[5::16] *= 1e-3  # there epsilon matters
-            at = torch.arange(tokens, device=source.device) * 7919 + 13 + large
-            at = at % sizes.max_position
-            at[-1] = sizes.max_position - 1
+            at = served_positions(source, tokens, sizes.max_position, large)
             name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
             name += ", interleaved" * interleaved + ", large" * large
             args = (qkv, *weights, table, at, heads, kv_heads, sizes.epsilon, interleaved)

@@ -170,6 +170,12 @@ def _served(
         step = most / 400 if large else 0.01
         scale = torch.full((1,), step, dtype=torch.float32, device=source.device)
         yield Sample(f"{size}, static", (x, scale, None, False))
+        if inner := sizes.intermediate:  # what goes into the MLP's second product
+            x = source.normal(tokens, inner)
+            if large:
+                x = source.spiked(tokens, inner, scale=1.0, peak=most)
+            size = f"{tokens} x {inner}{', large' * large}"
+            yield Sample(f"{size}, per token", (x, None, None, True))
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

@@ -141,6 +141,12 @@ def _served(
         for ue8m0 in (False, True):
             how = f"{', powers of two' * ue8m0}{', large' * large}"
             yield Sample(f"{tokens} x {width} by 128{how}", (x, 128, 1e-10, ue8m0))
+        if inner := (sizes.intermediate or 0) // 128 * 128:  # into the MLP's second product
+            x = source.normal(tokens, inner)
+            if large:
+                x = source.spiked(tokens, inner, scale=1.0, peak=peak(dtype))
+            name = f"{tokens} x {inner} by 128{', large' * large}"
+            yield Sample(name, (x, 128, 1e-10, False))
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

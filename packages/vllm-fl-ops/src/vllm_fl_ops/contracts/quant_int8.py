@@ -184,6 +184,11 @@ def _served(
         step = most / 100 if large else 0.03
         scale = torch.full((1,), step, dtype=torch.float32, device=source.device)
         yield Sample(f"{size}, static", (x, scale, None, None))
+        if inner := sizes.intermediate:  # what goes into the MLP's second product
+            x = source.normal(tokens, inner)
+            if large:
+                x = source.spiked(tokens, inner, scale=1.0, peak=most)
+            yield Sample(f"{tokens} x {inner}{', large' * large}", (x, None, None, None))
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

@@ -16,6 +16,8 @@ from .paging import (
     blocks_for,
     check_cache,
     check_slots,
+    far_slots,
+    served_slots,
     slots,
     written,
     written_one_by_one,
@@ -174,6 +176,16 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     sparse = source.normal(4, 8, 2, 32, 2).unbind(-1)
     yield Sample("features apart", (key, value, *sparse, slots(7, 32, device)))
 
+    for size in (32, 64, 128, 528):  # the last as beside states of linear attention
+        key, value = source.normal(9, 2, 32), source.normal(9, 2, 32)
+        caches = _separate(source, 3, size, 2, 32)
+        mapping = slots(9, 3 * size, device, skipped=4)
+        yield Sample(f"blocks of {size}", (key, value, *caches, mapping))
+    key, value = source.normal(16, 1, 8), source.normal(16, 1, 8)
+    blocks, mapping = far_slots(source, 16, BLOCK_SIZE)
+    caches = _separate(source, blocks, BLOCK_SIZE, 1, 8)
+    yield Sample("slots beyond 16 bits", (key, value, *caches, mapping))
+
     key, value = source.normal(7, 3, 33), source.normal(7, 3, 33)
     caches = _separate(source, 4, 5, 3, 33)
     yield Sample("odd sizes", (key, value, *caches, slots(7, 20, device)))
@@ -189,18 +201,19 @@ def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
     heads, width = sizes.kv_heads, sizes.head_size
-    if heads is None or width is None:
-        return
-    source = Source(dtype, device, large)
+    if heads is None or width is None or sizes.more.get("kv_lora_rank"):
+        return  # latent attention has a cache of another form
+    source, block = Source(dtype, device, large), int(sizes.more.get("block_size") or BLOCK_SIZE)
     for tokens in sizes.tokens:
-        shape = blocks_for(tokens), BLOCK_SIZE, heads, width
-        mapping = slots(tokens, shape[0] * BLOCK_SIZE, device, skipped=13)
+        shape = blocks_for(tokens, block), block, heads, width
+        mapping = served_slots(tokens, *shape[:2], device)
         for layout, caches in (("", _of_one_tensor), (", heads before slots", _heads_first)):
             kv = source.normal(tokens, 2 * heads * width)
             if large:
                 kv = source.spiked(tokens, 2 * heads * width, scale=30.0, peak=peak(dtype))
             key, value = (half.view(tokens, heads, width) for half in kv.chunk(2, dim=-1))
-            name = f"{tokens} x {heads} heads of {width}{layout}{', large' * large}"
+            name = f"{tokens} x {heads} heads of {width}, blocks of {block}"
+            name += f"{layout}{', large' * large}"
             yield Sample(name, (key, value, *caches(source, *shape), mapping.clone()))
 
 

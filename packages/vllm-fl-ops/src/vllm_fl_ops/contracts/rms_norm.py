@@ -165,6 +165,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     wide = source.normal(1024, dtype=torch.float32)
     yield Sample("fp32 weight", (x, None, wide, 1e-6, None))
     yield Sample("fp32 weight, residual", (x, source.normal(4, 1024), wide, 1e-6, None))
+    for residual in (None, source.normal(300, 320)):
+        call = source.normal(300, 320), residual, source.normal(320, dtype=torch.float32), 1e-6
+        yield Sample(f"fp32 weight, 300 rows{', residual' * (residual is not None)}", (*call, None))
     yield Sample("variance_size", (x, None, weight, 1e-6, 768))
     yield Sample("variance_size, residual", (x, source.normal(4, 1024), weight, 1e-6, 768))
 
@@ -201,7 +204,7 @@ def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
     source = Source(dtype, device, large)
-    eps = sizes.epsilon
+    eps, heads, kv_heads, size = sizes.epsilon, sizes.heads, sizes.kv_heads, sizes.head_size
     for tokens in sizes.tokens:
         if sizes.hidden is not None:
             weight = source.normal(sizes.hidden)
@@ -209,13 +212,19 @@ def _served(
             name = f"{tokens} x {sizes.hidden}{', large' * large}"
             yield Sample(name, (x, None, weight, eps, None))
             yield Sample(f"{name}, residual", (x.clone(), residual, weight, eps, None))
-        if sizes.heads is not None and sizes.kv_heads is not None and sizes.head_size is not None:
-            width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_size
-            query = _activations(source, large, tokens, width)[:, : sizes.heads * sizes.head_size]
-            query = query.view(tokens, sizes.heads, sizes.head_size)
-            name = f"{tokens} x {sizes.heads} heads of {sizes.head_size}, strided out of qkv"
-            per_head = source.normal(sizes.head_size)
-            yield Sample(f"{name}{', large' * large}", (query, None, per_head, eps, None))
+        is_latent = bool(sizes.more.get("kv_lora_rank"))  # attention, which norms no heads
+        if heads is not None and kv_heads is not None and size is not None and not is_latent:
+            qkv = _activations(source, large, tokens, (heads + 2 * kv_heads) * size)
+            query = qkv[:, : heads * size].view(tokens, heads, size)
+            name = f"{tokens} x {heads} heads of {size}, strided out of qkv"
+            yield Sample(
+                f"{name}{', large' * large}", (query, None, source.normal(size), eps, None)
+            )
+        for rank, beside in (("q_lora_rank", 0), ("kv_lora_rank", 64)):  # of latent attention
+            if width := int(sizes.more.get(rank) or 0):
+                latent = _activations(source, large, tokens, width + beside)[:, :width]
+                name = f"{tokens} x {width} of a latent{', large' * large}"
+                yield Sample(name, (latent, None, source.normal(width), eps, None))
 
 
 def _activations(source: Source, large: bool, *shape: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm_fl.contracts.batches import positions
 from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
 from vllm_fl.contracts.cos_sin import joint_cos_sin
 from vllm_fl.contracts.sampling import Source
@@ -284,34 +285,41 @@ def _served(
     heads, kv_heads, head_size = sizes.heads, sizes.kv_heads, sizes.head_size
     if heads is None or kv_heads is None or head_size is None or sizes.rotary is None:
         return
+    rank, rope = (int(sizes.more.get(n) or 0) for n in ("kv_lora_rank", "qk_rope_head_dim"))
     source, scale = Source(dtype, device, large), 1e3 if large else 1.0
     if large and str(dtype) != "torch.float16":
         scale = 3e4  # beyond fp16's range
     base = 500000.0 if large else 10000.0
-    cos, sin = tables(source, sizes.max_position, sizes.rotary, base=base)
+    cos, sin = tables(source, sizes.max_position, rope or sizes.rotary, base=base)
     for tokens in sizes.tokens:
         for interleaved in (False, True):
-            q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
+            if rope:
+                q, k = _of_latent(source, tokens, heads, rank, rope, scale)
+            else:
+                q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
             at = served_positions(source, tokens, sizes.max_position, large)
-            name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
+            name = f"{tokens} x {heads}+{k.shape[1]} heads of {k.shape[2]}"
             name += ", interleaved" * interleaved + ", large" * large
             yield Sample(name, (q, k, cos, sin, at, interleaved), scale)
 
 
+def _of_latent(
+    source: Source, tokens: int, heads: int, rank: int, rope: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query and key as latent attention passes them: the ends of wider heads, and of a latent."""
+    query = source.normal(tokens, heads, rope + 2 * rope, scale=scale)[..., 2 * rope :]
+    return query, source.normal(tokens, 1, rank + rope, scale=scale)[..., rank:]
+
+
 def served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
-    """Positions all over the model's length, its ends and the powers of two among them."""
+    """Positions of one batch as vLLM makes it, the ends of the model's length among them."""
     import torch
 
-    edges = [0, max_position - 1, *(p + d for p in _POWERS for d in (-1, 0))]
-    edges = [p for p in edges if 0 <= p < max_position][:: -1 if large else 1]
-    spread = torch.arange(tokens, device=source.device) * 7919 + 13 + large
-    positions = spread % max_position
-    places = torch.arange(0, tokens, 4, device=source.device)[: len(edges)]
-    positions[places] = torch.tensor(edges, device=source.device)[: len(places)]
-    return positions
-
-
-_POWERS = tuple(2**n for n in range(11, 24))
+    before = 5  # one token alone is in the middle of its prompt
+    generator = torch.Generator("cpu").manual_seed(20240302 + large)
+    with torch.device("cpu"):
+        found = positions(tokens + before, max_position, generator)
+    return found[before:].clone().to(source.device)  # in memory of its own
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

@@ -85,7 +85,7 @@ def router_logits(source: Source, tokens: int, experts: int, spread: float = 1.0
     at = (order * _GRID).div(experts, rounding_mode="floor")
     scale = 2.0 ** (torch.arange(rows, device=source.device) % 3 - 1)
     block = (grid[at] * scale.unsqueeze(-1)).to(source.dtype)
-    return block[torch.arange(tokens, device=source.device) % max(rows, 1)]
+    return block if rows == tokens else block[source.rows(tokens)]
 
 
 def bias_for_choice(source: Source, experts: int, scale: float) -> torch.Tensor:

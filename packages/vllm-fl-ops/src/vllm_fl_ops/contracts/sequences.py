@@ -6,7 +6,44 @@ from typing import Any
 
 from vllm_fl.contracts.checks import Problem, on_device_of
 
-__all__ = ["boundaries", "epsilon_or_none", "slots"]
+__all__ = ["boundaries", "ends", "epsilon_or_none", "fitting_features", "fitting_heads", "slots"]
+
+
+_LENGTHS = (1, 2, 1, 3, 1, 8, 1, 17, 1, 2, 1, 3, 1, 5, 64)
+"""How long the sequences behind the first are, in turn."""
+
+STATES, INPUTS = 256, 2**20
+"""States of single heads, and numbers of a convolution, that the oracle of linear attention goes
+through in a call."""
+
+
+def ends(tokens: int) -> tuple[int, ...]:
+    """Where the sequences of a batch end: a long prompt, short ones, and some that decode."""
+    found, number = [-(-tokens // 2)], 0
+    while found[-1] < tokens:
+        found.append(min(tokens, found[-1] + _LENGTHS[number % len(_LENGTHS)]))
+        number += 1
+    return tuple(found)
+
+
+def fitting_heads(tokens: int, heads: int, value_heads: int) -> tuple[int, int, str]:
+    """(heads of keys, heads of values, in what the call is smaller) of a call with so many tokens.
+
+    Heads are independent, and the oracle is dear: few tokens have all heads, and many have those
+    of one head of keys, or one.
+    """
+    share = value_heads // heads
+    choices = ((heads, value_heads), (1, share), (1, 1))
+    keys, values = next((each for each in choices if tokens * each[1] <= STATES), choices[-1])
+    is_smaller = values < value_heads
+    return keys, values, f"{values} of {value_heads} heads from {tokens} tokens on" * is_smaller
+
+
+def fitting_features(tokens: int, features: int) -> tuple[int, str]:
+    """(features, in what the call is smaller) of a convolution, for which features are alike."""
+    fitting = min(features, max(64, INPUTS // tokens // 64 * 64))
+    is_smaller = fitting < features
+    return fitting, f"{fitting} of {features} features from {tokens} tokens on" * is_smaller
 
 
 def _integers(name: str, value: Any) -> Problem:
