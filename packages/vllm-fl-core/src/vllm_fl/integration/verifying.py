@@ -41,9 +41,11 @@ __all__ = [
     "Preflight",
     "meets_a_compiler",
     "planned_for_nothing",
+    "seen_again",
     "taken_out",
     "verified_plan",
     "verify_live",
+    "verify_with_cache",
 ]
 
 log = get_logger("engine")
@@ -53,6 +55,10 @@ REFUSES = "it refuses every call of this model"
 
 FAILED = "failed at start"
 """What the reason of a demotion begins with that a rank's own look has brought."""
+
+ROWS_AGAIN, SECONDS_AGAIN = 24, 1.0
+"""How many rows of a call are compared, and how long, when the model is looked at once more: what
+is new then is all of a call or none."""
 
 
 class Preflight:
@@ -106,13 +112,15 @@ class Preflight:
 
     def _live_counts(self, plan: Plan) -> frozenset[int]:
         """How many tokens this rank wants the loaded model run with, one run each: none where it
-        has nothing to compare, and with orders by size also as many as a row is for."""
+        has nothing to compare. The second run has one token less than the first, as when a request
+        has ended. With orders by size there is one more for each row, with as many as it is for."""
         entries = [entry for entry in plan.entries.values() if entry.impls]
         if self.how != "verify" or not entries:
             return frozenset()
         largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
         counts = {*probe.COUNTS, *(n for entry in entries for n, _ in entry.by_row)}
-        return frozenset(min(n, largest, probe.TOKENS) for n in counts)
+        most = min(largest, probe.TOKENS)
+        return frozenset((max(1, most - 1), *(min(n, most) for n in counts)))
 
     def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], str]]:
         """(op, impl id) -> why it must not serve, of every candidate that may take over a call:
@@ -376,12 +384,98 @@ def verify_live(
     ]
 
 
+def verify_with_cache(
+    worker: PlannedWorker,
+    models: Mapping[str, torch.nn.Module],
+    preflight: Preflight,
+    renew: Callable[[], object],
+) -> str:
+    """Run the loaded model once more, with vLLM's KV cache in memory: there is less of it now.
+
+    Where nothing is compiled yet, what is wrong is taken out as before. Nothing is captured yet.
+
+    Args:
+        worker, models, preflight, renew: as for `verify_live`.
+
+    Returns:
+        What was compared, or why nothing was.
+
+    Raises:
+        StartError: strict mode and a fault, on whichever rank; or a fault of what is compiled.
+    """
+    start = time.monotonic()
+    counts = frozenset((max(preflight.live_counts),))
+    while True:
+        plan = worker.vllm_fl_plan
+        with plan.record.aside():
+            live, not_run = seen_again(worker, models, counts)
+        faults = {key: f"{why} (with the KV cache in memory)" for key, why in live.faults.items()}
+        verdicts = agree(Verdict(worker.rank, faults, _strict_failure(plan, faults)))
+        new = _newly(verdicts, preflight.demoted)
+        if not new:
+            break
+        if plan.mode == "compiled":
+            raise StartError(_compiled_with(new))
+        _demote(worker, preflight, new)
+        for op, impl_id in new:
+            plan.record.demote(op, impl_id, preflight.demoted[op, impl_id])
+        renew()
+        counts = preflight.live_counts
+    release(worker.device)
+    if not_run:
+        return f"not on live tensors with the KV cache in memory: {not_run}"
+    left = ", ".join(f"{op} ({why})" for op, why in sorted(live.left_out.items()))
+    return (
+        f"{live.compared} calls on live tensors with the KV cache in memory, in "
+        f"{time.monotonic() - start:.1f} s{left and f'; not compared: {left}'}"
+    )
+
+
+def _compiled_with(new: Mapping[tuple[str, str], tuple[int, str]]) -> str:
+    """Why a start ends since what is wrong cannot be taken out any more."""
+    each = "; ".join(
+        f"implementation '{impl_id}' failed for op '{op}' on rank {at}: {reason}"
+        for (op, impl_id), (at, reason) in new.items()
+    )
+    stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in new))
+    return (
+        f"vllm-fl ends the start: {each}. The model is compiled with it. "
+        f"VLLM_FL_PER_OP='{stock}' leaves it out"
+    )
+
+
+def seen_again(
+    worker: PlannedWorker,
+    models: Mapping[str, torch.nn.Module],
+    counts: frozenset[int] = frozenset(),
+) -> tuple[Live, str]:
+    """What a short look at a model shows that was looked at before: `Live`, and why there was none.
+
+    Args:
+        worker: whose model it is; its plan serves in the model.
+        models: as for `verify_live`.
+        counts: of how many tokens; by default of as many as the largest forward at start had.
+    """
+    wanted = counts or frozenset((max(worker.vllm_fl_preflight.live_counts),))
+    return _seen_live(
+        worker,
+        models,
+        sorted(wanted, reverse=True),
+        rows=ROWS_AGAIN,
+        seconds=SECONDS_AGAIN,
+        scarce=True,
+    )
+
+
 def _seen_live(
-    worker: PlannedWorker, models: Mapping[str, torch.nn.Module], counts: list[int]
+    worker: PlannedWorker,
+    models: Mapping[str, torch.nn.Module],
+    counts: list[int],
+    **limits: Any,
 ) -> tuple[Live, str]:
     """(what forwards of so many tokens each showed, why there was none or nothing)."""
     owners = get_default_manager().registry.snapshot().owners
-    live = Live(worker.vllm_fl_plan, models, worker.device, owners)
+    live = Live(worker.vllm_fl_plan, models, worker.device, owners, **limits)
     if "" not in models:
         return live, "the worker shows no model"
     runner, config = getattr(worker, "model_runner", None), worker.vllm_config
