@@ -54,7 +54,8 @@ class Job:
             the answers; not with `logits`.
         adapter: the folder of a LoRA adapter that all of it goes through; empty for none.
         updates: what all workers are asked behind the batches, [method, keyword arguments,
-            whether the batches run again afterwards], with nothing in vLLM's cache.
+            whether the batches run again afterwards], with nothing in vLLM's cache. A method
+            `LLM.sleep` is one of `vllm.LLM`.
         midway: what they are asked while the last batch is under way, once more at the end.
     """
 
@@ -183,7 +184,10 @@ def _main(request: dict[str, Any]) -> None:
         seconds.append(time.perf_counter() - start)
 
     def asked(method: str, **kwargs: Any) -> dict[str, Any]:
+        own = method.removeprefix("LLM.")
         try:
+            if own != method:
+                return {"answers": getattr(llm, own)(**kwargs)}
             return {"answers": llm.collective_rpc(method, kwargs=kwargs)}
         except Exception as error:  # the engine's, or a worker's in its own words
             return {"error": f"{type(error).__name__}: {error}"}

@@ -67,6 +67,9 @@ class Runner:
             self.model(input_ids=zeros, positions=zeros)
 
 
+Runner._dummy_run.__module__ = "vllm.stand_in"
+
+
 class Worker:
     """vLLM's worker, as far as weights and memory are concerned."""
 
@@ -225,6 +228,10 @@ def test_where_the_model_cannot_be_run_one_line_says_why(
     object.__setattr__(worker.vllm_config, "lora_config", SimpleNamespace())
     assert "adapters are loaded" in worker.vllm_fl_verify()
     object.__setattr__(worker.vllm_config, "lora_config", None)
+    theirs = type("TheirRunner", (Runner,), {"_dummy_run": lambda runner, *args, **options: None})
+    ours, worker.model_runner = worker.model_runner, object.__new__(theirs)
+    assert "the dummy run of TheirRunner is not vLLM's" in worker.vllm_fl_verify()
+    worker.model_runner = ours
     object.__setattr__(worker.vllm_config.parallel_config, "data_parallel_size", 2)
     assert "waits for the others" in worker.vllm_fl_verify()
     worker.reload_weights()

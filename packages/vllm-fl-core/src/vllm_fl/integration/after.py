@@ -209,6 +209,11 @@ def _in_step_with_others(worker: PlannedWorker) -> bool:
 def _obstacle(worker: PlannedWorker) -> str:
     """Why the model cannot be run now, or nothing."""
     runner: Any = getattr(worker, "model_runner", None)
+    run = getattr(type(runner), "_dummy_run", None)
+    if run is not None and not run.__module__.startswith("vllm."):
+        return (
+            f"the dummy run of {type(runner).__name__} is not vLLM's, and might write the KV cache"
+        )
     if getattr(runner, "execute_model_state", None) is not None:
         return "a step is not at its end"
     if worker.vllm_config.lora_config is not None and worker.list_loras():  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ SEED = 20261122
 """All ranks of an engine must be given the same tokens."""
 
 
-_NAMES_OF_POSITIONS = re.compile(r"wpe|.*pos(ition)?_?emb.*|.*embed_positions|.*position.*")
+_NAMES_OF_POSITIONS = re.compile(r"wpe|pos_emb.*|.*position.*")
 """What the models call a learned table with a row for each position."""
 
 
@@ -59,13 +59,12 @@ def positions_of(model: torch.nn.Module, length: int) -> int:
                 first = getattr(module, "original_max_position_embeddings", 0)
                 rows.append(len(buffer) - (first if "long_short" in name else 0))
         for name, child in module.named_children():
-            table = getattr(child, "weight", None)
-            is_table = hasattr(child, "num_embeddings") and _NAMES_OF_POSITIONS.fullmatch(name)
-            if is_table and isinstance(table, torch.Tensor):
+            table = getattr(child, "num_embeddings", None)
+            if isinstance(table, int) and _NAMES_OF_POSITIONS.fullmatch(name):
                 # Some begin behind what stands for padding.
                 padding = getattr(module, "padding_idx", None)
                 begin = padding + 1 if isinstance(padding, int) else getattr(child, "offset", 0)
-                rows.append(len(table) - begin)
+                rows.append(table - begin)
     return max(1, min(rows))
 
 
