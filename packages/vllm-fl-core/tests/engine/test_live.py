@@ -117,6 +117,26 @@ def test_large_right_values_are_no_fault() -> None:
         assert not live.faults and live.compared == 1
 
 
+def test_a_row_that_is_left_over_from_a_batch_of_one_row_more_is_found() -> None:
+    before: list[torch.Tensor] = []
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x)
+        if before and len(before[-1]) == len(found) + 1:
+            found[-1] = before[-1][len(found) - 1]
+        before.append(found)
+        return found
+
+    plan = plan_of(acme(silu_and_mul))
+    model = Model(plan)
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        for tokens in (17, 16):  # as integration's probe has them
+            model(torch.randn(tokens, 16, dtype=torch.bfloat16))
+    (why,) = live.faults.values()
+    assert "at (15, " in why
+
+
 @pytest.mark.parametrize("row", [0, 1, 2, 31, 32, 63, 127, 128, 255, 256, 299])
 def test_rows_on_both_sides_of_the_edges_of_tiles_are_compared(row: int) -> None:
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

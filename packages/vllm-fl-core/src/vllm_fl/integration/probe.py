@@ -26,9 +26,10 @@ __all__ = ["COUNTS", "TOKENS", "forward", "positions_of"]
 TOKENS = 256
 """Tokens of the largest forward. What is compared are some rows of each call."""
 
-COUNTS = (TOKENS, 17, 1)
-"""Tokens of the forwards: some prompts', those of a step in which some sequences decode, and of
-one. Kernels choose by size, and one that is compiled when it is called is so at start."""
+COUNTS = (TOKENS, 17, 16, 1)
+"""Tokens of the forwards: some prompts', those of a step in which some sequences decode, of the one
+after it when a request has ended, and of one. Kernels choose by size, and one that is compiled when
+it is called is so at start."""
 
 SEED = 20261122
 """All ranks of an engine must be given the same tokens."""

@@ -112,15 +112,13 @@ class Preflight:
 
     def _live_counts(self, plan: Plan) -> frozenset[int]:
         """How many tokens this rank wants the loaded model run with, one run each: none where it
-        has nothing to compare. The second run has one token less than the first, as when a request
-        has ended. With orders by size there is one more for each row, with as many as it is for."""
+        has nothing to compare, and with orders by size also as many as a row is for."""
         entries = [entry for entry in plan.entries.values() if entry.impls]
         if self.how != "verify" or not entries:
             return frozenset()
         largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
         counts = {*probe.COUNTS, *(n for entry in entries for n, _ in entry.by_row)}
-        most = min(largest, probe.TOKENS)
-        return frozenset((max(1, most - 1), *(min(n, most) for n in counts)))
+        return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
     def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], str]]:
         """(op, impl id) -> why it must not serve, of every candidate that may take over a call:
