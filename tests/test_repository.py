@@ -238,6 +238,32 @@ def test_no_file_names_a_machine_s_path_or_a_registry_s_address() -> None:
     assert found == []
 
 
+OWN_FOLDERS = {
+    "_engines.py": "a log in a folder that no one else may enter",
+    "_flashinfer_bench.py": "a draft in such a folder",
+    "bisect.py": "settings in such a folder",
+    "engine.py": "a model in such a folder",
+    "new.py": "a package in such a folder",
+}
+"""Modules that write where nobody lays a link."""
+
+IN_A_MODE_TO_WRITE = re.compile(
+    r"""write_(?:text|bytes)\(|open\([^)]*["'][waxr]b?\+|open\([^)]*["'][wax]b?["']"""
+)
+
+
+def test_every_file_is_written_in_one_way() -> None:
+    """`vllm_fl.files` follows no link, and writes whole files."""
+    found = {
+        path.name
+        for folder in DISTRIBUTIONS.values()
+        for path in (folder / "src").rglob("*.py")
+        if IN_A_MODE_TO_WRITE.search(path.read_text("utf-8")) and path.name not in OWN_FOLDERS
+    }
+    # a descriptor that is open, in each
+    assert found == {"files.py", "_child.py", "aten.py"}
+
+
 def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: Path) -> None:
     """`.importlinter` holds as things are, and notices an import that goes upwards or out."""
     sources = tmp_path / "src"

@@ -384,3 +384,10 @@ def test_a_list_beneath_a_table_is_refused_and_the_users_own_is_written(tmp_path
     with pytest.raises(UsageError, match=r"table\.json orders rms_norm"):
         text(MERGED)
     assert "rms_norm:" in text(dataclasses.replace(MERGED, pinned=True))
+
+
+def test_a_name_that_is_too_long_is_one_clear_error(fl: Command, tmp_path: Path) -> None:
+    done = fl("policy", "--write", str(tmp_path / ("x" * 300)))
+    assert done.status == 2 and done.out == ""
+    (line,) = done.err.splitlines()
+    assert line.startswith("vllm-fl: --write ") and "File name too long" in line

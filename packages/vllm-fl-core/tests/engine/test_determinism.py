@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from builders import managing, planning, silu
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, OpSpec, contracts
+from vllm_fl.contracts.batches import POOL
 from vllm_fl.engine.determinism import (
     BY_CONTRACT,
     NO_ROWS,
@@ -24,6 +27,8 @@ from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.engine.preflight import Trials
+from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.registry import Owner
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
@@ -101,7 +106,7 @@ def test_what_differs_between_two_runs_is_neither() -> None:
 
     found = told(of(each_time_another))
     assert (found.runs, found.batches) == (False, False)
-    assert found.reason.startswith("the same call gave other bits (256 x ")
+    assert found.reason.startswith(f"the same call gave other bits ({POOL} x ")
 
 
 def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
@@ -110,7 +115,7 @@ def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
     supports = lambda x: "too few" if len(x) < 5 else True  # noqa: E731
     found = told(of(sound, supports=supports))
     assert found.batches is False
-    assert found.reason.startswith("it takes a batch of 256 tokens and refuses one of 1 ")
+    assert found.reason.startswith(f"it takes a batch of {POOL} tokens and refuses one of 1 ")
 
 
 def test_one_that_overwrites_its_arguments_is_given_fresh_ones() -> None:
@@ -248,3 +253,29 @@ def test_what_is_required_is_in_the_digest() -> None:
         **plain,
         "required": "batch_invariant",
     }
+
+
+@pytest.mark.parametrize("where", ["fn", "supports"])
+def test_what_hangs_while_it_is_measured_is_named_and_noted(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(breadcrumb, "SLOW", 0.2)
+    noted: list[str] = []
+
+    def slow(x: Tensor) -> Any:
+        if not noted:
+            noted.append(breadcrumb.now())
+            time.sleep(0.5)
+        return sound(x) if where == "fn" else True
+
+    impl = of(slow) if where == "fn" else of(sound, supports=slow)
+    sizes = replace(SIZES, tokens=(1, 4))
+    owners = {("silu_and_mul", "vendor.acme"): Owner("acme", "vllm-fl-acme", "1.0")}
+    assert find_variant([impl], torch.float32, CPU, sizes, seconds=0.0, owners=owners) == {}
+    assert noted == [
+        "the measuring of silu_and_mul=vendor.acme of vllm-fl-acme 1.0, "
+        "whether it gives the same bits"
+    ]
+    said = [each.getMessage() for each in caplog.records if "has been running" in each.msg]
+    assert len(said) == 1
+    assert said[0].startswith("Implementation 'vendor.acme' of op 'silu_and_mul' has been running")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from vllm_fl.engine import live as module
 from vllm_fl.engine.live import Live
 from vllm_fl.engine.plan import Plan
+from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import OpImpl
 
 CPU = torch.device("cpu")
@@ -339,3 +341,33 @@ def test_counters_begin_when_it_has_ended() -> None:
     seen(plan)
     assert not plan.record.refusals and not plan.calls
     assert plan.fallbacks == {("attention_backend", "stock.vllm"): 1}
+
+
+@pytest.mark.parametrize("where", ["fn", "fn, later", "supports"])
+def test_what_hangs_is_named_and_noted(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in a call that is not compared, and where it is asked whether it takes one."""
+    monkeypatch.setattr(breadcrumb, "SLOW", 0.2)
+    noted: list[str] = []
+
+    def slow(call: int) -> None:
+        noted.append(breadcrumb.now())
+        if len(noted) == call:
+            time.sleep(0.5)
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        if where != "supports":
+            slow(2 if "later" in where else 1)
+        return right(x)
+
+    def asked(x: torch.Tensor) -> bool:
+        if where == "supports":
+            slow(1)
+        return True
+
+    live = seen(plan_of(acme(silu_and_mul, supports=asked)))
+    assert not live.faults and len(noted) == 3
+    assert all("silu_and_mul=vendor.acme on live tensors in layer layers." in n for n in noted)
+    said = [each.getMessage() for each in caplog.records if "has been running" in each.msg]
+    assert len(said) == 1 and "silu_and_mul=vendor.acme" in said[0]

@@ -205,6 +205,18 @@ def test_it_goes_when_it_is_closed_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_link_that_lies_beside_it_is_followed(
+    tmp_path: Path, writing: Callable[..., MetricsFile]
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("vllm.rank0.prom", "vllm.rank0.prom.part"):
+        (tmp_path / name).symlink_to(victim)
+    file = writing(tmp_path / "vllm.prom")
+    until(lambda: not file.path.is_symlink(), "it is written")
+    assert victim.read_text() == "mine" and "vllm_fl_" in file.path.read_text()
+
+
 def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
     tmp_path: Path, writing: Callable[..., MetricsFile], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -126,6 +126,17 @@ def test_without_a_home() -> None:
     assert run("sys.exit(7)", XDG_CACHE_HOME="", HOME="relative") == 7
 
 
+def test_a_relative_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XDG says so. It made a folder in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert breadcrumb.folder() == tmp_path / "home" / ".cache" / "vllm-fl" / "running"
+    with breadcrumb.running("the import of acme"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")

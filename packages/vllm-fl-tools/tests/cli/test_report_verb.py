@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import re
 import subprocess
 import sys
@@ -451,3 +452,14 @@ def test_json_says_what_was_written(fl: Command, tmp_path: Path) -> None:
     answer = fl("report", path, path, "--html", str(out), "--json").json()
     assert answer["html"] == str(out) and answer["bytes"] == out.stat().st_size
     assert [f["name"] for f in answer["files"]] == ["a.json", "a.json (2)"]
+
+
+@pytest.mark.parametrize("tokens", [0, -5])
+def test_a_figure_of_no_tokens_is_one_clear_error(fl: Command, tmp_path: Path, tokens: int) -> None:
+    op = tables.tuned(random.Random(1), (1, 8))
+    op = dataclasses.replace(op, figures=(Figure(tokens, "stock", 3.0), *op.figures))
+    file = tables.written(tmp_path / "t.json", tables.table({"silu_and_mul": op}))
+    done = fl("report", file, "--html", str(tmp_path / "page.html"))
+    assert done.status == 2
+    assert f"silu_and_mul.figures: stock was measured at {tokens} tokens" in done.err
+    assert "Traceback" not in done.err

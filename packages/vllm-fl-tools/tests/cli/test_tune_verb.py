@@ -17,6 +17,7 @@ import torch
 from commands import HEAD, Command, Plugin
 
 from vllm_fl.cli import _report
+from vllm_fl.cli.common import UsageError
 from vllm_fl.settings.table import Row, Table, read_table
 from vllm_fl_tools.cli import _part, _tuning, tune
 from vllm_fl_tools.engine import tuning
@@ -521,3 +522,13 @@ class TestFullDisk:
         assert (done.status, done.out) == (1, "")
         assert "No space left on device" in done.err.splitlines()[-1]
         assert os.listdir(here) == ["t.json.part"]
+
+
+def test_a_link_in_the_place_of_the_part_file_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    part = tmp_path / "t.json.part"
+    part.symlink_to(victim)
+    with pytest.raises(UsageError, match="cannot be written: is a link, which is not followed"):
+        _part.PartFile(part, "--out")
+    assert victim.read_text() == "mine"

@@ -30,9 +30,13 @@ def _skipped(*_: Any, **__: Any) -> Any:
     raise Skipped
 
 
-def _calling(impl: OpImpl, fn: Callable[..., Any]) -> OpImpl:
-    """`impl` with another function under its signature, which tells whether a layer is taken."""
-    return impl if fn is impl.fn else replace(impl, fn=functools.wraps(impl.fn)(fn))
+def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] | None) -> OpImpl:
+    """`impl` with other functions, its own under its signature, which tells whether a layer is
+    taken."""
+    if fn is impl.fn and supports is impl.supports:
+        return impl
+    fn = fn if fn is impl.fn else functools.wraps(impl.fn)(fn)
+    return replace(impl, fn=fn, supports=supports)
 
 
 class Record:
@@ -156,7 +160,11 @@ class Record:
         self._switch(op, guard)
 
     @contextmanager
-    def replacing(self, instead: Callable[[OpImpl], Callable[..., Any]]) -> Iterator[None]:
+    def replacing(
+        self,
+        instead: Callable[[OpImpl], Callable[..., Any]],
+        asking: Callable[[OpImpl], Callable[..., Any] | None] = lambda impl: impl.supports,
+    ) -> Iterator[None]:
         """Inside the block every guard calls `instead(impl)` in the place of each candidate.
 
         Afterwards the guards are what they were. Inside, nothing may be demoted, and no other
@@ -164,18 +172,21 @@ class Record:
 
         Args:
             instead: a candidate -> a function of the parameters that the candidate's has.
+            asking: a candidate -> what is asked in the place of its `supports`.
         """
         scopes = [guard.__globals__ for guard in list(self.guards)]
-        before = [(scope, scope["_chain"], scope["_fn"]) for scope in scopes]
+        names = "_chain", "_fn", "_supports"
+        before = [(scope, [scope[name] for name in names]) for scope in scopes]
         try:
-            for scope, chain, fn in before:
-                impls = tuple(_calling(impl, instead(impl)) for impl in chain.impls)
+            for scope, (chain, fn, supports) in before:
+                impls = tuple(_calling(impl, instead(impl), asking(impl)) for impl in chain.impls)
                 scope["_chain"] = replace(chain, impls=impls)
                 scope["_fn"] = fn if fn is _skipped else impls[0].fn
+                scope["_supports"] = supports if supports is _skipped else chain.asked(impls[0])
             yield
         finally:
-            for scope, chain, fn in before:
-                scope["_chain"], scope["_fn"] = chain, fn
+            for scope, values in before:
+                scope.update(zip(names, values, strict=True))
 
     def _switch(self, op: str, *guards: Any) -> None:
         for guard in guards or list(self._guards[op]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
@@ -16,20 +17,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..contracts import Exact, ModelSizes, OpSpec
+from ..contracts.batches import POOL
+from ..logs import get_logger
+from ..plugins import breadcrumb
 from ..plugins.forms import verdict_of
 from ..plugins.loading import known_contracts
 from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import bits, rows_of
-from .preflight import POOL, Form, Provided, Trials, dtypes_of, release, repeated, token_counts
-from .verification import LayerFactory, as_call, dtype_name, refusal_of
+from .preflight import Form, Provided, Trials, dtypes_of, release, token_counts
+from .verification import LayerFactory, as_call, dtype_name, refusal_of, synchronise
 from .wanted import parts, promised
 
 if TYPE_CHECKING:
-    from ..plugins.registry import RegistrySnapshot
+    from ..plugins.registry import Owner, RegistrySnapshot
     from .facts import EngineFacts
 
 __all__ = ["BY_CONTRACT", "NO_ROWS", "Determinism", "determinism_of", "find_variant", "unmeasured"]
+
+log = get_logger("engine")
 
 SECONDS = 2.0
 """How long further token counts are tried, for all implementations of a start together."""
@@ -41,6 +47,9 @@ NO_ROWS = (
     "its contract has no results that belong to one row alone, so that nothing shows whether they "
     "depend on the batch"
 )
+
+LAX = nullcontext()
+"""In the place of a watch where nobody waits."""
 
 Bits = Sequence[torch.Tensor | None]
 
@@ -110,6 +119,7 @@ def determinism_of(
     layer_for: LayerFactory | None = None,
     counts: Sequence[int] | None = None,
     seconds: float = 0.0,
+    watch: breadcrumb.Watchdog | None = None,
 ) -> Determinism:
     """Call it with the same rows in many batches, and compare the bits of each row.
 
@@ -124,11 +134,12 @@ def determinism_of(
         layer_for: as for `as_call`.
         counts: the token counts to try; None takes those of verification at start.
         seconds: how long further ones are tried then, beyond those that always are.
+        watch: names in the log what takes long; None where nobody waits.
     """
     spec = trials.spec
     if not trials.forms:
         return Determinism(None, None, "the sizes of its calls are not known")
-    measured = _Measured(impl, trials, call or as_call(impl, spec, layer_for))
+    measured = _Measured(impl, trials, call or as_call(impl, spec, layer_for), watch)
     by_rows = not spec.whole_batch or spec.ignores_repeats
     with torch.inference_mode():
         served = [form for form in trials.forms if measured.is_served(form)]
@@ -160,8 +171,14 @@ def determinism_of(
 class _Measured:
     """One implementation, and what it gave for each pool of rows, whole and in order."""
 
-    def __init__(self, impl: OpImpl, trials: Trials, call: Callable[..., Any]) -> None:
-        self.impl, self.trials, self.call = impl, trials, call
+    def __init__(
+        self,
+        impl: OpImpl,
+        trials: Trials,
+        call: Callable[..., Any],
+        watch: breadcrumb.Watchdog | None,
+    ) -> None:
+        self.impl, self.trials, self.call, self.watch = impl, trials, call, watch
         self._whole: dict[str, Bits | None] = {}
         for form in trials.forms:
             form.switch(large=False)
@@ -184,8 +201,7 @@ class _Measured:
     def other_run(self, form: Form) -> str:
         """What differs between two calls of one batch, or nothing."""
         again, whole = self.bits(form, self._rows), self.whole(form)
-        assert whole is not None
-        if again is not None and not any(map(_differing, again, whole)):
+        if again is not None and whole is not None and not any(map(_differing, again, whole)):
             return ""
         return f"the same call gave other bits ({self._where(form, len(self._rows))})"
 
@@ -194,7 +210,7 @@ class _Measured:
         whole, where = self.whole(form), self._where(form, count)
         size = len(self._rows)
         for salt in range(4 if count <= 4 else 2):
-            rows = repeated(self.trials.order(count, salt)[:count], count)
+            rows = self.trials.rows(count, salt)
             got = self.bits(form, rows)
             if (got is None) is not (whole is None):
                 taken, refused = (count, size) if whole is None else (size, count)
@@ -219,10 +235,15 @@ class _Measured:
         spec = self.trials.spec
         laid = form.call(rows_of(form.pool(False), rows))
         form.static.restore(spec.consumed(self.impl.consumes, laid.args))
-        if verdict_of(self.impl, spec, laid.args) is not True:
-            return None
+        line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
+        where = f"{self._where(form, len(rows))}, whether it gives the same bits"
+        names = self.impl.impl_id, self.impl.op_name
         try:
-            got = self.call(*laid.args)
+            with self.watch.over(line, *names, breadcrumb.SLOW, where) if self.watch else LAX:
+                if verdict_of(self.impl, spec, laid.args) is not True:
+                    return None
+                got = self.call(*laid.args)
+                synchronise(self.trials.device)
         except Exception as error:
             if refusal_of(error):
                 return None
@@ -263,6 +284,7 @@ def find_variant(
     specs: Mapping[str, OpSpec] | None = None,
     seconds: float = SECONDS,
     provided: Mapping[str, Provided] = MappingProxyType({}),
+    owners: Mapping[tuple[str, str], Owner] = MappingProxyType({}),
 ) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why it may not serve where only batch-invariant implementations may.
 
@@ -280,42 +302,54 @@ def find_variant(
             and nothing else.
         seconds: how long further token counts are tried, for all implementations together.
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
+        owners: (op, impl id) -> who brought it, for the note that is left by a process which a
+            kernel ends.
     """
     impls, found = list(impls), {}
     if not impls:
         return {}
     specs = known_contracts().contracts if specs is None else specs
     of_op: dict[str, list[Trials]] = {}
-    for impl in impls:
-        key = impl.op_name, impl.impl_id
-        spec = specs[impl.op_name]
-        if impl.op_name not in of_op:
-            kinds = dtypes_of(spec, dtype)
-            given = provided.get(impl.op_name, ())
-            of_op[impl.op_name] = [Trials(spec, kind, device, sizes, seed, given) for kind in kinds]
-        forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
-        if key in compiled:
-            torch._dynamo.reset()
-            lowered = torch.compile(compiled[key], fullgraph=True, dynamic=True, backend=backend)
-            forms.append((f"compiled by {backend}: ", lowered))
-        for trials, (how, call) in product(of_op[impl.op_name], forms):
-            try:
-                told = determinism_of(
-                    impl,
-                    trials,
-                    call=call,
-                    layer_for=layer_for,
-                    seconds=seconds / len(impls),
+    with breadcrumb.Watchdog(log) as watch:
+        for impl in impls:
+            key = impl.op_name, impl.impl_id
+            spec = specs[impl.op_name]
+            if impl.op_name not in of_op:
+                kinds = dtypes_of(spec, dtype)
+                given = provided.get(impl.op_name, ())
+                of_op[impl.op_name] = [
+                    Trials(spec, kind, device, sizes, seed, given) for kind in kinds
+                ]
+            forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
+            if key in compiled:
+                torch._dynamo.reset()
+                lowered = torch.compile(
+                    compiled[key], fullgraph=True, dynamic=True, backend=backend
                 )
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # a plugin may raise anything, SystemExit included
-                told = Determinism(None, None, f"it raised {quote(error)}")
-            if told.batches is not True:
-                is_known = told.batches is False
-                what = "not batch-invariant" if is_known else "not known to be batch-invariant"
-                found[key] = f"{what}: {how}{told.reason}"
-                break
+                forms.append((f"compiled by {backend}: ", lowered))
+            owner = owners[key].name if key in owners else ""
+            whose = owner and f" of {owner}"
+            what = f"the measuring of {key[0]}={key[1]}{whose}, whether it gives the same bits"
+            for trials, (how, call) in product(of_op[impl.op_name], forms):
+                try:
+                    with breadcrumb.running(what, owner, named=False):
+                        told = determinism_of(
+                            impl,
+                            trials,
+                            call=call,
+                            layer_for=layer_for,
+                            seconds=seconds / len(impls),
+                            watch=watch,
+                        )
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # a plugin may raise anything, SystemExit included
+                    told = Determinism(None, None, f"it raised {quote(error)}")
+                if told.batches is not True:
+                    is_known = told.batches is False
+                    verb = "not batch-invariant" if is_known else "not known to be batch-invariant"
+                    found[key] = f"{verb}: {how}{told.reason}"
+                    break
     if compiled:
         torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
     of_op.clear()

@@ -178,7 +178,8 @@ def rows_of(
     Args:
         pool: by parameter; each has one row per token in its first dimension.
         rows: which of its rows, in order; (tokens,), int64, on the pool's device.
-        into: arguments that an earlier call gave for as many rows: their memory is written anew.
+        into: arguments that an earlier call gave for as many rows or more: their memory is written
+            anew. Behind fewer rows, those of before stay, as in a buffer of vLLM's.
     """
     written = iter(into.storages) if into is not None else None
     storages: list[_Storage] = []

@@ -114,6 +114,9 @@ class Live:
     _running: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
     _growth: dict[str, int] = field(default_factory=dict, init=False)
+    _watch: breadcrumb.Watchdog = field(
+        default_factory=partial(breadcrumb.Watchdog, log), init=False
+    )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -126,7 +129,8 @@ class Live:
                     enter = partial(self._enter, prefix + name)
                     handles.append(module.register_forward_pre_hook(enter))
                     handles.append(module.register_forward_hook(self._leave, always_call=True))
-            with self.plan.record.replacing(self._instead):
+            self._watch = breadcrumb.Watchdog(log)
+            with self._watch, self.plan.record.replacing(self._instead, self._asking):
                 yield
         finally:
             for handle in handles:
@@ -167,6 +171,35 @@ class Live:
 
         return noting
 
+    def _asking(self, impl: OpImpl) -> Callable[..., Any] | None:
+        """What the guards ask in the place of the `supports` of `impl`."""
+        entry, supports = self.plan.entries.get(impl.op_name), impl.supports
+        if (
+            supports is None
+            or entry is None
+            or impl.impl_id not in {i.impl_id for i in entry.impls}
+        ):
+            return supports  # there is none, or it is that of vLLM's own form
+
+        def asked(*args: Any) -> Any:
+            with self._watched(impl):
+                return supports(*args)
+
+        return asked
+
+    @contextmanager
+    def _watched(self, impl: OpImpl) -> Iterator[None]:
+        """The block runs an implementation's code: noted for the next process, and named in the log
+        while it takes long."""
+        owner = self.owners.get((impl.op_name, impl.impl_id))
+        whose = owner.name if owner else ""
+        where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
+        what = f"the verification of {impl.op_name}={impl.impl_id} {where}"
+        line = "%s has been running for %.0f s and has not come back yet"
+        noted = breadcrumb.running(what, whose, named=False)
+        with noted, self._watch.over(line, what, breadcrumb.SLOW):
+            yield
+
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
         """One call of `impl`, compared if it is the first of its kind."""
         key = spec.name, impl.impl_id
@@ -174,8 +207,11 @@ class Live:
         if key in self.faults or key in self._short:
             return _zeros(spec.fake(*args))
         kind = *key, _kind_of(self._layer), _layout(args)
-        if self._running or kind in self._seen:
+        if self._running:
             return impl.fn(*given)
+        if kind in self._seen:
+            with self._watched(impl):
+                return impl.fn(*given)
         self._seen.add(kind)
         begun = time.monotonic()
         try:
@@ -185,7 +221,8 @@ class Live:
                 raise
             why = str(error) if isinstance(error, _LeftOut) else NO_MEMORY
             self.left_out.setdefault(spec.name, why)
-            return impl.fn(*given)
+            with self._watched(impl):
+                return impl.fn(*given)
         self._spent += time.monotonic() - begun
         try:
             result, problem = self._run(spec, impl, given, before)
@@ -195,13 +232,15 @@ class Live:
             self._short.add(key)
             return _zeros(before.shapes)
         begun = time.monotonic()
-        try:
-            problem = problem or self._problem(spec, impl, result, before)
-        except Exception as error:
-            if not self._lacked_memory(error):
-                raise
-            self.left_out.setdefault(spec.name, NO_MEMORY)
-            return result
+        if not problem:
+            try:
+                problem = self._problem(spec, impl, result, before)
+            except Exception as error:
+                if self._lacked_memory(error):
+                    self.left_out.setdefault(spec.name, NO_MEMORY)
+                    return result
+                # A result that is a tensor by name alone.
+                problem = f"comparing its result raised {quote(error)}"
         self._spent += time.monotonic() - begun
         self.compared += 1
         if not problem:
@@ -245,13 +284,9 @@ class Live:
         self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...], before: _Before
     ) -> tuple[Any, str]:
         """(its result, what it raised in words)."""
-        owner = self.owners.get((spec.name, impl.impl_id))
-        whose = owner.name if owner else ""
-        where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
-        what = f"the verification of {spec.name}={impl.impl_id} {where}"
         self._running = True
         try:
-            with breadcrumb.running(what, whose):
+            with self._watched(impl):
                 result = impl.fn(*given)
                 synchronise(self.device)
             return result, ""

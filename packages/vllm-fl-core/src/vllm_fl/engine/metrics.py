@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..files import Draft
 from ..logs import get_logger
 from ..text import quote
 from .plan import Plan
@@ -167,16 +168,13 @@ class MetricsFile:
             self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        part = self.path.with_name(f"{self.path.name}.part")
         try:
             if self._named.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self._named))
             text = exposition(self._plan, self._digest, self._whose, self._shadow())
-            part.write_bytes(text.encode(errors="replace"))
-            os.replace(part, self.path)
+            with Draft(self.path) as draft:
+                draft.put(text.encode(errors="replace"))
         except Exception as error:  # whatever it is, the engine serves on
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
             if not self._is_said:
                 self._is_said = True
                 log.warning(

@@ -26,13 +26,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..contracts import ModelSizes, OpSpec, Sample
+from ..contracts.batches import POOL, Order
+from ..contracts.batches import rows as drawn_rows
 from ..logs import get_logger
 from ..plugins import breadcrumb
 from ..plugins.forms import verdict_of
 from ..plugins.loading import known_contracts
 from ..text import quote
-from . import graphs, process_state
-from .guarded import Guarded, guarded, poisoned, rows_of
+from . import graphs, launches, process_state
+from .guarded import Guarded, bits, guarded, poisoned, rows_of
 from .verification import (
     Comparison,
     LayerFactory,
@@ -44,7 +46,7 @@ from .verification import (
     refusal_of,
     synchronise,
 )
-from .wanted import Wanted, wanted_of, worst
+from .wanted import Wanted, parts, wanted_of, worst
 
 if TYPE_CHECKING:
     from ..plugins.registry import Owner
@@ -57,14 +59,10 @@ __all__ = [
     "dtypes_of",
     "find_faults",
     "release",
-    "repeated",
     "token_counts",
 ]
 
 log = get_logger("engine")
-
-POOL = 256
-"""Rows for which the oracle is computed; a batch consists of them, repeated and permuted."""
 
 SECONDS = 3.0
 """What all implementations of a start together may cost beyond the counts that are always tried;
@@ -87,11 +85,18 @@ TRACE_SECONDS = 4.0
 first form, which is traced whatever it takes."""
 
 LARGE_COUNTS = (1, 7, 64, 256)
-"""Token counts of the large values: what they show lies in the numbers, not in the sizes."""
+"""Token counts of the large values, beside the largest batch: what they show lies in the numbers,
+and in the tiles that a kernel takes for many rows."""
+
+ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated")
+"""The batches of so many tokens that are tried one after the other in the same memory. Of more than
+64, the last one is tried with one row less alone."""
 
 COMPILED_COUNTS = (5, 7, 33, 300)
 """Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
 which 0 and 1 would have, is not what serves."""
+
+_VALUES = {False: "other", True: "large"}
 
 Fault = tuple[str, BaseException | None]
 
@@ -133,6 +138,7 @@ def find_faults(
     captured: Mapping[tuple[str, str], int] = MappingProxyType({}),
     in_graphs: Collection[tuple[str, str]] = (),
     provided: Mapping[str, Provided] = MappingProxyType({}),
+    profiled: bool = False,
 ) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes.
 
@@ -161,10 +167,12 @@ def find_faults(
             that vLLM will capture.
         in_graphs: (op, impl id) of those whose traced form compiled graphs may have.
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
+        profiled: whether a profile tells at how many tokens other kernels are launched, beside
+            Triton: not for a process that serves afterwards.
     """
     specs = known_contracts().contracts if specs is None else specs
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
-    findings, thinned = Findings(), set()
+    findings, thinned, of_others = Findings(), set[str](), set[str]()
     trials: dict[str, list[Trials]] = {}
     compiled = compiled or {}
     log.debug("verifying with seed %d", seed)
@@ -202,10 +210,12 @@ def find_faults(
                     warm_share / len(trials[impl.op_name]),
                     captured.get(key, 0),
                     key in in_graphs,
+                    profiled=profiled,
                 )
                 what = f"the verification of {key[0]}={key[1]}{whose}"
                 with breadcrumb.running(what, owner, named=False):
                     fault = run.fault()
+                of_others |= run.of_others
                 if run.thinned:
                     thinned.add(f"{impl.op_name} of {impl.impl_id}")
                 if run.cold:
@@ -226,6 +236,9 @@ def find_faults(
     if compiling.left_out:
         forms = ", ".join(sorted(compiling.left_out))
         findings.remarks.append(f"compiled in fewer forms than usual: {forms}")
+    if of_others:
+        what = ", ".join(sorted(of_others))
+        findings.remarks.append(f"not watched, since other threads change it: {what}")
     if thinned:
         findings.remarks.append(f"fewer batches than usual for {_whose(thinned)}")
     if cold:
@@ -254,22 +267,24 @@ def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
 def token_counts(largest: int, seed: int) -> tuple[list[int], list[int]]:
     """(counts that are always tried, further ones that are tried while time is left).
 
+    Each is tried with one row less, too. So both sides of a power of two are among them.
+
     Args:
         largest: the largest batch, in tokens.
         seed: for those that are drawn anew.
     """
     rng = random.Random(seed)
-    always = {1, 2, 3, 4, 7, 8, 11, 16, 17, 31, 32, 33, 64, 100, 256, largest}
+    always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, largest}
     always.add(rng.randint(1, largest))
     powers = [1 << n for n in range(largest.bit_length() + 1)]
-    further = {*range(1, 65), *(p + d for p in powers for d in (-1, 0, 1)), largest - 1}
-    further |= {p + p // 2 + 1 for p in powers} | {rng.randint(1, largest) for _ in range(8)}
-    first = sorted(n for n in always if 1 <= n <= largest)
-    rest = sorted(n for n in further - always if 1 <= n <= largest)
-    # Small batches cost little and are what decoding has; large ones are drawn from.
-    small, large = [n for n in rest if n <= 512], [n for n in rest if n > 512]
+    edges = {p + d for p in powers for d in (0, 1)} - always
+    drawn = {p + p // 2 + 1 for p in powers} | {rng.randint(1, largest) for _ in range(8)}
+    others = {*range(1, 65), *drawn} - always - edges
+    # Small batches cost little and are what decoding has; of large ones, the edges come first.
+    small, large = [n for n in others if n <= 512], [n for n in others if n > 512]
     rng.shuffle(large)
-    return first, small + large
+    further = [*sorted(edges), *sorted(small), *large]
+    return sorted(n for n in always if n <= largest), [n for n in further if 1 <= n <= largest]
 
 
 class Form:
@@ -301,19 +316,40 @@ class Form:
             self._pools[large] = poisoned(self.spec.with_rows(self.samples[large].args))
         return self._pools[large]
 
-    def wanted(self, large: bool, order: torch.Tensor, count: int) -> list[Wanted | None]:
-        """What a batch of `count` tokens must give; it repeats the rows of the pool in this order.
+    def off(self, large: bool, rows: torch.Tensor, got: Any) -> tuple[float, str]:
+        """(worst error as a share of the tolerance, what is wrong or nothing) of a batch's results.
 
-        Where the results have a row per token, or repeated rows change nothing, that is what the
-        rows of `order` must give.
+        Where they have a row per token, or repeated rows change nothing, the oracle is asked once,
+        about the pool. Of equal rows the first is compared with it, and each that has other bits.
+
+        Args:
+            large: which of the two pools.
+            rows: those of the pool that the batch has.
+            got: the results.
         """
         spec = self.spec
-        holds_all = spec.ignores_repeats and len(order) == self._rows
+        holds_all = spec.ignores_repeats and len(rows.unique()) == self._rows
         if spec.whole_batch and not holds_all:
-            return self._of(self._batch(large, repeated(order, count)), order.device)
+            return worst(got, self._of(self._batch(large, rows), rows.device))
         if large not in self._wanted:
-            self._wanted[large] = self._of(self.samples[large], order.device)
-        return [want and want.rows(order) for want in self._wanted[large]]
+            self._wanted[large] = self._of(self.samples[large], rows.device)
+        count, exact = len(rows), self._wanted[large]
+        tokens = torch.arange(count, device=rows.device)
+        first = torch.full((self._rows,), count, device=rows.device)
+        first.scatter_reduce_(0, rows, tokens, "amin")
+        held = (first < count).nonzero().squeeze(1)
+        if len(held) < self._rows:
+            exact = [want and want.rows(held) for want in exact]
+        off = worst(_of_tokens(got, first[held], count), exact, first[held])
+        like = first[rows]
+        again = (like < tokens).nonzero().squeeze(1)
+        unlike = again[_differing(got, again, like[again], count)]
+        for some in unlike.split(POOL) if not off[1] else ():
+            exact = [want and want.rows(rows[some]) for want in self._wanted[large]]
+            off = max(off, worst(_of_tokens(got, some, count), exact, some))
+            if off[1]:
+                break
+        return off
 
     @cached_property
     def _rows(self) -> int:
@@ -336,8 +372,16 @@ class Form:
         return dataclasses.replace(sample, args=tuple(args))
 
     def call(self, activations: Guarded) -> Guarded:
-        """The whole call: activations, weights and tables, in the contract's order."""
-        both = {**self.static.arguments, **activations.arguments}
+        """The whole call: activations, weights and tables, in the contract's order.
+
+        Weights and tables are handed over as layers hand them over: a tensor anew at each call,
+        whose version does not tell that its numbers have changed.
+        """
+        static = {
+            name: value.data if isinstance(value, torch.Tensor) else value
+            for name, value in self.static.arguments.items()
+        }
+        both = {**static, **activations.arguments}
         ordered = {name: both[name] for name in self.spec.parameters}
         return Guarded(ordered, (*activations.storages, *self.static.storages))
 
@@ -397,11 +441,11 @@ class Trials:
         """The largest batch, in tokens."""
         return self.sizes.tokens[-1] if self.sizes else 1
 
-    def order(self, count: int, salt: int) -> torch.Tensor:
-        """The order in which a batch repeats the rows of the pool, drawn for it."""
+    def rows(self, count: int, salt: int = 0, order: Order = "drawn") -> torch.Tensor:
+        """The rows of the pool that make a batch of `count` tokens, in this order, drawn for it."""
         generator = torch.Generator("cpu").manual_seed(self.seed + 2 * count + salt)
-        size = min(POOL, self.largest)
-        return torch.randperm(size, generator=generator).to(self.device)
+        pool = min(POOL, self.largest)
+        return drawn_rows(count, pool, generator, order).to(self.device)
 
 
 def _given(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
@@ -417,9 +461,33 @@ def _given(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> S
     return dataclasses.replace(sample, name=sample.name + "".join(told), args=tuple(args))
 
 
-def repeated(order: torch.Tensor, count: int) -> torch.Tensor:
-    """The rows of a batch of `count` tokens."""
-    return order.repeat(-(-count // len(order)))[:count]
+def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of these tokens of a batch of `count` have other bits than those that they equal.
+
+    A right kernel need not give equal bits: it takes other tiles at an edge.
+    """
+    found = torch.zeros_like(tokens, dtype=torch.bool)
+    for part in parts(got) if len(tokens) else ():
+        if isinstance(part, torch.Tensor) and _has_rows(part, count):
+            mine = bits(part.detach())
+            found |= (mine[tokens] != mine[others]).reshape(len(tokens), -1).any(1)
+    return found
+
+
+def _has_rows(part: torch.Tensor, count: int) -> bool:
+    """Whether it has a row per token, and is no one number for all of them."""
+    return part.ndim > 0 and len(part) == count and (part.numel() > 1 or count == 1)
+
+
+def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
+    """The results of these tokens, of a batch of `count`."""
+    if isinstance(got, tuple):
+        return tuple(_of_tokens(part, tokens, count) for part in got)
+    if not isinstance(got, torch.Tensor) or not _has_rows(got, count):
+        return got
+    if got.element_size() == 1:  # not every device indexes float8
+        return got.view(torch.uint8)[tokens].view(got.dtype)
+    return got[tokens]
 
 
 class _Compiling:
@@ -473,6 +541,9 @@ class _Run:
     thinned: bool = False
     was_slow: bool = False
     refused_all: str = ""
+    asked: str = "it"
+    of_others: set[str] = field(default_factory=set)
+    profiled: bool = False
 
     def __post_init__(self) -> None:
         self.spec = self.trials.spec
@@ -502,84 +573,149 @@ class _Run:
             return problem, error
         finally:
             process_state.restore(before, self.trials.device)
+            self.of_others = before.others
         return None
 
-    def _check_state(self, before: dict[str, Any]) -> None:
+    def _check_state(self, before: process_state.State) -> None:
         problem = self._changed(before)
         if problem is not None:
             raise _Stop(problem)
 
-    def _changed(self, before: dict[str, Any]) -> str | None:
+    def _changed(self, before: process_state.State) -> str | None:
         """What it has changed of the process, in words."""
         with torch.inference_mode(False):
-            problem = process_state.changed(before, self.trials.device)
+            problem = process_state.changed(before, self.trials.device, self._again)
         return None if problem is None else f"it changed {problem} of the whole process"
+
+    def _again(self) -> None:
+        """Some of its calls once more, for what they change of the process; nothing is compared."""
+        with torch.inference_mode():
+            for sample in self.trials.samples:
+                compare(
+                    self.impl,
+                    self.spec,
+                    sample,
+                    self.trials.dtype,
+                    off=lambda got: (0.0, ""),
+                    layer_for=self.layer_for,
+                )
+            for form in (form for form in self.trials.forms if form.name in self.served):
+                for count in {1, min(7, self.trials.largest), self.trials.largest}:
+                    self._call_at(form, count)
 
     def _run_samples(self) -> None:
         """The contract's own samples: edges that every caller may bring."""
         for index, sample in enumerate(self.trials.samples):
-            wanted = self.trials.wanted(index)
             run = partial(compare, self.impl, self.spec, sample, self.trials.dtype)
+            off = partial(worst, wanted=self.trials.wanted(index))
             result: Comparison = self._timed(
-                sample.name, partial(run, wanted=wanted, layer_for=self.layer_for)
+                sample.name, partial(run, off=off, layer_for=self.layer_for)
             )
             if result.status == "raised" or (result.status == "wrong" and self.compares):
                 what = "it is wrong: " if result.status == "wrong" else ""
                 raise _Stop(f"{what}{result.reason} ({sample.name}, {result.dtype})", result.error)
 
-    def _run_served(self, before: dict[str, Any]) -> None:
+    def _run_served(self, before: process_state.State) -> None:
         """The served model's calls, with many token counts."""
         always, further = token_counts(self.trials.largest, self.trials.seed)
         for form in self.trials.forms:
             form.switch(large=False)
             for count in always:
-                self._run_batch(form, count, large=False, calls=3 if count <= 64 else 2)
+                orders = ORDERS if count <= 64 else ORDERS[:2]
+                self._run_batches(form, count, orders, less="drawn" if count <= 64 else ORDERS[2])
             self._in_another_thread(form)
             self._check_intact(form)
             form.switch(large=True)
-            for count in LARGE_COUNTS:
-                if count <= self.trials.largest:
-                    self._run_batch(form, count, large=True)
+            for count in (count for count in LARGE_COUNTS if count < self.trials.largest):
+                self._run_batches(form, count, ORDERS[:2], large=True)
+            self._run_batches(form, self.trials.largest, ORDERS[1:2], large=True)
             self._check_intact(form)
         deadline = time.monotonic() + self.seconds
         for form in self.trials.forms:
             form.switch(large=False)
+            self._run_edges(form, deadline)
         for count in further:
             if time.monotonic() > deadline:
                 self.thinned = True
                 break
             for form in self.trials.forms:
-                self._run_batch(form, count, large=False)
+                self._run_batches(form, count, ORDERS[1:2], less=ORDERS[0])
         for form in self.trials.forms:
             self._check_intact(form)
         if self.trials.forms and not self.served:
             self._check_state(before)
             raise _Refuses(self.refusals[0])
 
-    def _run_batch(self, form: Form, count: int, *, large: bool, calls: int = 2) -> None:
-        """Batches one after the other in the same memory, their results kept to the end."""
+    def _run_batches(
+        self,
+        form: Form,
+        count: int,
+        orders: Iterable[Order],
+        *,
+        less: Order | None = None,
+        large: bool = False,
+    ) -> None:
+        """Batches one after the other in the same memory, their results kept to the end.
+
+        Args:
+            form: the call.
+            count: tokens of each.
+            orders: how each takes its rows.
+            less: how another one does, of one token less, as where a request has ended.
+            large: whether its values are.
+        """
         trials = self.trials
-        where = f"{count} x {form.name}, {dtype_name(trials.dtype)}" + ", large values" * large
         self.tried.add((form.name, count))
+        batches = [(count, order) for order in orders]
+        if less is not None and count > 1:
+            batches.append((count - 1, less))
         laid: Guarded | None = None
-        results: list[tuple[torch.Tensor, Any]] = []
+        results: list[tuple[str, torch.Tensor, Any]] = []
         begun = time.monotonic()
-        for salt in range(calls):
+        for number, (tokens, order) in enumerate(batches):
             took_long = count > POOL and time.monotonic() - begun > AGAIN_SECONDS
-            if salt and took_long and not self.was_slow:  # one that stalls is called again to tell
+            if number and took_long and not self.was_slow:  # one that stalls is called again
                 self.thinned = True
                 break
-            order = trials.order(count, salt)[:count]
-            laid = rows_of(form.pool(large), repeated(order, count), into=laid)
+            rows = trials.rows(tokens, number, order)
+            laid = rows_of(form.pool(large), rows, into=laid)
+            where = self._where(f"{tokens} x {form.name}", large)
             got = self._call_once(form, laid, where)
             if got is None:
                 return
-            results.append((order, _kept(got, form.call(laid))))
-        for number, (order, got) in enumerate(results if self.compares else ()):
-            _, problem = worst(got, form.wanted(large, order, count))
-            if problem:
-                said = ", same buffers again" if number else ""
-                raise _Stop(f"it is wrong: {problem} ({where}{said})")
+            said = f"{where}, same buffers again" if number else where
+            results.append((said, rows, _kept(got, form.call(laid))))
+        for where, rows, got in results if self.compares else ():
+            self._compare(form, rows, got, where, large=large)
+
+    def _where(self, what: str, large: bool = False) -> str:
+        return f"{what}, {dtype_name(self.trials.dtype)}" + ", large values" * large
+
+    def _compare(
+        self,
+        form: Form,
+        rows: torch.Tensor,
+        got: Any,
+        where: str,
+        *,
+        large: bool = False,
+        wrong: str = "it is wrong",
+    ) -> None:
+        """A result that is off, or cannot be compared, is a fault."""
+        with self._blamed("its result cannot be compared:", where):
+            _, problem = form.off(large, rows, got)
+        if problem:
+            raise _Stop(f"{wrong}: {problem} ({where})")
+
+    def _run_edges(self, form: Form, deadline: float) -> None:
+        """Both sides of the token counts from which on it launches other kernels."""
+
+        def kernels(count: int) -> launches.Launched:
+            call = partial(self._call_at, form, count)
+            return launches.launched(call, self.trials.device, profiled=self.profiled)
+
+        for count in launches.edges(kernels, self.trials.largest, deadline):
+            self._run_batches(form, count, ORDERS[1:2], less=ORDERS[0])
 
     def _warm_up(self) -> None:
         """Whatever it compiles when it is called, it has compiled afterwards."""
@@ -597,17 +733,16 @@ class _Run:
 
     def _call_at(self, form: Form, count: int) -> None:
         """One call with so many tokens, of which nothing is compared."""
-        where = f"{count} x {form.name}, {dtype_name(self.trials.dtype)}, warming up"
+        where = self._where(f"{count} x {form.name}") + ", warming up"
         _, args = self._call_of(form, count)
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
         with self._blamed("it raised", where):
-            if verdict_of(self.impl, self.spec, args) is True:
-                self._timed(where, partial(self._synchronised, args))
+            self._timed(where, partial(self._answer, args))
 
     def _call_of(self, form: Form, count: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        """(the order of the pool's rows in it, the arguments) of a call with so many tokens."""
-        order = self.trials.order(count, 0)[:count]
-        return order, form.call(rows_of(form.pool(False), repeated(order, count))).args
+        """(its rows of the pool, the arguments) of a call with so many tokens."""
+        rows = self.trials.rows(count)
+        return rows, form.call(rows_of(form.pool(False), rows)).args
 
     @contextmanager
     def _blamed(self, what: str, where: str) -> Iterator[None]:
@@ -632,7 +767,7 @@ class _Run:
                 torch.get_device_module(device).set_device(device)
             try:
                 with torch.inference_mode():
-                    self._run_batch(form, min(7, self.trials.largest), large=False)
+                    self._run_batches(form, min(7, self.trials.largest), ORDERS[:2])
             except BaseException as error:
                 stopped.append(error)
 
@@ -650,15 +785,9 @@ class _Run:
         call = form.call(laid)
         consumed = spec.consumed(impl.consumes, call.args)
         form.static.restore(consumed)  # a cache: the call before has written into it
-        who = "its supports"
         laid.remember()
         try:
-            verdict = verdict_of(impl, spec, call.args)
-            if verdict is not True:
-                self.refusals.append(f"{where}: {verdict}")
-                return None
-            who = "it"
-            got = self._timed(where, partial(self._synchronised, call.args))
+            got = self._timed(where, partial(self._answer, call.args))
             self.served.add(form.name)
             if not self.compares:
                 return got
@@ -673,15 +802,28 @@ class _Run:
         except (_Stop, KeyboardInterrupt):
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included
-            raise _Stop(f"{who} raised {quote(error)} ({where})", error) from error
+            raise _Stop(f"{self.asked} raised {quote(error)} ({where})", error) from error
         if problem:
             raise _Stop(f"it is wrong: {problem} ({where})")
         return got
 
-    def _synchronised(self, args: tuple[Any, ...]) -> Any:
+    def _answer(self, args: tuple[Any, ...]) -> Any:
+        """What it gives for a call that its `supports` takes.
+
+        Raises:
+            NotImplementedError: it refuses the call.
+        """
+        self._accept(args)
         got = self.call(*args)
         synchronise(self.trials.device)
         return got
+
+    def _accept(self, args: tuple[Any, ...]) -> None:
+        self.asked = "its supports"
+        verdict = verdict_of(self.impl, self.spec, args)
+        self.asked = "it"
+        if verdict is not True:
+            raise NotImplementedError(str(verdict))
 
     def _check_intact(self, form: Form) -> None:
         """Weights and tables are as they were before all these calls, but for consumed ones."""
@@ -694,33 +836,25 @@ class _Run:
         """In a captured graph, which is replayed with other values in the same memory."""
         for form in self.trials.forms if self.captured else ():
             form.switch(large=False)
-            where = f"{self.captured} x {form.name}, {dtype_name(self.trials.dtype)}, in a graph"
-            order = self.trials.order(self.captured, 0)[: self.captured]
-            laid = rows_of(form.pool(False), repeated(order, self.captured))
+            where = self._where(f"{self.captured} x {form.name}") + ", in a graph"
+            laid = rows_of(form.pool(False), self.trials.rows(self.captured))
             args = form.call(laid).args
             consumed = self.spec.consumed(self.impl.consumes, args)
             begun, made = time.monotonic(), None
             with self._blamed("it cannot be captured in a graph:", where):
-                if verdict_of(self.impl, self.spec, args) is True:
-                    made = graphs.captured(partial(self.call, *args), self.trials.device)
+                made = self._timed(where, partial(self._captured, args))
             if made is None:
                 continue
             replay, result = made
             for number, large in enumerate((False, True), 1):
                 form.switch(large)
                 form.static.restore(consumed)
-                order = self.trials.order(self.captured, number)[: self.captured]
-                rows_of(form.pool(large), repeated(order, self.captured), into=laid)
+                rows = self.trials.rows(self.captured, number)
+                rows_of(form.pool(large), rows, into=laid)
                 replay()
-                if not self.compares:
-                    continue
-                _, problem = worst(result, form.wanted(large, order, self.captured))
-                if problem:
-                    values = "large" if large else "other"
-                    raise _Stop(
-                        f"it is wrong when a graph is replayed with {values} values: {problem} "
-                        f"({where})"
-                    )
+                if self.compares:
+                    wrong = f"it is wrong when a graph is replayed with {_VALUES[large]} values"
+                    self._compare(form, rows, result, where, large=large, wrong=wrong)
             log.debug(
                 "%s=%s captured and replayed twice in %.2f s (%s)",
                 self.spec.name,
@@ -728,6 +862,10 @@ class _Run:
                 time.monotonic() - begun,
                 where,
             )
+
+    def _captured(self, args: tuple[Any, ...]) -> tuple[Callable[[], object], Any]:
+        self._accept(args)
+        return graphs.captured(partial(self.call, *args), self.trials.device)
 
     def _run_traced(self) -> None:
         """The traced form, which compiled graphs may have in its place: as it is traced, and run as
@@ -740,13 +878,13 @@ class _Run:
         for form in (form for form in self.trials.forms if form.name in self.served):
             form.switch(large=False)
             for count in COMPILED_COUNTS[:2]:
-                order, args = self._call_of(form, count)
-                where = f"traced, {count} x {form.name}, {dtype_name(self.trials.dtype)}"
+                rows, args = self._call_of(form, count)
+                where = self._where(f"traced, {count} x {form.name}")
                 if why := trial(self.impl, self.spec, args):
                     raise _Stop(f"{why} ({where})")
                 sample = Sample(where, args)
-                wanted = form.wanted(False, order, count)
-                found = compare(traced, self.spec, sample, self.trials.dtype, wanted=wanted)
+                off = partial(form.off, False, rows)
+                found = compare(traced, self.spec, sample, self.trials.dtype, off=off)
                 if found.status == "raised" or (found.status == "wrong" and self.compares):
                     what = "it is wrong: " if found.status == "wrong" else ""
                     raise _Stop(f"{what}{found.reason} ({where})", found.error)
@@ -777,8 +915,8 @@ class _Run:
             if count > self.trials.largest:
                 continue
             how = f"compiled by {backend}, {count} x {form.name}"
-            where = f"{how}, {dtype_name(self.trials.dtype)}"
-            order, args = self._call_of(form, count)
+            where = self._where(how)
+            rows, args = self._call_of(form, count)
             form.static.restore(self.spec.consumed(self.impl.consumes, args))
             args = _apart(self.spec, args)
             try:
@@ -792,9 +930,7 @@ class _Run:
                     return
                 raise _Stop(f"it cannot be compiled: {quote(error)} ({where})", error) from error
             if self.compares:
-                _, problem = worst(got, form.wanted(False, order, count))
-                if problem:
-                    raise _Stop(f"it is wrong: {problem} ({where})")
+                self._compare(form, rows, got, where)
 
     def _timed(self, where: str, run: Callable[[], Any], *, compiles: bool = False) -> Any:
         """Run it, named in the log while it takes long. Two slow calls in a row are a fault: it

@@ -1,5 +1,9 @@
-"""What of the whole process a kernel must leave as it was: torch's modes and random numbers, the
-working directory, the signal handlers, Python's garbage collector and its logging.
+"""What of the whole process a kernel must leave as it was: torch's modes, switches and random
+numbers, the working directory, signal handlers and limits, Python's garbage collector and logging.
+
+A change is the kernel's unless it is seen to be another thread's: what changes while nobody calls
+the kernel is not. Random numbers move on whoever draws them, and they are the kernel's only where
+it draws in each of some further calls. What is another thread's is left as that thread has it.
 
 The grad mode is none of it: a kernel is called in inference mode, which puts it back.
 """
@@ -9,74 +13,203 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
+import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import _get_current_function_mode_stack as _modes
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["changed", "restore", "state_of"]
+from ..logs import get_logger
 
+__all__ = ["State", "changed", "restore", "state_of"]
 
-def state_of(device: torch.device) -> dict[str, Any]:
-    """What is set now, by the name that a person would use for it."""
-    state = {
-        "the default dtype": torch.get_default_dtype(),
-        "the number of threads": torch.get_num_threads(),
-        "the deterministic mode": DETERMINISTIC[torch.get_deterministic_debug_mode()],
-        "the precision of float32 products": torch.get_float32_matmul_precision(),
-        "the random numbers of the CPU": torch.get_rng_state(),
-        "the default device": torch.get_default_device(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "the garbage collector's being on": gc.isenabled(),
-        "the level up to which logging is off": logging.root.manager.disable,
-        "the working directory": _folder(),
-        "the signal handlers": {n: signal.getsignal(n) for n in signal.valid_signals()},
-    }
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    if hasattr(module, "get_rng_state"):
-        state[f"the random numbers of {device}"] = module.get_rng_state(device)
-    return state
+log = get_logger("engine")
+
+ROUNDS = 6
+"""How often we look at what was changed, without a call and after one. A thread that draws random
+numbers half of the time is taken for the kernel in one of 4 ** ROUNDS times."""
+
+QUIET = 0.03
+"""Seconds without a call, at least; a call that takes longer is followed by as long a time."""
+
+LONGEST = 0.5
+"""Seconds without a call, at most."""
 
 
-def changed(before: dict[str, Any], device: torch.device) -> str | None:
-    """The first thing that is set otherwise than `before`, with both values; None for none."""
-    for name, now in _otherwise(before, device):
-        told_apart = not isinstance(now, torch.Tensor | dict)
-        return f"{name} from {before[name]} to {now}" if told_apart else name
+class _Piece(NamedTuple):
+    """One thing that is compared.
+
+    Args:
+        name: what a person would call it.
+        get: reads it. Where it raises, that is what is compared: torch cannot tell the older form
+            of a precision which was set in the newer form.
+        set: sets it. It is not called for what could not be read.
+        moves: whether it moves on by itself, whoever uses it.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+    moves: bool = False
+
+
+class _Untold:
+    """What is known of something whose getter raised."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Untold)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __str__(self) -> str:
+        return "what its getter cannot tell"
+
+
+UNTOLD = _Untold()
+
+
+class State:
+    """What was set at one time, and who has changed it since.
+
+    Args:
+        values: what was set, by the name that a person would use for it.
+        others: the names of what other threads were seen to change.
+        blamed: the names of what the kernel changed that was called since.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.others: set[str] = set()
+        self.blamed: set[str] = set()
+
+
+def state_of(device: torch.device) -> State:
+    """What is set now."""
+    return State({piece.name: _read(piece) for piece in _pieces(device)})
+
+
+def changed(
+    before: State, device: torch.device, again: Callable[[], object] | None = None
+) -> str | None:
+    """The first thing that a kernel has set otherwise than `before`, with both values; or None.
+
+    Args:
+        before: what was set before its calls.
+        device: where it ran.
+        again: calls it once more. Without, nobody can tell whether it draws random numbers, and it
+            is not blamed for that.
+    """
+    _judge(before, device, again)
+    for piece, now in _otherwise(before, device):
+        if piece.name in before.blamed:
+            then = before.values[piece.name]
+            told = f"{piece.name} from {then} to {now}"
+            return piece.name if _has_parts(then) or _has_parts(now) else told
     return None
 
 
-def restore(before: dict[str, Any], device: torch.device) -> None:
-    """Set as it was what is set otherwise now, and touch nothing else.
+def restore(before: State, device: torch.device) -> None:
+    """Set as it was what is set otherwise now, and touch nothing else, nor what is others'.
 
     A server may watch a setter, or have taken it away: vLLM's worker on a CPU warns of each call
     of `torch.set_num_threads`.
     """
-    for name, _ in _otherwise(before, device):
-        then = before[name]
-        if name in _SETTERS:
-            _SETTERS[name](then)
-        else:
-            torch.get_device_module(device).set_rng_state(then, device)
+    _judge(before, device, None)
+    # One after the other, each read when those before are set: some are defaults of others.
+    for piece, _ in _otherwise(before, device):
+        then, name = before.values[piece.name], piece.name
+        if name in before.others or (piece.moves and name not in before.blamed):
+            continue
+        if isinstance(then, _Untold):  # what it was made of is told by other pieces
+            continue
+        try:
+            piece.set(then)
+        except Exception as error:  # a limit that only root raises
+            log.warning("A kernel changed %s, which stays so: %s", name, error)
 
 
-def _otherwise(before: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Any]]:
-    """What is set otherwise than `before`, each with its value now."""
-    for name, now in state_of(device).items():
-        then = before[name]
-        same = torch.equal(now, then) if isinstance(now, torch.Tensor) else now == then
-        if not same:
-            yield name, now
+def _judge(before: State, device: torch.device, again: Callable[[], object] | None) -> None:
+    """Note whose work each change is that nobody was found for yet."""
+    known = before.others | before.blamed
+    suspects = {piece for piece, _ in _otherwise(before, device) if piece.name not in known}
+    if again is None:
+        suspects = {piece for piece in suspects if not piece.moves}
+    found = {piece.name for piece in _of_others(suspects, again)}
+    before.others |= found
+    before.blamed |= {piece.name for piece in suspects} - found
+    for name in sorted(found):
+        log.info("Not only calls of a kernel change %s: it is blamed for none of it", name)
+
+
+def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set[_Piece]:
+    """Those of `suspects` that are not the kernel's doing, by the rule of this module."""
+    found: set[_Piece] = set()
+    quiet = QUIET
+    for _ in range(ROUNDS):
+        left = suspects - found
+        if not left:
+            break
+        then = {piece: _read(piece) for piece in left}
+        time.sleep(quiet * random.SystemRandom().uniform(1, 2))  # not in step with what others do
+        found |= {piece for piece in left if not _same(then[piece], _read(piece))}
+        moving = {piece: _read(piece) for piece in left - found if piece.moves}
+        if not moving or again is None:
+            continue
+        begun = time.monotonic()
+        with suppress(Exception):  # what is wrong with a call is found elsewhere
+            again()
+        quiet = min(max(QUIET, time.monotonic() - begun), LONGEST)
+        found |= {piece for piece, was in moving.items() if _same(was, _read(piece))}
+    return found
+
+
+def _otherwise(before: State, device: torch.device) -> Iterator[tuple[_Piece, Any]]:
+    """What is set otherwise than `before`, each with its value now, read one after the other."""
+    for piece in _pieces(device):
+        now = _read(piece)
+        if not _same(before.values[piece.name], now):
+            yield piece, now
+
+
+def _read(piece: _Piece) -> Any:
+    try:
+        return piece.get()
+    except Exception:
+        return UNTOLD
+
+
+def _same(then: Any, now: Any) -> bool:
+    if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor):
+        return torch.equal(then, now)
+    if isinstance(then, dict) and isinstance(now, dict):  # what came in addition is no change
+        return all(now.get(key) == value for key, value in then.items())
+    return bool(type(then) is type(now) and then == now)
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether it is too much to be told."""
+    return isinstance(value, torch.Tensor | dict | tuple | set)
 
 
 DETERMINISTIC = ("off", "on, with warnings", "on")
 """torch's modes, by the number that it has for each."""
 
 
-def _set_threads(number: int) -> None:
-    torch.set_num_threads(number)  # looked up here: a server may have put its own in its place
+def _deterministic() -> str:
+    return DETERMINISTIC[torch.get_deterministic_debug_mode()]
 
 
 def _set_deterministic(mode: str) -> None:
@@ -84,21 +217,70 @@ def _set_deterministic(mode: str) -> None:
     torch.use_deterministic_algorithms(mode != DETERMINISTIC[0], warn_only=mode == DETERMINISTIC[1])
 
 
+def _set_threads(number: int) -> None:
+    torch.set_num_threads(number)  # looked up here: a server may have put its own in its place
+
+
 def _set_device(place: torch.device) -> None:
-    # None: without the mode that another default costs at every call
-    torch.set_default_device(None if place == torch.device("cpu") else place)
+    # first what came in addition, as of a `with torch.device(...)` that was not left
+    while torch.get_default_device() != place and any(map(_is_left_on, modes := _modes())):
+        last = next(mode for mode in reversed(modes) if _is_left_on(mode))
+        for _ in modes:
+            _pop_mode()
+        for mode in modes:
+            if mode is not last:
+                _push_mode(mode)
+    if torch.get_default_device() != place:
+        # None: without the mode that another default costs at every call
+        torch.set_default_device(None if place == torch.device("cpu") else place)
 
 
-def _set_folder(path: str | None) -> None:
-    if path is not None:
-        os.chdir(path)
+def _is_left_on(mode: object) -> bool:
+    """Whether it is the device of a block, and not that of `torch.set_default_device`."""
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return isinstance(mode, DeviceContext) and mode is not default
 
 
-def _folder() -> str | None:
+def _function_modes() -> tuple[Any, ...]:
+    """Those that are on in this thread, without the default device."""
+    return tuple(mode for mode in _modes() if not isinstance(mode, DeviceContext))
+
+
+def _dispatch_modes() -> tuple[Any, ...]:
+    return tuple(_get_current_dispatch_mode_stack())
+
+
+def _set_modes(now: Callable[[], tuple[Any, ...]], then: tuple[Any, ...]) -> None:
+    """Leave the modes that came in addition, and enter again those that were left."""
+    on = now()
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(on, then, strict=False)))
+    for mode in reversed(on[shared:]):
+        mode.__exit__(None, None, None)
+    for mode in then[shared:]:
+        mode.__enter__()
+
+
+def _set_anomaly(mode: tuple[bool, bool]) -> None:
+    torch.set_anomaly_enabled(*mode)
+
+
+def _cwd() -> str | None:
     try:
         return os.getcwd()
     except OSError:  # it was removed
         return None
+
+
+def _set_cwd(path: str | None) -> None:
+    if path is not None:
+        os.chdir(path)
+
+
+SIGNALS = tuple(signal.valid_signals())
+
+
+def _handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in SIGNALS}
 
 
 def _set_handlers(handlers: dict[int, Any]) -> None:
@@ -110,17 +292,159 @@ def _set_handlers(handlers: dict[int, Any]) -> None:
             signal.signal(number, handler)
 
 
-_SETTERS: Mapping[str, Callable[[Any], object]] = {
-    "the default dtype": torch.set_default_dtype,
-    "the number of threads": _set_threads,
-    "the deterministic mode": _set_deterministic,
-    "the precision of float32 products": torch.set_float32_matmul_precision,
-    "the random numbers of the CPU": torch.set_rng_state,
-    "the default device": _set_device,
-    "autocast": lambda on: torch.set_autocast_enabled("cpu", on),
-    "the garbage collector's being on": lambda on: gc.enable() if on else gc.disable(),
-    "the level up to which logging is off": logging.disable,
-    "the working directory": _set_folder,
-    "the signal handlers": _set_handlers,
-}
-"""What sets each of them; a device's random numbers are set by its own module."""
+def _loggers() -> dict[logging.Logger, Any]:
+    """How vLLM's loggers, ours and the root are set: whether they log, what, and to whom."""
+    known = logging.root.manager.loggerDict.copy().items()
+    ours = [each for name, each in known if name.startswith("vllm")]
+    return {
+        each: (
+            each.disabled,
+            each.level,
+            each.propagate,
+            tuple(each.filters),
+            tuple(each.handlers),
+        )
+        for each in (logging.root, *ours)
+        if isinstance(each, logging.Logger)
+    }
+
+
+def _set_loggers(loggers: dict[logging.Logger, Any]) -> None:
+    for each, values in loggers.items():
+        disabled, level, propagate, filters, handlers = values
+        if each.level != level:
+            each.setLevel(level)
+        each.disabled, each.propagate = disabled, propagate
+        each.filters[:], each.handlers[:] = filters, handlers
+
+
+def _umask() -> str | None:
+    """Without setting it, as os.umask does: a file of another thread would have the wrong mode."""
+    lines = Path("/proc/self/status").read_text("ascii", errors="replace").splitlines()
+    told = next((line for line in lines if line.startswith("Umask:")), None)
+    return told.split()[1] if told else None
+
+
+def _set_umask(mask: str | None) -> None:
+    if mask is not None:
+        os.umask(int(mask, 8))
+
+
+def _of_torch_c(name: str, get: str, put: str) -> Iterator[_Piece]:
+    """A switch of torch's, where this release has it."""
+    if hasattr(torch._C, get) and hasattr(torch._C, put):
+        yield _Piece(name, getattr(torch._C, get), getattr(torch._C, put))
+
+
+def _reduced(kind: str) -> Iterator[_Piece]:
+    """Whether sums of products may be made in less precision; newer releases have two switches."""
+    name = f"the reduced precision of sums of {kind} products"
+    what = f"cublas_allow_{kind}_reduced_precision_reduction"
+    for piece in _of_torch_c(name, f"_get_{what}", f"_set_{what}"):
+        yield piece._replace(set=partial(_set_each, piece.set))
+
+
+def _set_each(put: Callable[..., object], values: Any) -> None:
+    put(*values) if isinstance(values, tuple) else put(values)
+
+
+PRECISIONS = (
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("mkldnn", "all"),
+    *((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
+)
+"""What has an `fp32_precision`; those that have none of their own have that of `all`."""
+
+
+def _precisions() -> Iterator[_Piece]:
+    """torch's precisions in their newer form, `torch.backends.cuda.matmul.fp32_precision`."""
+    get: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+    put: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
+    for backend, op in PRECISIONS if get and put else ():
+        of = ".".join(part for part in (backend, op) if part not in ("generic", "all"))
+        name = f"the fp32_precision of torch.backends{of and '.'}{of}"
+        yield _Piece(name, partial(get, backend, op), partial(put, backend, op))
+
+
+_PIECES: tuple[_Piece, ...] = (
+    # modes first: they see, and may spoil, all that is asked of torch afterwards
+    _Piece("torch's function modes", _function_modes, partial(_set_modes, _function_modes)),
+    _Piece("torch's dispatch modes", _dispatch_modes, partial(_set_modes, _dispatch_modes)),
+    _Piece("the default device", torch.get_default_device, _set_device),
+    _Piece("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Piece("the number of threads", torch.get_num_threads, _set_threads),
+    _Piece("the deterministic mode", _deterministic, _set_deterministic),
+    # the older form before the newer one, of which it sets some
+    _Piece(
+        "the precision of float32 products",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    *_of_torch_c("cuDNN's TF32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+    *_precisions(),
+    *_of_torch_c(
+        "the accumulation of float16 products",
+        "_get_cublas_allow_fp16_accumulation",
+        "_set_cublas_allow_fp16_accumulation",
+    ),
+    *_reduced("fp16"),
+    *_reduced("bf16"),
+    *_of_torch_c("cuDNN's being on", "_get_cudnn_enabled", "_set_cudnn_enabled"),
+    *_of_torch_c("cuDNN's benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    *_of_torch_c("cuDNN's determinism", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    *_of_torch_c("oneDNN's being on", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    *_of_torch_c("flash attention's being on", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    *_of_torch_c(
+        "memory-efficient attention's being on",
+        "_get_mem_efficient_sdp_enabled",
+        "_set_sdp_use_mem_efficient",
+    ),
+    *_of_torch_c("plain attention's being on", "_get_math_sdp_enabled", "_set_sdp_use_math"),
+    *_of_torch_c("cuDNN attention's being on", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    _Piece(
+        "torch's anomaly mode",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        _set_anomaly,
+    ),
+    _Piece(
+        "autocast",
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda on: torch.set_autocast_enabled("cpu", on),
+    ),
+    _Piece("the random numbers of the CPU", torch.get_rng_state, torch.set_rng_state, moves=True),
+    _Piece(
+        "the garbage collector's being on",
+        gc.isenabled,
+        lambda on: gc.enable() if on else gc.disable(),
+    ),
+    _Piece(
+        "the level up to which logging is off",
+        lambda: logging.root.manager.disable,
+        logging.disable,
+    ),
+    _Piece("vLLM's loggers", _loggers, _set_loggers),
+    _Piece("the working directory", _cwd, _set_cwd),
+    _Piece("the signal handlers", _handlers, _set_handlers),
+    _Piece(
+        "the CPUs that it may run on",
+        lambda: os.sched_getaffinity(0),
+        lambda cpus: os.sched_setaffinity(0, cpus),
+    ),
+    _Piece("the umask", _umask, _set_umask),
+    _Piece(
+        "the number of files that may be open",
+        lambda: resource.getrlimit(resource.RLIMIT_NOFILE),
+        lambda limits: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+    ),
+)
+
+
+def _pieces(device: torch.device) -> Iterator[_Piece]:
+    """All that is compared, in the order in which it is set."""
+    yield from _PIECES
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    if hasattr(module, "get_rng_state"):
+        get = partial(module.get_rng_state, device)
+        name = f"the random numbers of {device}"
+        yield _Piece(name, get, lambda state: module.set_rng_state(state, device), moves=True)

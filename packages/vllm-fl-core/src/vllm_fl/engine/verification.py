@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean, quote
 from .guarded import Guarded, guarded
-from .wanted import Wanted, parts, wanted_of, worst
+from .wanted import parts, wanted_of, worst
 
 __all__ = [
     "Comparison",
@@ -104,7 +105,7 @@ def compare(
     sample: Sample,
     dtype: torch.dtype,
     *,
-    wanted: Sequence[Wanted | None] | None = None,
+    off: Callable[[Any], tuple[float, str]] | None = None,
     layer_for: LayerFactory | None = None,
 ) -> Comparison:
     """Run one sample on guarded memory and compare the results with the oracle's, on the CPU.
@@ -117,12 +118,13 @@ def compare(
         spec: its op's contract.
         sample: the arguments, on the implementation's device. They are left as they are.
         dtype: the dtype that the sample was made for.
-        wanted: what the results must be, where it is known.
+        off: (the worst error as a share of the tolerance, what is wrong or nothing) of results, as
+            `worst` tells them; None asks the oracle.
         layer_for: as for `as_call`.
     """
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
-    if wanted is None:
-        wanted = wanted_of(spec, sample)
+    if off is None:
+        off = partial(worst, wanted=wanted_of(spec, sample))
     call = guarded(dict(zip(spec.parameters, sample.args, strict=True)), spec.by_token)
     shapes = spec.fake(*call.args)
     consumed = spec.consumed(impl.consumes, call.args)
@@ -134,19 +136,19 @@ def compare(
             return Comparison(*fixed, "refused", reason=str(verdict))
         who = "it"
         got = as_call(impl, spec, layer_for)(*call.args)
-        if sample.args and getattr(sample.args[0], "is_cuda", False):
-            torch.cuda.synchronize(sample.args[0].device)  # a kernel's fault is this sample's
-        problem = misplaced(got, shapes, call, consumed)
+        for device in {arg.device for arg in call.args if isinstance(arg, torch.Tensor)}:
+            synchronise(device)  # a kernel's fault is this sample's
+        problem, share = misplaced(got, shapes, call, consumed), math.nan
+        if not problem:
+            who = "comparing its result"
+            share, problem = off(got)
+        problem = problem or misuse(call, consumed, impl, spec)
     except NotImplementedError as error:
         return Comparison(*fixed, "refused", reason=str(error) or "NotImplementedError")
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin may raise anything, SystemExit and panics included
         return Comparison(*fixed, "raised", reason=f"{who} raised {quote(error)}", error=error)
-    share = math.nan
-    if not problem:
-        share, problem = worst(got, wanted)
-    problem = problem or misuse(call, consumed, impl, spec)
     if problem:
         return Comparison(*fixed, "wrong", share, problem)
     return Comparison(*fixed, "ok", share)
@@ -181,6 +183,8 @@ def misplaced(got: Any, shapes: Any, call: Guarded, consumed: Iterable[str]) -> 
             continue
         if not isinstance(mine, torch.Tensor):
             return f"{where} is {_kind(mine)}, expected a tensor"
+        if odd := _oddity(mine):
+            return f"{where} is {odd}, expected a plain tensor"
         if mine.layout != torch.strided:
             return f"{where} is sparse ({mine.layout})"
         if mine.shape != shape.shape:
@@ -200,6 +204,21 @@ def misplaced(got: Any, shapes: Any, call: Guarded, consumed: Iterable[str]) -> 
             return f"{where} has strides {mine.stride()}: the contract promises a contiguous result"
         own.append(mine)
     return ""
+
+
+def _oddity(result: torch.Tensor) -> str:
+    """Why its memory does not hold its numbers, or nothing: vLLM's kernels read memory."""
+    if type(result) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(result).__name__}"
+    wrapped: Callable[..., bool] = torch._C._functorch.is_functorch_wrapped_tensor
+    kinds = {
+        "nested": result.is_nested,
+        "a functional tensor": torch._is_functional_tensor(result) or wrapped(result),
+        "a tensor of zeros without memory": result._is_zerotensor(),
+        "a tensor of which a view is negated": result.is_neg(),
+        "a tensor of which a view is conjugated": result.is_conj(),
+    }
+    return next((kind for kind, holds in kinds.items() if holds), "")
 
 
 def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -> str:
@@ -233,8 +252,13 @@ def _kind(result: Any) -> str:
 
 def synchronise(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
+    if device.type == "cpu":
+        return
+    module = torch.get_device_module(device)
+    if device.index is None or device.index == module.current_device():
+        module.synchronize()  # not every device's takes which
+    else:
+        module.synchronize(device)
 
 
 def refusal_of(error: BaseException) -> str:

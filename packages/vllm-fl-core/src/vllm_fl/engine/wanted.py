@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -33,13 +33,16 @@ class Wanted:
 
     results: ClassVar[int] = 1
 
-    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
+    def off(
+        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
+    ) -> tuple[float, str]:
         """(worst error as a share of the tolerance, what is wrong or nothing).
 
         Args:
-            results: what an implementation returned, on the device of these tensors or another. If
-                they have more rows, they repeat these from the first on.
+            results: what an implementation returned, as many rows, on the device of these tensors
+                or another.
             names: what messages call them.
+            tokens: which of a batch these rows are, for messages; None for all.
         """
         raise NotImplementedError
 
@@ -109,18 +112,16 @@ class _Near(Wanted):
     allowed: torch.Tensor
     dtype: torch.dtype
 
-    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
-        off = (0.0, 0)
-        for (mine,) in _blocks(results, self.exact):
-            off = _both(off, self.share(mine))
+    def off(
+        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
+    ) -> tuple[float, str]:
+        off = self.share(results[0].to(self.exact.device))
         return off[0], _problem(names[0], *off, results[0].numel())
 
     def share(self, mine: torch.Tensor) -> tuple[float, int]:
-        """(worst share, elements beyond the tolerance) of results for the first rows."""
-        exact, room = self.exact, self.allowed
-        if exact.ndim and len(exact) != len(mine):
-            exact, room = exact[: len(mine)], room[: len(mine)]
-        shares = (mine.to(exact.dtype) - exact).abs_().div_(room)
+        """(worst share, elements beyond the tolerance)."""
+        exact = self.exact
+        shares = (mine.to(exact.dtype) - exact).abs_().div_(self.allowed)
         top = float(shares.max())
         if top <= 1.0:
             return top, 0
@@ -158,23 +159,17 @@ class _Same(Wanted):
 
     exact: torch.Tensor
 
-    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
-        count, first, before = 0, "", 0
-        for (block,) in _blocks(results, self.exact):
-            mine, exact = _comparable(block), self.exact
-            if mine.ndim:
-                exact = exact[: len(mine)]
-            differs = (mine != exact) & ~((mine != mine) & (exact != exact))  # NaN is NaN
-            if bool(differs.any()):
-                if not count:
-                    at = differs.nonzero()[0].tolist()
-                    got, want = mine[tuple(at)].item(), exact[tuple(at)].item()
-                    place = tuple([before + at[0], *at[1:]]) if at else ()
-                    first = f"the first is {got} instead of {want}, at {place}"
-                count += int(differs.sum())
-            before += len(self.exact) if mine.ndim else 0
+    def off(
+        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
+    ) -> tuple[float, str]:
+        mine, exact = _comparable(results[0].to(self.exact.device)), self.exact
+        differs = (mine != exact) & ~((mine != mine) & (exact != exact))  # NaN is NaN
+        count = int(differs.sum())
         if not count:
             return 0.0, ""
+        at = tuple(differs.nonzero()[0].tolist())
+        place = (_token(at[0], tokens), *at[1:]) if at else ()
+        first = f"the first is {mine[at].item()} instead of {exact[at].item()}, at {place}"
         total = results[0].numel()
         return math.inf, f"{names[0]}: {count} of {total} elements differ, {first}"
 
@@ -204,18 +199,18 @@ class _Pair(Wanted):
 
     results: ClassVar[int] = 2
 
-    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
-        exact, wide = self.number.exact, self.number.exact.dtype
-        scale_off, number_off = (0.0, 0), (0.0, 0)
-        for value, scale in _blocks(results, exact):
-            number = value.to(wide) * _spread(scale.to(wide), value.shape)
-            scale_off = _both(scale_off, self.scale.share(scale))
-            number_off = _both(number_off, self.number.share(number))
-        problem = _problem(names[1], *scale_off, results[1].numel())
+    def off(
+        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
+    ) -> tuple[float, str]:
+        exact = self.number.exact
+        value, scale = (result.to(exact.device) for result in results)
+        number = value.to(exact.dtype) * _spread(scale.to(exact.dtype), value.shape)
+        scale_off, number_off = self.scale.share(scale), self.number.share(number)
+        problem = _problem(names[1], *scale_off, scale.numel())
         if problem:
             return scale_off[0], problem
         product = f"{names[0]} times its scale"
-        problem = _problem(product, *number_off, results[0].numel())
+        problem = _problem(product, *number_off, value.numel())
         return number_off[0] if problem else max(scale_off[0], number_off[0]), problem
 
     def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -243,24 +238,20 @@ class _Routed(Wanted):
 
     results: ClassVar[int] = 2
 
-    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
-        weights_off, others, first, before = (0.0, 0), 0, "", 0
-        for weights, ids in _blocks(results, self.ids):
-            want = self if len(ids) == len(self.ids) else self._first(len(ids))
-            ascending, order = ids.to(torch.int64).sort(-1)
-            unfit = want.unfit(ascending)
-            if bool(unfit.any()):
-                if not others:
-                    at = int(unfit.nonzero()[0])
-                    got, exact = ascending[at].tolist(), want.ids[at].tolist()
-                    first = f"token {before + at} has {got} instead of {exact}"
-                others += int(unfit.sum())
-            else:
-                share = want._weights_off(weights.gather(-1, order), ascending)
-                weights_off = _both(weights_off, share)
-            before += len(ids)
-        if others:
-            return math.inf, f"{names[1]}: {others} of {before} tokens have other experts, {first}"
+    def off(
+        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
+    ) -> tuple[float, str]:
+        weights, ids = (result.to(self.ids.device) for result in results)
+        ascending, order = ids.to(torch.int64).sort(-1)
+        unfit = self.unfit(ascending)
+        if bool(unfit.any()):
+            at = int(unfit.nonzero()[0])
+            return math.inf, (
+                f"{names[1]}: {int(unfit.sum())} of {len(ids)} tokens have other experts, token "
+                f"{_token(at, tokens)} has {ascending[at].tolist()} instead of "
+                f"{self.ids[at].tolist()}"
+            )
+        weights_off = self._weights_off(weights.gather(-1, order), ascending)
         return weights_off[0], _problem(names[0], *weights_off, results[0].numel())
 
     def unfit(self, ids: torch.Tensor) -> torch.Tensor:
@@ -296,9 +287,6 @@ class _Routed(Wanted):
             )
         return want.share(weights)
 
-    def _first(self, count: int) -> _Routed:
-        return self._each(lambda tensor: tensor[:count])
-
 
 @dataclass(frozen=True)
 class _Blocks(Wanted):
@@ -323,7 +311,9 @@ class _Blocks(Wanted):
     def is_empty(self, results: Sequence[torch.Tensor]) -> bool:
         return False  # without any row, the number of places in use must still be 0
 
-    def off(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[float, str]:
+    def off(
+        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
+    ) -> tuple[float, str]:
         device = self.experts.device
         rows, experts, used = (result.to(device, torch.int64) for result in results)
         if not torch.equal(used, self.used):
@@ -502,12 +492,15 @@ def _near(
     return _Near(exact, tolerance.atol * scale + tolerance.rtol * exact.abs(), dtype)
 
 
-def worst(got: Any, wanted: Iterable[Wanted | None]) -> tuple[float, str]:
+def worst(
+    got: Any, wanted: Iterable[Wanted | None], places: torch.Tensor | None = None
+) -> tuple[float, str]:
     """(worst error of all results as a share of the tolerance, what is wrong or nothing).
 
     Args:
         got: one result or several, of the shapes and dtypes that the contract says.
-        wanted: what each output must be. One with fewer rows stands for results that repeat them.
+        wanted: what each output must be.
+        places: which tokens of a batch their rows are, for the message; None for all.
     """
     largest, at, results = 0.0, 0, parts(got)
     for want in wanted:
@@ -518,7 +511,7 @@ def worst(got: Any, wanted: Iterable[Wanted | None]) -> tuple[float, str]:
             continue
         if not isinstance(got, tuple):
             names = ["the result"]
-        share, problem = want.off([part.detach() for part in mine], names)
+        share, problem = want.off([part.detach() for part in mine], names, places)
         if problem:
             return share, problem
         largest = max(largest, share)
@@ -539,7 +532,7 @@ def worst_place(
     for want in wanted:
         found = results[at : at + (want.results if want is not None else 1)]
         at += len(found)
-        if want is None or want.is_empty(found) or not want.off(found, ("",) * len(found))[1]:
+        if want is None or want.is_empty(found) or not want.off(found, ("",) * len(found), None)[1]:
             continue
         if not isinstance(want, _Near):
             return None
@@ -557,24 +550,9 @@ def parts(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _blocks(
-    results: Sequence[torch.Tensor], exact: torch.Tensor
-) -> Iterator[Sequence[torch.Tensor]]:
-    """The results, as many rows at a time as `exact` has, so that little is allocated beside them;
-    where `exact` lies. One number for all rows comes with each."""
-    rows = len(exact) if exact.ndim else 1
-    count = len(results[0]) if results[0].ndim else 1
-    if count <= rows:
-        yield [result.to(exact.device) for result in results]
-        return
-    for start in range(0, count, rows):
-        parts = (r if r.numel() == 1 else r[start : start + rows] for r in results)
-        yield [part.to(exact.device) for part in parts]
-
-
-def _both(one: tuple[float, int], other: tuple[float, int]) -> tuple[float, int]:
-    """What two blocks are off together: the larger share, and the sum of the elements."""
-    return max(one[0], other[0]), one[1] + other[1]
+def _token(row: int, places: torch.Tensor | None) -> int:
+    """Which token of a batch a row is."""
+    return row if places is None else int(places[row])
 
 
 def _problem(name: str, share: float, count: int, total: int) -> str:

@@ -17,6 +17,7 @@ from ..contracts.binding import FusionPlace, GraphPlace
 from ..engine.metrics import of_worker
 from ..engine.plan import Plan
 from ..engine.shadow import Shadow, Tally
+from ..files import open_to_append
 from ..logs import get_logger
 from ..text import quote
 from .places import installed_bindings
@@ -253,8 +254,8 @@ class _Lines:
         get: Callable[[], dict[str, Any] | None] = self._left.get
         while (line := get()) is not None:
             try:
-                with self._path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                with open_to_append(self._path) as file:
+                    file.write(json.dumps(line).encode() + b"\n")
             except OSError as error:
                 self._say(quote(error))
 

@@ -185,6 +185,7 @@ class Preflight:
             seed=self.seed,
             specs=plan.contracts,
             provided=self.facts.provided,
+            owners=get_default_manager().registry.snapshot().owners,
         )
         faults = {key: reason for key, (reason, _) in found.faults.items()}
         rejections = {key: f"{REFUSES} ({why})" for key, why in found.refused.items()}

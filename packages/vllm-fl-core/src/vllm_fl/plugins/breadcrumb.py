@@ -204,8 +204,8 @@ def now() -> str:
 
 def folder() -> Path | None:
     """The folder of the notes, `~/.cache/vllm-fl/running`; None without a home."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    if not cache:
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # by the rules of XDG a relative one is none
         home = os.path.expanduser("~")
         if not os.path.isabs(home):
             return None

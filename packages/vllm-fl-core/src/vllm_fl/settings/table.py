@@ -315,6 +315,9 @@ def _inconsistent(table: Table) -> str | None:
         ceilings = [row.up_to for row in tuned.rows]
         if ceilings != sorted({*ceilings}) or (ceilings and ceilings[0] < 1):
             return f"ops.{op}.rows: ceilings ascend from 1 on, got {ceilings}"
+        for figure in tuned.figures:
+            if figure.tokens < 1:
+                return f"ops.{op}.figures: {figure.impl} was measured at {figure.tokens} tokens"
         wrong_ones = {(f.tokens, f.impl) for f in tuned.figures if f.rejected}
         for row in tuned.rows:
             if (row.up_to, row.impl) in wrong_ones:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ from ..plugins.forms import states_support
 from ..plugins.types import OpImpl
 from ..text import quote
 from .processes import apart
-from .subject import Refused, Subject, fresh, tensors
+from .subject import Refused, Subject, expect, fresh, tensors
 
 __all__ = [
     "availability",
@@ -55,11 +56,12 @@ def declaration(subject: Subject, dtype: str, sample: str) -> None:
 def values(subject: Subject, dtype: str, sample: str) -> None:
     """The result is the oracle's, its memory its own, and all else is as it was: other memory, and
     the state of the process."""
+    run = partial(compare, subject.impl, subject.spec, subject.sample(dtype, sample), _torch(dtype))
     before = process_state.state_of(subject.device)
     try:
-        judge(compare(subject.impl, subject.spec, subject.sample(dtype, sample), _torch(dtype)))
-        problem = process_state.changed(before, subject.device)
-        assert problem is None, f"it changed {problem} of the whole process"
+        judge(run())
+        problem = process_state.changed(before, subject.device, partial(run, wanted=()))
+        expect(problem is None, f"it changed {problem} of the whole process")
     finally:
         process_state.restore(before, subject.device)
 
@@ -72,13 +74,13 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
     try:
         result = manager.call(subject.spec.name, *copy.deepcopy(bad.args))
     except CallError as error:
-        assert error.argument == bad.argument, f"it blames {error.argument!r}: {error}"
+        expect(error.argument == bad.argument, f"it blames {error.argument!r}: {error}")
     except (Exception, SystemExit) as error:
         raise AssertionError(f"no CallError, but {quote(error)}") from error
     else:
         kind = type(result).__name__
         raise AssertionError(f"returned a {kind} instead of raising: a wrong result in silence")
-    assert not manager.demotions, f"demoted: {dict(manager.demotions)}"
+    expect(not manager.demotions, f"demoted: {dict(manager.demotions)}")
 
 
 def call_op(subject: Subject, dtype: str, sample: str) -> None:
@@ -99,7 +101,7 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
     for each in subject.samples(dtype):
         if subject.accepts(each):
             first, second = (subject.bits(fresh(each)) for _ in range(2))
-            assert first == second, f"{each.name}: the same inputs gave other bits"
+            expect(first == second, f"{each.name}: the same inputs gave other bits")
 
 
 def same_bits(subject: Subject, dtype: str) -> Determinism:
@@ -126,19 +128,21 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
     for each in subject.samples(dtype):
         verdict = _verdict(impl, each)
         away = dataclasses.replace(each, args=(each.args[0].to(device), *each.args[1:]))
-        assert impl.traceable or not _verdict(impl, away), (
-            f"{each.name}: supports takes tensors on {device}, where its kernel cannot run"
+        expect(
+            impl.traceable or not _verdict(impl, away),
+            f"{each.name}: supports takes tensors on {device}, where its kernel cannot run",
         )
         for value in (0.0, 1e4, float("nan")):
             other = fresh(each)
             for arg in other.args:
                 if isinstance(arg, torch.Tensor) and arg.numel():
                     arg.fill_(value if arg.is_floating_point() else value and arg.max())
-            assert _verdict(impl, other) is verdict, f"{each.name}: supports looks at values"
+            expect(_verdict(impl, other) is verdict, f"{each.name}: supports looks at values")
     sizes = [subject.served(dtype, tokens) for tokens in (1, *subject.sizes.tokens)]
     for same in zip(*sizes, strict=True):
         verdicts = {each.name: _verdict(impl, each) for each in same}
-        assert len(set(verdicts.values())) == 1, f"supports looks at the batch size: {verdicts}"
+        one = len(set(verdicts.values())) == 1
+        expect(one, f"supports looks at the batch size: {verdicts}")
 
 
 def _refuses_each_elsewhere(subject: Subject, dtype: str) -> None:
@@ -192,8 +196,9 @@ def serving(subject: Subject, dtype: str, sample: str) -> None:
     reasons = _refused_by(subject, dtype)
     if not reasons:
         return
-    assert any(not _refused_by(subject, other) for other in subject.dtypes if other != dtype), (
-        f"it refuses every call of a served model, in every dtype: {reasons}"
+    expect(
+        any(not _refused_by(subject, other) for other in subject.dtypes if other != dtype),
+        f"it refuses every call of a served model, in every dtype: {reasons}",
     )
     raise Refused(f"{subject.spec.name}: {dtype} is refused: {'; '.join(set(reasons.values()))}")
 
@@ -211,9 +216,10 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
         seed=0,
         specs={subject.spec.name: subject.spec},
         seconds=0.5,
+        profiled=True,
     )
     faults = {key: why for key, (why, _) in found.faults.items()} | found.refused
-    assert not faults, f"an engine would demote it at start: {faults}"
+    expect(not faults, f"an engine would demote it at start: {faults}")
 
 
 def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
@@ -229,7 +235,7 @@ def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
 
 def _reason(refusal: Comparison) -> str:
     """Why a call was refused."""
-    assert refusal.reason not in ("", "False", "None"), "refused without a reason"
+    expect(refusal.reason not in ("", "False", "None"), "refused without a reason")
     return refusal.reason
 
 
@@ -245,10 +251,10 @@ def judge(result: Comparison, sample: Sample | None = None, *, skips: bool = Tru
 
 
 def _verdict(impl: OpImpl, sample: Sample) -> bool:
-    assert impl.supports is not None
-    verdict: object = impl.supports(*sample.args)
-    assert verdict is True or (isinstance(verdict, str) and verdict), (
-        f"{sample.name}: supports answered {verdict!r}, neither True nor a reason"
+    verdict: object = True if impl.supports is None else impl.supports(*sample.args)
+    expect(
+        verdict is True or (isinstance(verdict, str) and verdict),
+        f"{sample.name}: supports answered {verdict!r}, neither True nor a reason",
     )
     return verdict is True
 

@@ -16,7 +16,7 @@ from ..engine.traced import trial
 from ..engine.verification import compare
 from ..plugins.types import BackendImplKind, OpImpl
 from .checks import judge
-from .subject import Refused, Subject, fresh, pattern
+from .subject import Refused, Subject, expect, fresh, pattern
 
 __all__ = ["opcheck", "tracing"]
 
@@ -36,8 +36,9 @@ def tracing(subject: Subject, dtype: str, sample: str) -> None:
             compiled, graphs = _compiled(subject, _varying(small, large))
             for each in (small, large):
                 judge(compare(compiled, subject.spec, each, kind), each, skips=False)
-            assert len(graphs) == 1, (
-                f"{small.name}: {len(graphs)} graphs for two batch sizes; one must serve all"
+            expect(
+                len(graphs) == 1,
+                f"{small.name}: {len(graphs)} graphs for two batch sizes; one must serve all",
             )
     for each in subject.patterns(dtype):
         if pattern(each) in seen:
@@ -60,11 +61,12 @@ def _traced_form(subject: Subject, traced: Callable[..., Any], dtype: str) -> No
         if not subject.accepts(each):
             continue
         compared = compare(form, subject.spec, each, getattr(torch, dtype))
-        assert compared.status == "ok", f"its traced form, {each.name}: {compared.reason}"
+        right = compared.status == "ok"
+        expect(right, f"its traced form, {each.name}: {compared.reason}")
         rows = subject.spec.with_rows(each.args).values()
         if not interpreted and all(len(row) > 1 and row.is_contiguous() for row in rows):
             problem = trial(subject.impl, subject.spec, each.args)
-            assert not problem, f"{each.name}: {problem}"
+            expect(not problem, f"{each.name}: {problem}")
 
 
 def opcheck(subject: Subject, dtype: str, sample: str) -> None:

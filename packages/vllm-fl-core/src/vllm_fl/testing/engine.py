@@ -24,7 +24,7 @@ from typing import Any
 
 from ..plugins.breadcrumb import ending
 from .processes import installed_with
-from .subject import Refused, Subject
+from .subject import Refused, Subject, expect
 
 __all__ = ["engine"]
 
@@ -80,9 +80,11 @@ def engine(subject: Subject, dtype: str, sample: str) -> None:
             raise AssertionError(
                 f"each of {', '.join(ops)} is served alone, but together {together.problem}"
             )
-    assert served.report is not None, served.problem
+    if served.report is None:
+        raise AssertionError(served.problem)
     planned = served.report["ops"][op]
-    assert planned["impl"] == impl_id, f"the engine runs {planned['impl']}: {planned['reason']}"
+    why = f"the engine runs {planned['impl']}: {planned['reason']}"
+    expect(planned["impl"] == impl_id, why)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..plugins.registry import EMPTY, SCRIPT, OpRegistry, RegistrySnapshot
 from ..plugins.types import OpImpl
 from ..settings.policy import SelectionPolicy
 
-__all__ = ["SIZES", "Refused", "Subject", "digest", "fresh", "pattern", "tensors"]
+__all__ = ["SIZES", "Refused", "Subject", "digest", "expect", "fresh", "pattern", "tensors"]
 
 WEIGHT = "weight"
 """The parameter of that name, which several contracts have."""
@@ -37,6 +37,16 @@ SIZES = dataclasses.replace(typical_sizes(), tokens=(1, 7, 300))
 
 class Refused(Exception):
     """The implementation refused a call, with a reason: neither a pass nor a failure."""
+
+
+def expect(holds: object, why: str) -> None:
+    """Fail the check unless this holds. An `assert` would be nothing under `python -O`.
+
+    Raises:
+        AssertionError: it does not; with why that is a fault.
+    """
+    if not holds:
+        raise AssertionError(why)
 
 
 @dataclass(frozen=True)

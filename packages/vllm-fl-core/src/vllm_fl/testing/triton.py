@@ -292,9 +292,7 @@ def _interpreted_functions_look_compiled() -> None:
 
     def source(self: Any) -> str:
         text = textwrap.dedent("".join(inspect.getsourcelines(self.fn)[0]))
-        found = re.search(r"^def\s+\w+\s*\(", text, re.M)
-        assert found
-        return text[found.start() :]
+        return text[re.search(r"^def\s+\w+\s*\(", text, re.M).start() :]  # type: ignore[union-attr]
 
     def key(self: Any) -> str:
         return hashlib.sha256((self.fn.__module__ + source(self)).encode()).hexdigest()

@@ -21,6 +21,9 @@ HEAD_SIZES = (64, 128, 256)
 LANES = 32
 """Threads that share a head: each holds head_size / 32 features, one behind the other."""
 
+HOPPER = (9, 0)
+"""The compute capability for which the kernel takes several heads a warp."""
+
 MOST_ELEMENTS = 2**31 - 1
 """The kernel counts the elements of qkv in 32 bits."""
 
@@ -107,8 +110,10 @@ def supports_qk_norm_rope(
             return f"{name} is {weight.dtype} {(*weight.shape,)} of strides {weight.stride()}"
     if position_ids.shape != qkv.shape[:1] or position_ids.is_floating_point():
         return f"position_ids is {position_ids.dtype} {(*position_ids.shape,)}"
-    return _table_suits(cos_sin_cache, size, rotary_interleaved) or _has_code_for(
-        qkv, cos_sin_cache
+    return (
+        _table_suits(cos_sin_cache, size, rotary_interleaved)
+        or _turns_part_wrongly(qkv, cos_sin_cache.shape[1], size, rotary_interleaved)
+        or _has_code_for(qkv, cos_sin_cache)
     )
 
 
@@ -126,6 +131,23 @@ def _table_suits(table: torch.Tensor, size: int, rotary_interleaved: bool) -> st
     if rotary > size or not whole or not (rotary_interleaved or apart.bit_count() == 1):
         return f"the kernel cannot turn {rotary} of {size} features"
     return None
+
+
+def _turns_part_wrongly(
+    qkv: torch.Tensor, rotary: int, size: int, rotary_interleaved: bool
+) -> str | None:
+    """Why the kernel would turn some heads wrongly; None if it would not.
+
+    Where a head's features do not all rotate, some threads take no part in the exchange between
+    its halves (vllm#51049). On Hopper a warp takes several heads in turn, from 10 240 query and
+    key heads in a batch on: all but its first are wrong then. On other GPUs each has one.
+    """
+    if rotary == size or rotary_interleaved or _capability(qkv.device) != HOPPER:
+        return None
+    return (
+        f"on compute capability 9.0 the kernel is wrong in large batches where {rotary} of {size} "
+        "features rotate (vllm#51049)"
+    )
 
 
 def _has_code_for(qkv: torch.Tensor, table: torch.Tensor) -> Availability:

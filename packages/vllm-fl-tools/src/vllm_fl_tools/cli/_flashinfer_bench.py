@@ -140,7 +140,7 @@ def definitions(
     """
     import torch
 
-    from vllm_fl.engine.preflight import POOL
+    from vllm_fl.contracts.batches import POOL
 
     if dtype not in spec.dtypes:
         raise Unsayable(f"its contract has no {dtype}")

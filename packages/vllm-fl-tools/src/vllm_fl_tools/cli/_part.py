@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import UsageError
+from vllm_fl.files import open_to_append
 
 __all__ = ["INTERRUPTED", "PartFile", "ended_by_signal"]
 
@@ -35,7 +36,7 @@ class PartFile:
     def __init__(self, path: Path, option: str) -> None:
         self.path = path
         try:
-            self._file = open(path, "a+b")  # noqa: SIM115, it is held until the run ends
+            self._file = open_to_append(path)
         except OSError as error:
             raise UsageError(
                 f"{option} {path.with_suffix('')}: {path} cannot be written: {error.strerror}; "

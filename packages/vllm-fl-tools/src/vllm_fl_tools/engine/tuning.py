@@ -26,7 +26,7 @@ from vllm_fl.dispatch.resolver import Candidate, Trace
 from vllm_fl.engine.guarded import Guarded, rows_of
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
-from vllm_fl.engine.preflight import Form, Trials, repeated
+from vllm_fl.engine.preflight import Form, Trials
 from vllm_fl.engine.verification import LayerFactory, as_call, compare, refusal_of
 from vllm_fl.plugins.forms import asked_for
 from vllm_fl.plugins.types import OpImpl
@@ -357,12 +357,12 @@ class OpTuning:
         )
         for large in (True, False):
             form.switch(large=large)
-            order = self._trials.order(tokens, large)[:tokens]
-            laid = rows_of(form.pool(large), repeated(order, tokens))
+            rows = self._trials.rows(tokens, large, "drawn" if large else "standing")
+            laid = rows_of(form.pool(large), rows)
             name = f"{tokens} x {form.name}" + ", large values" * large
             sample = Sample(name, form.call(laid).args)
-            wanted = form.wanted(large, order, tokens)
-            found = compare(impl, self.spec, sample, self.dtype, wanted=wanted)
+            off = partial(form.off, large, rows)
+            found = compare(impl, self.spec, sample, self.dtype, off=off)
             if found.status != "ok":
                 form.switch(large=False)
                 return f"{found.status}: {found.reason} ({name})"
@@ -552,8 +552,7 @@ class OpTuning:
 
     def _laid(self, form: Form, tokens: int, salt: int) -> _Laid:
         """Arguments of a call, with activations of its own."""
-        order = self._trials.order(tokens, salt)[:tokens]
-        activations = rows_of(form.pool(False), repeated(order, tokens))
+        activations = rows_of(form.pool(False), self._trials.rows(tokens, salt))
         activations.remember()
         return _Laid(form, activations, form.call(activations).args)
 

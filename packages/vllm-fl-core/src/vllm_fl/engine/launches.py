@@ -1,0 +1,99 @@
+"""At how many tokens a call launches other kernels: what is right on one side may be wrong on the
+other.
+
+Triton tells which compiled variant of a kernel it launches. Kernels of other compilers are told
+apart by their names in a profile, where a caller asks for one: it leaves the driver's tracing on,
+which an engine must not have.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from .verification import synchronise
+
+__all__ = ["Launched", "edges", "launched"]
+
+Launched = frozenset[tuple[str, int]]
+"""What one call has launched: names, and of Triton's kernels the compiled variants."""
+
+
+def edges(kernels: Callable[[int], Launched], largest: int, deadline: float) -> Iterator[int]:
+    """The smallest numbers of tokens from which on other kernels are launched than for one less.
+
+    Args:
+        kernels: what a call of so many tokens launches.
+        largest: the largest batch, in tokens.
+        deadline: until when it is looked for, by `time.monotonic`.
+    """
+    known: dict[int, Launched] = {}
+
+    def at(tokens: int) -> Launched:
+        if tokens not in known:
+            known[tokens] = kernels(tokens)
+        return known[tokens]
+
+    counts = sorted({*(1 << n for n in range(largest.bit_length())), largest})
+    for below, above in pairwise(counts):
+        if time.monotonic() > deadline:
+            return
+        if at(below) == at(above):
+            continue
+        low, high = below, above
+        while high - low > 1 and time.monotonic() < deadline:
+            middle = (low + high) // 2
+            if at(middle) == at(low):
+                low = middle
+            else:
+                high = middle
+        yield high
+
+
+def launched(call: Callable[[], object], device: torch.device, *, profiled: bool) -> Launched:
+    """What a call launches on a device; nothing on a CPU.
+
+    Args:
+        call: the call.
+        device: where it runs.
+        profiled: whether kernels that Triton has not compiled are told apart, too.
+    """
+    found: set[tuple[str, int]] = set()
+    if device.type == "cpu":
+        return frozenset()
+    with _told_by_triton(found):
+        if not profiled:
+            call()
+            return frozenset(found)
+        kinds = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+            call()
+            synchronise(device)
+    found |= {(each.name, 0) for each in profile.events() if each.device_type.name != "CPU"}
+    return frozenset(found)
+
+
+@contextmanager
+def _told_by_triton(found: set[tuple[str, int]]) -> Iterator[None]:
+    """Inside the block, what Triton launches is added to `found`."""
+    knobs = sys.modules.get("triton.knobs")
+    hooks: Any = getattr(getattr(knobs, "runtime", None), "launch_enter_hook", None)
+    if not hasattr(hooks, "add"):  # nobody has loaded Triton, or it has no chain of hooks
+        yield
+        return
+
+    def note(metadata: Any) -> None:
+        told = metadata.get()
+        found.add((str(told.get("name")), int(told.get("function") or 0)))
+
+    hooks.add(note)
+    try:
+        yield
+    finally:
+        hooks.remove(note)

@@ -1,0 +1,80 @@
+"""At how many tokens other kernels are launched."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.engine import launches
+from vllm_fl.engine.preflight import find_faults
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
+
+def variant(tokens: int) -> launches.Launched:
+    name = "small" if tokens < 37 else "one" if tokens < 700 else "many"
+    return frozenset({(name, 0)})
+
+
+def test_where_other_kernels_are_launched() -> None:
+    late = time.monotonic() + 60
+    assert list(launches.edges(variant, 2048, late)) == [37, 700]
+    assert list(launches.edges(variant, 699, late)) == [37]
+    assert list(launches.edges(variant, 1, late)) == []
+
+
+def test_no_time_is_left() -> None:
+    assert list(launches.edges(variant, 2048, time.monotonic() - 1)) == []
+
+
+def test_nothing_is_launched_on_a_cpu() -> None:
+    called: list[int] = []
+    cpu = torch.device("cpu")
+    assert launches.launched(lambda: called.append(1), cpu, profiled=False) == frozenset()
+    assert called == []
+
+
+def test_triton_tells_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[Any] = []
+    chain = SimpleNamespace(add=hooks.append, remove=hooks.remove)
+    runtime = SimpleNamespace(launch_enter_hook=chain)
+    monkeypatch.setitem(sys.modules, "triton.knobs", SimpleNamespace(runtime=runtime))
+
+    def call() -> None:
+        for hook in hooks:
+            hook(SimpleNamespace(get=lambda: {"name": "norm_kernel", "function": 7}))
+
+    found = launches.launched(call, torch.device("meta"), profiled=False)
+    assert found == {("norm_kernel", 7)}
+    assert hooks == []
+
+
+def test_both_sides_of_an_edge_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is wrong at the first sizes of its second variant alone."""
+
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        result = torch.nn.functional.silu(x[..., :half]) * x[..., half:]
+        return result + 1 if len(x) == 700 else result
+
+    count = SimpleNamespace(now=0)
+
+    def told(call: Any, device: torch.device, *, profiled: bool) -> launches.Launched:
+        call()
+        return variant(count.now)
+
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        count.now = len(x)
+        return silu(x)
+
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, counting, "acme")
+    sizes = ModelSizes(64, 64, 2, 1, 64, 64, tokens=(1, 2048))
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(launches, "launched", told)
+    found = find_faults([impl], torch.float32, cpu, sizes, seed=3, seconds=60.0)
+    assert "700 x" in found.faults["silu_and_mul", "vendor.acme"][0]
