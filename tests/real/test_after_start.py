@@ -22,7 +22,7 @@ RUNS = [
     for fast, case in (
         (True, (SMOLLM2, "shipped", "eager", 1)),
         (False, (SMOLLM2, "reference", "compiled", 1)),
-        (False, (SMOLLM2, "reference", "eager", 2)),
+        (False, (GEMMA, "reference", "eager", 2)),
         (False, (GEMMA, "shipped", "eager", 1)),
         (False, (GEMMA, "reference", "compiled", 1)),
         (False, (MIXTURE, "experts", "eager", 1)),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..engine.preflight import release
 from ..errors import ServingError
 from ..logs import get_logger
 from ..text import quote
@@ -171,7 +170,6 @@ def verify(worker: PlannedWorker, occasion: str) -> str:
     with plan.record.aside():
         live, not_run = seen_again(worker, since.models())
     verdicts = agree(Verdict(worker.rank, live.faults))
-    release(worker.device)
     found = [
         (op, impl_id, f"{why} (found on rank {v.rank})")
         for v in reversed(verdicts)

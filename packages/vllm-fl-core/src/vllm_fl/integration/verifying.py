@@ -420,7 +420,6 @@ def verify_with_cache(
             plan.record.demote(op, impl_id, preflight.demoted[op, impl_id])
         renew()
         counts = preflight.live_counts
-    release(worker.device)
     if not_run:
         return f"not on live tensors with the KV cache in memory: {not_run}"
     left = ", ".join(f"{op} ({why})" for op, why in sorted(live.left_out.items()))
@@ -456,14 +455,13 @@ def seen_again(
         counts: of how many tokens; by default of as many as the largest forward at start had.
     """
     wanted = counts or frozenset((max(worker.vllm_fl_preflight.live_counts),))
-    return _seen_live(
-        worker,
-        models,
-        sorted(wanted, reverse=True),
-        rows=ROWS_AGAIN,
-        seconds=SECONDS_AGAIN,
-        scarce=True,
-    )
+    limits = {"rows": ROWS_AGAIN, "seconds": SECONDS_AGAIN, "scarce": True}
+    found = _seen_live(worker, models, sorted(wanted, reverse=True), **limits)
+    if worker.device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
+        import torch
+
+        torch.get_device_module(worker.device).empty_cache()
+    return found
 
 
 def _seen_live(
