@@ -83,7 +83,8 @@ class ModelSizes:
         head_size: features of one head.
         rotary: how many of them rotate.
         tokens: the batch sizes to try, in tokens; the last one is the largest batch.
-        max_position: the model's length: positions run from 0 to max_position - 1.
+        max_position: the model's length, or what of it is tried: positions run from 0 to
+            max_position - 1.
         epsilon: what the model's norms add to the mean of squares.
         more: what the bindings of ops ask beyond these, by the names of their rules.
     """
