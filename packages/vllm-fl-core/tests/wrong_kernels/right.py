@@ -91,10 +91,10 @@ def rms_norm(
     normed = y * torch.rsqrt(variance + epsilon)
     if weight is not None:
         normed = normed * weight.float()
-    out = normed.to(x.dtype, memory_format=torch.contiguous_format)
+    out = normed.to(x.dtype).contiguous()
     if residual is None:
         return out
-    return out, y.to(x.dtype, memory_format=torch.contiguous_format)
+    return out, y.to(x.dtype).contiguous()
 
 
 def rotary_embedding(
