@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .corpus import MIXED, NORM, ROTARY, SILU, wrong, wrong_for
+from .corpus import LATENT, MIXED, NORM, ROTARY, SILU, wrong, wrong_for
 from .faults import changed, each, spoilt, taken, with_arguments
 
 CACHE, MLA, QK, MROPE = (
@@ -101,7 +101,7 @@ def values_wrap_at_512() -> Any:
     "from token 1024 on the rotated part is that of 1024 tokens before",
     "positions of long prompts repeat themselves",
     start=True,
-    sizes=MIXED,
+    sizes=LATENT,
 )
 def rotated_part_wraps_at_1024() -> Any:
     def change(a):
@@ -275,7 +275,7 @@ def one_run_of_slots() -> Any:
     "copies all tokens in one piece where the last slot is as far from the first as a run's is",
     "two prompts whose blocks lie so lose their order",
     start=True,
-    sizes=MIXED,
+    sizes=LATENT,
 )
 def slots_by_first_and_last() -> Any:
     def change(a):

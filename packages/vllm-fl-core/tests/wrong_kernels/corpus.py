@@ -20,6 +20,7 @@ __all__ = [
     "GELU",
     "KINDS",
     "LARGEST",
+    "LATENT",
     "MIXED",
     "NORM",
     "ROTARY",
@@ -47,14 +48,28 @@ MIXED = dataclasses.replace(
         "expert_groups_per_token": 2,
         "dense_intermediate": 224,
         "router_experts": 8,
-        "kv_lora_rank": 48,
-        "qk_rope_head_dim": 16,
+        "biased": 1,
+        "linear_key_heads": 4,
         "linear_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "conv_features": 96,
+        "conv_taps": 4,
+        "conv_bias": 1,
         "gated_norm": 96,
         "gated_norm_groups": 2,
+        "block_size": 64,
     },
 )
-"""Those of a model that has some of everything: for ops beyond the four."""
+"""Those of a model that has some of everything, but for latent attention: for ops beyond the
+four."""
+
+LATENT = dataclasses.replace(
+    SIZES, more={"kv_lora_rank": 48, "qk_rope_head_dim": 16, "block_size": 64}
+)
+"""Those of a model with latent attention."""
+
+_SIZES_OF = dict.fromkeys((SILU, GELU, NORM, ROTARY), SIZES) | {"concat_and_cache_mla": LATENT}
 
 KINDS = MappingProxyType(
     {
@@ -176,7 +191,7 @@ def wrong_for(
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
         for each in ops:
             op, *argument = [each] if isinstance(each, str) else each
-            fields = {"sizes": SIZES if op in (SILU, GELU, NORM, ROTARY) else MIXED, **how}
+            fields = {"sizes": _SIZES_OF.get(op, MIXED), **how}
             of_op = functools.update_wrapper(functools.partial(make, op, *argument), make)
             of_op.__name__ = "_".join([make.__name__, op, *argument])
             said = fault.format(*argument)

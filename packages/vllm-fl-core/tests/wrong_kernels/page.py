@@ -15,7 +15,7 @@ import torch
 
 from vllm_fl.contracts import OpSpec, contracts
 
-from .corpus import KINDS, MIXED, Wrong, corpus
+from .corpus import KINDS, LATENT, MIXED, Wrong, corpus
 
 __all__ = ["COLUMNS", "KERNELS", "PAGE", "keep", "seen", "write", "written"]
 
@@ -32,8 +32,8 @@ MARK = "<!-- {}: written by `python -m wrong_kernels --write` -->"
 
 NOT_RUN = "·"
 
-SMALL = dataclasses.replace(MIXED, tokens=(3,))
-"""A model that has some of everything, to ask contracts which calls they have of a served one."""
+MODELS = tuple(dataclasses.replace(sizes, tokens=(3,)) for sizes in (MIXED, LATENT))
+"""Those whose calls contracts are asked for."""
 
 
 @cache
@@ -159,7 +159,8 @@ def _untried() -> str:
     """What no call of a served model's sizes has, by op: such calls at all, or an argument."""
     lines = []
     for op, spec in sorted(contracts().items()):
-        calls = list(spec.served(SMALL, _dtype(spec), torch.device("cpu")))
+        device, dtype = torch.device("cpu"), _dtype(spec)
+        calls = [call for sizes in MODELS for call in spec.served(sizes, dtype, device)]
         if not calls:
             lines.append(f"- `{op}`: no call; its contract's own samples alone are tried.")
             continue

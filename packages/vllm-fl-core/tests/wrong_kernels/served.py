@@ -37,7 +37,7 @@ def _sizes(tokens: int = 512, max_position: int = 4096, **sizes: int) -> ModelSi
 
 MANY_EXPERTS = _sizes(experts=32, experts_per_token=8)
 WIDE = _sizes(16, intermediate=14336)
-HYBRID = _sizes(linear_value_heads=64)
+HYBRID = _sizes(linear_value_heads=16, conv_features=1024)
 
 
 @wrong(
@@ -302,7 +302,7 @@ def ninth_head() -> Any:
     "heads beyond the 32nd have the gates of the first ones",
     "larger hybrid models forget at random",
     start=True,
-    sizes=HYBRID,
+    sizes=_sizes(linear_key_heads=16, linear_value_heads=64),
 )
 def heads_beyond_32() -> Any:
     def spoil(got, *args):
@@ -362,7 +362,7 @@ def slots_in_16_bits(op: str, argument: str) -> Any:
     "blocks whose size is no power of two are found with a shift",
     "hybrid models, whose blocks have odd sizes, read other requests' keys",
     start=True,
-    sizes=MIXED,
+    sizes=_sizes(block_size=48),
 )
 def odd_blocks() -> Any:
     def change(a):

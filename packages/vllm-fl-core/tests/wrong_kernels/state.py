@@ -287,7 +287,8 @@ def anomaly_detection() -> Any:
     start=True,
 )
 def silences_vllm() -> Any:
-    return _also(lambda: setattr(logging.getLogger("vllm"), "disabled", True))
+    log = logging.getLogger("vllm")  # an engine has it
+    return _also(lambda: setattr(log, "disabled", True))
 
 
 @_changes(
