@@ -43,6 +43,7 @@ from .verification import (
     misuse,
     refusal_of,
     synchronise,
+    tried,
 )
 from .wanted import Wanted, wanted_of, worst
 
@@ -366,8 +367,8 @@ class Trials:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """The contract's own samples."""
-        return list(self.spec.samples(self.dtype, self.device))
+        """The contract's own samples, and some of them laid out otherwise."""
+        return list(tried(self.spec, self.dtype, self.device))
 
     def wanted(self, index: int) -> list[Wanted | None]:
         """What a sample of the contract must give."""

@@ -57,7 +57,8 @@ def values(subject: Subject, dtype: str, sample: str) -> None:
     the state of the process."""
     before = process_state.state_of(subject.device)
     try:
-        judge(compare(subject.impl, subject.spec, subject.sample(dtype, sample), _torch(dtype)))
+        call = subject.sample(dtype, sample)
+        judge(compare(subject.impl, subject.spec, call, _torch(dtype), packed=True))
         problem = process_state.changed(before, subject.device)
         assert problem is None, f"it changed {problem} of the whole process"
     finally:
