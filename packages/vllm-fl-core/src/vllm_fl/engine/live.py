@@ -23,7 +23,7 @@ from ..plugins import breadcrumb
 from ..plugins.registry import Owner
 from ..plugins.types import OpImpl
 from ..text import quote
-from .guarded import Guarded, in_place
+from .guarded import Guarded, in_place, taken
 from .opaque import is_opaque
 from .plan import Plan
 from .verification import contract_args, dtype_name, misplaced, misuse, synchronise
@@ -392,9 +392,7 @@ def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
     value = value.detach()
     if rows is None:
         return value.to("cpu", copy=True)
-    if value.element_size() == 1:  # not every device indexes float8
-        return value.view(torch.uint8)[rows.to(value.device)].view(value.dtype).to("cpu")
-    return value[rows.to(value.device)].to("cpu")
+    return taken(value, rows).to("cpu")
 
 
 def _growth(spec: OpSpec) -> int:
