@@ -41,6 +41,7 @@ def greedy_token(logits: Tensor) -> Tensor:
 
 
 def quantise(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
     wide = x.float() if group is None else x.float().unflatten(-1, (-1, group))
     scale = wide.abs().amax(-1).clamp(min=1e-10) / 127
     return (wide / scale.unsqueeze(-1)).round().to(torch.int8).view(x.shape), scale
@@ -48,13 +49,14 @@ def quantise(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
 
 def quantise_down(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     """Rounds towards zero, as some hardware does: within one step all the same."""
+    x = x.contiguous()
     wide = x.float() if group is None else x.float().unflatten(-1, (-1, group))
     scale = wide.abs().amax(-1).clamp(min=1e-10) / 127
     return (wide / scale.unsqueeze(-1)).to(torch.int8).view(x.shape), scale
 
 
 def quantise_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    wide = x.float()
+    wide = x.contiguous().float()
     largest = wide.abs().amax() if x.numel() else wide.new_zeros(())
     scale = largest.clamp(min=1e-10).reshape(1) / 448
     return (wide / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale

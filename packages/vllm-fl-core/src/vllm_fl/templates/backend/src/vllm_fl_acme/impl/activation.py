@@ -22,6 +22,7 @@ __all__ = [
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(x[..., :d]) * x[..., d:] for x of shape (..., 2 * d)."""
     d = x.shape[-1] // 2
+    x = x.contiguous()  # results are, whatever the layout of x
     gate, up = x[..., :d], x[..., d:]
     return F.silu(gate) * up
 
@@ -36,6 +37,7 @@ def supports_silu_and_mul(x: torch.Tensor) -> Availability:
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(x[..., :d]) * x[..., d:] for x of shape (..., 2 * d); approximate: "none" or "tanh"."""
     d = x.shape[-1] // 2
+    x = x.contiguous()  # results are, whatever the layout of x
     gate, up = x[..., :d], x[..., d:]
     return F.gelu(gate, approximate=approximate) * up
 

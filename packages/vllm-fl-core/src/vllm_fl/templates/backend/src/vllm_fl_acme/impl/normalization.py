@@ -23,6 +23,7 @@ def rms_norm(
     The sum and the norm are computed in fp32. The mean goes over the first `variance_size`
     features, or all.
     """
+    x = x.contiguous()  # results are, whatever the layout of x
     y = x.float()
     if residual is not None:
         y = y + residual.float()
