@@ -53,6 +53,10 @@ class Job:
         leads: whether to return which token was the likeliest, and by how much, of `scored` and of
             the answers; not with `logits`.
         adapter: the folder of a LoRA adapter that all of it goes through; empty for none.
+        updates: what all workers are asked behind the batches, [method, keyword arguments,
+            whether the batches run again afterwards], with nothing in vLLM's cache. A method
+            `LLM.sleep` is one of `vllm.LLM`.
+        midway: what they are asked while the last batch is under way, once more at the end.
     """
 
     model: str
@@ -66,6 +70,8 @@ class Job:
     scored: list[list[int]] = field(default_factory=list)
     leads: bool = False
     adapter: str = ""
+    updates: list[list[Any]] = field(default_factory=list)
+    midway: str = ""
 
 
 class EngineFailed(RuntimeError):
@@ -89,7 +95,8 @@ def run(
         `logprobs` per text of `scored`; with `leads` also `leads` per text and `answer_leads` per
         prompt, `[likeliest token, log-probability above the next]` for each token; `steps` (how
         many forward passes the batches took), `seconds` per round, `kv_blocks`, `report` (None for
-        stock), `custom_ops`, and `log`, all that the process printed.
+        stock), `custom_ops`, and `log`, all that the process printed. Of each of `updates` what was
+        answered (`answers`), or raised (`error`), and the `tokens` afterwards; so of `midway`.
 
     Raises:
         EngineFailed: it did not end well.
@@ -175,10 +182,39 @@ def _main(request: dict[str, Any]) -> None:
         start = time.perf_counter()
         llm.generate(prompts, sampling(False), use_tqdm=False, **through)
         seconds.append(time.perf_counter() - start)
+
+    def asked(method: str, **kwargs: Any) -> dict[str, Any]:
+        own = method.removeprefix("LLM.")
+        try:
+            if own != method:
+                return {"answers": getattr(llm, own)(**kwargs)}
+            return {"answers": llm.collective_rpc(method, kwargs=kwargs)}
+        except Exception as error:  # the engine's, or a worker's in its own words
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    updates = []
+    for method, kwargs, runs_again in job.updates:
+        answered = asked(method, **kwargs)
+        llm.reset_prefix_cache()
+        again = []
+        for batch in job.batches if runs_again else ():
+            prompts = [{"prompt_token_ids": ids} for ids in batch]
+            again += _together(llm, prompts, sampling(False), **through)
+        updates.append({**answered, "tokens": _tokens(again)})
+    midway = {}
+    if job.midway:
+        llm.reset_prefix_cache()
+        llm.sleep(level=0)
+        llm.enqueue(prompts, sampling(False), use_tqdm=False, **through)
+        llm.wake_up(tags=["scheduling"])
+        for _ in range(3):
+            llm.llm_engine.step()
+        midway = asked(job.midway)
+        midway["tokens"] = _tokens(llm.wait_for_completion(use_tqdm=False))
     config = llm.llm_engine.vllm_config
     ours = os.environ.get("VLLM_FL_PREFER_ENABLED", "true").lower() not in ("0", "false")
     result = {
-        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+        "tokens": _tokens(outputs),
         "logits": [_rows(o) for o in outputs] if job.logits else [],
         "logprobs": [
             [row[token].logprob for row, token in zip(rows, ids[1:], strict=True)]
@@ -192,6 +228,8 @@ def _main(request: dict[str, Any]) -> None:
         "kv_blocks": config.cache_config.num_gpu_blocks,
         "report": llm.collective_rpc("vllm_fl_report") if ours else None,
         "custom_ops": list(config.compilation_config.custom_ops),
+        "updates": updates,
+        "midway": midway,
     }
     Path(request["out"]).write_text(json.dumps(result))
 
@@ -232,6 +270,11 @@ def _steps(llm: Any) -> int:
     """How many forward passes the engine has taken."""
     (tokens,) = [m for m in llm.get_metrics() if m.name == "vllm:iteration_tokens_total"]
     return int(tokens.count)
+
+
+def _tokens(outputs: list[Any]) -> list[list[int]]:
+    """The answers."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def _rows(output: Any) -> list[list[float]]:

@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, as a plain script: a line per case, and JSON under $OUT.
 
     python tests/gpu/run.py [PART …]        all parts: contracts operators engines attention experts
-                                            fused_experts ranks graphs flagcx
+                                            fused_experts ranks graphs flagcx sleep
     python tests/gpu/run.py real            a real model, whose folder is there: cases_real.py
 
 Exits with 1 when a case failed, and with 0 and the reason where there is no NVIDIA GPU.
@@ -32,6 +32,7 @@ import cases_graphs  # noqa: E402
 import cases_operators  # noqa: E402
 import cases_ranks  # noqa: E402
 import cases_real  # noqa: E402
+import cases_sleep  # noqa: E402
 
 PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "contracts": cases_contracts.cases,
@@ -43,6 +44,7 @@ PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "ranks": cases_ranks.cases,
     "graphs": cases_graphs.cases,
     "flagcx": cases_flagcx.cases,
+    "sleep": cases_sleep.cases,
     "real": cases_real.cases,
 }
 

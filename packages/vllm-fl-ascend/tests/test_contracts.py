@@ -25,6 +25,7 @@ REFUSED = {
     "merge_attn_states": {"odd sizes": "head_size 33 is no multiple"},
     "fused_experts": {
         "experts of other ranks": "expert_map",
+        "padding, experts of other ranks": "expert_map",
         "weights on the input, biases": "biases are not added",
         "biases": "biases are not added",
         "gelu, gates near -3": "biases are not added",
@@ -62,6 +63,7 @@ REFUSED = {
         "static, 0 tokens": "a given scale",
         "asymmetric": "zero points",
         "asymmetric, all above 0, every other row": "zero points",
+        "asymmetric, rows of equal numbers": "zero points",
     },
     "moe_topk": {"sigmoid with bias, plain": "always renormalises"},
     "grouped_topk": {

@@ -38,6 +38,7 @@ OF_CLASSES = {
     "NoKernelError": "FL403",
     "StartError": "FL501",
     "PlaceError": "FL502",
+    "ServingError": "FL504",
     "UsageError": "FL701",
     "VerbError": "FL703",
 }

@@ -9,7 +9,7 @@ engines and ranks, FL6xx measuring and tables, FL7xx the command line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "AllFailedError",
@@ -24,6 +24,7 @@ __all__ = [
     "PlaceError",
     "PluginError",
     "PolicySealedError",
+    "ServingError",
     "SettingsError",
     "StartError",
     "UnknownOpError",
@@ -224,7 +225,22 @@ class StartError(VllmFLError):
     code = "FL501"
 
 
-class PlaceError(VllmFLError):
-    """A place of vLLM's cannot be taken for an op, or was lost to somebody else."""
+class PlaceError(PluginError):
+    """A place of vLLM's cannot be taken for an op: it is another op's, or somebody else's."""
 
     code = "FL502"
+
+
+class ServingError(VllmFLError):
+    """What serves was found wrong after the start, as after an update of the model's weights.
+
+    Attributes:
+        wrong: (op, impl id) -> why, of all that was found wrong; `op` and `impl` are the first's.
+    """
+
+    code = "FL504"
+
+    def __init__(self, message: str, *, wrong: Mapping[tuple[str, str], str]) -> None:
+        op, impl = next(iter(wrong), (None, None))
+        super().__init__(message, op=op, impl=impl)
+        self.wrong = dict(wrong)

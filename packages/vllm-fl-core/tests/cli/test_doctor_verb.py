@@ -277,6 +277,16 @@ class TestSettings:
         assert "fused_moe" not in told  # vLLM checks it
         assert "oot_blacklist.fused_moe" in done.json()["unchecked"]
 
+    def test_a_module_that_is_named_beside_its_entry_point(
+        self, fl: Command, plugin: Plugin, distribution: Distribution
+    ) -> None:
+        module = plugin()
+        distribution("acme", entry_points=f"[vllm_fl.plugin]\nacme = {module}\n")
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="acme")
+        (finding,) = [f for f in found(done, "settings") if module in f["what"]]
+        assert finding["code"] == "FL110" and "loaded once" in finding["what"]
+        assert found(done, "plugins") == []
+
     @pytest.mark.parametrize("slip", ["otr", "rot", "orrt", "ORT"])
     @pytest.mark.parametrize("key", ["DENY", "ALLOW"])
     def test_a_slip_of_a_vendor(self, fl: Command, plugin: Plugin, slip: str, key: str) -> None:
@@ -284,6 +294,14 @@ class TestSettings:
         done = fl("doctor", "--json", **{f"VLLM_FL_{key}_VENDORS": slip})
         (finding,) = [f for f in found(done, "settings") if f"{slip!r}" in f["what"]]
         assert finding["code"] == "FL110" and "Did you mean 'ort'?" in finding["what"]
+
+    def test_what_is_asked_for_by_name_and_cannot_run(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR.replace('"acme", fn', '"ort", fn, available=lambda: "no libort"'))
+        asked = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.ort"}
+        (finding,) = [f for f in found(fl("doctor", "--json", **asked), "settings")]
+        assert "vendor.ort (not available: no libort)" in finding["what"]
+        (line,) = fl("explain", "silu_and_mul", "--json", **asked).json()["unmatched"]
+        assert "vendor.ort (not available: no libort)" in line
 
     def test_denying_what_is_not_here_is_no_slip(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR.replace("acme", "ort"))

@@ -28,6 +28,12 @@ def test_an_ordinary_model() -> None:
     assert (sizes.max_position, sizes.epsilon) == (4096, 1e-5)
 
 
+def test_a_length_beyond_any_table_is_bounded() -> None:
+    config = engine_config(intermediate_size=1536)
+    config.model_config.max_model_len = 2_000_000
+    assert sizes_of(config).max_position == sizes_module.LONGEST
+
+
 @pytest.mark.parametrize(
     ("text", "rotary"),
     [

@@ -59,8 +59,9 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
             )
             for each in plugins
         ]
+        registry = OpRegistry()  # it finds contracts
         monkeypatch.setattr(startup.plugin_loader, "discover", lambda modules: found)
-        return start(OpRegistry(), env, **arguments)  # type: ignore[arg-type]
+        return start(registry, env, **arguments)  # type: ignore[arg-type]
 
     return begin
 
@@ -160,6 +161,47 @@ def test_what_a_start_warns_of_has_the_code_of_doctor(
     begin(env, Acme(), platform="cpu")
     (record,) = [each for each in caplog.records if "[FL216]" not in each.getMessage()]
     assert (record.levelname, record.getMessage()[-len(said) :]) == ("WARNING", said)
+
+
+class Absent:
+    """What it brings needs a library that is not here."""
+
+    @hookimpl
+    def register_ops(self) -> list[OpImpl]:
+        fn = lambda x: x  # noqa: E731
+        vendor = BackendImplKind.VENDOR
+        why = "needs libacme 3.1, found 3.0"
+        return [OpImpl("silu_and_mul", "vendor.ort", vendor, fn, "ort", available=lambda: why)]
+
+
+NEEDS = "vendor.ort (not available: needs libacme 3.1, found 3.0)."
+LOST = "Nothing that is listed can run, so that silu_and_mul has lost every implementation"
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.ort"}, [NEEDS, LOST]),
+        ({"VLLM_FL_PER_OP": "silu_and_mul=vendor"}, [NEEDS, LOST]),
+        (
+            {"VLLM_FL_PER_OP": "silu_and_mul=vendor:ort|stock"},
+            [f"'vendor:ort' cannot run: {NEEDS}"],
+        ),
+        (
+            {"VLLM_FL_PER_OP": "silu_and_mul=vendor:ort", "VLLM_FL_DENY_VENDORS": "ort"},
+            ["vendor.ort (deny_vendors names ort).", LOST],
+        ),
+        ({"VLLM_FL_PER_OP": "silu_and_mul=vendor|stock"}, []),
+        ({}, []),
+    ],
+)
+def test_what_is_asked_for_by_name_and_cannot_run_is_warned_of_with_the_reason(
+    begin: Begin, env: dict[str, str], said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(env, Absent(), platform="cpu")
+    told = [each.getMessage() for each in caplog.records if "silu_and_mul" in each.getMessage()]
+    assert len(told) == bool(said)
+    assert all(part in told[0] and told[0].endswith("[FL110]") for part in said)
 
 
 def test_a_wrong_platform_is_an_error_in_any_start(begin: Begin) -> None:

@@ -19,8 +19,9 @@ from vllm_fl.engine import digest as digest_module
 from vllm_fl.engine.digest import UNKNOWN, _code_of, code_of, digest, fingerprint
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
+from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.plugins.registry import Owner
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
 from vllm_fl.settings.loading import load_settings
 
 SOURCE = "def silu_and_mul(x):\n    return x[..., : x.shape[-1] // 2] {operator} 2\n"
@@ -122,7 +123,8 @@ class TestCode:
         (package / "__init__.py").write_text("from .helper import FACTOR\n")
         (package / "helper.py").write_text("FACTOR = 1\n")
         (package / "lib.so").write_bytes(b"\x7fELF one")
-        (package / "__init__.cpython-311.pyc").write_bytes(b"byte code")
+        (package / "__pycache__").mkdir()
+        (package / "__pycache__" / "__init__.cpython-311.pyc").write_bytes(b"byte code")
         info = site / "acme_kernels-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\n")
@@ -154,7 +156,9 @@ class TestCode:
 
     def test_byte_code_and_metadata_do_not(self, site: Path) -> None:
         before = self.code()
-        (site / "acme_kernels" / "__init__.cpython-311.pyc").write_bytes(b"other byte code")
+        cached = site / "acme_kernels" / "__pycache__" / "__init__.cpython-311.pyc"
+        cached.write_bytes(b"other byte code")
+        (site / "acme_kernels" / "helper.pyc").write_bytes(b"beside its source, it is never read")
         (site / "acme_kernels-1.0.dist-info" / "INSTALLER").write_text("pip")
         self.record(site)
         assert self.code() == before
@@ -183,10 +187,124 @@ class TestCode:
         assert self.code() != before
 
     def test_a_link_to_sources_is_walked(self, site: Path) -> None:
-        url = site / "acme_kernels-1.0.dist-info" / "direct_url.json"
-        url.write_text(json.dumps({"url": "file:///src", "dir_info": {"editable": True}}))
+        self.link(site, site)
         before = self.code()
-        (site / "acme_kernels" / "new.py").write_text("x = 1\n")  # not in RECORD
+        (site / "acme_kernels" / "new.txt").write_text("x = 1\n")  # not in RECORD
+        assert self.code() != before
+
+    @staticmethod
+    def link(site: Path, project: Path) -> None:
+        url = site / "acme_kernels-1.0.dist-info" / "direct_url.json"
+        url.write_text(json.dumps({"url": project.as_uri(), "dir_info": {"editable": True}}))
+
+    @pytest.mark.parametrize(
+        ("file", "text"),
+        [
+            ("_acme.pth", "{project}\nimport nothing\n"),
+            ("__editable___acme_finder.py", "MAPPING = {{'acme_fast': '{project}/acme_fast'}}\n"),
+            ("_editable_impl_acme.py", 'F.map_module("acme_fast", "{project}/acme_fast")\n'),
+            ("_acme_editable_loader.py", "install({{'acme_fast.inner': '…'}}, {{'os', 'sys'}})\n"),
+        ],
+    )
+    def test_every_top_level_name_behind_a_link_to_sources_counts(
+        self,
+        site: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        file: str,
+        text: str,
+    ) -> None:
+        project = tmp_path / "project"
+        (project / "acme_fast").mkdir(parents=True)
+        (project / "acme_fast" / "__init__.py").write_text("FACTOR = 1\n")
+        (site / file).write_text(text.format(project=project))
+        self.record(site)
+        self.link(site, project)
+        monkeypatch.syspath_prepend(str(project))
+        before = self.code()
+        (project / "acme_fast" / "__init__.py").write_text("FACTOR = 2\n")
+        assert self.code() != before
+
+    @pytest.mark.parametrize("recorded", [True, False])
+    @pytest.mark.parametrize("typed", [True, False])
+    def test_byte_code_without_source_counts_whenever_it_was_made(
+        self, site: Path, recorded: bool, typed: bool
+    ) -> None:
+        package, seen = site / "acme_kernels", []
+        for file in package.iterdir():
+            if file.is_file():
+                file.unlink()
+        if typed:
+            (package / "py.typed").touch()
+        for header, body in ((b"1", b"one"), (b"2", b"one"), (b"3", b"two")):
+            (package / "__init__.pyc").write_bytes(header * 16 + body)
+            self.record(site)
+            if not recorded:
+                (site / "acme_kernels-1.0.dist-info" / "RECORD").unlink()
+            seen.append(self.code())
+        assert seen[0] == seen[1] != seen[2] and UNKNOWN not in seen
+
+    def test_files_outside_of_the_packages_count_but_scripts(self, site: Path) -> None:
+        outside = site.parent / "share" / "acme" / "kernels.cl"
+        script = site.parent / "bin" / "acme"
+        for file in (outside, script):
+            file.parent.mkdir(parents=True)
+            file.write_text("one\n")
+        self.record(site)
+        with open(site / "acme_kernels-1.0.dist-info" / "RECORD", "a") as record:
+            record.write("../share/acme/kernels.cl,sha256=x,1\n../bin/acme,sha256=x,1\n")
+        before = self.code()
+        script.write_text("#!/another/python\n")
+        assert self.code() == before
+        outside.write_text("two\n")
+        assert self.code() != before
+
+    @pytest.mark.parametrize("recorded", ["all", "the link", "none"])
+    def test_folders_that_are_links_count(self, site: Path, tmp_path: Path, recorded: str) -> None:
+        kernels = tmp_path / "kernels"
+        kernels.mkdir()
+        (kernels / "fast.cl").write_text("one\n")
+        (kernels / "round").symlink_to(site / "acme_kernels", target_is_directory=True)
+        (site / "acme_kernels" / "linked").symlink_to(kernels, target_is_directory=True)
+        self.record(site)
+        info = site / "acme_kernels-1.0.dist-info" / "RECORD"
+        if recorded == "the link":
+            info.write_text(info.read_text() + "acme_kernels/linked,,\n")
+        elif recorded == "none":
+            info.unlink()
+        before = self.code()
+        (kernels / "fast.cl").write_text("two\n")
+        assert self.code() != before
+
+    @pytest.mark.parametrize("recorded", [True, False])
+    def test_hidden_folders_count_but_those_of_tools(self, site: Path, recorded: bool) -> None:
+        for name in (".kernels", ".git"):
+            (site / "acme_kernels" / name).mkdir()
+            (site / "acme_kernels" / name / "fast.py").write_text("one\n")
+        if not recorded:
+            (site / "acme_kernels-1.0.dist-info" / "RECORD").unlink()
+        before = self.code()
+        (site / "acme_kernels" / ".git" / "fast.py").write_text("two\n")
+        assert self.code() == before
+        (site / "acme_kernels" / ".kernels" / "fast.py").write_text("two\n")
+        assert self.code() != before
+
+    def test_modules_that_were_built_after_the_installation_count(self, site: Path) -> None:
+        """What else a package leaves in its folder, as a log, would make each start another one."""
+        before = self.code()
+        (site / "acme_kernels" / "run.log").write_text("started\n")
+        assert self.code() == before
+        (site / "acme_kernels" / "built").mkdir()
+        (site / "acme_kernels" / "built" / "fast.abi3.so").write_bytes(b"\x7fELF three")
+        assert self.code() != before
+
+    def test_what_is_imported_from_elsewhere_counts(
+        self, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = self.code()
+        shutil.copytree(site / "acme_kernels", tmp_path / "first" / "acme_kernels")
+        (tmp_path / "first" / "acme_kernels" / "helper.py").write_text("FACTOR = 2\n")
+        monkeypatch.syspath_prepend(str(tmp_path / "first"))
         assert self.code() != before
 
     def test_an_archive_counts_by_its_content(
@@ -228,9 +346,30 @@ class TestCode:
         assert facts["versions"]["torch"] and facts["versions"]["vllm-fl-core"]
 
 
+def test_settings_that_a_planned_plugin_declares_count(kernel: Path, tmp_path: Path) -> None:
+    """A compiler makes what code reads of them a part of what it compiles."""
+    fast = SettingSpec("vendor_acme_fast", "ACME_FAST", False, in_file=True)
+    file = tmp_path / "fl.yaml"
+    file.write_text("vendor_acme_fast: false\n")
+    plan, owners = plan_of(importlib.import_module("digest_kernel"))
+    owner = Owner("acme", "fl-acme", "1.0")
+
+    def told(planned: bool = True, **env: str) -> str:
+        who = owner if planned else Owner("other")
+        plugin = Plugin(who, "acme.plugin", "ok", settings=(fast,))
+        settings = load_settings(env, plugins=(fast,))
+        return digest(fingerprint(plan, owners, settings=settings, plugins=(plugin,)))
+
+    assert told() == told(ACME_FAST="0") != told(ACME_FAST="1")
+    assert told(False) == told(False, ACME_FAST="1")
+    # The file's value holds, and the code may have read the variable all the same.
+    overridden = {told(VLLM_FL_CONFIG=str(file), ACME_FAST=text) for text in "01"}
+    assert len(overridden) == 2
+
+
 def test_what_computes_beneath_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(digest_module, "_walked", lambda top: read.append(top) or iter(()))
+    monkeypatch.setattr(digest_module, "_walked", lambda top, *_: read.append(top) or iter(()))
     _code_of.cache_clear()
     assert code_of(None, "torch.nn.functional") == UNKNOWN
     assert read == []

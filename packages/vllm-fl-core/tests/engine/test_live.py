@@ -120,6 +120,71 @@ def test_large_right_values_are_no_fault() -> None:
         assert not live.faults and live.compared == 1
 
 
+def test_a_row_that_is_left_over_from_a_batch_of_one_row_more_is_found() -> None:
+    before: list[torch.Tensor] = []
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x)
+        if before and len(before[-1]) == len(found) + 1:
+            found[-1] = before[-1][len(found) - 1]
+        before.append(found)
+        return found
+
+    plan = plan_of(acme(silu_and_mul))
+    model = Model(plan)
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        for tokens in (17, 16):  # as integration's probe has them
+            model(torch.randn(tokens, 16, dtype=torch.bfloat16))
+    (why,) = live.faults.values()
+    assert "at (15, " in why
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 31, 32, 63, 127, 128, 255, 256, 299])
+def test_rows_on_both_sides_of_the_edges_of_tiles_are_compared(row: int) -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x)
+        found[row] += 5.0
+        return found
+
+    x = torch.randn(300, 16, dtype=torch.bfloat16)
+    (why,) = seen(plan_of(acme(silu_and_mul)), x).faults.values()
+    assert f"at ({row}, " in why
+
+
+def test_what_runs_out_of_memory_that_may_be_used_up_is_left_out_and_no_fault() -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def looked(**limits: Any) -> Live:
+        plan = plan_of(acme(silu_and_mul))
+        model = Model(plan)
+        live = Live(plan, {"": model}, CPU, **limits)
+        with live.watching():
+            model(torch.randn(100, 16, dtype=torch.bfloat16))
+        return live
+
+    live = looked(scarce=True)
+    assert not live.faults and live.compared == 0
+    assert live.left_out == {"silu_and_mul": "no memory was left for it"}
+    assert "CUDA out of memory" in str([*looked().faults.values()]), "at start it is one"
+
+
+def test_beside_what_serves_nothing_is_counted() -> None:
+    order = ["vendor:emca", "vendor:acme"]
+    first = refusing("vendor.emca", "too wide")
+    plan = plan_of(first, acme(lambda x: right(x)), per_op_order={"silu_and_mul": order})
+    model = Model(plan)
+    model(torch.randn(4, 16, dtype=torch.bfloat16))
+    record = plan.record
+    before = dict(record.fallbacks), dict(record.refusals)
+    assert all(before)
+    with record.aside(), Live(plan, {"": model}, CPU).watching():
+        assert record.is_aside
+        model(torch.randn(4, 16, dtype=torch.bfloat16))
+    assert (dict(record.fallbacks), dict(record.refusals)) == before and not record.is_aside
+
+
 @pytest.mark.parametrize("stray", ["argument", "beside"])
 def test_what_a_call_writes_over_live_memory_is_a_fault(stray: str) -> None:
     buffer = torch.randn(8, 40)

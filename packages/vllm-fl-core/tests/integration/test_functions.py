@@ -23,7 +23,6 @@ from torch import Tensor
 
 from vllm_fl.contracts.binding import Binding, FunctionPlace
 from vllm_fl.engine.plan import Plan
-from vllm_fl.errors import VllmFLError
 from vllm_fl.integration.seams import functions
 from vllm_fl.integration.serving import calling
 
@@ -303,13 +302,6 @@ def test_a_function_that_does_not_fit_is_left_and_says_why(
     with serving(plan, binding(FunctionPlace(paths, parameters, _route, _native))) as chosen:
         assert chosen.names == {}
         assert why in told(plan, chosen)[paths[0]]["left"]
-
-
-def test_two_ops_with_one_function_are_an_error() -> None:
-    bound = {op: Binding((PLACE,)) for op in ("silu_and_mul", "gelu_and_mul")}
-    gelu = replace(silu("vendor.b"), op_name="gelu_and_mul", fn=lambda x, approximate="none": x)
-    with pytest.raises(VllmFLError, match="silu_and_mul' and 'gelu_and_mul"):
-        functions.choose(plan_of(silu("vendor.a"), gelu), bound)
 
 
 def test_what_somebody_else_replaced_is_left_to_him(

@@ -14,6 +14,9 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
+COUNTS = [256, 17, 16, 1]
+"""Tokens of the forwards of the loaded model."""
+
 ENABLED = ["+gelu_and_mul", "+silu_and_mul"]
 
 START = """
@@ -114,7 +117,7 @@ def agree(mine):
     key = "silu_and_mul", "vendor.wrong"
     # The other rank finds it on its own shard, once.
     is_live = os.environ.get("THEIRS") and not mine.facts
-    found = {key: "wrong in layer blocks.1"} if is_live and len(calls) == 3 else {}
+    found = {key: "wrong in layer blocks.1"} if is_live and len(calls) == 4 else {}
     theirs = replace(mine, rank=1, faults=found)
     if mine.ran is not None and os.environ.get("SERVES_THERE"):
         theirs = replace(theirs, ran=replace(mine.ran, refused={}, served=frozenset({key})))
@@ -178,12 +181,12 @@ def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None
     assert "blocks.0, x (256, 1280) bfloat16" in report["demotions"]["silu_and_mul"]["vendor.wrong"]
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
     assert told["bound"] == [True, True] and told["right"]
-    assert told["calls"] == [256, 17, 1] * 2, "once more for the plan without it"
+    assert told["calls"] == COUNTS * 2, "once more for the plan without it"
     assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
     (line,) = [line for line in log.splitlines() if "ops planned" in line]
     assert "silu_and_mul=vendor.acme" in line and f"digest {report['digest']}" in line
     assert "; silu_and_mul: vendor.wrong was taken out [FL410]; verified" in line
-    assert "3 calls on live tensors in" in line
+    assert "4 calls on live tensors in" in line
     assert not report["calls"] and not report["fallbacks"]
 
 
@@ -199,7 +202,7 @@ def test_what_another_rank_finds_is_off_on_this_one() -> None:
     why = report["demotions"]["silu_and_mul"]["vendor.wrong"]
     assert why == "failed at start on rank 1: wrong in layer blocks.1"
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
-    assert told["calls"] == [256, 17, 1] * 2 and told["bound"] == [True, True]
+    assert told["calls"] == COUNTS * 2 and told["bound"] == [True, True]
     assert "found at start, on rank 1; off on all" in log
 
 
@@ -222,7 +225,7 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
     assert report["demotions"] == {} and report["refusals"] == {} == report["fallbacks"]
     assert told["bound"] == [True, True] and told["right"]
     # Tried at the largest batch, too, before it is out, then the model without it.
-    assert told["calls"] == [256, 17, 1, 512, 256, 17, 1, 512, 256, 17, 1]
+    assert told["calls"] == [*COUNTS, 512, *COUNTS, 512, *COUNTS]
     assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
     (line,) = [line for line in log.splitlines() if "ops planned" in line]
     assert "silu_and_mul=vendor.acme" in line

@@ -540,15 +540,6 @@ def test_of_two_forms_of_an_operator_the_one_that_fits_is_taken() -> None:
         assert torch.equal(call(), FIRST + 1)
 
 
-def test_two_ops_that_name_one_operator_are_an_error_that_names_both() -> None:
-    other = replace(silu("vendor.a"), op_name="gelu_and_mul")
-    plan = planning(managing(silu("vendor.a"), other))
-    bound = {**binding(), "gelu_and_mul": Binding((place(),))}
-    with pytest.raises(VllmFLError, match=r"'silu_and_mul' and 'gelu_and_mul'") as failure:
-        operators.choose(plan, bound, CPU, torch.float32)
-    assert failure.value.op == "gelu_and_mul"
-
-
 def test_a_layer_that_the_user_leaves_to_vllm_gets_nothing_through_its_operator() -> None:
     layer = LayerPlace("vllm.model_executor.layers.activation.SiluAndMul")
     bound = binding(layer, place())

@@ -58,14 +58,14 @@ class Older:
 
     def __init__(self, model: Model, config: VllmConfig, **given: torch.Tensor) -> None:
         self.model, self.config = model, config
-        self.given: dict[str, Any] = {"input_ids": torch.zeros(8, dtype=torch.int32), **given}
+        self.given: dict[str, Any] = {"input_ids": torch.zeros(64, dtype=torch.int32), **given}
 
     def _dummy_run(
         self, num_tokens: int, is_profile: bool = False, skip_eplb: bool = False
     ) -> None:
         assert is_profile and skip_eplb
         with set_forward_context(None, self.config, num_tokens=num_tokens):
-            self.model(positions=torch.zeros(3, 8, dtype=torch.int64), **self.given)
+            self.model(positions=torch.zeros(3, 64, dtype=torch.int64), **self.given)
 
 
 class Newer(Older):
@@ -98,13 +98,68 @@ def test_tokens_and_positions_are_varied_and_nothing_is_left(runner: Any, config
     assert probe.forward(runner(model, config), model, config, 8) == ""
     ids, positions = model.given["input_ids"], model.given["positions"]
     assert ids.dtype == torch.int32 and len(set(ids.tolist())) > 4 and int(ids.max()) > 64
-    assert positions.shape == (3, 8) and 0 <= int(positions.min()) <= int(positions.max()) < 64
-    assert len(set(positions.flatten().tolist())) > 8
+    assert positions.shape == (3, 64) and 0 <= int(positions.min()) <= int(positions.max()) < 64
+    steps = positions.diff(dim=-1)
+    assert bool((steps == 1).any()) and bool((steps < 0).any()), "prompts one behind another"
+    assert bool((ids.diff() == 0).any()), "tokens that repeat"
     assert model.skips and model.inference
     assert left_clean(model)
     again = Model()
     probe.forward(runner(again, config), again, config, 8)
     assert torch.equal(again.given["input_ids"], ids), "other ranks must have the same"
+
+
+class Rope(torch.nn.Module):
+    def __init__(self, rows: int, name: str = "cos_sin_cache", **told: int) -> None:
+        super().__init__()
+        self.register_buffer(name, torch.zeros(rows, 4))
+        vars(self).update(told)
+
+
+def table(rows: int, **told: int) -> torch.nn.Module:
+    found = torch.nn.Embedding(rows, 4)
+    vars(found).update(told)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layers", "positions"),
+    [
+        ({}, 512),
+        ({"rope": Rope(4096)}, 512),
+        ({"rope": Rope(128), "other": Rope(256)}, 128),
+        ({"rope": Rope(160, "long_short_cos_sin_cache", original_max_position_embeddings=64)}, 96),
+        ({"chunked": Rope(8, "cos_sin_q_cache")}, 512),
+        ({"wpe": table(100)}, 100),
+        ({"embed_positions": table(102, offset=2)}, 100),
+        ({"embed_tokens": table(100)}, 512),
+        ({"rope": Rope(0)}, 1),
+    ],
+)
+def test_positions_stay_within_every_table_of_the_model(
+    layers: dict[str, torch.nn.Module], positions: int, config: Any
+) -> None:
+    """An engine may be longer than its model, by VLLM_ALLOW_LONG_MAX_MODEL_LEN."""
+    model = Model()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    assert probe.positions_of(model, 512) == positions
+    config.model_config.max_model_len = 512
+    assert probe.forward(Older(model, config), model, config, 8) == ""
+    assert int(model.given["positions"].max()) < positions
+
+
+def test_positions_behind_padding_and_those_of_an_encoder_of_images() -> None:
+    roberta = torch.nn.Module()
+    roberta.padding_idx = 1  # type: ignore[assignment]
+    roberta.add_module("position_embeddings", table(514))
+    assert probe.positions_of(roberta, 8192) == 512
+    seeing = torch.nn.Module()
+    seeing.add_module("tower", Rope(16))
+    seeing.add_module("language", Rope(64))
+    assert probe.positions_of(seeing, 512) == 16
+    seeing.get_language_model = lambda: seeing.language  # type: ignore[assignment]
+    assert probe.positions_of(seeing, 512) == 64
 
 
 def test_attention_gives_numbers_of_its_inputs_size(config: Any) -> None:
@@ -116,7 +171,7 @@ def test_attention_gives_numbers_of_its_inputs_size(config: Any) -> None:
 
 def test_embeddings_are_those_of_random_tokens(config: Any) -> None:
     model = Model()
-    older = Older(model, config, input_ids=None, inputs_embeds=torch.zeros(8, 4))  # type: ignore[arg-type]
+    older = Older(model, config, input_ids=None, inputs_embeds=torch.zeros(64, 4))  # type: ignore[arg-type]
     probe.forward(older, model, config, 8)
     embeds = model.given["inputs_embeds"]
     assert model.given["input_ids"] is None and len(embeds[:, 0].unique()) > 4

@@ -203,11 +203,11 @@ def test_what_layers_call_is_captured_where_vllm_captures(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("how", "order", "counts"),
     [
-        ("verify", ["vendor:acme"], {1, 17, 256}),
+        ("verify", ["vendor:acme"], {1, 16, 17, 256}),
         (
             "verify",
             {"<=4": "vendor:acme", "<=900": "vendor:emca", "rest": "stock"},
-            {1, 4, 17, 256},
+            {1, 4, 16, 17, 256},
         ),
         ("verify", ["stock"], set()),
         ("run", ["vendor:acme"], set()),

@@ -152,6 +152,26 @@ def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
     assert told["left"] == [], "it ends with the worker"
 
 
+FOREIGN = """
+import sys
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+
+class TheirNorm(GemmaRMSNorm):
+    pass
+
+GemmaRMSNorm.register_oot(TheirNorm)
+"""
+
+
+def test_a_layer_of_another_plugins_is_in_the_digest() -> None:
+    """The op's other layers are ours all the same, so that its candidates are what they were."""
+    first, rest = START.split("\nfrom vllm_fl.integration.planning", 1)
+    theirs = start(f"{first}{FOREIGN}\nfrom vllm_fl.integration.planning{rest}")["report"]
+    plain = start()["report"]
+    assert theirs["ops"] == plain["ops"]
+    assert theirs["digest"] != plain["digest"]
+
+
 def test_the_worker_that_vllm_chose_is_wrapped_once() -> None:
     from vllm_fl.integration import worker
 

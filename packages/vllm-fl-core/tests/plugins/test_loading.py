@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -23,7 +24,7 @@ from vllm_fl.plugins.calling import (
     rejections,
     start_in_worker,
 )
-from vllm_fl.plugins.loading import Found, discover, load, unmatched
+from vllm_fl.plugins.loading import Found, discover, load, named_twice, unmatched
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.plugins.registry import OpRegistry, Owner
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, DeviceProfile, OpImpl
@@ -109,6 +110,24 @@ def test_a_failed_import_says_what_leaves_it_out(write: Write) -> None:
     assert f"{listed}'' (there is no other)." in told(broken)
     named = Found(Owner("acme"), broken.target, broken.load)
     assert "or take it out of VLLM_FL_PLUGIN_MODULES." in told(named, sound)
+
+
+@pytest.mark.parametrize("attribute", ["", "register"])
+def test_a_module_that_an_entry_point_leads_to_is_one_plugin(write: Write, attribute: str) -> None:
+    by_entry = write(SOUND)
+    module = by_entry.target
+    entry = dataclasses.replace(by_entry, target=f"{module}:{attribute}" if attribute else module)
+    named = Found(Owner(module), module, by_entry.load)
+    registry = OpRegistry()
+    (plugin,) = load(registry, [entry, named])
+    assert (plugin.status, plugin.owner) == ("ok", entry.owner)
+    assert set(registry.snapshot().owners.values()) == {entry.owner}
+    (line,) = named_twice([plugin], [module, "another"])
+    assert line.startswith(f"VLLM_FL_PLUGIN_MODULES names '{module}'") and "loaded once" in line
+    # Where the settings leave its distribution out the user has still named the module.
+    left_out, loaded = load(OpRegistry(), [entry, named], only=[])
+    assert (left_out.status, loaded.status) == ("disabled", "ok")
+    assert named_twice([left_out, loaded], [module]) == ()
 
 
 def test_debug_logs_the_traceback_without_secrets(

@@ -11,6 +11,7 @@ from builders import silu
 from vllm_fl.errors import PluginError
 from vllm_fl.plugins.registry import OpRegistry, Owner
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
+from vllm_fl.settings.policy import SelectionPolicy, Token
 
 ACME = Owner("acme", "vllm-fl-acme", "1.0", "/site/acme")
 BETA = Owner("beta", "vllm-fl-beta", "2.0", "/site/beta")
@@ -162,3 +163,20 @@ def test_remove_and_clear() -> None:
     registry.register_impl(silu("vendor.acme"), ACME)
     registry.clear()
     assert dict(registry.snapshot().owners) == {}
+
+
+def test_a_vendor_that_differs_from_its_id_in_case_alone_is_taken_and_deprecated() -> None:
+    def silu_and_mul(x: Any) -> Any:
+        return x
+
+    vendor = BackendImplKind.VENDOR
+    with pytest.warns(DeprecationWarning, match=r"vendor='CUDA' .* write 'cuda'"):
+        impl = OpImpl("silu_and_mul", "vendor.cuda", vendor, silu_and_mul, vendor="CUDA")
+    assert (impl.impl_id, impl.vendor) == ("vendor.cuda", "CUDA")
+    for name in ("cuda", "CUDA"):
+        assert Token("vendor", name).matches(impl)
+        assert SelectionPolicy(deny_vendors=frozenset({name})).refuses(impl)
+        assert SelectionPolicy(allow_vendors=frozenset({name})).refuses(impl) is None
+    assert SelectionPolicy(allow_vendors=frozenset({"Cuda"})).refuses(impl)
+    with pytest.raises(ValueError, match=r"a vendor's impl_id is 'vendor\.CUDA'"):
+        OpImpl("silu_and_mul", "vendor.rocm", vendor, silu_and_mul, vendor="CUDA")

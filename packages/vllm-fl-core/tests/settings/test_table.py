@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,38 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert read_table(written(tmp_path / "table.json", table)) == table
     assert accepted.digest == TABLE.digest  # a verdict is about it, and no part of it
     assert replace(TABLE, dtype="float16").digest != TABLE.digest
+
+
+TURNED_DOWN = Verdict(False, "slower in prefill", "2026-11-22")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "edited"),
+    [
+        (TURNED_DOWN, replace(TURNED_DOWN, accepted=True)),
+        (TURNED_DOWN, replace(TURNED_DOWN, reason="never slower")),
+        (TURNED_DOWN, None),
+        (None, replace(TURNED_DOWN, accepted=True)),
+    ],
+)
+def test_a_verdict_that_was_edited_by_hand_is_no_verdict(
+    tmp_path: Path, verdict: Verdict | None, edited: Verdict | None
+) -> None:
+    data = json.loads(replace(TABLE, accepted=verdict).text)
+    path = tmp_path / "table.json"
+    data["accepted"] = None if edited is None else dataclasses.asdict(edited)
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(InvalidSettingError, match="was changed after it was written"):
+        read_table(str(path))
+
+
+def test_a_file_that_was_sealed_without_its_verdict_is_read_as_it_is(tmp_path: Path) -> None:
+    """As 0.2.0 wrote them, and tools of 0.3 before its release."""
+    for verdict in (None, TURNED_DOWN, replace(TURNED_DOWN, accepted=True)):
+        table = replace(TABLE, accepted=verdict)
+        data = {**json.loads(table.text), "digest": table.digest}
+        (tmp_path / "table.json").write_text(json.dumps(data), encoding="utf-8")
+        assert read_table(str(tmp_path / "table.json")) == table
 
 
 def test_what_differs_is_named() -> None:

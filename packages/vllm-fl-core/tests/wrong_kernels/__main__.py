@@ -11,28 +11,33 @@ import sys
 from typing import Any
 
 from . import judging
-from .corpus import Wrong, corpus
-from .page import COLUMNS, PAGE, keep, seen, written
+from .corpus import KINDS, Wrong, corpus
+from .page import COLUMNS, keep, seen, write
 from .verdict import Verdict
 
 
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="wrong_kernels", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="these kernels only")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="these kernels only, or those of these kinds"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--only",
+        action="append",
         choices=("start", "kit", "graph", "engines"),
-        help="one of them only; engines give the columns live, shadow and served",
+        help="one of them only, or those named; engines give the columns live, shadow and served",
     )
     parser.add_argument("--keep", action="store_true", help="write what was seen into seen.json")
-    parser.add_argument("--write", action="store_true", help="only write docs/trust.md's tables")
+    parser.add_argument(
+        "--write", action="store_true", help="only write the tables of docs/trust*.md"
+    )
     options = parser.parse_args()
     if options.write:
-        PAGE.write_text(written(PAGE.read_text()))
+        write()
         return 0
-    names = options.names or list(corpus())
+    names = _chosen(options.names)
     found: dict[str, dict[str, Verdict]] = {name: {} for name in names}
     for name, verdicts in _verdicts(names, options.only):
         found[name] |= verdicts
@@ -40,7 +45,7 @@ def main() -> int:
             for column, verdict in verdicts.items():
                 mark = "" if _expected(corpus()[name], column, verdict) else "  NOT AS EXPECTED"
                 reason = f"{verdict.check} {verdict.reason[:80]}".strip()
-                print(f"{name:36}{column:8}{verdict.outcome:8}{reason}{mark}", flush=True)
+                print(f"{name:56}{column:8}{verdict.outcome:8}{reason}{mark}", flush=True)
     if options.keep:
         kept = {n: {c: _said(v) for c, v in by.items()} for n, by in found.items()}
         keep({n: seen().get(n, {}) | {c: s for c, s in by.items() if c not in ("start", "kit")}
@@ -62,17 +67,29 @@ def main() -> int:
     return 1 if unexpected else 0
 
 
-def _verdicts(names: list[str], only: str | None) -> Any:
+def _chosen(words: list[str]) -> list[str]:
+    """The kernels of these names and kinds; all where there is no word.
+
+    Raises:
+        SystemExit: a word is neither.
+    """
+    unknown = [word for word in words if word not in corpus() and word not in KINDS]
+    if unknown:
+        raise SystemExit(f"neither a wrong kernel nor a kind of them: {', '.join(unknown)}")
+    return [name for name, wrong in corpus().items() if not words or {name, wrong.kind} & {*words}]
+
+
+def _verdicts(names: list[str], only: list[str] | None) -> Any:
     """(kernel, column -> verdict), as they come."""
     for column, judge in (
         ("start", judging.at_start),
         ("kit", judging.by_kit),
         ("graph", judging.in_a_graph),
     ):
-        for name in names if only in (None, column) else ():
-            if column != "graph" or not corpus()[name].start:  # start takes it out before
+        for name in names if not only or column in only else ():
+            if column != "graph" or judging.is_captured(corpus()[name]):
                 yield name, {column: judge(name)}
-    if only in (None, "engines"):
+    if not only or "engines" in only:
         yield from judging.in_engines(names)
 
 
@@ -87,7 +104,10 @@ def _expected(wrong: Wrong, column: str, verdict: Verdict) -> bool:
     if column in ("start", "kit"):
         return (verdict.outcome == "named") == bool(getattr(wrong, column))
     # How many tokens are wrong depends on the machine.
-    return _said(verdict).partition(":")[0] == seen()[wrong.name].get(column, "").partition(":")[0]
+    return (
+        _said(verdict).partition(":")[0]
+        == seen().get(wrong.name, {}).get(column, "").partition(":")[0]
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ __all__ = [
     "GELU",
     "KINDS",
     "LARGEST",
+    "LATENT",
+    "MIXED",
     "NORM",
     "ROTARY",
     "SILU",
@@ -26,6 +29,7 @@ __all__ = [
     "Wrong",
     "corpus",
     "wrong",
+    "wrong_for",
 ]
 
 SILU, GELU, NORM, ROTARY = "silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding"
@@ -33,6 +37,39 @@ SILU, GELU, NORM, ROTARY = "silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_e
 LARGEST = 2048
 SIZES = ModelSizes(160, 224, 4, 2, 32, 32, tokens=(1, LARGEST), max_position=4096)
 """The served model's: small, and widths that no sample of a contract has."""
+
+MIXED = dataclasses.replace(
+    SIZES,
+    more={
+        "experts": 8,
+        "experts_per_token": 2,
+        "expert_intermediate": 96,
+        "expert_groups": 4,
+        "expert_groups_per_token": 2,
+        "dense_intermediate": 224,
+        "router_experts": 8,
+        "biased": 1,
+        "linear_key_heads": 4,
+        "linear_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "conv_features": 96,
+        "conv_taps": 4,
+        "conv_bias": 1,
+        "gated_norm": 96,
+        "gated_norm_groups": 2,
+        "block_size": 64,
+    },
+)
+"""Those of a model that has some of everything, but for latent attention: for ops beyond the
+four."""
+
+LATENT = dataclasses.replace(
+    SIZES, more={"kv_lora_rank": 48, "qk_rope_head_dim": 16, "block_size": 64}
+)
+"""Those of a model with latent attention."""
+
+_SIZES_OF = dict.fromkeys((SILU, GELU, NORM, ROTARY), SIZES) | {"concat_and_cache_mla": LATENT}
 
 KINDS = MappingProxyType(
     {
@@ -47,6 +84,13 @@ KINDS = MappingProxyType(
         "graph": "in a captured graph only",
         "weights": "on the tensors of a loaded model only",
         "others": "in routing, quantising, merging, or writing into a cache",
+        "batches": "in batches as engines make them: long, of runs, of repeats, one row shorter",
+        "served": "at sizes that served models have",
+        "hostile": "for what is odd and legal: NaN, padding, ties, nothing at all",
+        "layouts": "for features that lie apart, and in the layout of its result",
+        "updates": "after weights were updated, or memory was taken",
+        "rounding": "in how it rounds, saturates, or approximates",
+        "routing": "in whom it chooses, and by how much",
     }
 )
 """Kind of fault, and module here -> in what the kernels of that kind are wrong."""
@@ -124,6 +168,34 @@ def wrong(
         kind = make.__module__.rpartition(".")[2]
         by = ("preflight" if start else "") if kit is None else kit
         _found.append(Wrong(make.__name__, kind, op, fault, sees, make, start, by, **how))
+        return make
+
+    return decorate
+
+
+def wrong_for(
+    *ops: str | tuple[str, str],
+    fault: str,
+    sees: str,
+    start: bool = True,
+    kit: str | None = None,
+    **how: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Put one kernel for each of these ops into the corpus: what the decorated function makes of
+    the op's name. It is called as the function and the op are; all else is as in `wrong`.
+
+    An op may come with an argument's name: the function is given that, too, and so is the kernel's
+    name, and `fault` in the place of `{}`.
+    """
+
+    def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
+        for each in ops:
+            op, *argument = [each] if isinstance(each, str) else each
+            fields = {"sizes": _SIZES_OF.get(op, MIXED), **how}
+            of_op = functools.update_wrapper(functools.partial(make, op, *argument), make)
+            of_op.__name__ = "_".join([make.__name__, op, *argument])
+            said = fault.format(*argument)
+            wrong(op, said, sees, start=start, kit=kit, **fields)(of_op)
         return make
 
     return decorate

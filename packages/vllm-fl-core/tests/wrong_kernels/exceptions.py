@@ -312,6 +312,44 @@ SECONDS = [11.0]
 
 @wrong(
     SILU,
+    "supports takes 11 s with the largest batch",
+    "each full prefill chunk stalls the server before its kernel is called",
+    start=True,
+    kit="",
+    why="the kit does not know the engine's largest batch",
+    impatient=True,
+    apart=True,
+)
+def slow_supports_at_the_largest_batch() -> Any:
+    def supports(x: Tensor) -> bool | str:
+        if len(x) == 2048:
+            time.sleep(SECONDS[0])
+        return x.device.type == "cpu" or "it runs on a CPU"
+
+    return right.silu_and_mul, {"supports": supports}
+
+
+@wrong(
+    NORM,
+    "supports takes 11 s for inputs of one row, each time",
+    "each step of a lone user stalls the server",
+    start=True,
+    kit="",
+    why="what the kit's checks ask supports is under no watch but that of verification at start",
+    impatient=True,
+    apart=True,
+)
+def slow_supports_at_one_token() -> Any:
+    def supports(x, residual, weight, epsilon, variance_size=None):
+        if len(x) == 1:
+            time.sleep(SECONDS[0])
+        return x.device.type == "cpu" or "it runs on a CPU"
+
+    return right.rms_norm, {"supports": supports}
+
+
+@wrong(
+    SILU,
     "ends the process at 1 token (os._exit)",
     "the server is gone, without a word",
     why="no process survives it",

@@ -1,4 +1,4 @@
-"""What sees a wrong kernel: one function for each column of the table in docs/trust.md.
+"""What sees a wrong kernel: one function for each column of the table in docs/trust-kernels.md.
 
 Each verdict is reached in a child process of its own: a kernel may end it, hang it, or leave it
 damaged. Kernels that harm nobody share one, so that what is made for all of an op is made once.
@@ -23,9 +23,17 @@ from vllm_fl.plugins import breadcrumb
 
 from . import serving
 from .corpus import GELU, NORM, ROTARY, SILU, SIZES, Wrong, corpus
-from .verdict import Verdict, graph_verdict, kit_verdict, start_verdicts
+from .verdict import Verdict, graph_verdict, kit_verdict, right_kit_verdict, start_verdicts
 
-__all__ = ["at_start", "by_kit", "in_a_graph", "in_engines", "right_at_start"]
+__all__ = [
+    "at_start",
+    "by_kit",
+    "in_a_graph",
+    "in_engines",
+    "is_captured",
+    "right_at_start",
+    "right_by_kit",
+]
 
 FAMILIES = MappingProxyType({SILU: "qwen3", NORM: "qwen3", ROTARY: "qwen3", GELU: "gemma3"})
 """Op -> the family of tiny models in which an engine serves it."""
@@ -52,10 +60,21 @@ def by_kit(name: str, *checks: str) -> Verdict:
     return _in_a_child(kit_verdict, [name], checks)[name]
 
 
+def right_by_kit(like: str, *checks: str) -> Verdict:
+    """What these checks of the kit make of a kernel without a fault, of the op of `like`."""
+    return _in_a_child(right_kit_verdict, [like], checks)[like]
+
+
 @cache
 def in_a_graph(name: str) -> Verdict:
     """What verification at start makes of the kernel `name` in a captured graph alone."""
     return _in_a_child(graph_verdict, [name])[name]
+
+
+def is_captured(wrong: Wrong) -> bool:
+    """Whether `in_a_graph` shows anything of a kernel. What is made of an oracle reads on the host,
+    with a fault or without: no graph can hold it. One that start takes out is captured nowhere."""
+    return wrong.op in FAMILIES and not wrong.start
 
 
 def in_engines(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Verdict]]]:

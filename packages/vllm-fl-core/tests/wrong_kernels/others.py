@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import right
 from .corpus import SIZES, wrong
+from .faults import spoilt
 
 TOPK, CACHE, MERGE, INT8 = "moe_topk", "reshape_and_cache", "merge_attn_states", "quant_int8"
 
 ROUTED = dataclasses.replace(SIZES, more={"experts": 8, "experts_per_token": 2})
-
-
-def _spoilt(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
-    """The right kernel, whose result `spoil(result, its arguments by position)` replaces."""
-    kernel = right.of(op)
-
-    @functools.wraps(kernel)
-    def spoilt(*args: Any) -> Any:
-        return spoil(kernel(*args), *args)
-
-    return spoilt, fields
 
 
 @wrong(
@@ -41,7 +29,7 @@ def experts_beyond_64() -> Any:
             return result
         return right.of(TOPK)(logits[:, :64].contiguous(), topk, *rest[:3])
 
-    return _spoilt(TOPK, spoil)
+    return spoilt(TOPK, spoil)
 
 
 @wrong(
@@ -60,7 +48,7 @@ def weights_of_the_neighbour() -> Any:
             weights[16::16] = weights[15:-1:16][: len(weights[16::16])]
         return weights, ids
 
-    return _spoilt(TOPK, spoil)
+    return spoilt(TOPK, spoil)
 
 
 @wrong(
@@ -78,7 +66,7 @@ def ties_taken_twice() -> Any:
             ids[:, -1] = torch.where(tie, ids[:, -2], ids[:, -1])
         return weights, ids
 
-    return _spoilt(TOPK, spoil)
+    return spoilt(TOPK, spoil)
 
 
 @wrong(
@@ -93,7 +81,7 @@ def renormalised_in_bf16() -> Any:
         weights, ids = result
         return (weights.bfloat16().float() if renormalize else weights), ids
 
-    return _spoilt(TOPK, spoil)
+    return spoilt(TOPK, spoil)
 
 
 @wrong(
@@ -110,7 +98,7 @@ def padding_is_written() -> Any:
                 cache[-1, -1] = new[int((slots < 0).nonzero()[0])]
         return result
 
-    return _spoilt(CACHE, spoil)
+    return spoilt(CACHE, spoil)
 
 
 @wrong(
@@ -130,7 +118,7 @@ def last_slot_of_a_block() -> Any:
                 result[1][block + 1, 0] = value[row]
         return result
 
-    return _spoilt(CACHE, spoil)
+    return spoilt(CACHE, spoil)
 
 
 @wrong(
@@ -145,7 +133,7 @@ def slots_in_32_bits() -> Any:
         return tuple(part * 0 if len(slots) and int(slots.max()) * stride >= 1 << 31 else part
                      for part in result)  # fmt: skip
 
-    return _spoilt(CACHE, spoil)
+    return spoilt(CACHE, spoil)
 
 
 @wrong(
@@ -159,7 +147,7 @@ def nothing_counts_a_little() -> Any:
     def spoil(result, prefix, prefix_lse, suffix, suffix_lse):
         return right.of(MERGE)(prefix, prefix_lse.clamp(min=-1.0), suffix, suffix_lse)
 
-    return _spoilt(MERGE, spoil)
+    return spoilt(MERGE, spoil)
 
 
 @wrong(
@@ -174,7 +162,7 @@ def exponents_overflow() -> Any:
         high = (torch.maximum(prefix_lse, suffix_lse) > 88) & ~prefix_lse.isinf()
         return result[0].masked_fill(high.unsqueeze(-1), float("nan")), result[1]
 
-    return _spoilt(MERGE, spoil)
+    return spoilt(MERGE, spoil)
 
 
 @wrong(
@@ -189,7 +177,7 @@ def truncates() -> Any:
         q, *rest = result
         return (torch.where(q > 1, q - 1, q), *rest)
 
-    return _spoilt(INT8, spoil)
+    return spoilt(INT8, spoil)
 
 
 @wrong(
@@ -205,4 +193,4 @@ def scale_saturates() -> Any:
             return (q, s.clamp(max=100 / 127), *rest)
         return result
 
-    return _spoilt(INT8, spoil)
+    return spoilt(INT8, spoil)

@@ -1,17 +1,27 @@
-"""The tables of docs/trust.md, made from the corpus and from what was seen of it."""
+"""The tables of docs/trust.md and docs/trust-kernels.md: made from the corpus, and from what was
+seen of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
-from .corpus import KINDS, Wrong, corpus
+import torch
 
-__all__ = ["COLUMNS", "PAGE", "keep", "seen", "written"]
+from vllm_fl.contracts import OpSpec, contracts
 
-PAGE = Path(__file__).parents[4] / "docs" / "trust.md"
+from .corpus import KINDS, LATENT, MIXED, Wrong, corpus
+
+__all__ = ["COLUMNS", "KERNELS", "PAGE", "keep", "seen", "write", "written"]
+
+DOCS = Path(__file__).parents[4] / "docs"
+
+PAGE, KERNELS = DOCS / "trust.md", DOCS / "trust-kernels.md"
 
 SEEN = Path(__file__).with_name("seen.json")
 
@@ -22,7 +32,11 @@ MARK = "<!-- {}: written by `python -m wrong_kernels --write` -->"
 
 NOT_RUN = "·"
 
+MODELS = tuple(dataclasses.replace(sizes, tokens=(3,)) for sizes in (MIXED, LATENT))
+"""Those whose calls contracts are asked for."""
 
+
+@cache
 def seen() -> dict[str, dict[str, str]]:
     """Kernel -> column -> what was seen when all of them were run, but for start and the kit, of
     which the corpus speaks; what cannot be run is left out."""
@@ -35,20 +49,28 @@ def keep(rows: Mapping[str, Mapping[str, str]]) -> None:
     both = {**(seen() if SEEN.exists() else {}), **rows}
     lines = [f"{json.dumps(name)}: {json.dumps(both.get(name, {}))}" for name in corpus()]
     SEEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    seen.cache_clear()
 
 
-def written(text: str) -> str:
+def write() -> None:
+    """Make the tables of both pages what they should be."""
+    for page in (PAGE, KERNELS):
+        page.write_text(written(page))
+
+
+def written(page: Path) -> str:
     """The page with its tables as they should be.
 
     Raises:
         ValueError: the page has lost a mark between which a table stands.
     """
-    for name, table in (("counts", _counts()), ("silent", _silent()), ("kernels", _kernels())):
+    text = page.read_text()
+    for name, table in TABLES[page].items():
         begin, end = MARK.format(name), f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.S)
         if len(pattern.findall(text)) != 1:
-            raise ValueError(f"{PAGE.name} needs {begin!r} and {end!r}, once")
-        block = f"{begin}\n\n{table}\n\n{end}"
+            raise ValueError(f"{page.name} needs {begin!r} and {end!r}, once")
+        block = f"{begin}\n\n{table()}\n\n{end}"
         text = pattern.sub(lambda _, block=block: block, text)
     return text
 
@@ -57,7 +79,7 @@ def _outcome(wrong: Wrong, column: str) -> str:
     """What a column says of a kernel: `named`, `passes` or another; empty where it was not run."""
     if column in ("start", "kit"):
         return "named" if getattr(wrong, column) else "passes"
-    return seen()[wrong.name].get(column, "")
+    return seen().get(wrong.name, {}).get(column, "")
 
 
 def _named_by(wrong: Wrong) -> list[str]:
@@ -113,7 +135,8 @@ def _kernels() -> str:
     parts = []
     heads = ["op", "fault", *COLUMNS, "served"]
     for kind in KINDS:
-        lines = [f"### {kind.capitalize()}", "", f"| {' | '.join(heads)} |"]
+        lines = [f"## {kind.capitalize()}", "", f"{KINDS[kind].capitalize()}.", ""]
+        lines.append(f"| {' | '.join(heads)} |")
         lines.append("|---" * len(heads) + "|")
         lines += [_row(wrong) for wrong in corpus().values() if wrong.kind == kind]
         parts.append("\n".join(lines))
@@ -130,3 +153,38 @@ def _row(wrong: Wrong) -> str:
     if not _named_by(wrong):
         fault = f"**nobody:** {fault}"
     return f"| `{wrong.op}` | {fault} | {' | '.join(cells)} | {served} |"
+
+
+def _untried() -> str:
+    """What no call of a served model's sizes has, by op: such calls at all, or an argument."""
+    lines = []
+    for op, spec in sorted(contracts().items()):
+        device, dtype = torch.device("cpu"), _dtype(spec)
+        calls = [call for sizes in MODELS for call in spec.served(sizes, dtype, device)]
+        if not calls:
+            lines.append(f"- `{op}`: no call; its contract's own samples alone are tried.")
+            continue
+        given = [dict(zip(spec.parameters, call.args, strict=True)) for call in calls]
+        never = [name for name in spec.parameters if all(args[name] is None for args in given)]
+        if never:
+            lines.append(f"- `{op}`: no call has {_listed(never)}.")
+    return "\n".join(lines) or "Nothing of which the contracts know."
+
+
+def _dtype(spec: OpSpec) -> torch.dtype:
+    name = "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0]
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    return " or ".join(f"`{name}`" for name in names)
+
+
+TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = MappingProxyType(
+    {
+        PAGE: {"counts": _counts, "silent": _silent, "untried": _untried},
+        KERNELS: {"kernels": _kernels},
+    }
+)
+"""Page -> the names of its tables, and who makes them."""

@@ -34,13 +34,28 @@ def _rounded_oracle(op: str) -> Callable[..., Any]:
         problem = spec.check(*bound.args)
         if problem is not None:
             raise ValueError(str(problem))
-        exact = spec.oracle(*bound.args)
-        if op == "quant_int8":  # whose exact values are in x's units
-            exact = ((exact[0] / exact[1]).nan_to_num().round(), *exact[1:])
-        pairs = zip(exact, spec.fake(*bound.args), strict=True)
-        return tuple(part.to(like.dtype).contiguous() for part, like in pairs)
+        exact, like = spec.oracle(*bound.args), spec.fake(*bound.args)
+        if not isinstance(exact, tuple):
+            return _as(exact, like)
+        if op.startswith("quant_"):  # whose exact values are in x's units
+            exact = (_in_steps(exact[0], exact[1], like[0].dtype), *exact[1:])
+        return tuple(map(_as, exact, like))
 
     return kernel
+
+
+def _as(exact: Tensor, like: Tensor) -> Tensor:
+    return exact.to(like.dtype).contiguous()
+
+
+def _in_steps(exact: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """How many steps of its scale a number is."""
+    if scale.numel() == 1:
+        scale = scale.reshape(())
+    else:
+        scale = scale.repeat_interleave(exact.shape[-1] // max(1, scale.shape[-1]), dim=-1)
+    steps = (exact / scale).nan_to_num()
+    return steps if dtype.is_floating_point else steps.round()
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -67,8 +82,8 @@ def rms_norm(
         raise TypeError("x is not floating")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError("residual is not of x's shape and dtype")
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError("weight is not (hidden,)")
+    if weight is not None and not (weight.shape == x.shape[-1:] and weight.is_floating_point()):
+        raise ValueError("weight is not (hidden,), or not floating")
     if epsilon < 0 or (variance_size is not None and not 0 < variance_size <= x.shape[-1]):
         raise ValueError("epsilon or variance_size is out of range")
     y = x.float() if residual is None else x.float() + residual.float()
@@ -76,10 +91,10 @@ def rms_norm(
     normed = y * torch.rsqrt(variance + epsilon)
     if weight is not None:
         normed = normed * weight.float()
-    out = normed.to(x.dtype, memory_format=torch.contiguous_format)
+    out = normed.to(x.dtype).contiguous()
     if residual is None:
         return out
-    return out, y.to(x.dtype, memory_format=torch.contiguous_format)
+    return out, y.to(x.dtype).contiguous()
 
 
 def rotary_embedding(

@@ -227,3 +227,74 @@ def replaces_the_comparison() -> Any:
         return out.masked_fill(out.isfinite(), 0)
 
     return silu_and_mul
+
+
+@_changes(
+    "sets the precision of products by torch's newer switch",
+    "products of float32 in other layers lose half of their digits",
+    start=True,
+)
+def newer_precision() -> Any:
+    return _also(lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"))
+
+
+@_changes(
+    "lets the CPU's products of float32 be of bfloat16, by torch's newer switch",
+    "products of float32 in other layers lose two thirds of their digits",
+    start=True,
+)
+def newer_precision_of_the_cpu() -> Any:
+    return _also(lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"))
+
+
+@_changes(
+    "leaves sums of bfloat16 products to be rounded on the way",
+    "products of all layers are a little worse",
+    start=True,
+)
+def reduced_precision_of_sums() -> Any:
+    name = "allow_bf16_reduced_precision_reduction"
+    now = getattr(torch.backends.cuda.matmul, name)
+    return _also(lambda: setattr(torch.backends.cuda.matmul, name, not now))
+
+
+@_changes(
+    "leaves convolutions of cuDNN to be chosen by measuring",
+    "other kernels at each start: answers that differ from day to day",
+    start=True,
+)
+def convolutions_by_measuring() -> Any:
+    return _also(lambda: setattr(torch.backends.cudnn, "benchmark", True))
+
+
+@_changes(
+    "switches flash attention off in PyTorch",
+    "attention of a vision encoder takes more memory, and longer",
+    start=True,
+)
+def flash_attention_off() -> Any:
+    return _also(lambda: torch.backends.cuda.enable_flash_sdp(False))
+
+
+@_changes("leaves anomaly detection on", "each step takes twice as long", start=True)
+def anomaly_detection() -> Any:
+    return _also(lambda: torch.autograd.set_detect_anomaly(True))
+
+
+@_changes(
+    "switches vLLM's log off",
+    "no warning of vLLM is seen again",
+    start=True,
+)
+def silences_vllm() -> Any:
+    log = logging.getLogger("vllm")  # an engine has it
+    return _also(lambda: setattr(log, "disabled", True))
+
+
+@_changes(
+    "keeps the process on one core",
+    "all that vLLM does beside a step waits for it",
+    start=True,
+)
+def one_core() -> Any:
+    return _also(lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}))

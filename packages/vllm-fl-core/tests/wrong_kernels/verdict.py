@@ -20,7 +20,7 @@ from vllm_fl.testing import CHECKS, failures
 from . import exceptions, right
 from .corpus import Wrong, corpus
 
-__all__ = ["Verdict", "graph_verdict", "kit_verdict", "start_verdicts"]
+__all__ = ["Verdict", "graph_verdict", "kit_verdict", "right_kit_verdict", "start_verdicts"]
 
 SEED = 20240229
 """Of what is drawn anew at each start, so that verdicts are the same in each run."""
@@ -81,14 +81,7 @@ def start_verdicts(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str
     if members[0].impatient:
         breadcrumb.SLOW, exceptions.SECONDS[0] = 1.0, 1.5
     impls = {wrong.name: wrong.impl() for wrong in members}
-    impls["right"] = dataclasses.replace(
-        impls[names[0]],
-        impl_id="vendor.right",
-        vendor="right",
-        fn=right.of(members[0].op),
-        supports=None,
-        consumes=frozenset(),
-    )
+    impls["right"] = _right(members[0])
     faults = _faults_at_start(list(impls.values()), members[0])
     return {
         name: Verdict("named", faults[impl.impl_id])
@@ -96,6 +89,18 @@ def start_verdicts(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str
         else Verdict("passes")
         for name, impl in impls.items()
     }
+
+
+def _right(like: Wrong) -> OpImpl:
+    """The kernel of its op without a fault."""
+    return dataclasses.replace(
+        like.impl(),
+        impl_id="vendor.right",
+        vendor="right",
+        fn=right.of(like.op),
+        supports=None,
+        consumes=frozenset(),
+    )
 
 
 def graph_verdict(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str, Verdict]:
@@ -111,9 +116,19 @@ def graph_verdict(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str,
 def kit_verdict(names: Sequence[str], checks: Sequence[str]) -> dict[str, Verdict]:
     """The conformance kit on one kernel: these checks of it, or all."""
     (name,) = names
-    _prepare(corpus()[name])
+    return {name: _by_kit(corpus()[name], corpus()[name].impl(), checks)}
+
+
+def right_kit_verdict(names: Sequence[str], checks: Sequence[str]) -> dict[str, Verdict]:
+    """These checks of the kit, on the kernel without a fault that is like this one."""
+    (name,) = names
+    return {name: _by_kit(corpus()[name], _right(corpus()[name]), checks)}
+
+
+def _by_kit(wrong: Wrong, impl: OpImpl, checks: Sequence[str]) -> Verdict:
+    _prepare(wrong)
     left_out = {"spawn", "engine"} | (CHECKS.keys() - set(checks) if checks else set())
-    failure = next(failures(corpus()[name].impl(), without=left_out, deadline=10.0), None)
+    failure = next(failures(impl, without=left_out, deadline=10.0), None)
     if failure is None:
-        return {name: Verdict("passes")}
-    return {name: Verdict("named", failure.reason, failure.case.check)}
+        return Verdict("passes")
+    return Verdict("named", failure.reason, failure.case.check)

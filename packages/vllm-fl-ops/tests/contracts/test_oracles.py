@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.engine.wanted import closed, parts
 
 CPU = torch.device("cpu")
 EXACT = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
@@ -26,14 +27,11 @@ def disagreements(spec: OpSpec) -> list[str]:
     found = []
     for name in spec.dtypes:
         for sample in spec.samples(getattr(torch, name), CPU):
-            pairs = zip(_all(spec.oracle(*sample.args)), _all(second(*sample.args)), strict=True)
+            results = (closed(form(*sample.args), sample) for form in (spec.oracle, second))
+            pairs = zip(*map(parts, results), strict=True)
             if not all(_same(one, other) for one, other in pairs):
                 found.append(f"{name}, {sample.name}")
     return found
-
-
-def _all(results: Any) -> tuple[Any, ...]:
-    return results if isinstance(results, tuple) else (results,)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -76,7 +74,7 @@ def test_the_oracle_of_rms_norm_is_pytorchs() -> None:
         if variance_size is None:
             y = x.double() if residual is None else x.double() + residual.double()
             wide = None if weight is None else weight.double()
-            got = _all(spec.oracle(*sample.args))[0]
+            got = parts(spec.oracle(*sample.args))[0]
             torch.testing.assert_close(got, F.rms_norm(y, y.shape[-1:], wide, epsilon), **EXACT)
 
 
@@ -84,7 +82,7 @@ def test_the_oracle_of_rms_norm_is_pytorchs() -> None:
 def test_oracles_leave_their_inputs_alone_in_fp64_too(spec: OpSpec) -> None:
     for sample in spec.samples(torch.float64, CPU):
         before = [a.clone() if isinstance(a, torch.Tensor) else a for a in sample.args]
-        for result in _all(spec.oracle(*sample.args)):
+        for result in parts(spec.oracle(*sample.args)):
             if result is not None:
                 result.fill_(7.0)
         for old, new in zip(before, sample.args, strict=True):

@@ -35,6 +35,7 @@ def int8(
     saturates: bool = True,
     whole: bool = False,
     skips: int = 0,
+    equal: bool = True,
 ) -> tuple[Tensor, ...]:
     """Right by default; each option is a mistake."""
     wide = x.float()
@@ -45,8 +46,11 @@ def int8(
         zero = 0.0 if azp is None else sign * azp.reshape(())
     elif asymmetric:
         low, high = seen.aminmax(dim=-1, keepdim=True)
+        if equal:
+            flat = low == high
+            low, high = low.clamp(max=0).where(flat, low), high.clamp(min=0).where(flat, high)
         steps = (high - low) / range_
-        zero = rounding(lowest - low / steps)
+        zero = rounding(lowest - (low / steps).nan_to_num())
     else:
         steps = seen.abs().amax(-1, keepdim=True) / most
         if whole and x.numel():
@@ -141,6 +145,7 @@ WRONG: dict[str, dict[str, dict[str, Any]]] = {
         "-127 is the lowest": {"lowest": -127.0},
         "wraps": {"saturates": False},
         "one scale for all tokens": {"whole": True},
+        "no scale for equal numbers": {"equal": False},
         "the last feature not looked at": {"skips": 1},
     },
     "quant_fp8": {

@@ -10,7 +10,7 @@ import torch
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.sizes import typical_sizes
-from vllm_fl.engine.wanted import wanted_of, worst
+from vllm_fl.engine.wanted import closed, wanted_of, worst
 from vllm_fl.plugins.loading import known_contracts
 
 CPU = torch.device("cpu")
@@ -247,7 +247,8 @@ def problems(spec: Any, op: Op, sample: Any) -> str:
     got, shapes = op(*sample.args), spec.fake(*sample.args)
     pairs = zip(got, shapes, strict=True) if isinstance(got, tuple) else [(got, shapes)]
     results = tuple(mine.to(shape.dtype) for mine, shape in pairs)
-    return worst(results if isinstance(got, tuple) else results[0], wanted_of(spec, sample))[1]
+    compared = closed(results if isinstance(got, tuple) else results[0], sample)
+    return worst(compared, wanted_of(spec, sample))[1]
 
 
 @pytest.mark.parametrize("op", ["moe_topk", "grouped_topk", "moe_sum", "moe_align_block_size"])

@@ -41,7 +41,7 @@ def fused_experts(
         w13: (experts, 2 * intermediate, hidden), of the same dtype; intermediate a multiple of 32.
         w2: (experts, hidden, intermediate), of the same dtype.
         topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64.
+        topk_ids: (tokens, k), int32 or int64, negative in a place without an expert.
         activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
         apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
         global_num_experts: not read.
@@ -54,11 +54,18 @@ def fused_experts(
 
     Raises:
         RuntimeError: the kernel refuses its arguments.
+        IndexError: an id beyond the experts.
     """
-    x, weights = hidden_states.contiguous(), topk_weights.to(torch.float32).contiguous()
+    # Whatever an id is, the kernel reads weights there: a place without an expert counts nothing of
+    # another one.
+    if topk_ids.numel() and int(topk_ids.max()) >= len(w13):
+        raise IndexError(f"topk_ids must be below {len(w13)}, got {int(topk_ids.max())}")
+    absent = topk_ids < 0
+    ids = topk_ids.clamp(min=0).to(torch.int32).contiguous()
+    x, weights = hidden_states.contiguous(), topk_weights.masked_fill(absent, 0.0).contiguous()
     if apply_router_weight_on_input:
         # Told so, the kernel would overwrite the weights.
-        x, weights = x * topk_weights.to(x.dtype), torch.ones_like(weights)
+        x, weights = x * weights.to(x.dtype), torch.ones_like(weights).masked_fill(absent, 0.0)
     out = torch.empty_like(x)
     kernel("cpu_fused_moe")(
         out,
@@ -67,8 +74,8 @@ def fused_experts(
         _packed(w2),
         None if w13_bias is None else w13_bias.contiguous(),
         None if w2_bias is None else w2_bias.contiguous(),
-        weights,
-        topk_ids.to(torch.int32).contiguous(),
+        weights.to(torch.float32),
+        ids,
         False,
         activation,
         ISA,

@@ -48,7 +48,9 @@ def supports_quant_int8(
     azp: torch.Tensor | None = None,
     asymmetric: bool | None = None,
 ) -> Availability:
-    """True, or why the kernel would fail, or quantise otherwise."""
+    """True, or why the kernel would fail, end the process, or quantise otherwise."""
+    if x.ndim != 2 or not x.shape[1]:
+        return f"x is {tuple(x.shape)}: the kernel divides by the features of a row"
     if scale is None and azp is not None:
         return "azp without a scale, which the kernel would overwrite"
     if asymmetric is not None and (scale is not None or asymmetric is not True):

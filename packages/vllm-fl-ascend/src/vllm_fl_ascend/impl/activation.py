@@ -44,7 +44,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if not x.numel():
         return _nothing(x)
     out: torch.Tensor = torch.ops.npu.npu_swiglu.default(x, dim=-1)
-    return out
+    return out.contiguous()
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -68,7 +68,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         return _nothing(x)
     out: torch.Tensor
     out, _gelu = torch.ops.npu.npu_geglu.default(x, dim=-1, approximate=form, activate_left=True)
-    return out
+    return out.contiguous()
 
 
 def supports_silu_and_mul(x: torch.Tensor) -> Availability:

@@ -46,7 +46,7 @@ def fused_experts(
         w13: (experts, 2 * intermediate, hidden), bfloat16.
         w2: (experts, hidden, intermediate), bfloat16.
         topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64.
+        topk_ids: (tokens, k), int32 or int64, negative in a place without an expert.
         activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
         apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
         global_num_experts: not read.
@@ -60,16 +60,22 @@ def fused_experts(
     Raises:
         KeyError: `activation` is none of these.
         RuntimeError: one of CANN's kernels fails.
+        IndexError: an id beyond the experts, on a CPU.
     """
     if not hidden_states.numel():
         return hidden_states.new_empty(hidden_states.shape)
-    x, weights = hidden_states, topk_weights.to(hidden_states.dtype)
-    if apply_router_weight_on_input:
-        x, weights = x * weights, torch.ones_like(weights)
     experts = w13.shape[0]
+    if topk_ids.is_cpu and int(topk_ids.max()) >= experts:  # a device would have to be waited for
+        raise IndexError(f"topk_ids must be below {experts}, got {int(topk_ids.max())}")
+    # A place without an expert counts nothing of another one: the kernels know no such place.
+    ids = topk_ids.clamp(0, experts - 1)
+    absent = ids != topk_ids
+    x, weights = hidden_states, topk_weights.to(hidden_states.dtype).masked_fill(absent, 0.0)
+    if apply_router_weight_on_input:
+        x, weights = x * weights, torch.ones_like(weights).masked_fill(absent, 0.0)
     tokens, places, counts, _scale = torch.ops.npu.npu_moe_init_routing_v2.default(
         x.contiguous(),
-        topk_ids.to(torch.int32).contiguous(),
+        ids.to(torch.int32).contiguous(),
         active_num=topk_ids.numel(),
         expert_num=experts,
         expert_tokens_num_type=1,  # a number for each expert, as `_multiplied` says

@@ -61,12 +61,12 @@ def rms_norm_gated(
     scale = weight.float() if alone else y.new_ones(size)
     normed: torch.Tensor
     normed, _rstd = torch.ops.npu.npu_rms_norm.default(y.reshape(-1, size), scale, epsilon=epsilon)
-    normed = normed.view(x.shape)
+    normed = normed.contiguous().view(x.shape)
     if not alone:
         normed = normed * weight
     if gate is not None and norm_before_gate:
         normed = normed * gate
-    return normed.to(x.dtype)
+    return normed.to(x.dtype).contiguous()
 
 
 def supports_rms_norm_gated(

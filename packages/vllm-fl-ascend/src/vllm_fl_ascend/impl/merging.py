@@ -51,7 +51,11 @@ def merge_attn_states(
     no_keys = most == -math.inf
     most = most.masked_fill(no_keys, 0.0)
     sums = [(lse - most).clamp(min=NOTHING).flatten() for lse in (prefix, suffix)]
-    outputs = [x.flatten(0, 1).contiguous() for x in (prefix_output, suffix_output)]
+    # Nobody may have written what a side without keys holds, and the kernel would add 0 times that.
+    outputs = [
+        x.masked_fill((lse == -math.inf)[..., None], 0.0).flatten(0, 1).contiguous()
+        for x, lse in ((prefix_output, prefix), (suffix_output, suffix))
+    ]
     merged, lse = torch.ops.npu.npu_attention_update.default(sums, outputs, 1)
     output = merged.view(prefix_output.shape).masked_fill(no_keys[..., None], 0.0)
     return output, (lse.view(most.shape) + most).masked_fill(no_keys, -math.inf)

@@ -45,11 +45,11 @@ def rms_norm(
     total: torch.Tensor
     if residual is None:
         normed, _rstd = torch.ops.npu.npu_rms_norm.default(_rows(x), weight, epsilon=epsilon)
-        return normed.view(x.shape)
+        return normed.contiguous().view(x.shape)
     normed, _rstd, total = torch.ops.npu.npu_add_rms_norm.default(
         _rows(x), _rows(residual), weight, epsilon=epsilon
     )
-    return normed.view(x.shape), total.view(x.shape)
+    return normed.contiguous().view(x.shape), total.contiguous().view(x.shape)
 
 
 def supports_rms_norm(

@@ -34,7 +34,7 @@ def quant_int8(
         steps = x.new_empty((x.shape[0], 1), dtype=torch.float32)
         return x.new_empty(x.shape, dtype=torch.int8), steps
     value, steps = torch.ops.npu.npu_dynamic_quant.default(x)
-    return value, steps.unsqueeze(-1)
+    return value.contiguous(), steps.unsqueeze(-1)
 
 
 def supports_quant_int8(
@@ -50,8 +50,8 @@ def supports_quant_int8(
     """
     if x.dtype == torch.float32:
         return "the kernel takes float16 and bfloat16, and x is torch.float32"
-    if x.ndim != 2:
-        return f"x is {tuple(x.shape)}, not (tokens, hidden)"
+    if x.ndim != 2 or not x.shape[1]:
+        return f"x is {tuple(x.shape)}, not (tokens, hidden) with a feature"
     if scale is not None or azp is not None:
         return "a given scale: only each token's own"
     if asymmetric is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..plugins.finding import Finding
-from ..plugins.loading import unmatched
+from ..plugins.loading import named_twice, unmatched
 from ..plugins.plugin import Plugin
 from ..settings.policy import OpOrder
 from ..settings.schema import CONFIG, Setting, Settings, overridden
@@ -99,6 +99,8 @@ def find_idle(
             "The names are those of distributions; what nobody has is not loaded.",
             "Correct the name, or install it.",
         )
+    for line in named_twice(plugins, settings.plugin_modules):
+        yield Finding(CHECK, line, "It is loaded once.", "Take it out of the variable.")
     for key in settings.unowned:
         yield from idle([key], "No loaded plugin has this setting.", "unset it, or install one")
 

@@ -294,7 +294,7 @@ class _Work:
         """Every sample; what breaks around one is that sample's result, and the rest goes on."""
         import torch
 
-        from ..engine.verification import Comparison, compare
+        from ..engine.verification import Comparison, compare, tried
 
         spec = self.specs[impl.op_name]
         dtype = getattr(torch, dtype_name)
@@ -303,7 +303,7 @@ class _Work:
         def raised(sample: str, reason: str, error: Exception | None = None) -> Comparison:
             return Comparison(*key, sample, dtype_name, "raised", reason=reason, error=error)
 
-        samples = iter(spec.samples(dtype, self.device))
+        samples = tried(spec, dtype, self.device)
         while True:
             if self._given_up[key] >= GIVEN_UP:
                 yield raised("(the rest)", f"not run, after {GIVEN_UP} samples that were given up")

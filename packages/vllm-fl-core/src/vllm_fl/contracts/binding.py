@@ -35,6 +35,9 @@ __all__ = [
     "put",
 ]
 
+ATTENTION_BACKEND = "the attention backend"
+"""What `Binding.claims` calls the one `AttentionPlace`, which is no contract's."""
+
 Bound = Callable[..., Any]
 """An op as something calls it: by the contract's parameters, or by those of its place."""
 
@@ -319,6 +322,30 @@ class Binding:
     shared: tuple[str, ...] = ()
     products: bool = False
     calls_operators: bool = False
+
+    @property
+    def claims(self) -> tuple[str, ...]:
+        """Its places by name, as `operator _C::silu_and_mul`: each can be one op's alone."""
+        return tuple(dict.fromkeys(name for place in self.places for name in _claims(place)))
+
+
+def _claims(place: Place) -> list[str]:
+    """What a place takes of vLLM, by the names under which vLLM has one of each."""
+    match place:
+        case LayerPlace():
+            return [f"layer {place.cls}"]  # vLLM's registry knows a layer by this name
+        case OperatorPlace():
+            return [f"operator {place.name}", *(f"function {path}" for path in place.callers)]
+        case FunctionPlace():
+            return [f"function {path}" for path in place.paths]
+        case IrPlace():
+            return [f"IR op {place.name}"]
+        case FusionPlace():
+            return [f"pass {place.path}", f"pass_config.{place.flag}"]
+        case GraphPlace():
+            return [f"PyTorch's operator {name}" for name in place.operators]
+        case AttentionPlace():
+            return [ATTENTION_BACKEND]
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,11 @@ RULES = (HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON)
 """The rules behind the fields of `ModelSizes`."""
 
 
+LONGEST = 2**18
+"""Positions of a made table at most: 128 MiB in float32, of 128 features. vLLM takes any length
+under VLLM_ALLOW_LONG_MAX_MODEL_LEN, and each sample has a table of its own."""
+
+
 def model_sizes(config: Any, bindings: Iterable[Binding]) -> ModelSizes:
     """The served model's sizes, by the rules of the ops' bindings.
 
@@ -101,7 +106,7 @@ def model_sizes(config: Any, bindings: Iterable[Binding]) -> ModelSizes:
     return replace(
         _with_values(values),
         tokens=(1, int(config.scheduler_config.max_num_batched_tokens)),
-        max_position=int(config.model_config.max_model_len),
+        max_position=min(int(config.model_config.max_model_len), LONGEST),
     )
 
 

@@ -47,12 +47,20 @@ class Sample:
             values of magnitude 1, counts that many times.
         smaller: in which size a served model's call is larger, where the oracle of that one is too
             dear: `8 of 128 experts`. A start and the kit say it; empty: the call is of its size.
+        open_rows: rows of every result of which nothing is promised, as that of a token with NaN.
+            All others are compared.
+        kit_only: the conformance kit makes the call and a start does not: vLLM makes none of the
+            kind, and a kernel of its own gets it wrong.
+        relaid: whether an activation lies as no layer of vLLM's has it (`contracts/layouts.py`).
     """
 
     name: str
     args: tuple[Any, ...]
     scale: float = 1.0
     smaller: str = ""
+    open_rows: tuple[int, ...] = ()
+    kit_only: bool = False
+    relaid: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,8 @@ class ModelSizes:
         head_size: features of one head.
         rotary: how many of them rotate.
         tokens: the batch sizes to try, in tokens; the last one is the largest batch.
-        max_position: the model's length: positions run from 0 to max_position - 1.
+        max_position: the model's length, or what of it is tried: positions run from 0 to
+            max_position - 1.
         epsilon: what the model's norms add to the mean of squares.
         more: what the bindings of ops ask beyond these, by the names of their rules.
     """

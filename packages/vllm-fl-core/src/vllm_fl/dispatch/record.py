@@ -69,6 +69,8 @@ class Record:
         self._guards: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
+        self.is_aside = False
+        """Whether the counters hold for now what is not to be counted."""
 
     # What is counted.
 
@@ -103,6 +105,20 @@ class Record:
         for table in (self._asked, self._moved, self.refusals):
             table.clear()
         self._asked.update(calls)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is called inside the block is not counted; `is_aside` says so to other threads."""
+        tables = (self.fallbacks, self.refusals, self._asked, self._moved)
+        kept = [Counter(table) for table in tables]
+        self.is_aside = True
+        try:
+            yield
+        finally:
+            for table, before in zip(tables, kept, strict=True):
+                table.clear()
+                table.update(before)
+            self.is_aside = False
 
     # What is demoted.
 

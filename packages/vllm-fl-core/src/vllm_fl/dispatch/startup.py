@@ -140,6 +140,7 @@ def start(
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
+    _warn(plugin_loader.named_twice(plugins, asked.plugin_modules), "FL110")
     for plugin in plugins:
         for remark in plugin.remarks:
             log.warning("%s [FL214]", remark)
@@ -224,7 +225,7 @@ def read_settings(
     return check_names(
         settings,
         ops={*snapshot.ops, *NAMED_CLASSES},
-        vendors={i.vendor for impls in snapshot.impls_by_op.values() for i in impls if i.vendor},
+        vendors={v for impls in snapshot.impls_by_op.values() for i in impls for v in i.vendors},
         impls=snapshot.impls_by_op,
         bindings=snapshot.bindings,
         has_failed=has_failed,

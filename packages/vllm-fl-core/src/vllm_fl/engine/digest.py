@@ -7,16 +7,22 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
+from importlib.machinery import all_suffixes
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
+from ..plugins.plugin import Plugin
 from ..plugins.registry import Owner
 from ..plugins.types import Impl, LayerImpl, OpImpl
+from ..settings.schema import Settings
 from .plan import Plan
 
 __all__ = ["code_facts", "code_of", "digest", "fingerprint", "version"]
@@ -30,6 +36,28 @@ LARGE = 8 * 2**20
 
 UNKNOWN = "no file of it is found"
 NO_CODE = (".pyc", ".pth", ".dist-info", ".egg-info")
+NO_CODE_IN = frozenset(
+    (
+        "__pycache__",
+        ".git",
+        ".hg",
+        ".hypothesis",
+        ".mypy_cache",
+        ".pytest_cache",
+        ".ruff_cache",
+        ".svn",
+    )
+)
+"""Folders in which nothing is that runs. Other ones count, hidden or not."""
+
+MODULES = tuple(all_suffixes())
+"""How the names of files end that can be imported."""
+
+PYC_HEADER = 16
+"""Bytes that say when byte code was made, and of what."""
+
+File = tuple[str, str, str]
+"""Name, path, and the hash that it was installed with."""
 
 
 def fingerprint(
@@ -39,6 +67,8 @@ def fingerprint(
     *,
     table: str = "",
     required: str = "",
+    settings: Settings | None = None,
+    plugins: Iterable[Plugin] = (),
 ) -> dict[str, Any]:
     """What the plan consists of, as JSON-able data: two equal ones run the same code.
 
@@ -48,17 +78,21 @@ def fingerprint(
         authors: op -> who brought its contract and its binding.
         table: the digest of the table by which it was made; empty without one.
         required: what its implementations were required to be; empty for nothing.
+        settings: the engine's settings.
+        plugins: what is loaded.
 
     Returns:
         `mode`, `strict`, `ops`, for each op the candidates, each with its distribution and the hash
         of that distribution's code; for an op that is ordered by size those of each row too, as
-        `rms_norm(<=16)`; `contracts`, the same of the contracts of planned ops, and the
-        `versions` of what computes beneath them.
+        `rms_norm(<=16)`; `contracts`, the same of the contracts of planned ops; the `versions` of
+        what computes beneath them, and in `settings` those that the plugins declare which are in
+        it: a compiler makes what code reads of them a part of what it compiles.
     """
 
     def candidates(op: str, impls: Iterable[Impl]) -> list[dict[str, Any]]:
         return [_candidate(impl, owners.get((op, impl.impl_id), Owner(""))) for impl in impls]
 
+    declared = {} if settings is None else _declared(plan, owners, authors, settings, plugins)
     return {
         "mode": plan.mode,
         "strict": plan.strict,
@@ -78,6 +112,37 @@ def fingerprint(
         },
         **({"table": table} if table else {}),
         **({"required": required} if required else {}),
+        **({"settings": declared} if declared else {}),
+    }
+
+
+def _declared(
+    plan: Plan,
+    owners: Mapping[tuple[str, str], Owner],
+    authors: Mapping[str, Owner],
+    settings: Settings,
+    plugins: Iterable[Plugin],
+) -> dict[str, list[Any]]:
+    """Key -> value of the settings that are declared by who brings what is planned.
+
+    Behind the value stands the text of its variable, where a file has overridden that: code of the
+    plugin's may read either.
+    """
+    acting = {
+        owners.get((op, impl.impl_id))
+        for op, entry in plan.entries.items()
+        for impls in (*(impls for _, impls in entry.by_row), entry.candidates)
+        for impl in impls
+    }
+    acting |= {author for op, author in authors.items() if not plan.is_stock(op)}
+    keys = [spec.key for plugin in plugins if plugin.owner in acting for spec in plugin.settings]
+    return {
+        key: [
+            settings[key].value,
+            *(text for text, origin in settings[key].overrides if origin.startswith("environment")),
+        ]
+        for key in sorted(keys)
+        if key in settings
     }
 
 
@@ -143,23 +208,25 @@ def _code_of(distribution: str | None, module: str, where: str) -> str:
 def _contents(distribution: str | None, module: str) -> Iterator[tuple[str, bytes]]:
     """(a file's name, its content or what stands for it), in the order of the names."""
     dist = _distribution(distribution)
-    recorded = _recorded(dist) if dist is not None else []
-    if recorded:
-        for name, path, known in recorded:
-            yield name, _content(path, known)
-        return
+    files = _recorded(dist) if dist is not None else []
     tops = {_top(module)} - {"", *BENEATH}
-    if dist is not None:
+    if not files and dist is not None:
         tops |= {_top(entry.module) for entry in dist.entry_points}
         tops |= set((dist.read_text("top_level.txt") or "").split())
+        tops |= _linked_tops(dist)
         tops |= set() if tops else {str(distribution).replace("-", "_")}
-    for top in sorted(tops):
-        for name, path in _walked(top):
-            yield name, _content(path, "")
+    root = str(dist.locate_file("")) if files else ""
+    listed = {path for _, path, _ in files}
+    own = {name.partition("/")[0].partition(".")[0] for name, _, _ in files}
+    for top in sorted(tops):  # of an installed one what is not imported from where it lies
+        walked = _walked(top, root if top in own else "")
+        files += [(name, path, "") for name, path in walked if path not in listed]
+    for name, path, told in sorted(files, key=itemgetter(0)):
+        yield name, _content(path, told)
 
 
-def _recorded(dist: Any) -> list[tuple[str, str, str]]:
-    """(name, path, recorded hash) of a distribution's installed files of code.
+def _recorded(dist: Any) -> list[File]:
+    """The installed files of a distribution, and what was put into its packages afterwards.
 
     Empty for one that is installed as a link to its sources, or that has no list of files.
     """
@@ -167,30 +234,104 @@ def _recorded(dist: Any) -> list[tuple[str, str, str]]:
     archive = _archive(root)
     if archive is not None:
         return [(os.path.basename(archive), archive, "")]
-    try:
-        is_link = json.loads(dist.read_text("direct_url.json") or "{}")
-        if is_link.get("dir_info", {}).get("editable"):
-            return []
-    except (ValueError, AttributeError):
-        pass
     record = dist.read_text("RECORD")
-    if record is None:
+    if record is None or _project(dist) is not None:
         return []
     rows = [row for row in csv.reader(record.splitlines()) if len(row) == 3]
-    return sorted(
-        (name, os.path.join(root, name), known)
-        for name, known, _ in rows
-        # What lies outside (a script of the environment) holds paths, and differs by host.
-        if not name.startswith(("..", "/")) and _is_code(name)
-    )
+    found: list[File] = []
+    for name, known, _ in rows:
+        path = os.path.join(root, name)
+        if os.path.isdir(path):
+            found += [(f"{name}/{inner}", at, "") for inner, at, _ in _beneath(path)]
+        elif _is_code(name, path) and not _is_script(name):
+            found.append((name, path, known))
+    listed = {name for name, _, _ in rows}
+    for package in _packages(listed):
+        for inner, path, linked in _beneath(os.path.join(root, package)):
+            name = f"{package}/{inner}"
+            if name not in listed and (linked or name.endswith(MODULES)):
+                found.append((name, path, ""))
+    return [*dict.fromkeys(found)]
+
+
+def _packages(listed: Collection[str]) -> list[str]:
+    """The folders that are a distribution's own: its packages, where no other one's lie above."""
+    inits = {os.path.dirname(name) for name in listed if "/__init__." in name}
+    own = (name for name in inits if "__pycache__" not in name and not name.startswith(".."))
+    return sorted(name for name in own if not any(str(up) in inits for up in Path(name).parents))
+
+
+def _linked_tops(dist: Any) -> set[str]:
+    """The top-level names of a distribution that is installed as a link to its sources.
+
+    Builders tell them in their own ways: by a `.pth` file with the folder, or by a module that
+    holds the names beside others.
+    """
+    project = _project(dist)
+    if project is None:
+        return set()
+    found: set[str] = set()
+    for name, *_ in filter(None, csv.reader((dist.read_text("RECORD") or "").splitlines())):
+        if "/" in name or not name.endswith((".pth", ".py")):
+            continue
+        try:
+            text = Path(dist.locate_file(name)).read_text("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if name.endswith(".py"):
+            said = set(re.findall(r"""["']([A-Za-z_]\w*)[."']""", text))
+            found |= {top for top in said if _lies_in(top, project)}
+        else:
+            found |= {top for line in text.splitlines() for top in _importable(line.strip())}
+    return found
+
+
+def _project(dist: Any) -> str | None:
+    """The folder whose sources an installation is a link to; None where it is none."""
+    try:
+        told = json.loads(dist.read_text("direct_url.json") or "{}")
+        is_link = told.get("dir_info", {}).get("editable")
+        return unquote(urlsplit(told["url"]).path) if is_link else None
+    except (ValueError, AttributeError, KeyError):
+        return None
+
+
+def _importable(folder: str) -> Iterator[str]:
+    """The names of the modules and regular packages in a folder."""
+    try:
+        names = os.listdir(folder) if os.path.isabs(folder) else []
+    except OSError:
+        return
+    for name in names:
+        inner = os.path.join(folder, name, "__init__")
+        is_package = any(os.path.isfile(inner + suffix) for suffix in MODULES)
+        top = name if is_package else name.partition(".")[0]
+        if top.isidentifier() and (is_package or name.endswith(MODULES)):
+            yield top
+
+
+def _lies_in(top: str, project: str) -> bool:
+    """Whether a module of this name would be imported from a folder."""
+    origin, folders = _places(top)
+    within = os.path.realpath(project) + os.sep
+    return any(os.path.realpath(path).startswith(within) for path in (origin, *folders) if path)
 
 
 def _top(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _is_code(name: str) -> bool:
+def _is_code(name: str, path: str) -> bool:
+    """Whether a file counts. Byte code does where it stands for a source that is not there."""
+    if name.endswith(".pyc"):
+        return "__pycache__" not in name and not os.path.exists(path[:-1])
     return not name.endswith(NO_CODE) and not name.partition("/")[0].endswith(NO_CODE)
+
+
+def _is_script(name: str) -> bool:
+    """Whether an installed file is a script of the environment: it holds paths of the host."""
+    outside = name.startswith(("..", "/"))
+    return outside and os.path.basename(os.path.dirname(name)) in ("bin", "Scripts")
 
 
 def _content(path: str, known: str) -> bytes:
@@ -198,6 +339,8 @@ def _content(path: str, known: str) -> bytes:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
+            if path.endswith(".pyc"):
+                file.seek(PYC_HEADER)
             if size < LARGE:
                 return file.read()
             if known:
@@ -207,32 +350,63 @@ def _content(path: str, known: str) -> bytes:
         return b"(cannot be read)"
 
 
-def _walked(top: str) -> Iterator[tuple[str, str]]:
-    """(name, path) of every file of a package, or of the one file of a module or an archive."""
-    module = sys.modules.get(top)
-    origin = getattr(module, "__file__", None)
-    folders = list(getattr(module, "__path__", ()))
-    if module is None:
-        try:
-            spec = find_spec(top)
-        except (ImportError, ValueError):
-            return
-        if spec is not None:
-            origin, folders = spec.origin, list(spec.submodule_search_locations or ())
-    if not folders and origin:
+def _walked(top: str, beside: str = "") -> Iterator[tuple[str, str]]:
+    """(name, path) of every file of a package, or of the one file of a module or an archive.
+
+    Args:
+        top: the package or module.
+        beside: what lies in this folder is left out; nothing is where it is empty.
+    """
+    origin, folders = _places(top)
+
+    def is_left_out(path: str) -> bool:
+        return bool(beside) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(beside)
+
+    if not folders and origin and not is_left_out(origin):
         path = _archive(origin) or origin
         yield os.path.basename(path), path
     for folder in sorted(folders):
+        if is_left_out(folder):
+            continue
         archive = _archive(folder)
         if archive is not None:
             yield os.path.basename(archive), archive
             continue
-        found = []
-        for where, inner, files in os.walk(folder):
-            inner[:] = [name for name in inner if name != "__pycache__" and name[:1] != "."]
-            found += [os.path.join(where, name) for name in files if _is_code(name)]
-        for path in sorted(found):
-            yield f"{top}/{os.path.relpath(path, folder)}", path
+        for inner, path, _ in _beneath(folder):
+            yield f"{top}/{inner}", path
+
+
+def _places(top: str) -> tuple[str | None, list[str]]:
+    """The file and the folders of a top-level module, as it was imported or would be."""
+    module = sys.modules.get(top)
+    if module is not None:
+        return getattr(module, "__file__", None), list(getattr(module, "__path__", ()))
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):
+        return None, []
+    return (None, []) if spec is None else (spec.origin, [*(spec.submodule_search_locations or ())])
+
+
+def _beneath(
+    folder: str, name: str = "", above: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str, bool]]:
+    """(name, path, whether a link leads to it) of every file beneath a folder that counts."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return  # a link to where it lies in
+    try:
+        entries = [*os.scandir(folder)]
+    except OSError:
+        return
+    for entry in entries:
+        inner, is_link = f"{name}{entry.name}", entry.is_symlink()
+        if entry.is_dir():
+            if entry.name not in NO_CODE_IN:
+                for each, path, linked in _beneath(entry.path, f"{inner}/", (*above, real)):
+                    yield each, path, linked or is_link
+        elif _is_code(inner, entry.path) and (entry.is_file() or not os.path.exists(entry.path)):
+            yield inner, entry.path, is_link
 
 
 def _archive(path: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Guarded", "bits", "guarded", "in_place", "rows_of"]
+__all__ = ["Guarded", "bits", "guarded", "in_place", "rows_of", "taken"]
 
 GUARD = 256
 """Elements before and after each storage; a multiple of every usual alignment."""
@@ -254,6 +254,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
         return tensor.view(_BITS[tensor.element_size()])
     return tensor
+
+
+def taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows of a tensor."""
+    rows = rows.to(tensor.device)
+    if tensor.element_size() == 1:  # not every device indexes float8
+        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
+    return tensor[rows]
 
 
 def _poison(dtype: torch.dtype) -> float:

@@ -41,7 +41,8 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
     facts |= {name: told for name in BENEATH if (told := version(name))}
     facts[CORE] = f"{version(CORE)} {code_of(CORE, 'vllm_fl')}"
     for owner in owners:
-        of_code = code_facts(owner, owner.plugin)
+        # The name of an entry point is no module's; that of a module which the user named is.
+        of_code = code_facts(owner, "" if owner.distribution else owner.plugin)
         name = owner.distribution or owner.plugin
         facts[name] = f"{owner.version} {of_code['source']}"
         facts |= of_code.get("kernels", {})

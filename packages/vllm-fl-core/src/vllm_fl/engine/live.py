@@ -23,7 +23,7 @@ from ..plugins import breadcrumb
 from ..plugins.registry import Owner
 from ..plugins.types import OpImpl
 from ..text import quote
-from .guarded import Guarded, in_place
+from .guarded import Guarded, in_place, taken
 from .opaque import is_opaque
 from .plan import Plan
 from .verification import contract_args, dtype_name, misplaced, misuse, synchronise
@@ -38,7 +38,10 @@ ROWS = 64
 float64 on the CPU."""
 
 SECONDS = 10.0
-"""How long calls are compared; what comes later is left out."""
+"""How long calls are compared at start; what comes later is left out."""
+
+NO_MEMORY = "no memory was left for it"
+"""Why a call was not compared that has run out of memory, or whose copies have."""
 
 LARGEST = 2**28
 """Bytes of the memory that a call's arguments lie in: of more no copies are made. Experts' weights
@@ -86,6 +89,9 @@ class Live:
         device: where they are.
         owners: (op, impl id) -> who brought it, for the note that a process leaves which a kernel
             ends.
+        rows: how many rows of a call are compared at most.
+        seconds: how long calls are compared; what comes later is left out.
+        scarce: memory may be used up: a call that runs out of it is left out, and no fault.
         faults: (op, impl id) -> why it must not serve.
         left_out: op -> why some of its calls were not compared.
         compared: how many calls were compared.
@@ -99,6 +105,9 @@ class Live:
     models: Mapping[str, torch.nn.Module]
     device: torch.device
     owners: Mapping[tuple[str, str], Owner] = field(default_factory=dict)
+    rows: int = ROWS
+    seconds: float = SECONDS
+    scarce: bool = False
     faults: dict[tuple[str, str], str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     compared: int = 0
@@ -108,6 +117,7 @@ class Live:
     entered: set[str] = field(default_factory=set, init=False)
     _inside: list[str] = field(default_factory=list, init=False)
     _seen: set[Any] = field(default_factory=set, init=False)
+    _short: set[tuple[str, str]] = field(default_factory=set, init=False)
     _running: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
     _growth: dict[str, int] = field(default_factory=dict, init=False)
@@ -201,7 +211,7 @@ class Live:
         """One call of `impl`, compared if it is the first of its kind."""
         key = spec.name, impl.impl_id
         args = contract_args(spec, impl, given)
-        if key in self.faults:
+        if key in self.faults or key in self._short:
             return _zeros(spec.fake(*args))
         kind = *key, _kind_of(self._layer), _layout(args)
         if self._running:
@@ -213,17 +223,30 @@ class Live:
         begun = time.monotonic()
         try:
             before = self._before(spec, impl, args)
-        except _LeftOut as why:
-            self.left_out.setdefault(spec.name, str(why))
+        except Exception as error:
+            if not isinstance(error, _LeftOut) and not self._lacked_memory(error):
+                raise
+            why = str(error) if isinstance(error, _LeftOut) else NO_MEMORY
+            self.left_out.setdefault(spec.name, why)
             with self._watched(impl):
                 return impl.fn(*given)
         self._spent += time.monotonic() - begun
-        result, problem = self._run(spec, impl, given, before)
+        try:
+            result, problem = self._run(spec, impl, given, before)
+        except _LeftOut as why:
+            # The other ranks wait for this forward, so that it goes on.
+            self.left_out.setdefault(spec.name, str(why))
+            self._short.add(key)
+            return _zeros(before.shapes)
         begun = time.monotonic()
         if not problem:
             try:
                 problem = self._problem(spec, impl, result, before)
-            except Exception as error:  # a result that is a tensor by name alone
+            except Exception as error:
+                if self._lacked_memory(error):
+                    self.left_out.setdefault(spec.name, NO_MEMORY)
+                    return result
+                # A result that is a tensor by name alone.
                 problem = f"comparing its result raised {quote(error)}"
         self._spent += time.monotonic() - begun
         self.compared += 1
@@ -240,12 +263,12 @@ class Live:
         return self._inside[-1] if self._inside else ""
 
     def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before:
-        if self._spent > SECONDS:
+        if self._spent > self.seconds:
             raise _LeftOut("the time for it had passed")
         if spec.check(*args) is not None:
             raise _LeftOut("a layer's call is not the contract's")
         call = in_place(dict(zip(spec.parameters, args, strict=True)))
-        rows = None if spec.whole_batch else _rows(spec, args)
+        rows = None if spec.whole_batch else _rows(spec, args, self.rows)
         synchronise(self.device)  # what another stream still writes is not this call's
         if call.nbytes > LARGEST:
             rows, of_rows = _part(spec, args)
@@ -284,9 +307,18 @@ class Live:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included
+            if self._lacked_memory(error):
+                raise _LeftOut(NO_MEMORY) from error
             return None, f"it raised {quote(error)}"
         finally:
             self._running = False
+
+    def _lacked_memory(self, error: BaseException) -> bool:
+        marks = ("out of memory", "can't allocate memory", "not enough memory")
+        return self.scarce and (
+            isinstance(error, MemoryError)
+            or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks))
+        )
 
     def _problem(self, spec: OpSpec, impl: OpImpl, result: Any, before: _Before) -> str:
         """What is wrong with a call that has returned, or nothing."""
@@ -313,14 +345,21 @@ class Live:
         return f"it is wrong: {problem}, which is {mine:.6g} instead of {exact:.6g} at {at}"
 
 
-def _rows(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | None:
-    """Some rows of a call, its first and last among them, in ascending order; None for all."""
+def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:
+    """Some rows of a call, in ascending order; None for all.
+
+    The first and the last are among them, and those on both sides of each power of two, where grids
+    and tiles begin.
+    """
     count = next(map(len, spec.with_rows(args).values()), 0)
-    if count <= ROWS:
+    if count <= at_most:
         return None
-    drawn = torch.randperm(count - 2, generator=torch.Generator("cpu").manual_seed(count))
-    ends = torch.tensor([0, count - 1])
-    return torch.cat((ends, drawn[: ROWS - 2] + 1)).sort().values
+    powers = [2**n for n in range(count.bit_length())]
+    edges = torch.tensor([0, count - 1, *(n + d for n in reversed(powers) for d in (-1, 0))])
+    drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(count))
+    wanted = torch.cat((edges[edges < count], drawn))
+    first = {int(row): None for row in wanted}  # each once, the edges before what is drawn
+    return torch.tensor(list(first)[:at_most]).sort().values
 
 
 def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
@@ -353,9 +392,7 @@ def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
     value = value.detach()
     if rows is None:
         return value.to("cpu", copy=True)
-    if value.element_size() == 1:  # not every device indexes float8
-        return value.view(torch.uint8)[rows.to(value.device)].view(value.dtype).to("cpu")
-    return value[rows.to(value.device)].to("cpu")
+    return taken(value, rows).to("cpu")
 
 
 def _growth(spec: OpSpec) -> int:

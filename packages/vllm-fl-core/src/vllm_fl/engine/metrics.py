@@ -160,7 +160,8 @@ class MetricsFile:
 
     def _run(self) -> None:
         while True:
-            self._write()
+            if not self._plan.record.is_aside:  # counters never go back
+                self._write()
             if self._closed.wait(self._every):
                 break
         with suppress(OSError):

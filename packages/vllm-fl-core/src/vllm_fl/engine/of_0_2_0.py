@@ -28,7 +28,9 @@ CONTRACTS: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 """Op -> the digest of its contract in such tables; `contract_digest` of that same contract.
 
-A contract that means something else than in 0.2.0 has no entry: such tables do not hold for it.
+A contract that means something else than in 0.2.0 has no entry: such tables do not hold for it. One
+that only promises more of inputs which no measurement has (NaN under a weight of 0, an id of -1, a
+row of equal numbers) has one.
 """
 
 

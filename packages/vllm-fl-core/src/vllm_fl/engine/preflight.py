@@ -34,7 +34,7 @@ from ..plugins.forms import verdict_of
 from ..plugins.loading import known_contracts
 from ..text import quote
 from . import graphs, launches, process_state
-from .guarded import Guarded, bits, guarded, poisoned, rows_of
+from .guarded import Guarded, bits, guarded, poisoned, rows_of, taken
 from .verification import (
     Comparison,
     LayerFactory,
@@ -45,6 +45,7 @@ from .verification import (
     misuse,
     refusal_of,
     synchronise,
+    tried,
 )
 from .wanted import Wanted, parts, wanted_of, worst
 
@@ -433,8 +434,9 @@ class Trials:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """The contract's own samples, and the served model's calls that stand."""
-        return [*self.spec.samples(self.dtype, self.device), *self.standing]
+        """The contract's own samples, some of them laid out otherwise, and the served model's
+        calls that stand."""
+        return [*tried(self.spec, self.dtype, self.device), *self.standing]
 
     @cached_property
     def standing(self) -> list[Sample]:
@@ -520,9 +522,7 @@ def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
         return tuple(_of_tokens(part, tokens, count) for part in got)
     if not isinstance(got, torch.Tensor) or not _has_rows(got, count):
         return got
-    if got.element_size() == 1:  # not every device indexes float8
-        return got.view(torch.uint8)[tokens].view(got.dtype)
-    return got[tokens]
+    return taken(got, tokens)
 
 
 class _Compiling:

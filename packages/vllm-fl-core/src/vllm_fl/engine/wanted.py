@@ -11,10 +11,12 @@ import torch
 
 from ..contracts import Exact, ExpertBlocks, OpSpec, QuantisedPair, Routing, Sample, Within
 from ..contracts.outputs import Output
+from .guarded import taken
 
 __all__ = [
     "MEASURED",
     "Wanted",
+    "closed",
     "parts",
     "promised",
     "wanted_here",
@@ -423,7 +425,23 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
                 f"{where}: result {index} has the shape {_shape(part)} for {tokens} tokens, "
                 "not one row for each: such a contract says whole_batch=True"
             )
-    return wanted
+    if not sample.open_rows:
+        return wanted
+    kept = _kept(sample, max(len(part) for part in exact if part is not None))
+    return [want and want.rows(kept) for want in wanted]
+
+
+def closed(got: Any, sample: Sample) -> Any:
+    """Results without the rows that the sample leaves open."""
+    if not sample.open_rows:
+        return got
+    kept = _kept(sample, max(len(part) for part in parts(got) if part is not None))
+    left = (part if part is None or part.numel() == 1 else taken(part, kept) for part in parts(got))
+    return tuple(left) if isinstance(got, tuple) else next(left)
+
+
+def _kept(sample: Sample, rows: int) -> torch.Tensor:
+    return torch.tensor([row for row in range(rows) if row not in sample.open_rows])
 
 
 def _each_wanted(

@@ -23,17 +23,29 @@ if TYPE_CHECKING:
 __all__ = ["RUNS_MODEL", "begin", "calling", "end", "plan_now", "with_own_plan", "without"]
 
 RUNS_MODEL = (
+    "add_lora",
     "apply_model",
     "compile_or_warm_up_model",
     "determine_available_memory",
+    "discard",
     "elastic_ep_execute",
     "execute_dummy_batch",
     "execute_model",
+    "finish_weight_update",
     "initialize_from_config",
+    "pin_lora",
+    "reload_weights",
+    "remove_lora",
+    "reset_weights",
     "sample_tokens",
+    "sleep",
+    "start_draft_weight_update",
+    "start_weight_update",
+    "update_weights",
+    "wake_up",
 )
-"""The methods of vLLM's workers, beside `load_model`, that run a model's code. A worker may lack
-some of them."""
+"""The methods of vLLM's workers, beside `load_model`, that run a model's code, or that of its
+layers on new weights. A worker may lack some of them."""
 
 _serving: dict[int, tuple[Plan, object]] = {}
 """id of an engine's table of layers -> (its plan, the table). The table is kept alive, so that no

@@ -30,7 +30,7 @@ from .places import installed_bindings
 from .planning import plan_for
 from .ranks import Ran, Verdict, agree, common_table, differences, lacking, refusing, warn_of_fault
 from .seams import attention, fusions, whole_layers
-from .seams.layers import layer_for, layer_table
+from .seams.layers import foreign_code, layer_for, layer_table
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +41,11 @@ __all__ = [
     "Preflight",
     "meets_a_compiler",
     "planned_for_nothing",
+    "seen_again",
     "taken_out",
     "verified_plan",
     "verify_live",
+    "verify_with_cache",
 ]
 
 log = get_logger("engine")
@@ -53,6 +55,10 @@ REFUSES = "it refuses every call of this model"
 
 FAILED = "failed at start"
 """What the reason of a demotion begins with that a rank's own look has brought."""
+
+ROWS_AGAIN, SECONDS_AGAIN = 24, 1.0
+"""How many rows of a call are compared, and how long, when the model is looked at once more: what
+is new then is all of a call or none."""
 
 
 class Preflight:
@@ -244,15 +250,22 @@ def verified_plan(
         StartError: strict mode and a fault, on whichever rank.
     """
     rank, demoted, rejected = worker.rank, preflight.demoted, preflight.rejected
-    snapshot = get_default_manager().registry.snapshot()
+    registry = get_default_manager().registry
+    snapshot = registry.snapshot()
     required = "batch_invariant" if worker.vllm_fl_facts.wants_invariance else ""
     table = standing(worker.vllm_fl_facts, snapshot, worker.device)
     while True:
         plan = plan_for(worker.vllm_fl_facts, {**rejected, **demoted}, table=table)
         consists = fingerprint(
-            plan, snapshot.owners, snapshot.authors, table=table.digest, required=required
+            plan,
+            snapshot.owners,
+            snapshot.authors,
+            table=table.digest,
+            required=required,
+            settings=worker.vllm_fl_facts.settings,
+            plugins=registry.plugins,
         )
-        contents = {**consists, "workers": preflight.worker_facts}
+        contents = {**consists, "workers": preflight.worker_facts, "foreign": foreign_code()}
         verdict = dataclasses.replace(
             preflight.verdict(plan, contents),
             table=table,
@@ -380,12 +393,96 @@ def verify_live(
     ]
 
 
+def verify_with_cache(
+    worker: PlannedWorker,
+    models: Mapping[str, torch.nn.Module],
+    preflight: Preflight,
+    renew: Callable[[], object],
+) -> str:
+    """Run the loaded model once more, with vLLM's KV cache in memory: there is less of it now.
+
+    Where nothing is compiled yet, what is wrong is taken out as before. Nothing is captured yet.
+
+    Args:
+        worker, models, preflight, renew: as for `verify_live`.
+
+    Returns:
+        What was compared, or why nothing was.
+
+    Raises:
+        StartError: strict mode and a fault, on whichever rank; or a fault of what is compiled.
+    """
+    start = time.monotonic()
+    counts = frozenset((max(preflight.live_counts),))
+    while True:
+        plan = worker.vllm_fl_plan
+        with plan.record.aside():
+            live, not_run = seen_again(worker, models, counts)
+        faults = {key: f"{why} (with the KV cache in memory)" for key, why in live.faults.items()}
+        verdicts = agree(Verdict(worker.rank, faults, _strict_failure(plan, faults)))
+        new = _newly(verdicts, preflight.demoted)
+        if not new:
+            break
+        if plan.mode == "compiled":
+            raise StartError(_compiled_with(new))
+        _demote(worker, preflight, new)
+        for op, impl_id in new:
+            plan.record.demote(op, impl_id, preflight.demoted[op, impl_id])
+        renew()
+        counts = preflight.live_counts
+    if not_run:
+        return f"not on live tensors with the KV cache in memory: {not_run}"
+    left = ", ".join(f"{op} ({why})" for op, why in sorted(live.left_out.items()))
+    return (
+        f"{live.compared} calls on live tensors with the KV cache in memory, in "
+        f"{time.monotonic() - start:.1f} s{left and f'; not compared: {left}'}"
+    )
+
+
+def _compiled_with(new: Mapping[tuple[str, str], tuple[int, str]]) -> str:
+    """Why a start ends since what is wrong cannot be taken out any more."""
+    each = "; ".join(
+        f"implementation '{impl_id}' failed for op '{op}' on rank {at}: {reason}"
+        for (op, impl_id), (at, reason) in new.items()
+    )
+    stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in new))
+    return (
+        f"vllm-fl ends the start: {each}. The model is compiled with it. "
+        f"VLLM_FL_PER_OP='{stock}' leaves it out"
+    )
+
+
+def seen_again(
+    worker: PlannedWorker,
+    models: Mapping[str, torch.nn.Module],
+    counts: frozenset[int] = frozenset(),
+) -> tuple[Live, str]:
+    """What a short look at a model shows that was looked at before: `Live`, and why there was none.
+
+    Args:
+        worker: whose model it is; its plan serves in the model.
+        models: as for `verify_live`.
+        counts: of how many tokens; by default of as many as the largest forward at start had.
+    """
+    wanted = counts or frozenset((max(worker.vllm_fl_preflight.live_counts),))
+    limits = {"rows": ROWS_AGAIN, "seconds": SECONDS_AGAIN, "scarce": True}
+    found = _seen_live(worker, models, sorted(wanted, reverse=True), **limits)
+    if worker.device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
+        import torch
+
+        torch.get_device_module(worker.device).empty_cache()
+    return found
+
+
 def _seen_live(
-    worker: PlannedWorker, models: Mapping[str, torch.nn.Module], counts: list[int]
+    worker: PlannedWorker,
+    models: Mapping[str, torch.nn.Module],
+    counts: list[int],
+    **limits: Any,
 ) -> tuple[Live, str]:
     """(what forwards of so many tokens each showed, why there was none or nothing)."""
     owners = get_default_manager().registry.snapshot().owners
-    live = Live(worker.vllm_fl_plan, models, worker.device, owners)
+    live = Live(worker.vllm_fl_plan, models, worker.device, owners, **limits)
     if "" not in models:
         return live, "the worker shows no model"
     runner, config = getattr(worker, "model_runner", None), worker.vllm_config

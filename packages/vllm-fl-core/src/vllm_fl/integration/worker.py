@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
@@ -19,7 +19,7 @@ from ..engine.tables import Standing, under
 from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import OpImpl, WorkerContext
-from . import ranges, serving
+from . import after, ranges, serving
 from .models import skeleton_of
 from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, seal
@@ -48,6 +48,7 @@ from .verifying import (
     taken_out,
     verified_plan,
     verify_live,
+    verify_with_cache,
 )
 
 if TYPE_CHECKING:
@@ -83,10 +84,13 @@ class PlannedWorker:
     vllm_fl_overriders: dict[str, str]
     vllm_fl_metrics: MetricsFile | None
     vllm_fl_canary: Canary | None = None
+    vllm_fl_since: after.Since | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the methods of vLLM's worker that run the model say for which engine they do."""
+        """Let the methods of vLLM's worker that run the model say for which engine they do, and
+        those that change weights or memory that they did."""
         super().__init_subclass__(**kwargs)
+        after.watch(cls)
         for name in serving.RUNS_MODEL:
             if hasattr(cls, name):
                 setattr(cls, name, serving.with_own_plan(getattr(cls, name)))
@@ -147,14 +151,19 @@ class PlannedWorker:
         _warn_of_unexpected_layers(self, plan)
         _name_overriders(self)
         self.vllm_fl_metrics = _metrics(self)
+        if not joins:
+            self.vllm_fl_since = after.Since(lambda: _models_of(self))
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm vLLM's worker up, and name who has overridden an operator after us meanwhile.
 
-        The model is compiled by then: what passes found in it is said, too. The steps that follow
+        Before that the KV cache is there, and no graph is captured: the plan is verified once more.
+        The model is compiled behind it: what passes found in it is said, too. The steps that follow
         are those of requests, and may be sampled.
         """
+        if self.vllm_fl_since is not None:
+            _verify_with_cache(self)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         _name_overriders(self)
         if self.rank == 0 and hasattr(self, "vllm_fl_plan"):
@@ -165,6 +174,21 @@ class PlannedWorker:
             self.vllm_fl_plan.record.begin(keeps_calls=self.vllm_fl_plan.mode == "compiled")
             self.vllm_fl_canary = _canary(self)
         return times
+
+    def vllm_fl_verify(self) -> str:
+        """Compare the plan once more on the loaded model's tensors: for `collective_rpc`.
+
+        For weights that were updated by other ways than vLLM's own, which do it themselves.
+
+        Returns:
+            What was compared, or why nothing was.
+
+        Raises:
+            ServingError: something is wrong, on whichever rank; the last one raises it.
+        """
+        if self.vllm_fl_since is None:
+            return "nothing is verified: this rank has joined a running engine"
+        return after.verify(self, "it was asked for")
 
     def vllm_fl_report(self) -> dict[str, Any]:
         """What this worker runs with, and what it counted: for `collective_rpc`.
@@ -191,6 +215,8 @@ class PlannedWorker:
             reason, left_out}: the table that the settings name, whether it acts, why it does not,
             and the ops whose rows do not count; None where they name none. `shadow`: what was
             compared while it served, as `Shadow.report` says; None where no step is sampled.
+            `wrong` {op: {impl id: why}}: what serves and was found wrong when the weights had been
+            updated.
         """
         plan = self.vllm_fl_plan
         return {
@@ -218,6 +244,7 @@ class PlannedWorker:
             "groups": dict(self.vllm_fl_groups.served) if self.vllm_fl_groups else {},
             "table": _table_report(self.vllm_fl_facts, self.vllm_fl_table),
             "shadow": self.vllm_fl_canary.shadow.report() if self.vllm_fl_canary else None,
+            "wrong": _nested(self.vllm_fl_since.wrong if self.vllm_fl_since else {}),
         }
 
     def shutdown(self) -> None:
@@ -339,17 +366,36 @@ def _verify_live(worker: PlannedWorker, preflight: Preflight, *, alone: bool) ->
     if alone or not preflight.live_counts:
         return []
     models = _models_of(worker)
+    return verify_live(worker, models, preflight, lambda: _renew(worker, models, preflight))
 
-    def renew() -> None:
-        _leave_operators(worker)
-        leave_place(worker.vllm_fl_plan)
-        worker.vllm_fl_unseal_config()
-        _adopt(worker, *verified_plan(worker, preflight, alone=alone))
-        _take_places(worker)
-        for model in models.values():
-            bind_anew(model, worker.vllm_fl_plan, worker.vllm_config)
 
-    return verify_live(worker, models, preflight, renew)
+def _renew(
+    worker: PlannedWorker, models: Mapping[str, torch.nn.Module], preflight: Preflight
+) -> None:
+    """Make another plan, without what was taken out, and bind the models to it."""
+    _leave_operators(worker)
+    leave_place(worker.vllm_fl_plan)
+    worker.vllm_fl_unseal_config()
+    _adopt(worker, *verified_plan(worker, preflight, alone=False))
+    _take_places(worker)
+    for model in models.values():
+        bind_anew(model, worker.vllm_fl_plan, worker.vllm_config)
+
+
+def _verify_with_cache(worker: PlannedWorker) -> None:
+    """Verify the plan once more, with the KV cache in memory; a plan that changes is said anew."""
+    preflight, before = worker.vllm_fl_preflight, worker.vllm_fl_plan
+    if not preflight.live_counts:
+        return
+    models = _models_of(worker)
+    told = verify_with_cache(worker, models, preflight, lambda: _renew(worker, models, preflight))
+    if worker.vllm_fl_plan is not before:
+        _say_plan(worker, [told], preflight)
+        if worker.vllm_fl_metrics is not None:
+            worker.vllm_fl_metrics.close()
+            worker.vllm_fl_metrics = _metrics(worker)
+    elif worker.rank == 0:
+        log.info("%s", told)
 
 
 def _models_of(worker: PlannedWorker) -> dict[str, torch.nn.Module]:
@@ -370,7 +416,7 @@ def _say_plan(worker: PlannedWorker, took: list[str], preflight: Preflight) -> N
     refused |= communicator.refusals(facts)
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
     remarks = [*_of_table(facts, worker.vllm_fl_table), *_of_invariance(worker, plan)]
-    remarks += [*preflight.limits(plan), *said]
+    remarks += [*preflight.limits(plan), *_of_length(worker), *said]
     _warn_of_foreign_layers(plan)
     inlined = ranges.planned(plan, worker.vllm_config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
@@ -511,6 +557,15 @@ def _of_invariance(worker: PlannedWorker, plan: Plan) -> list[str]:
     if by_size:
         told.append(f"one order for all sizes, so that rows have no effect: {', '.join(by_size)}")
     return told
+
+
+def _of_length(worker: PlannedWorker) -> list[str]:
+    """What the start line says where an engine is longer than the tables that are made for it."""
+    sizes = worker.vllm_fl_facts.sizes
+    length = worker.vllm_config.model_config.max_model_len
+    if sizes is None or length <= sizes.max_position:
+        return []
+    return [f"made inputs have positions below {sizes.max_position} of {length}"]
 
 
 def _table_report(facts: EngineFacts, table: Standing) -> dict[str, Any] | None:

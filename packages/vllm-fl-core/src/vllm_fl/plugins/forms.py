@@ -3,8 +3,8 @@ registered.
 
 Contracts only ever gain trailing parameters with defaults, and implementations keep working: one
 that lacks such a parameter refuses calls that give it another value, and says which; one that has
-further parameters with defaults is called without them. Behind the registry, all have the
-contract's parameters.
+further parameters with defaults is called without them; one that takes any (`*args`) is given those
+of the contract. Behind the registry, all have the contract's parameters.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from .types import OpImpl, older_probe, parameters_of
 __all__ = ["asked_for", "fitted", "shape", "states_support", "verdict_of"]
 
 Parameters = Sequence[inspect.Parameter]
+
+VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 INPLACE = "inplace"
 """The parameter by which the older form says that it may overwrite its arguments."""
@@ -50,6 +53,7 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     way to say so: it counts as consuming whatever the contract lets it.
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
+    traced = _spread_out(impl.traced, tuple(spec.signature.parameters.values()))
     consumes = impl.consumes or (spec.consumable if impl.needs_layer else frozenset())
     told = parameters_of(fn)
     if told is not None:
@@ -60,17 +64,18 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
             fn = _fitted(fn, wanted, rest, layer=told[0].name, intact=not consumes)
         else:
             fn = _fitted(fn, wanted, told, intact=not consumes)
-            own = _without_inplace(told, wanted)
+            own = _without_inplace(_spread(told, wanted), wanted)
             if supports is not None or _missing(wanted, own):
                 supports = _asking(supports, wanted, _missing(wanted, own))
             # Of a newer contract's parameters it is given none, so it overwrites none.
             consumes -= {p.name for p in _further(wanted, own)}
         if fn is not impl.fn:  # the older form's probe hangs on the function that is wrapped here
             available = available or older_probe(impl.fn)
-    if fn is impl.fn and supports is impl.supports and consumes == impl.consumes:
+    made = (fn, supports, traced, consumes)
+    if made == (impl.fn, impl.supports, impl.traced, impl.consumes):
         return impl
     return dataclasses.replace(
-        impl, fn=fn, supports=supports, available=available, consumes=consumes
+        impl, fn=fn, supports=supports, traced=traced, available=available, consumes=consumes
     )
 
 
@@ -82,6 +87,29 @@ def states_support(impl: OpImpl) -> bool:
 def shape(parameters: Parameters) -> list[tuple[object, ...]]:
     """What must be equal in two lists of parameters: names and defaults, in order."""
     return [(p.name, p.default) for p in parameters]
+
+
+def _spread(told: Parameters, wanted: Parameters) -> Parameters:
+    """`told` with the parameters of `wanted` that `*args` and `**kwargs` take in their place."""
+    kinds = {p.kind for p in told}
+    if not kinds & VARIADIC:
+        return told
+    plain = [p for p in told if p.kind not in (*VARIADIC, inspect.Parameter.KEYWORD_ONLY)]
+    named = [p for p in told if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    rest = wanted[len(plain) :]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        asked = {p.name for p in named}
+        return [*plain, *itertools.takewhile(lambda p: p.name not in asked, rest), *named]
+    by_name = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in rest} | {p.name: p for p in named}
+    return [*plain, *by_name.values()]
+
+
+def _spread_out(fn: Callable[..., Any] | None, wanted: Parameters) -> Callable[..., Any] | None:
+    """`fn` as a function of `wanted`, if it takes `*args` or `**kwargs`; else `fn` itself."""
+    told = parameters_of(fn) if fn is not None else None
+    if fn is None or told is None or _spread(told, wanted) is told:
+        return fn
+    return _fitted(fn, wanted, told, intact=False)
 
 
 def _without_inplace(told: Parameters, wanted: Parameters) -> Parameters:
@@ -127,10 +155,12 @@ def _fitted(
         layer: the name of its first parameter, if that is the layer.
         intact: whether it must leave its arguments as they are.
     """
+    is_any = _spread(told, wanted) is not told
+    told = _spread(told, wanted)
     own = _without_inplace(told, wanted)
     missing = _missing(wanted, own)
     flagged = len(own) < len(told)
-    if not (flagged or missing or _further(wanted, own) or _has_keywords(own)):
+    if not (is_any or flagged or missing or _further(wanted, own) or _has_keywords(own)):
         return fn
     if not missing and not _agree(wanted, own, own[len(wanted) :]):
         return fn  # the registry says what is wrong with it
@@ -171,8 +201,9 @@ def _asking(
         return _written(_nothing, wanted, [*_refusing(missing, "return {!r}"), "return True"])
     told = parameters_of(supports)
     # One that does not tell is taken to be of the implementation's parameters.
-    asked = told if told is not None else wanted[: len(wanted) - len(missing)]
-    if not (missing or shape(asked) != shape(wanted) or _has_keywords(asked)):
+    asked = _spread(told, wanted) if told is not None else wanted[: len(wanted) - len(missing)]
+    is_any = told is not None and asked is not told
+    if not (is_any or missing or shape(asked) != shape(wanted) or _has_keywords(asked)):
         return supports
     if not (
         _agree(wanted, asked, wanted[len(asked) :]) and _agree(wanted, asked, asked[len(wanted) :])

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import pluggy
 
 from ..contracts.binding import Binding, Contract
-from ..errors import PluginError
+from ..errors import PlaceError, PluginError
 from ..logs import get_logger
 from ..text import clean
 from . import hookspecs
@@ -41,7 +41,16 @@ from .types import (
     SettingSpec,
 )
 
-__all__ = ["CONTRACTS", "GROUP", "Found", "discover", "known_contracts", "load", "unmatched"]
+__all__ = [
+    "CONTRACTS",
+    "GROUP",
+    "Found",
+    "discover",
+    "known_contracts",
+    "load",
+    "named_twice",
+    "unmatched",
+]
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
@@ -77,6 +86,21 @@ class Found:
     """Whether it brings contracts and nothing else, as its group says."""
     requires: frozenset[str] = frozenset()
     """The distributions that its own requires."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A contract that is not loaded.
+
+    Args:
+        op: the op.
+        why: what is said of it.
+        kind: as which error.
+    """
+
+    op: str
+    why: str
+    kind: type[PluginError]
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
@@ -115,7 +139,8 @@ def load(
     """Load plugins into `registry`, each in isolation.
 
     An (op, id) that two of them claim, or that is reserved for another one, is loaded from nobody
-    but the one that it is reserved for; their other implementations stay.
+    but the one that it is reserved for; their other implementations stay. A module that the user
+    names is left out where an entry point that is loaded leads to it: it is one plugin.
 
     Args:
         registry: what they register into. A plugin that fails leaves nothing in it.
@@ -127,6 +152,8 @@ def load(
             is loaded is undone.
     """
     allowed = _allowed(found, only)
+    reached = {_module(f.target) for f in allowed if f.owner.distribution is not None}
+    found = [f for f in found if f.owner.distribution is not None or f.target not in reached]
     names = [f.owner.distribution for f in allowed if f.owner.distribution and not f.is_data]
     todos = {each.owner: _todo(each, names) for each in found}
     brought: list[tuple[Plugin, list[Any]]] = []
@@ -299,9 +326,14 @@ def _bring(found: Found, registry: OpRegistry, todo: str) -> tuple[Plugin, list[
     return plugin, impls
 
 
+def _module(target: str) -> str:
+    """The module that a plugin's entry point is in: `acme.plugin` of `acme.plugin:Plugin`."""
+    return target.partition(":")[0].strip()
+
+
 def _package(target: str) -> str:
     """The package that a plugin's entry point is in: `acme` of `acme.plugin:Plugin`."""
-    return target.partition(":")[0].partition(".")[0]
+    return _module(target).partition(".")[0]
 
 
 def _binding(contract: object) -> Binding:
@@ -319,10 +351,11 @@ def _binding(contract: object) -> Binding:
     return binding
 
 
-def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list[str]]:
+def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list[Refused]]:
     """Register the ops that plugins bring; for each plugin, which were refused and why.
 
-    An op that two of them bring is loaded from neither.
+    An op that two of them bring is loaded from neither. A place in vLLM that two ops name is that
+    of the first, and those of this project come before all others.
     """
     claims: dict[str, list[Owner]] = {}
     for plugin in plugins:
@@ -330,9 +363,11 @@ def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list
             if not op_holder(contract.name, plugin.owner):
                 claims.setdefault(contract.name, []).append(plugin.owner)
     known = registry.snapshot()
-    refused: list[list[str]] = []
-    for plugin in plugins:
-        refused.append([])
+    refused: list[list[Refused]] = [[] for _ in plugins]
+    in_turn = sorted(
+        zip(plugins, refused, strict=True), key=lambda each: not brings_ops(each[0].owner)
+    )
+    for plugin, of_plugin in in_turn:
         for contract, binding in plugin.contracts:
             name = contract.name
             claimants = claims.get(name, [])
@@ -342,17 +377,23 @@ def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list
                 holder = known.authors.get(name, CORE)
                 if holder == plugin.owner and known.contracts[name] is contract.spec:
                     continue  # a script's registry began with it
+            why, kind = "", PluginError
             if holder:
-                refused[-1].append(
-                    f"the contract of op {name!r}: {holder} has this op; give yours another name"
-                )
+                why = f"{holder} has this op; give yours another name"
             elif len(claimants) > 1:
                 named = ", ".join(clean(str(other)) for other in others) or "the same plugin"
-                refused[-1].append(
-                    f"the contract of op {name!r}: {named} brings one of this name too, and it is "
-                    "loaded from none of them; uninstall all but one, or name the ones to load in "
-                    "VLLM_FL_PLUGINS"
+                why = (
+                    f"{named} brings one of this name too, and it is loaded from none of them; "
+                    "uninstall all but one, or name the ones to load in VLLM_FL_PLUGINS"
                 )
+            elif clash := registry.snapshot().clash(name, binding):
+                kind = PlaceError
+                why = (
+                    f"{clash}, which keeps it: a place is one op's. Take it out of the binding, "
+                    "uninstall one of the two, or name the ones to load in VLLM_FL_PLUGINS"
+                )
+            if why:
+                of_plugin.append(Refused(name, f"the contract of op {name!r}: {why}", kind))
             else:
                 registry.add_contract(contract, binding, plugin.owner)
     return refused
@@ -363,7 +404,7 @@ def _register(
     plugin: Plugin,
     impls: list[Any],
     claims: Mapping[tuple[str, str], Sequence[Owner]],
-    refused: Sequence[str],
+    refused: Sequence[Refused],
     todo: str,
 ) -> Plugin:
     """Register what one plugin brings, without the ids that are not its own.
@@ -388,10 +429,12 @@ def _register(
     claimed = tuple(dict.fromkeys(key[1] for key in map(_key, impls) if key is not None))
     error = None
     if lost or refused:
-        op, impl_id = next(iter(lost), (None, None))
-        told = (f"{o} implementation {i!r}: {why}" for (o, i), why in lost.items())
+        op, impl_id = next(iter(lost), (refused[0].op if refused else None, None))
+        told = [each.why for each in refused]
+        told += [f"{o} implementation {i!r}: {why}" for (o, i), why in lost.items()]
         error = owner.error(
-            f": not loaded: {'; '.join((*refused, *told))}. What else it brings is loaded.",
+            f": not loaded: {'; '.join(told)}. What else it brings is loaded.",
+            kind=refused[0].kind if refused else PluginError,
             op=op,
             impl=impl_id,
         )
@@ -547,6 +590,19 @@ def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[st
             f"{', '.join(sorted(known)) or 'none'}."
         )
     return tuple(told)
+
+
+def named_twice(plugins: Iterable[Plugin], modules: Collection[str]) -> tuple[str, ...]:
+    """One sentence for each of VLLM_FL_PLUGIN_MODULES that is loaded by an entry point anyhow."""
+    return tuple(
+        f"VLLM_FL_PLUGIN_MODULES names {_module(plugin.target)!r}, to which the entry point "
+        f"{clean(plugin.owner.plugin)!r} of {clean(plugin.owner.name)} leads already: it is one "
+        "plugin, loaded once, by the entry point."
+        for plugin in plugins
+        if plugin.owner.distribution is not None
+        and plugin.status != "disabled"
+        and _module(plugin.target) in modules
+    )
 
 
 def _forms(plugin: object) -> tuple[tuple[str, ...], Callable[[Any], object] | None]:

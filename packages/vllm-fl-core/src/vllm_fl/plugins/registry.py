@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..contracts import OpSpec
-from ..contracts.binding import Binding, Contract
-from ..errors import DuplicateError, PluginError
+from ..contracts.binding import ATTENTION_BACKEND, Binding, Contract
+from ..errors import DuplicateError, PlaceError, PluginError
 from ..text import clean
 from .attention import ATTENTION, from_older_form
 from .communicator import NAMED_CLASSES
@@ -125,6 +125,18 @@ class RegistrySnapshot:
         """The implementation of `op` with this id."""
         return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)
 
+    def clash(self, op: str, binding: Binding) -> str:
+        """The first place of an op's binding that is another op's, and whose; else empty."""
+        taken = {ATTENTION_BACKEND: ATTENTION}
+        for other, bound in self.bindings.items():
+            taken |= dict.fromkeys(bound.claims, other)
+        for place in binding.claims:
+            holder = taken.get(place, op)
+            if holder != op:
+                whose = clean(str(self.authors.get(holder, CORE)))
+                return f"{place} is a place of op {holder!r}, of {whose}"
+        return ""
+
 
 EMPTY = RegistrySnapshot({}, {})
 """A registry into which nothing was loaded."""
@@ -232,7 +244,8 @@ class OpRegistry:
         """Add an op that a plugin brings.
 
         Raises:
-            PluginError: another plugin has a contract of this name, or core a meaning for it.
+            DuplicateError: another plugin has a contract of this name, or core a meaning for it.
+            PlaceError: its binding names a place in vLLM that is another op's.
         """
         with self._lock:
             before, name = self._snapshot, contract.name
@@ -245,6 +258,13 @@ class OpRegistry:
                     problem=f"its contract names the op {name!r}, which {holder or CORE} has. "
                     "Give the op another name, uninstall one of the two, or name the ones to load "
                     "in VLLM_FL_PLUGINS",
+                )
+            if clash := before.clash(name, binding):
+                raise _refusal(
+                    owner,
+                    None,
+                    kind=PlaceError,
+                    problem=f"by the binding of its op {name!r} {clash}: a place is one op's",
                 )
             specs = {**before.contracts, name: contract.spec}
             self._change(

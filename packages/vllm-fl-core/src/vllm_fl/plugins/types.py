@@ -60,7 +60,14 @@ class BackendPriority(enum.IntEnum):
 
 
 class _Probed:
-    """What every implementation has: whether it can run on this machine."""
+    """What every implementation has: names of its vendor, and whether it can run here."""
+
+    @property
+    def vendors(self) -> frozenset[str]:
+        """Its vendor's name, none for other kinds; as its id has it, too, if that differs."""
+        impl = cast("Impl", self)
+        own = impl.impl_id.partition(".")[2]
+        return frozenset((impl.vendor, own)) if impl.vendor else frozenset()
 
     def availability(self) -> Availability:
         """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
@@ -81,7 +88,8 @@ class OpImpl(_Probed):
         kind: who it comes from.
         fn: the implementation; its parameters are the contract's, by name, order and default.
             A first parameter `self` or `obj` marks an implementation that needs a layer.
-        vendor: the vendor's name; required for kind VENDOR and refused for the others.
+        vendor: the vendor's name; required for kind VENDOR and refused for the others. One that
+            differs from the id's in case alone is deprecated: settings may use either.
         priority: order inside a kind, higher first; None takes the kind's.
         available: () -> True, or the reason why it cannot run on this machine. Called once per
             process, so that it may look for a device; it should not import a whole stack.
@@ -587,8 +595,13 @@ def _check_identity(who: str, impl: Impl) -> None:
     if impl.kind is BackendImplKind.VENDOR:
         if not impl.vendor:
             raise ValueError(f"{who}: kind VENDOR needs vendor='<name>'")
-        if impl.impl_id != f"vendor.{impl.vendor}":
-            raise ValueError(f"{who}: a vendor's impl_id is 'vendor.{impl.vendor}'")
+        wanted = f"vendor.{impl.vendor}"
+        if impl.impl_id.casefold() != wanted.casefold():
+            raise ValueError(f"{who}: a vendor's impl_id is {wanted!r}")
+        if impl.impl_id != wanted:
+            instead = impl.impl_id.partition(".")[2]
+            text = f"{who}: vendor={impl.vendor!r} differs from the id in case; write {instead!r}"
+            warnings.warn(text, DeprecationWarning, stacklevel=4)
     elif impl.vendor is not None:
         raise ValueError(f"{who}: vendor={impl.vendor!r} is for kind VENDOR only")
     if impl.priority is None:

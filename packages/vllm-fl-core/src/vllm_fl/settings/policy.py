@@ -89,7 +89,7 @@ class Token:
             return impl.impl_id == self.name
         if self.kind != impl.kind.value:
             return False
-        return self.name is None or impl.vendor == self.name
+        return self.name is None or self.name in impl.vendors
 
     @property
     def preference(self) -> str | None:
@@ -453,9 +453,9 @@ class SelectionPolicy:
         """The vendor filter that keeps `impl` out, or None."""
         if impl.kind is not BackendImplKind.VENDOR:
             return None
-        if impl.vendor in self.deny_vendors:
+        if impl.vendors & self.deny_vendors:
             return f"deny_vendors names {impl.vendor}"
-        if self.allow_vendors is not None and impl.vendor not in self.allow_vendors:
+        if self.allow_vendors is not None and not impl.vendors & self.allow_vendors:
             allowed = ", ".join(sorted(self.allow_vendors)) or "none"
             return f"allow_vendors lists {allowed}"
         return None

@@ -159,8 +159,16 @@ class Table:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that it says but the verdict, 16 hexadecimal digits."""
+        """A hash of all that it says but the verdict, 16 hexadecimal digits.
+
+        A verdict changes no plan: code that was compiled before it is used again.
+        """
         return _digest(dataclasses.asdict(dataclasses.replace(self, accepted=None)))
+
+    @cached_property
+    def seal(self) -> str:
+        """What its file has for a digest: a hash of all of it, the verdict or its lack included."""
+        return _digest({"sealed": True, **dataclasses.asdict(self)})
 
     @property
     def text(self) -> str:
@@ -171,7 +179,7 @@ class Table:
                 {name: value for name, value in figure.items() if value not in (None, "")}
                 for figure in op["figures"]
             ]
-        told = {"vllm_fl_table": VERSION, "digest": self.digest, **whole}
+        told = {"vllm_fl_table": VERSION, "digest": self.seal, **whole}
         return json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def differs(self, identity: Mapping[str, str]) -> str | None:
@@ -294,7 +302,8 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
         raise wrong(key, path, str(error)) from error
     if (contradiction := _inconsistent(table)) is not None:
         raise wrong(key, path, contradiction)
-    if data.get("digest") != table.digest:
+    # Until 0.3.0 files were sealed without their verdict; these are taken as they are.
+    if data.get("digest") not in (table.seal, table.digest):
         raise wrong(
             key,
             path,

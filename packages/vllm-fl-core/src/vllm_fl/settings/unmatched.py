@@ -1,4 +1,4 @@
-"""Tokens of the user's lists that match nothing installed, with what was likely meant."""
+"""Tokens of the user's lists that match nothing that can run, with why or what was likely meant."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def unmatched(
     impls_by_op: Mapping[str, Impls],
     has_failed: Callable[[str, str], bool] = lambda name, op: False,
 ) -> Iterator[tuple[str, str]]:
-    """(op, a sentence) for each of the user's lists that names something that is not installed.
+    """(op, a sentence) for each of the user's lists that names what is not installed or cannot run.
 
-    What matches but is not available, or is denied, is no slip: its rejection has a reason. Nor is
-    another platform's vendor beside tokens that match, since one file may serve several machines.
-    Where no token of a list matches anything, the sentence says that the op has lost all it had.
+    What is installed cannot run where a vendor filter keeps it out, or this machine lacks what it
+    needs. Another platform's vendor beside tokens that match is no slip, since one file may serve
+    several machines. Where nothing of a list can run the sentence says that the op has lost all.
 
     Args:
         settings: whose lists.
@@ -36,7 +36,8 @@ def unmatched(
         op, order = key.removeprefix(ORDER_PREFIX), setting.value
         if isinstance(order, OpOrder) and order.pinned:
             impls, strict = impls_by_op.get(op, ()), settings.policy.strict
-            said = _said(op, order, setting, impls, strict, has_failed)
+            barred = _barred(order, settings, impls)
+            said = _said(op, order, setting, impls, strict, has_failed, barred)
             if said:
                 yield op, said
 
@@ -67,6 +68,21 @@ def meant(token: Token, impls: Impls) -> str:
     return ""
 
 
+def _barred(order: OpOrder, settings: Settings, impls: Impls) -> dict[Token, str]:
+    """Token -> why nothing that it matches can run, of those that match something installed."""
+    found = {}
+    for token in dict.fromkeys(order.every):
+        whys = []
+        for impl in (impl for impl in impls if token.matches(impl)):
+            why = settings.policy.refuses(impl)
+            if why is None and (verdict := impl.availability()) is not True:
+                why = f"not available: {verdict}"
+            whys.append((impl.impl_id, why))
+        if whys and all(why for _, why in whys):
+            found[token] = "; ".join(f"{impl_id} ({why})" for impl_id, why in whys)
+    return found
+
+
 def _said(
     op: str,
     order: OpOrder,
@@ -74,6 +90,7 @@ def _said(
     impls: Impls,
     strict: bool,
     has_failed: Callable[[str, str], bool],
+    barred: Mapping[Token, str],
 ) -> str:
     modes = cast("tuple[Mode, ...]", get_args(Mode))
     absent = {
@@ -83,7 +100,8 @@ def _said(
     }
 
     def is_lost(tokens: tuple[Token, ...] | None) -> bool:
-        return bool(impls and tokens) and all(token in absent for token in tokens or ())
+        idle = {*absent, *barred}
+        return bool(impls and tokens) and all(token in idle for token in tokens or ())
 
     listed: list[tuple[Mode, int | None, tuple[Token, ...] | None]]
     listed = [(m, None, order.tokens(m)) for m in modes if order.tokens(m)]
@@ -92,13 +110,18 @@ def _said(
     failed = {token for token in absent if token.name and has_failed(token.name, op)}
     if failed:  # the op ends with an error: no other code runs in its place
         lost = []
-    named = [
-        token for token in absent if token not in failed and (lost or not _may_be_elsewhere(token))
-    ]
-    if not named:
+    named, cannot = (
+        [t for t in tokens if t not in failed and (lost or not _may_be_elsewhere(t))]
+        for tokens in (absent, barred)
+    )
+    parts = []
+    if named:
+        tokens = " ".join(f"{str(token)!r}.{meant(token, impls)}" for token in named)
+        parts.append(f"no installed implementation of {op} matches {tokens}")
+    parts += [f"{str(token)!r} cannot run: {barred[token]}." for token in cannot]
+    if not parts:
         return ""
-    tokens = " ".join(f"{str(token)!r}.{meant(token, impls)}" for token in named)
-    told = f"{setting.origin}: {setting.key}: no installed implementation of {op} matches {tokens}"
+    told = f"{setting.origin}: {setting.key}: {' '.join(parts)}"
     if not lost:
         return told
     where = ""
@@ -109,9 +132,10 @@ def _said(
         if any((each, ceiling) not in lost for each, _, _ in listed):
             where += f" in {mode} mode"
     engine = "no engine starts (strict mode)" if strict else "an engine runs vLLM's own code"
+    nothing = f"Nothing that is listed {'can run' if cannot else 'matches'}"
     return (
-        f"{told} Nothing that is listed matches, so that {op} has lost every implementation"
-        f"{where}: a call from a script fails, and {engine}."
+        f"{told} {nothing}, so that {op} has lost every implementation{where}: a call from a "
+        f"script fails, and {engine}."
     )
 
 

@@ -17,6 +17,7 @@ from ..engine.verification import compare
 from ..plugins.types import BackendImplKind, OpImpl
 from .checks import judge
 from .subject import Refused, Subject, expect, fresh, pattern
+from .variables import undeclared
 
 __all__ = ["opcheck", "tracing"]
 
@@ -25,8 +26,13 @@ BATCHES = (5, 7)
 
 
 def tracing(subject: Subject, dtype: str, sample: str) -> None:
-    """One graph without a break, the same for another batch size, with the oracle's numbers."""
+    """One graph without a break, the same for another batch size, with the oracle's numbers.
+
+    Of what a compiler looks into, the variables that it reads are declared.
+    """
     subject.needs_no_layer()
+    if problem := undeclared(subject, dtype):
+        raise AssertionError(problem)
     kind = getattr(torch, dtype)
     served = zip(*(subject.served(dtype, tokens) for tokens in BATCHES), strict=True)
     seen = set()

@@ -15,6 +15,7 @@ import torch
 
 from ..contracts import BadInput, ModelSizes, OpSpec, Sample
 from ..contracts.binding import Binding, Contract
+from ..contracts.layouts import relaid
 from ..contracts.sizes import typical_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
@@ -80,10 +81,14 @@ class Subject:
         return self.spec.dtypes
 
     def all_samples(self, dtype: str) -> tuple[Sample, ...]:
-        """The contract's samples and the served model's. Shared: copy before use."""
+        """The contract's samples, some of them laid out otherwise, and the served model's.
+
+        Shared: copy before use.
+        """
         op = self.spec.name
         own = _samples(op, None, dtype, self.device)
-        return own + _samples(op, self.all_sizes, dtype, self.device)
+        others = _relaid(op, dtype, self.device)
+        return own + others + _samples(op, self.all_sizes, dtype, self.device)
 
     def sample(self, dtype: str, name: str) -> Sample:
         """A fresh copy of one sample, with its layout: views of one buffer stay that."""
@@ -244,3 +249,9 @@ def _samples(
     """A contract's own samples, or those of a served model."""
     spec, kind = contract_of(op), getattr(torch, dtype)
     return tuple(spec.samples(kind, device) if sizes is None else spec.served(sizes, kind, device))
+
+
+@cache
+def _relaid(op: str, dtype: str, device: torch.device) -> tuple[Sample, ...]:
+    """A contract's own samples, laid out otherwise."""
+    return tuple(relaid(contract_of(op), _samples(op, None, dtype, device)))

@@ -73,8 +73,8 @@ def supports_quant_fp8(
     per_token: bool = False,
 ) -> Availability:
     """True, or why the kernel would fail, or quantise otherwise: it reads scales as float32."""
-    if x.ndim != 2:
-        return f"x is {tuple(x.shape)}, not (tokens, hidden)"
+    if x.ndim != 2 or not x.shape[1]:
+        return f"x is {tuple(x.shape)}, not (tokens, hidden) with a feature"
     if (scale is not None and per_token) or (scale_ub is not None and not per_token):
         return "per_token goes without scale, and scale_ub with per_token alone"
     reason = _not_one("scale", scale, x) or _not_one("scale_ub", scale_ub, x)
@@ -115,7 +115,7 @@ def supports_quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> Availability:
     """True, or why the kernel would fail, or read beyond x."""
-    if x.ndim != 2 or group_size < 1 or x.shape[1] % group_size:
+    if x.ndim != 2 or not x.shape[1] or group_size < 1 or x.shape[1] % group_size:
         return f"x, {tuple(x.shape)}, is not (tokens, hidden) of whole groups of {group_size}"
     if not 0 < eps < math.inf or not isinstance(ue8m0, bool):
         return f"eps={eps} is not finite and above 0, or ue8m0={ue8m0} no bool"
@@ -162,8 +162,8 @@ def supports_quant_int8(
 ) -> Availability:
     """True, or why the kernel would fail, or quantise otherwise: it reads scale and azp as float32
     and int32 on its device, whatever they are."""
-    if x.ndim != 2:
-        return f"x is {tuple(x.shape)}, not (tokens, hidden)"
+    if x.ndim != 2 or not x.shape[1]:
+        return f"x is {tuple(x.shape)}, not (tokens, hidden) with a feature"
     if scale is None and azp is not None:
         return "azp without a scale, which the kernel would overwrite"
     if asymmetric is not None and (scale is not None or asymmetric is not True):

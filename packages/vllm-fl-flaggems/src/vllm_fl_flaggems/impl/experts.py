@@ -12,6 +12,7 @@ from vllm_fl import Availability, OpImpl
 
 from ..loading import available, flag_gems_module, unsuitable
 from . import DEFAULT
+from .routing import of_experts
 
 __all__ = ["OPS", "fused_experts", "supports_fused_experts"]
 
@@ -36,7 +37,7 @@ def fused_experts(
         w13: (experts, 2 * intermediate, hidden), of the same dtype.
         w2: (experts, hidden, intermediate), of the same dtype.
         topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64.
+        topk_ids: (tokens, k), int32 or int64, negative in a place without an expert.
         activation: "silu", the only one that the kernels have.
         apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
         global_num_experts: not read: it is expert_map's length, or w13's.
@@ -49,13 +50,18 @@ def fused_experts(
 
     Raises:
         NotImplementedError: FlagGems does not load.
+        IndexError: an id beyond the experts, on a CPU.
     """
+    count = len(w13) if expert_map is None else len(expert_map)
+    ids, absent = of_experts(topk_ids, count)
     out: torch.Tensor = _kernels().fused_experts_impl(
         hidden_states.contiguous(),
         w13.contiguous(),
         w2.contiguous(),
-        topk_weights.contiguous(),  # the kernels know no strides of the routing
-        topk_ids.contiguous(),
+        # The kernels know no strides of the routing, and write beside their memory for an id that
+        # no expert has: such a place counts nothing of another one.
+        topk_weights.masked_fill(absent, 0.0).contiguous(),
+        ids.contiguous(),
         activation=activation,
         apply_router_weight_on_input=apply_router_weight_on_input,
         global_num_experts=-1 if expert_map is None else expert_map.numel(),

@@ -45,7 +45,7 @@ def recurrent_gated_delta_rule(
     Args:
         q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout.
         v: (tokens, value_heads, value_size), of q's dtype.
-        a, b: (tokens, value_heads), of q's dtype.
+        a, b: (tokens, value_heads), of q's dtype, of any layout.
         A_log, dt_bias: (value_heads,), of q's dtype or float32.
         state: (slots, value_heads, value_size, key_size), overwritten.
         state_indices: (tokens,), int32 or int64; 0 is padding.
@@ -68,8 +68,8 @@ def recurrent_gated_delta_rule(
     after = before.mT.contiguous() if keys_first else before.clone()
     out, _ = kernels.fused_recurrent_gated_delta_rule_fwd(
         *(x.contiguous()[None] for x in (q, k, v)),
-        g[None],
-        b.float().sigmoid()[None],
+        g.contiguous()[None],  # the kernel knows no strides of the gates
+        b.float().sigmoid().contiguous()[None],
         q.shape[-1] ** -0.5,
         after,
         cu_seqlens=torch.arange(tokens + 1, dtype=torch.int32, device=q.device),

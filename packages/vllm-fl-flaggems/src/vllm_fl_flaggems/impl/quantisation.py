@@ -53,7 +53,7 @@ def supports_quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> Availability:
     """True, or why the kernel would fail, or read beyond x."""
-    if x.ndim != 2 or group_size < 1 or x.shape[1] % group_size:
+    if x.ndim != 2 or not x.shape[1] or group_size < 1 or x.shape[1] % group_size:
         return f"x, {tuple(x.shape)}, is not (tokens, hidden) of whole groups of {group_size}"
     if not 0 < eps < math.inf or not isinstance(ue8m0, bool):
         return f"eps={eps} is not finite and above 0, or ue8m0={ue8m0} no bool"

@@ -16,6 +16,7 @@ __all__ = [
     "moe_align_block_size",
     "moe_sum",
     "moe_topk",
+    "of_experts",
     "supports_grouped_topk",
     "supports_moe_align_block_size",
     "supports_moe_sum",
@@ -176,8 +177,8 @@ def moe_align_block_size(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The rows of each expert in the order in which programs come, filled up to whole blocks.
 
-    The kernels write outside of their memory for an id below 0. What has no expert here is given
-    to one more, behind all others, whose blocks are cut off.
+    The kernels write outside of their memory for an id that no expert has. What has no expert here
+    is given to one more, behind all others, whose blocks are cut off.
 
     Args:
         topk_ids: (tokens, topk), int32 or int64, of any layout, negative in a place without an
@@ -193,6 +194,7 @@ def moe_align_block_size(
 
     Raises:
         NotImplementedError: FlagGems does not load.
+        IndexError: an id beyond the experts, on a CPU.
     """
     gems = flag_gems()
     rows = topk_ids.numel()
@@ -203,10 +205,10 @@ def moe_align_block_size(
     if not rows:
         none = topk_ids.new_empty(0, dtype=torch.int32)
         return none, none.clone(), none.new_zeros(1)
-    ids = topk_ids
+    ids, absent = of_experts(topk_ids, num_experts)
     if expert_map is not None and ignore_invalid_experts:
-        ids = torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)])
-    absent = ids < 0
+        ids = expert_map[ids]
+        absent = absent | (ids < 0)
     ids = ids.masked_fill(absent, num_experts).contiguous()
     sorted_token_ids, expert_ids, used = gems.moe_align_block_size(ids, block_size, num_experts + 1)
     used -= (absent.sum() + block_size - 1) // block_size * block_size
@@ -274,6 +276,18 @@ def supports_moe_sum(
     if input.ndim != 3:
         return f"input has {input.ndim} dimensions"
     return unsuitable("input", input) or True
+
+
+def of_experts(topk_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids that all are some expert's, the places where they are not those of topk_ids).
+
+    Raises:
+        IndexError: an id beyond the experts, on a CPU. To look for it on a device would stop it.
+    """
+    if topk_ids.is_cpu and topk_ids.numel() and int(topk_ids.max()) >= count:
+        raise IndexError(f"topk_ids must be below {count}, got {int(topk_ids.max())}")
+    ids = topk_ids.clamp(0, count - 1)
+    return ids, ids != topk_ids
 
 
 def _unfit(logits: torch.Tensor, factor: float) -> str | None:

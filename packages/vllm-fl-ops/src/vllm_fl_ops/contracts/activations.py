@@ -18,6 +18,7 @@ __all__ = [
     "activation_inputs",
     "bad_activation_inputs",
     "bad_gated_inputs",
+    "broken_row",
     "gated_inputs",
     "gated_tensor",
     "served_activation_inputs",
@@ -42,7 +43,8 @@ def activation(
         second_form: the same by another formula.
         tolerances: by dtype.
         gated: whether x has two halves, (..., 2 * d), and the result one, (..., d).
-        special: whether NaN must give NaN, and infinity infinity.
+        special: whether NaN must give NaN, and infinity infinity. Otherwise the row is open that
+            has one.
     """
     parts = 2 if gated else 1
     served_inputs = served_gated_inputs if gated else served_activation_inputs
@@ -62,6 +64,8 @@ def activation(
             broken = source.normal(5, parts * 256)
             broken[1, 7], broken[3, 200] = float("nan"), float("inf")
             yield Sample("NaN and infinity", (broken,))
+        else:
+            yield Sample("NaN in a row", (broken_row(source, parts),), open_rows=(1,))
 
     def served(
         sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
@@ -162,6 +166,13 @@ def activation_inputs(source: Source, parts: int = 1) -> Iterator[tuple[str, tor
     yield "small values", source.normal(4, parts * 256, scale=1e-2)
     yield "slice of a wider buffer", source.normal(6, parts * 96 + 32)[:, 16 : 16 + parts * 96]
     yield "every other row", source.normal(8, parts * 64)[::2]
+
+
+def broken_row(source: Source, parts: int = 1) -> torch.Tensor:
+    """x whose row 1 alone has a NaN and an infinity, in each of its parts."""
+    x = source.normal(5, parts * 256)
+    x[1, 7::256], x[1, 200::256] = float("nan"), float("inf")
+    return x
 
 
 def served_activation_inputs(

@@ -37,6 +37,7 @@ def causal_conv1d(
 
     Args:
         x: (tokens, dim), float32, float16 or bfloat16, of any layout: one sequence after the other.
+            A NaN spoils its own feature of its own sequence alone.
         weight: (dim, width), of x's dtype, width from 2 to 5.
         bias: (dim,), of x's dtype, or None for 0.
         conv_states: (slots, dim, state_len), of x's dtype, of any layout, state_len at least
@@ -46,7 +47,8 @@ def causal_conv1d(
             last one ends. The state of an empty sequence stays as it is.
         cache_indices: (sequences,), int32 or int64, from 1: which slot has the state of each
             sequence, none of them twice. Slot 0 is vLLM's null block, which no sequence has.
-        has_initial_state: (sequences,), bool.
+        has_initial_state: (sequences,), bool. What the state of one without holds, NaN among it, is
+            not read.
         activation: "silu", or None for none.
 
     Returns:
@@ -100,7 +102,8 @@ def _by_torch(
     kept = conv_states.double() * 1.0
     for number, (begin, end) in enumerate(pairwise(query_start_loc.tolist())):
         slot, tokens = int(cache_indices[number]), x[begin:end].double()
-        past = kept[slot, :, : width - 1].T * float(has_initial_state[number])
+        past = kept[slot, :, : width - 1].T if has_initial_state[number] else tokens.new_zeros(0)
+        past = past if len(past) else tokens.new_zeros(width - 1, x.shape[1])
         padded = torch.cat((past, tokens))
         if end > begin:
             kernel = weight.double().unsqueeze(1)
@@ -229,6 +232,13 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     views["x"] = source.normal(6, 48)[:, 8:40]
     indices = {name: views[name].long() for name in ("query_start_loc", "cache_indices")}
     yield sample("a strided x, int64 indices", views, **indices)
+    stale = _call(source, (5, 7, 12), dim=32)
+    stale["conv_states"][:2] = float("nan")  # the null block's, and one that nobody has
+    stale["conv_states"][3] = float("nan")  # that of the one without a state before
+    yield sample("NaN in states that are not read", stale)
+    broken = _call(source, (5, 9), dim=32)
+    broken["x"][2, 7] = float("nan")
+    yield sample("NaN in a sequence", broken)
 
 
 def _served(

@@ -43,6 +43,7 @@ def causal_conv1d_update(
         activation: "silu", or None for none.
         conv_state_indices: (tokens,), int32 or int64: which slot has the state of each token's
             sequence, none of them twice. 0 is padding: vLLM's null block, which no sequence has.
+            What padding and the null block hold, NaN among it, spoils nothing else.
 
     Returns:
         (out, conv_state): out of x's shape and dtype, contiguous, x itself where a token is
@@ -161,6 +162,13 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     views["x"] = source.normal(4, 48)[:, 8:40]
     indices = views["conv_state_indices"].long()
     yield sample("a strided x, int64 indices", views, conv_state_indices=indices)
+    stale = _call(source, 6, dim=32)
+    stale["conv_state_indices"][3:] = 0
+    stale["x"][4:], stale["conv_state"][:2] = float("nan"), float("nan")
+    yield sample("NaN in padding", stale)
+    broken = _call(source, 6, dim=32)
+    broken["x"][2, 7] = float("nan")
+    yield sample("NaN in a token", broken)
 
 
 def _served(

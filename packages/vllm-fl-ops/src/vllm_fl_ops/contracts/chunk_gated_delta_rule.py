@@ -43,14 +43,16 @@ def chunk_gated_delta_rule(
     S = exp(g) * S; S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
 
     Args:
-        q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout.
-        v: (tokens, value_heads, value_size), of q's dtype; value_heads is a multiple of heads, and
-            so many neighbours share a head of q and k.
-        g: (tokens, value_heads), float32, at most 0: the logarithm of what a state keeps.
-        beta: (tokens, value_heads), of q's dtype or float32, from 0 to 1.
+        q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout. A NaN spoils
+            nothing of another sequence.
+        v: (tokens, value_heads, value_size), of q's dtype, of any layout; value_heads is a multiple
+            of heads, and so many neighbours share a head of q and k.
+        g: (tokens, value_heads), float32, of any layout, at most 0: the logarithm of what a state
+            keeps.
+        beta: (tokens, value_heads), of q's dtype or float32, of any layout, from 0 to 1.
         initial_state: (sequences, value_heads, value_size, key_size), of q's dtype or float32.
         cu_seqlens: (sequences + 1,), int32 or int64: where each sequence begins, and where the last
-            one ends. A sequence may be empty.
+            one ends. A sequence may be empty: its state comes back as it was.
         epsilon: None takes q and k as they are, k of length 1 at most, or the state grows without
             bound; a number above 0 divides each first by sqrt(sum(x**2) + epsilon).
 
@@ -267,6 +269,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     wide["beta"] = wide["beta"].to(torch.float32)
     yield Sample("beta in float32", (*wide.values(),))
     yield Sample("large epsilon", (*(_call(source, (5,)) | {"epsilon": 30.0}).values(),))
+    broken = _call(source, (5, 9, 12))
+    broken["v"][5, 1, 7] = float("nan")  # of the second sequence's first token
+    yield Sample("NaN in a sequence", (*broken.values(),))
 
 
 def _served(

@@ -44,9 +44,9 @@ def concat_and_cache_mla(
             that was rotated.
         kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype and on its device,
             of any layout: rows and blocks may be farther apart than they are long.
-        slot_mapping: (tokens,), int64, below blocks * block_size. A token whose slot is negative
-            (vLLM's -1, for padding) is not written. Where two tokens have one slot, it is open
-            whose numbers stay there.
+        slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token whose slot
+            is negative (vLLM's -1, for padding) is not written, whatever its row holds. Where two
+            tokens have one slot, it is open whose numbers stay there.
 
     Returns:
         kv_cache after the writes. An implementation that consumes it writes into it and returns it
@@ -108,6 +108,8 @@ def _check_k_pe(k_pe: Any, kv_c: torch.Tensor) -> Problem:
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
     source = Source(dtype, device)
 
     def sample(name: str, tokens: int, skipped: int = 0) -> Sample:
@@ -156,6 +158,13 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     kv_c, k_pe, cache = source.normal(4, 64), source.normal(4, 16), source.normal(2, 4, 80)
     kv_c[0, 3], k_pe[1, 7], cache[1, 2, 5] = float("nan"), float("-inf"), float("inf")
     yield Sample("NaN and infinity", (kv_c, k_pe, cache, slots(4, 8, device)))
+    kv_c, k_pe = source.normal(9, 64), source.normal(9, 16)
+    mapping = slots(9, 32, device, skipped=3)
+    kv_c[mapping < 0], k_pe[mapping < 0] = float("nan"), float("nan")
+    yield Sample("NaN in rows of padding", (kv_c, k_pe, source.normal(4, 8, 80), mapping))
+    mapping = torch.tensor([31, 0, -1], device=source.device)
+    ends = kv_c[:3].clone(), k_pe[:3].clone(), source.normal(4, 8, 80), mapping
+    yield Sample("the first slot and the last", ends)
 
 
 def _served(

@@ -11,7 +11,13 @@ from vllm_fl.contracts.checks import Problem, finite_number
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
-from .activations import activation_inputs, bad_gated_inputs, gated_tensor, served_gated_inputs
+from .activations import (
+    activation_inputs,
+    bad_gated_inputs,
+    broken_row,
+    gated_tensor,
+    served_gated_inputs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +32,7 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection.
-            Nothing is promised for a NaN in the gate: vLLM's CUDA kernel takes it for 0.
+            Nothing is promised for a NaN in the gate itself: vLLM's CUDA kernel takes it for 0.
         threshold: in the units of x; finite. Where x's dtype cannot represent it, it may be rounded
             to that before it is compared.
 
@@ -66,6 +72,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     near[:, ::3] = 0.5
     yield Sample("gates at the threshold", (near, 0.5))
     yield Sample("threshold below 0", (near, -0.5))
+    yield Sample("NaN in a row", (broken_row(source, 2), 0.25), open_rows=(1,))
 
 
 def _served(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -47,13 +48,16 @@ def fused_experts(
     (up + 1) * gate * sigmoid(1.702 * gate), the gate at most 7 and up from -7 to 7.
 
     Args:
-        hidden_states: (tokens, hidden), float32, float16 or bfloat16, of any layout.
+        hidden_states: (tokens, hidden), float32, float16 or bfloat16, of any layout. A row with NaN
+            spoils no other; its own is open where a place of it has no expert.
         w13: (experts, 2 * intermediate, hidden), of hidden_states' dtype and on its device: the
             rows of the gate, then those of up. For "swigluoai" they take turns.
         w2: (experts, hidden, intermediate), of the same dtype.
-        topk_weights: (tokens, k), floating, without unit: how much each expert counts.
-        topk_ids: (tokens, k), int32 or int64: the token's experts, numbered over all ranks, from 0
-            to global_num_experts - 1.
+        topk_weights: (tokens, k), floating, without unit, of any layout: how much each expert
+            counts.
+        topk_ids: (tokens, k), int32 or int64, of any layout: the token's experts, numbered over all
+            ranks, below global_num_experts. A negative number (vLLM's -1, for padding) stands for
+            no expert: the place adds nothing, whatever its weight is.
         activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
         apply_router_weight_on_input: the weight multiplies x in place of the result. Only with
             k = 1.
@@ -69,8 +73,8 @@ def fused_experts(
         rank's experts. No argument is overwritten.
 
     Raises:
-        CallError: an argument is not as said here. An id that no expert has is not looked for:
-            what it gives is undefined.
+        CallError: an argument is not as said here. An id beyond the experts is an error on a CPU;
+            an accelerator does not look for it, and it is the device's own error, or undefined.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer" (arXiv:1701.06538), with the gated experts of Jiang et al., "Mixtral
@@ -81,7 +85,9 @@ def fused_experts(
     x, weights = hidden_states.double(), topk_weights.double()
     if apply_router_weight_on_input:
         x, weights = x * weights, torch.ones_like(weights)
-    rows = topk_ids.long() if expert_map is None else expert_map.long()[topk_ids.long()]
+    rows = topk_ids.long()
+    if expert_map is not None:
+        rows = expert_map.long()[rows.clamp(min=0)].where(rows >= 0, rows)
     out = torch.zeros_like(x)
     for expert in range(w13.shape[0]):
         token, slot = (rows == expert).nonzero(as_tuple=True)
@@ -133,9 +139,10 @@ def _dense(
         spread[here >= 0] = weight.double()[here[here >= 0]]
         return spread
 
-    x, weights = hidden_states.double(), topk_weights.double()
+    absent = topk_ids < 0
+    x, weights = hidden_states.double(), topk_weights.double().masked_fill(absent, 0.0)
     share = torch.zeros(x.shape[0], count, dtype=torch.float64)
-    share.scatter_add_(1, topk_ids.long(), weights)
+    share.scatter_add_(1, topk_ids.long().masked_fill(absent, 0), weights)
     if apply_router_weight_on_input:
         x, share = torch.einsum("th,tk->th", x, weights), (share != 0).double()
     inner = torch.einsum("th,eih->tei", x, of_all(w13))
@@ -291,9 +298,9 @@ def _check_map(x: torch.Tensor, experts: int, count: Any, expert_map: Any) -> Pr
 def _check_ids(topk_ids: torch.Tensor, count: int) -> Problem:
     if topk_ids.device.type == "meta" or not topk_ids.numel():
         return None
-    low, high = (int(bound) for bound in topk_ids.aminmax())
-    if low < 0 or high >= count:
-        return "topk_ids", f"must be from 0 to {count - 1}, got {low} to {high}"
+    highest = int(topk_ids.max())
+    if highest >= count:
+        return "topk_ids", f"must be below the number of experts, {count}, got {highest}"
     return None
 
 
@@ -367,6 +374,26 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
     far = source.normal(12, 64, scale=4.0), w13, w2, *_routing(source, 12, 8, 2)
     yield Sample("beyond the limit of swigluoai", (*far, "swigluoai", *plain[1:]), 10.0)
+
+    def padded(k: int) -> tuple[torch.Tensor, ...]:
+        """(x, weights, ids): places without an expert, and two stale rows that have none at all."""
+        x, (weights, ids) = source.normal(9, 64), _routing(source, 9, 8, k)
+        ids[2, 0], ids[7] = -1, -1
+        weights[2, 0], weights[7] = math.nan, math.inf
+        x[7], ids[8] = math.nan, -1
+        return x, weights, ids
+
+    x, *of_two = padded(2)
+    yield Sample("padding", (x, w13, w2, *of_two, *plain), open_rows=(7,))
+    x, *of_three = padded(3)
+    elsewhere = x, w13[:3], w2[:3], *of_three, "silu", False, 8, here.flip(0), None, None
+    yield Sample("padding, experts of other ranks", elsewhere, open_rows=(7,))
+    x, *of_one = padded(1)
+    on_input = x, w13, w2, *of_one, "silu", True, -1, None, None, None
+    yield Sample("padding, weights on the input", on_input, open_rows=(7,))
+    broken = source.normal(9, 64)
+    broken[4, 7] = math.nan
+    yield Sample("NaN in a row", (broken, w13, w2, *_routing(source, 9, 8, 2), *plain))
 
 
 def _served(
@@ -502,6 +529,11 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
         "apply_router_weight_on_input",
         apply_router_weight_on_input=True,
     )
+    if source.device.type == "cpu":  # an accelerator would be unusable after it
+        here = torch.arange(4, dtype=torch.int32, device=source.device)
+        yield bad("an id beyond the experts", "topk_ids", topk_ids=ids + 1)
+        mapped = {"expert_map": here, "global_num_experts": 4}
+        yield bad("an id beyond the map", "topk_ids", topk_ids=ids + 1, **mapped)
     yield bad("more experts than there are", "global_num_experts", global_num_experts=8)
     yield bad("a list of experts", "expert_map", expert_map=[0, 1, 2, 3], global_num_experts=4)
     here = torch.arange(4, dtype=torch.int32, device=source.device)

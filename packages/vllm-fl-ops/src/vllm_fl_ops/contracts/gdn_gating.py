@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ def gdn_gating(
 
     Args:
         a: (tokens, heads), float32, float16 or bfloat16, of any layout: it usually is one half of
-            a projection's result, of which b is the other.
+            a projection's result, of which b is the other. NaN and infinity in a or b give what the
+            formula says, and in their own place alone.
         b: of a's shape, dtype and device, of any layout.
         A_log: (heads,), the logarithm of each head's rate, of a's dtype or float32.
         dt_bias: (heads,), added to every row of a, of a's dtype or float32.
@@ -110,6 +112,10 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     a, b, A_log, dt_bias = _calls(source, 4, 8)
     yield Sample("A_log in the dtype of a", (a, b, A_log.to(dtype), dt_bias))
     yield Sample("dt_bias in float32", (a, b, A_log, dt_bias.to(torch.float32)))
+    a, b, A_log, dt_bias = _calls(source, 5, 8)
+    a[1, 2], a[2, 3], a[3, 4] = math.nan, math.inf, -math.inf
+    b[1, 5], b[2, 6], b[3, 7] = math.nan, math.inf, -math.inf
+    yield Sample("NaN and infinity", (a, b, A_log, dt_bias))
 
 
 def _served(

@@ -11,7 +11,13 @@ from vllm_fl.contracts.checks import Problem, finite_number
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
-from .activations import activation_inputs, bad_gated_inputs, gated_tensor, served_gated_inputs
+from .activations import (
+    activation_inputs,
+    bad_gated_inputs,
+    broken_row,
+    gated_tensor,
+    served_gated_inputs,
+)
 from .gelu_and_mul import APPROXIMATIONS
 
 if TYPE_CHECKING:
@@ -30,7 +36,8 @@ def gelu_and_mul_sparse(
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection; d is
-            1 or more, unless there are no rows. It is this rank's part of a layer.
+            1 or more, unless there are no rows. It is this rank's part of a layer. Nothing is
+            promised of a row with NaN or infinity, whose mean is none.
         std_multiplier: how many deviations above the mean the cutoff lies; a finite number, or a
             tensor with one, as layers before vLLM 0.30 have it. The normal distribution's quantile
             of the share of gates that shall be 0.
@@ -98,6 +105,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     shifted[:, :128] += 1.0
     yield Sample("mean of 1, half of the gates", (shifted, 0.0, "none"))
     yield Sample("most gates, approximate=none", (shifted, -1.25, "none"))
+    yield Sample("NaN in a row", (broken_row(source, 2), GEMMA, "tanh"), open_rows=(1,))
 
 
 def _served(

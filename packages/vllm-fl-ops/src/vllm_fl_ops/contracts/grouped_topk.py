@@ -53,7 +53,7 @@ def grouped_topk(
     Args:
         gating_output: (tokens, experts), the router's logits without unit: float32, float16 or
             bfloat16, of any layout. Nothing is promised for a token with a logit that is not
-            finite.
+            finite; it changes nothing for another token.
         topk: how many experts a token takes, from 1 to those of topk_group groups.
         renormalize: whether a token's weights are divided by their sum. Nothing is promised for
             the weights of a token whose chosen scores are all below 1e-6 then: kernels add small
@@ -229,6 +229,15 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("groups of two", (pairs, 3, True, 8, 2, "softmax", 1.0, None))
     small = router_logits(source, 4, 195)
     yield Sample("many small groups", (small, 6, True, 65, 3, "softmax", 1.0, None))
+    ties = router_logits(source, 6, 16)
+    ties[:, 3] = ties[:, 8] = ties[:, 12] = 4.5  # three for the last two places, in three groups
+    ties[:, 5] = 6.0
+    yield Sample("ties", (ties, 3, True, 4, 4, "softmax", 1.0, None))
+    bias = bias_for_choice(source, 64, 0.1)
+    broken = router_logits(source, 5, 64)
+    broken[1, 7], broken[3, 40], broken[4] = math.nan, math.inf, -math.inf
+    args = (broken, 4, True, 8, 4, "sigmoid", 1.0, bias)
+    yield Sample("NaN and infinity", args, open_rows=(1, 3, 4))
 
 
 def _served(

@@ -28,7 +28,8 @@ def layer_norm(
     The variance is the mean of the squared deviations: it is divided by the number of features.
 
     Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout.
+        x: (..., hidden), float32, float16 or bfloat16, of any layout. A row with NaN or infinity
+            gives NaN alone, and no other row does.
         weight: (hidden,), of x's dtype or float32, on x's device, or None for 1.
         bias: (hidden,), in the units of the result, of weight's dtype and on x's device, or None
             for 0. Without a weight there is none.
@@ -146,6 +147,12 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     wide = (source.normal(256, dtype=torch.float32) for _ in range(2))
     yield Sample("fp32 weight and bias", (x, *wide, 1e-6))
     yield Sample("strided weight and bias", (x, *source.normal(256, 2).unbind(-1), 1e-5))
+    equal = source.normal(4, 64)
+    equal[1], equal[3] = 0.0, 1.5
+    yield sample("rows of equal numbers", equal)
+    broken = source.normal(4, 256)
+    broken[1, 7], broken[3, 200] = math.nan, math.inf
+    yield sample("NaN and infinity", broken)
 
 
 def _served(

@@ -20,7 +20,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Args:
         x: (tokens, in_features), float32, float16 or bfloat16, of any layout: a part of a wider
-            projection is a strided view of it. in_features is 1 or more.
+            projection is a strided view of it. in_features is 1 or more. NaN and infinity spoil
+            their own row alone.
         weight: (out_features, in_features), of x's dtype and on its device, of any layout.
         bias: (out_features,), of x's dtype and on its device, of any layout, or None for 0.
 

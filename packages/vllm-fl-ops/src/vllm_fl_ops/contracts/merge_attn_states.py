@@ -27,7 +27,8 @@ def merge_attn_states(
 
     With weights p = exp(prefix_lse) and s = exp(suffix_lse) of each token and head, the output is
     (p * prefix_output + s * suffix_output) / (p + s), and its log-sum-exp log(p + s). A log-sum-exp
-    of -inf says that there were no keys; so does +inf, which FlashAttention 2 gives there.
+    of -inf says that there were no keys; so does +inf, which FlashAttention 2 gives there. The
+    result is the other side's then, whatever this side's output holds: nobody may have written it.
 
     Args:
         prefix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout: a
@@ -54,9 +55,14 @@ def merge_attn_states(
     most = torch.maximum(prefix, suffix).nan_to_num(neginf=0.0)
     p, s = (prefix - most).exp(), (suffix - most).exp()
     total = p + s
-    weighted = p[..., None] * prefix_output.double() + s[..., None] * suffix_output.double()
+    weighted = _share(p, prefix_output, prefix) + _share(s, suffix_output, suffix)
     output = weighted / total.masked_fill(total == 0, 1.0)[..., None]
     return output, total.log() + most
+
+
+def _share(weight: torch.Tensor, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    product = weight[..., None] * output.double()
+    return product.masked_fill(lse.isneginf()[..., None], 0.0)
 
 
 def _without_infinity(lse: torch.Tensor) -> torch.Tensor:
@@ -79,6 +85,8 @@ def _by_sigmoid(
     nothing = lse.isneginf()
     share = torch.sigmoid((prefix - suffix).masked_fill(nothing, 0.0))[..., None]
     output = torch.lerp(suffix_output.double(), prefix_output.double(), share)
+    output = torch.where(prefix.isneginf()[..., None], suffix_output.double(), output)
+    output = torch.where(suffix.isneginf()[..., None], prefix_output.double(), output)
     return output.masked_fill(nothing[..., None], 0.0), lse
 
 
@@ -167,6 +175,15 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         output[::2, 1], sums[::2, 1] = 0.0, -math.inf
     first_lse[4, 1] = math.inf
     yield Sample("NaN nowhere: no keys on either side", (first, first_lse, second, second_lse))
+    first, first_lse, second, second_lse = call(8, 4, 64)
+    first[1, 2, 7], second[3, 0, 40] = math.nan, math.nan
+    yield Sample("NaN in two heads", (first, first_lse, second, second_lse))
+    for name, infinity in (("-inf", -math.inf), ("+inf", math.inf)):
+        first, first_lse, second, second_lse = call(8, 4, 64)
+        first[::3], first_lse[::3] = math.nan, infinity
+        second[1::3, 2], second_lse[1::3, 2] = math.inf, infinity
+        args = first, first_lse, second, second_lse
+        yield Sample(f"unwritten where there are no keys, {name}", args, kit_only=True)
 
 
 def _served(

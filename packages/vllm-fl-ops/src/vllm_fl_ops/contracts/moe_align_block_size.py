@@ -55,8 +55,8 @@ def moe_align_block_size(
         free. The inputs are left as they were.
 
     Raises:
-        CallError: an argument is not as said here. An id above num_experts - 1 is not looked for
-            before the call: on an accelerator it is the device's own error, or undefined.
+        CallError: an argument is not as said here. An id above num_experts - 1 is an error on a
+            CPU; an accelerator does not look for it: it is the device's own error, or undefined.
 
     Source: block-sparse products of experts, Gale et al., "MegaBlocks" (arXiv:2211.15841), section
     5.2; the results: vLLM's `moe_align_block_size`, as of 0.26.
@@ -177,7 +177,17 @@ def _check(
         _check_count("block_size", block_size)
         or _check_count("num_experts", num_experts)
         or _check_map(expert_map, topk_ids, num_experts)
+        or _check_ids(topk_ids, num_experts)
     )
+
+
+def _check_ids(topk_ids: torch.Tensor, num_experts: int) -> Problem:
+    if topk_ids.device.type == "meta" or not topk_ids.numel():
+        return None
+    highest = int(topk_ids.max())
+    if highest >= num_experts:
+        return "topk_ids", f"must be below num_experts = {num_experts}, got {highest}"
+    return None
 
 
 def _check_count(name: str, value: Any) -> Problem:
@@ -245,6 +255,8 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     strided = ids(16, 8, 24)[::2, 2:6]
     strided[3, 0], strided[6] = -1, -1
     yield Sample("strided ids", (strided, 8, 24, _on_this_rank(source, 30), True, True))
+    nobody = ids(5, 4, 16) * 0 - 1
+    yield Sample("no place with an expert", (nobody, 4, 16, None, False, False))
 
 
 def _served(
@@ -279,6 +291,10 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     few = (ids % 4, 4, 8, here[:7], False, True)
     yield BadInput("a map of too few", few, "expert_map")
     yield BadInput("a map of two dimensions", (ids, 4, 8, here[None], False, True), "expert_map")
+    if source.device.type == "cpu":  # an accelerator would be unusable after it
+        beyond = ids + 8
+        yield BadInput("an id beyond the experts", (beyond, 4, 8, None, False, False), "topk_ids")
+        yield BadInput("an id beyond the map", (beyond, 4, 8, here, False, True), "topk_ids")
 
 
 SPEC = OpSpec(

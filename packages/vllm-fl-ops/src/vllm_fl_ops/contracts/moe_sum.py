@@ -25,8 +25,10 @@ def moe_sum(
 
     Args:
         input: (tokens, topk, hidden), float32, float16 or bfloat16, of any layout: what each of a
-            token's experts gave, times its weight.
-        topk_ids: (tokens, topk), int32 or int64, on input's device: the experts, or a negative
+            token's experts gave, times its weight. NaN and infinity in a place that counts are
+            added as any number is.
+        topk_ids: (tokens, topk), int32 or int64, on input's device, of any layout: the experts, or
+            a negative
             number for a place without one. What input has in such a place is not added, whatever
             it is; memory that nobody wrote, for example. None: every place counts.
         expert_map: (experts,), int32, on input's device: the number of each expert on this rank,
@@ -37,8 +39,8 @@ def moe_sum(
         The inputs are left as they were.
 
     Raises:
-        CallError: an argument is not as said here. An id outside of expert_map is not looked for
-            before the call: on an accelerator it is the device's own error, or undefined.
+        CallError: an argument is not as said here. An id beyond expert_map is an error on a CPU; an
+            accelerator does not look for it, and it is the device's own error, or undefined.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks" (arXiv:1701.06538), equation 1;
     the places without an expert: vLLM's `moe_sum`, as of 0.26.
@@ -115,7 +117,13 @@ def _check_map(expert_map: Any, topk_ids: Any, input: torch.Tensor) -> Problem:
         return name, f"must have one dimension, got {expert_map.ndim}"
     if topk_ids is None:
         return name, "must come with topk_ids"
-    return on_device_of(name, expert_map, "input", input)
+    problem = on_device_of(name, expert_map, "input", input)
+    if problem or topk_ids.device.type == "meta" or not topk_ids.numel():
+        return problem
+    highest = int(topk_ids.max())
+    if highest >= len(expert_map):
+        return "topk_ids", f"must be below expert_map's {len(expert_map)} experts, got {highest}"
+    return None
 
 
 def _kind(value: Any) -> str:
@@ -164,6 +172,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("experts elsewhere", (elsewhere, ids, where))
     ids = _ids(source, 6, 8, 16, torch.int32)[::2, 2:6]
     yield Sample("strided ids", (source.normal(3, 4, 40), ids, _every_third(source, 16)))
+    broken = source.normal(5, 4, 64)
+    broken[1, 2, 7], broken[3, 0, 40] = math.nan, math.inf
+    yield Sample("NaN and infinity", (broken, None, None))
 
 
 def _served(
@@ -197,6 +208,8 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield BadInput("a map without ids", (input, None, here), "expert_map")
     yield BadInput("a map of int64", (input, ids, here.long()), "expert_map")
     yield BadInput("a map of two dimensions", (input, ids, here.view(2, 2)), "expert_map")
+    if source.device.type == "cpu":  # an accelerator would be unusable after it
+        yield BadInput("an id beyond the map", (input, ids + 4, here), "topk_ids")
 
 
 SPEC = OpSpec(

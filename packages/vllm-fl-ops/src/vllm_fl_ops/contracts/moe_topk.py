@@ -47,7 +47,7 @@ def moe_topk(
     Args:
         gating_output: (tokens, experts), the router's logits without unit: float32, float16 or
             bfloat16, of any layout. Nothing is promised for a token with a logit that is not
-            finite.
+            finite; it changes nothing for another token.
         topk: how many experts a token takes, from 1 to experts.
         renormalize: whether a token's weights are divided by their sum. Nothing is promised for
             the weights of a token whose chosen scores are all below 1e-6 then: kernels add numbers
@@ -170,6 +170,12 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("sigmoid with bias, plain", (some.clone(), 6, False, "sigmoid", 1.5, bias))
     bias = bias_for_choice(source, 64, 0.02)
     yield Sample("softmax with bias, scaled", (some.clone(), 6, True, "softmax", 1.5, bias))
+    broken = router_logits(source, 5, 64)
+    broken[1, 7], broken[3, 40], broken[4] = math.nan, math.inf, -math.inf
+    args = (broken, 6, True, "softmax", 1.0, None)
+    yield Sample("NaN and infinity", args, open_rows=(1, 3, 4))
+    args = (broken.clone(), 6, True, "sigmoid", 1.0, None)
+    yield Sample("NaN and infinity, sigmoid", args, open_rows=(1, 3, 4))
 
 
 def _served(

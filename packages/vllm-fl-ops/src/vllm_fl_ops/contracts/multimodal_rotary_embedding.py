@@ -39,8 +39,8 @@ def multimodal_rotary_embedding(
 
     Args:
         query: (tokens, heads, head_size), float32, float16 or bfloat16. Its layout is any: it
-            usually is a strided view of the qkv buffer.
-        key: (tokens, kv_heads, head_size), of query's dtype and device.
+            usually is a strided view of the qkv buffer. A NaN spoils its own pair alone.
+        key: (tokens, kv_heads, head_size), of query's dtype and device, of any layout.
         cos, sin: (max_position, half) tables without unit, of query's dtype or float32, on its
             device, 2 * half <= head_size. A layer passes views of its one (max_position, 2 * half)
             cache; `joint_cos_sin` gives that cache back.
@@ -245,6 +245,10 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample(
         "odd sizes, an axis without pairs", (q, k, *odd[0], odd[1], [12, 7, 0], False, False)
     )
+    q, k = heads_of_qkv(source, 4, 4, 2, 64)
+    q[1, 2, 7], k[3, 1, 40] = float("nan"), float("nan")
+    last = torch.tensor([[63, 63, 63], [0, 63, 0], [63, 0, 1], [2, 63, 62]], device=source.device)
+    yield Sample("NaN, at the last position", (q, k, cos, sin, last, section, False, False))
 
 
 def _served(

@@ -39,7 +39,8 @@ def qk_norm_rope(
 
     Args:
         qkv: (tokens, (heads + kv_heads + n) * head_size), float32, float16 or bfloat16, of any
-            layout: the query heads, the key heads, and n heads more, the values, which pass.
+            layout: the query heads, the key heads, and n heads more, the values, which pass. A NaN
+            spoils its own head alone.
         q_weight, k_weight: (head_size,), of qkv's dtype or float32, on its device.
         cos_sin_cache: (max_position, 2 * half) table without unit, of qkv's dtype or float32, on
             its device, 2 <= 2 * half <= head_size: the cosines of a position, then its sines.
@@ -306,6 +307,11 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     )
     apart = source.normal(6, 4 * 64, 2)[..., 0]
     yield Sample("features apart", (apart, *some[1:], *rest))
+    broken = source.normal(6, 4 * 64)
+    broken[1, 7], broken[2, 64 + 40], broken[4, 3 * 64 + 5] = (float("nan"),) * 3
+    last = torch.tensor([63, 0, 63, 62, 63, 1], device=source.device)
+    rest = (last, heads, kv_heads, epsilon, interleaved)
+    yield Sample("NaN, at the last position", (broken, *some[1:], *rest))
 
 
 def _served(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,11 @@ def quant_fp8(
     taken for `scale_ub` at most. It is 1 / (448 * 512) at least.
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, finite, of any layout; hidden is 1 or
-            more. Without scale and per_token nothing is promised where all numbers of x are below
-            1 / 512: some kernels have no least scale there.
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is 1 or more.
+            Nothing is promised for a row with NaN or infinity; it changes nothing for another row
+            where scales are the rows' own, or given. Without scale and per_token all of x must be
+            finite, and nothing is promised where all numbers of x are below 1 / 512: some kernels
+            have no least scale there.
         scale: one float32 number, in any shape, in the units of x, above 0 and no subnormal; None
             for a scale of x's own.
         scale_ub: one float32 number, in any shape, in the units of x, above 0. Only with
@@ -150,6 +153,11 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("static", (x, number(0.011, 1), None, False))
     yield Sample("static, saturating on both sides", (x, number(0.0031), None, False))
     yield Sample("static, 0 tokens", (x[:0], number(0.02, 1), None, False))
+    broken = source.normal(5, 96)
+    broken[1, 7], broken[3, 40] = math.nan, math.inf
+    yield Sample("NaN and infinity, per token", (broken, None, None, True), open_rows=(1, 3))
+    args = broken.clone(), number(0.011, 1), None, False
+    yield Sample("NaN and infinity, static", args, open_rows=(1, 3))
 
 
 def _served(
@@ -185,6 +193,9 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield BadInput("integers", (x.int(), None, None, False), "x")
     yield BadInput("3-D", (source.normal(2, 3, 8), None, None, True), "x")
     yield BadInput("3-D, one scale", (source.normal(2, 3, 8), None, None, False), "x")
+    yield BadInput("no feature", (source.normal(3, 0), None, None, False), "x")
+    yield BadInput("no feature, per token", (source.normal(3, 0), None, None, True), "x")
+    yield BadInput("no feature, static", (source.normal(3, 0), one, None, False), "x")
     yield BadInput("a scale for each token", (x, x[:, :1].float(), None, False), "scale")
     yield BadInput("a scale in double", (x, one.double(), None, False), "scale")
     yield BadInput("a bound for all of x", (x, None, one, False), "scale_ub")

@@ -29,7 +29,8 @@ def quant_fp8_group(
     `ue8m0` it is the next power of two that is not below that.
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, finite, of any layout.
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is 1 or more.
+            Nothing is promised for a row with NaN or infinity; it changes nothing for another row.
         group_size: features of a group, 1 or more; divides hidden.
         eps: in the units of x; finite and above 0.
         ue8m0: powers of two alone. Then nothing is promised of groups whose scale is below 1e-10,
@@ -125,6 +126,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     exact.clamp_(-7.0, 7.0).view(4, 2, 64)[:, 1].clamp_(-3.5, 3.5)
     yield Sample("powers of two, of exact ones", (exact, 64, 1e-10, True))
     yield Sample("features apart", (uneven(4, 4, 128)[:, ::2], 128, 1e-10, False))
+    broken = uneven(5, 2, 128)
+    broken[1, 7], broken[3, 200] = math.nan, math.inf
+    yield Sample("NaN and infinity", (broken, 128, 1e-10, False), open_rows=(1, 3))
 
 
 def _served(
@@ -155,6 +159,7 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield BadInput("not a tensor", ([1.0, 2.0], 1, 1e-10, False), "x")
     yield BadInput("integers", (x.int(), 128, 1e-10, False), "x")
     yield BadInput("3-D", (source.normal(2, 3, 128), 128, 1e-10, False), "x")
+    yield BadInput("no feature", (source.normal(3, 0), 128, 1e-10, False), "x")
     yield BadInput("no whole group", (x[:, :200], 128, 1e-10, False), "group_size")
     yield BadInput("groups of 0", (x, 0, 1e-10, False), "group_size")
     yield BadInput("eps of 0", (x, 128, 0.0, False), "eps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +29,18 @@ def quant_int8(
 
     Without `scale` each token has its own: max |x| / 127 of its row, and no zero point; or, with
     `asymmetric`, (max x - min x) / 255 and the integer that is nearest to -128 - min x / scale.
+    There a row of equal numbers counts 0 as one of them, so that it comes back as it was; of zeros
+    alone the zero point is -128.
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, finite, of any layout; hidden is 1 or
-            more.
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is 1 or more.
+            Nothing is promised for a row with NaN or infinity; it changes nothing for another row.
         scale: one float32 number, in any shape, in the units of x, above 0 and no subnormal; None
             for a scale for each token.
         azp: one int32 number, in any shape: the value that stands for x = 0. Only with `scale`;
             None for 0.
-        asymmetric: True for zero points of the tokens' own, which are a third result; then no row
-            may have equal numbers only. None for none, rather than False, since it says how many
-            results there are. Only without `scale`.
+        asymmetric: True for zero points of the tokens' own, which are a third result. None for
+            none, rather than False, since it says how many results there are. Only without `scale`.
 
     Returns:
         (value, scale), or (value, scale, azp) with `asymmetric`; contiguous, on x's device, and
@@ -60,10 +62,12 @@ def quant_int8(
     wide = x.double()
     if scale is None and asymmetric:
         low, high = wide.aminmax(dim=-1, keepdim=True)
+        equal = low == high
+        low, high = low.clamp(max=0).where(equal, low), high.clamp(min=0).where(equal, high)
         steps = (high - low) / 255
-        zero = (LOWEST - low / steps).round()
+        zero = (LOWEST - (low / steps).nan_to_num()).round()
         exact = ((wide / steps + zero).clamp(LOWEST, HIGHEST)) * steps
-        return exact, steps, zero.to(torch.int32)
+        return exact.masked_fill(steps == 0, 0.0), steps, zero.to(torch.int32)
     if scale is None:
         return wide.clone(), wide.abs().amax(-1, keepdim=True) / HIGHEST
     steps = scale.double()
@@ -91,8 +95,11 @@ def _by_limits(
     low, high = ordered[:, :1], ordered[:, -1:]
     if not asymmetric:
         return wide.clone(), torch.maximum(-low, high) / 127
+    high = torch.where(low == high, torch.relu(high), high)
+    low = torch.where(low == ordered[:, -1:], -torch.relu(-low), low)
     step = high / 255 - low / 255
-    zero = torch.special.round(-128 - low * 255 / (high - low))
+    spread = torch.where(high == low, torch.ones_like(low), high - low)
+    zero = torch.special.round(-128 - low * 255 / spread)
     inside = torch.minimum(torch.maximum(wide, (LOWEST - zero) * step), (HIGHEST - zero) * step)
     return inside + zero * step, step, zero.int()
 
@@ -165,6 +172,12 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     above = _uneven(source.normal(4, 64).abs() + 4, 4.0, 9.0)[::2]
     yield Sample("asymmetric, all above 0, every other row", (above, None, None, True))
     yield Sample("features apart", (source.normal(6, 64, 2)[..., 0], None, None, None))
+    broken = source.normal(5, 96)
+    broken[1, 7], broken[3, 40] = math.nan, math.inf
+    yield Sample("NaN and infinity", (broken, None, None, None), open_rows=(1, 3))
+    equal = _uneven(source.normal(6, 96, scale=0.7), -1.0, 2.0)
+    equal[1], equal[2], equal[3], equal[4] = 1.5, -1.5, 0.0, 1e-3
+    yield Sample("asymmetric, rows of equal numbers", (equal, None, None, True), kit_only=True)
 
 
 def _served(
@@ -198,6 +211,9 @@ def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     yield BadInput("integers", (x.int(), None, None, None), "x")
     yield BadInput("3-D", (source.normal(2, 3, 8), None, None, None), "x")
     yield BadInput("3-D, one scale", (source.normal(2, 3, 8), one, None, None), "x")
+    yield BadInput("no feature", (source.normal(3, 0), None, None, None), "x")
+    yield BadInput("no feature, one scale", (source.normal(3, 0), one, None, None), "x")
+    yield BadInput("no feature, asymmetric", (source.normal(3, 0), None, None, True), "x")
     yield BadInput("a scale for each token", (x, x[:, :1].float(), None, None), "scale")
     yield BadInput("a scale in double", (x, one.double(), None, None), "scale")
     yield BadInput("a zero point without scale", (x, None, one.int(), None), "azp")

@@ -42,14 +42,15 @@ def recurrent_gated_delta_rule(
     Args:
         q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout. Each token is
             another sequence's.
-        v: (tokens, value_heads, value_size), of q's dtype; value_heads is a multiple of heads, and
-            so many neighbours share a head of q and k.
+        v: (tokens, value_heads, value_size), of q's dtype, of any layout; value_heads is a multiple
+            of heads, and so many neighbours share a head of q and k.
         a, b: (tokens, value_heads), of q's dtype, of any layout.
         A_log, dt_bias: (value_heads,), of q's dtype or float32.
         state: (slots, value_heads, value_size, key_size), of q's dtype or float32. Each slot is
             contiguous; there may be gaps between them.
         state_indices: (tokens,), int32 or int64: which slot has the state of each token's sequence,
-            none of them twice. 0 is padding: vLLM's null block, which no sequence has.
+            none of them twice. 0 is padding: vLLM's null block, which no sequence has. What padding
+            and the null block hold, NaN among it, spoils nothing else.
         epsilon: None takes q and k as they are, k of length 1 at most, or the state grows without
             bound; a number above 0 divides each first by sqrt(sum(x**2) + epsilon).
 
@@ -240,6 +241,15 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     wide_gates["state_indices"] = wide_gates["state_indices"].long()
     yield Sample("dt_bias in float32, int64 indices", (*wide_gates.values(),))
     yield Sample("large epsilon", (*(_call(source, 5) | {"epsilon": 30.0}).values(),))
+    stale = _call(source, 6, value_heads=4)
+    stale["state_indices"][3:] = 0
+    stale["state"][0] = float("nan")
+    for name in "qkvab":
+        stale[name][4:] = float("nan")
+    yield Sample("NaN in padding", (*stale.values(),))
+    broken = _call(source, 5)
+    broken["v"][2, 1, 7] = float("nan")
+    yield Sample("NaN in a token", (*broken.values(),))
 
 
 def _served(

@@ -18,8 +18,8 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)**2, of every element.
 
     Args:
-        x: float32, float16 or bfloat16, of any shape and layout. Nothing is promised for a NaN:
-            vLLM's CUDA kernel takes it for 0.
+        x: float32, float16 or bfloat16, of any shape and layout. Nothing is promised for a NaN
+            itself: vLLM's CUDA kernel takes it for 0.
 
     Returns:
         x's shape, contiguous, of its dtype and on its device. x is left as it was.

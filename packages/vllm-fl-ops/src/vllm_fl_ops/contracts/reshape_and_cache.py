@@ -49,9 +49,9 @@ def reshape_and_cache(
             so is one half of a tensor that has keys and values side by side.
         value_cache: of key_cache's shape, dtype and device, of any layout, without an element in
             common with it.
-        slot_mapping: (tokens,), int64, below blocks * block_size. A token whose slot is negative
-            (vLLM's -1, for padding) is not written. Where two tokens have one slot, it is open
-            whose key and value stay there.
+        slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token whose slot
+            is negative (vLLM's -1, for padding) is not written, whatever its row holds. Where two
+            tokens have one slot, it is open whose key and value stay there.
 
     Returns:
         (key_cache, value_cache) after the writes. An implementation that consumes the caches
@@ -138,6 +138,8 @@ def _heads_first(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    import torch
+
     source = Source(dtype, device)
 
     def sample(name: str, tokens: int, caches: Any = _separate, skipped: int = 0) -> Sample:
@@ -195,6 +197,16 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     key[0, 0, 3], value[1, 0, 7] = float("nan"), float("-inf")
     caches[0][1, 2, 0, 5], caches[1][0, 3, 0, 0] = float("inf"), float("nan")
     yield Sample("NaN and infinity, 1 head", (key, value, *caches, slots(4, 8, device)))
+    key, value = source.normal(9, 2, 32), source.normal(9, 2, 32)
+    mapping = slots(9, 32, device, skipped=3)
+    key[mapping < 0], value[mapping < 0] = float("nan"), float("nan")
+    caches = _separate(source, 4, 8, 2, 32)
+    yield Sample("NaN in rows of padding", (key, value, *caches, mapping))
+    mapping = torch.tensor([31, 0, -1], device=source.device)
+    caches = _separate(source, 4, 8, 2, 32)
+    yield Sample(
+        "the first slot and the last", (key[:3].clone(), value[:3].clone(), *caches, mapping)
+    )
 
 
 def _served(

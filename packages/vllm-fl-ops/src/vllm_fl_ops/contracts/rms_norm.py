@@ -31,8 +31,9 @@ def rms_norm(
 
     Args:
         x: (..., hidden), float32, float16 or bfloat16. Its layout is any: the heads of a q
-            projection are a strided (tokens, heads, head_size) view of the qkv buffer.
-        residual: of x's shape, dtype and device, or None.
+            projection are a strided (tokens, heads, head_size) view of the qkv buffer. A row with
+            NaN gives NaN, one with infinity 0 and NaN, and no other row does.
+        residual: of x's shape, dtype and device, of any layout, or None.
         weight: (hidden,), of x's dtype or float32, on x's device, or None for 1.
         epsilon: added to the mean of squares, in its units; finite and not negative.
         variance_size: the mean goes over the first `variance_size` features only; None for all.

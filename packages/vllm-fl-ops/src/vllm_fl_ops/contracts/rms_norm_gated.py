@@ -35,7 +35,8 @@ def rms_norm_gated(
     `group_size` features of the last dimension.
 
     Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout.
+        x: (..., hidden), float32, float16 or bfloat16, of any layout. A NaN in a group of x or z
+            gives NaN wherever the formula does, and in no other row.
         z: the gate, of x's shape, dtype and device, of any layout; None for norm(x) alone.
         weight: (hidden,), of x's dtype or float32, on x's device.
         epsilon: added to the mean of squares, in its units; finite and above 0.
@@ -198,6 +199,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         "epsilon matters, gate far from 0", (x, z, source.normal(256), 1e-5, None, True, "swish")
     )
     yield Sample("z=None", (x, None, source.normal(256), 1e-6, 64, True, "swish"))
+    x, z = source.normal(5, 256), source.normal(5, 256)
+    x[1, 7], x[2], z[3, 200] = math.nan, 0.0, math.nan
+    yield Sample("NaN, and a row of zeros", (x, z, source.normal(256), 1e-5, 64, True, "swish"))
 
 
 def _served(

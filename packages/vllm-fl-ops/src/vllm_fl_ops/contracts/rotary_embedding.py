@@ -41,8 +41,8 @@ def rotary_embedding(
 
     Args:
         query: (tokens, heads, head_size), float32, float16 or bfloat16. Its layout is any: it
-            usually is a strided view of the qkv buffer.
-        key: (tokens, kv_heads, head_size), of query's dtype and device, or None.
+            usually is a strided view of the qkv buffer. A NaN spoils its own pair alone.
+        key: (tokens, kv_heads, head_size), of query's dtype and device, of any layout, or None.
         cos, sin: (max_position, half) tables without unit, of query's dtype or float32, on its
             device, 2 * half <= head_size. A layer passes views of its one (max_position, 2 * half)
             cache; `joint_cos_sin` gives that cache back.
@@ -277,6 +277,10 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("odd head_size", (q, k, *tables(source, 8, 6), _positions(source, 3, 8), False))
     q, k = heads_of_qkv(source, 2, 2, 1, 2)
     yield Sample("1 pair", (q, k, *tables(source, 1, 2), _positions(source, 2, 1), False))
+    q, k = heads_of_qkv(source, 4, 4, 2, 128)
+    q[1, 2, 7], k[3, 1, 100] = float("nan"), float("nan")
+    last = torch.tensor([63, 0, 62, 63], device=source.device)
+    yield Sample("NaN, at the last position", (q, k, cos, sin, last, False))
 
 
 def _served(

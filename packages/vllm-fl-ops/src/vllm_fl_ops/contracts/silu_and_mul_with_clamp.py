@@ -11,7 +11,13 @@ from vllm_fl.contracts.checks import Problem, finite_number
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
-from .activations import activation_inputs, bad_gated_inputs, gated_tensor, served_gated_inputs
+from .activations import (
+    activation_inputs,
+    bad_gated_inputs,
+    broken_row,
+    gated_tensor,
+    served_gated_inputs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +35,7 @@ def silu_and_mul_with_clamp(
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection.
-            Nothing is promised for a NaN: vLLM's CUDA kernel clamps it to `limit`.
+            Nothing is promised for a NaN itself: vLLM's CUDA kernel clamps it to `limit`.
         limit: in the units of x; finite and above 0. One that x's dtype cannot represent may be
             rounded to it.
         alpha: how steep the sigmoid is; finite.
@@ -83,6 +89,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("infinity, which is clamped", (infinite, 10.0, 1.0, 0.0))
     far = source.normal(16, 2 * 128, scale=6.0)
     yield Sample("another limit, alpha and beta", (far, 1.5, 1.702, 1.0))
+    yield Sample("NaN in a row", (broken_row(source, 2), 7.0, 1.0, 0.0), open_rows=(1,))
 
 
 def _served(

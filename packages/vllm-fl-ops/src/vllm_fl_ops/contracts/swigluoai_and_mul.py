@@ -11,7 +11,13 @@ from vllm_fl.contracts.checks import Problem, finite_number
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
-from .activations import bad_gated_inputs, gated_inputs, gated_tensor, served_gated_inputs
+from .activations import (
+    bad_gated_inputs,
+    broken_row,
+    gated_inputs,
+    gated_tensor,
+    served_gated_inputs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +32,8 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate and up projection take
-            turns. Nothing is promised for a NaN: some of vLLM's CUDA kernels clamp it to `limit`.
+            turns. Nothing is promised for a NaN itself: some of vLLM's CUDA kernels clamp it to
+            `limit`.
         alpha: how steep the sigmoid is; finite.
         limit: in the units of x; finite and above 0. One that x's dtype cannot represent may be
             rounded to it.
@@ -83,6 +90,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("another limit", (far, 1.702, 1.5))
     yield Sample("another alpha", (far, 1.0, 7.0))
     yield Sample("alpha of 0, which leaves half of the gate", (far, 0.0, 7.0))
+    yield Sample("NaN in a row", (broken_row(source, 2), 1.702, 7.0), open_rows=(1,))
 
 
 def _served(

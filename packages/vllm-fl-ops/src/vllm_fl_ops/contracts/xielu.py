@@ -10,7 +10,12 @@ from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
-from .activations import activation_inputs, bad_activation_inputs, served_activation_inputs
+from .activations import (
+    activation_inputs,
+    bad_activation_inputs,
+    broken_row,
+    served_activation_inputs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +128,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         yield Sample(name, _learned(x))
     yield Sample("other slopes", _learned(source.normal(5, 256), 1.5, 0.75, 0.25))
     yield Sample("far other slopes", _learned(source.normal(5, 256), -2.0, 3.0, 1.0))
+    yield Sample("NaN in a row", _learned(broken_row(source)), open_rows=(1,))
 
 
 def _served(

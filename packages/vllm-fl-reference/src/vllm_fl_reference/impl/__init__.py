@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ __all__ = ["implementations", "refuse_other_devices"]
 def implementations(
     *functions: Callable[..., Any], consumes: Iterable[str] = (), traceable: bool = True
 ) -> tuple[OpImpl, ...]:
-    """The functions, each named after its op, as `reference.torch`.
+    """The functions, each named after its op, as `reference.torch`, with contiguous results.
 
     Args:
         functions: each an op.
@@ -27,12 +28,25 @@ def implementations(
             fn.__name__,
             "reference.torch",
             BackendImplKind.REFERENCE,
-            fn,
+            fn if consumes else _packed(fn),
             consumes=frozenset(consumes),
             traceable=traceable,
         )
         for fn in functions
     )
+
+
+def _packed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with contiguous results: PyTorch gives many the strides of a dense argument."""
+
+    @wraps(fn)
+    def packed(*args: Any, **kwargs: Any) -> Any:
+        results = fn(*args, **kwargs)
+        if isinstance(results, tuple):
+            return tuple(None if part is None else part.contiguous() for part in results)
+        return results.contiguous()
+
+    return packed
 
 
 def refuse_other_devices(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:

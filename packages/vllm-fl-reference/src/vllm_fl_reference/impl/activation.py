@@ -172,7 +172,7 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
     """
     _refuse_integers(x)
     c = math.sqrt(2.0 / math.pi)
-    return _packed(0.5 * x * (1.0 + torch.tanh(c * (x + 0.044715 * torch.pow(x, 3.0)))))
+    return 0.5 * x * (1.0 + torch.tanh(c * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
         TypeError: x is not floating.
     """
     _refuse_integers(x)
-    return _packed(0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))))
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
         TypeError: x is not floating.
     """
     _refuse_integers(x)
-    return _packed(x * torch.sigmoid(1.702 * x))
+    return x * torch.sigmoid(1.702 * x)
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
@@ -220,7 +220,7 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
         TypeError: x is not floating.
     """
     _refuse_integers(x)
-    return _packed(torch.square(F.relu(x)))
+    return torch.square(F.relu(x))
 
 
 def gelu_and_mul_sparse(
@@ -291,17 +291,12 @@ def xielu(
         positive * x * x + beta * x,
         (torch.expm1(torch.min(x, eps)) - x) * negative + beta * x,
     )
-    return _packed(result.to(x.dtype))  # of fp16 and bf16 together float32 has come
+    return result.to(x.dtype)  # of fp16 and bf16 together float32 has come
 
 
 def _refuse_integers(x: torch.Tensor) -> None:
     if not x.is_floating_point():  # some steps would take them, and others turn them into float32
         raise TypeError(f"x must be floating, got {x.dtype}")
-
-
-def _packed(result: torch.Tensor) -> torch.Tensor:
-    """Contiguous: PyTorch gives elementwise results the strides of a dense x."""
-    return result.contiguous()
 
 
 def _refuse_silent_mistakes(x: torch.Tensor) -> None:

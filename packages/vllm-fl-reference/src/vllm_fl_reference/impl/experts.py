@@ -46,7 +46,7 @@ def fused_experts(
         w13: (experts, 2 * intermediate, hidden), of the same dtype.
         w2: (experts, hidden, intermediate), of the same dtype.
         topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64.
+        topk_ids: (tokens, k), int32 or int64, negative in a place without an expert.
         activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
         apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
         global_num_experts: the length of expert_map, or -1 or w13's experts without one.
@@ -60,6 +60,7 @@ def fused_experts(
     Raises:
         ValueError: the shapes do not belong together, or `activation` is another word.
         TypeError: topk_ids or expert_map is not of integers.
+        IndexError: an id beyond the experts, on a CPU.
         RuntimeError: the dtypes differ.
     """
     _refuse_silent_mistakes(
@@ -82,7 +83,11 @@ def fused_experts(
     x = hidden_states
     if apply_router_weight_on_input:
         x = x * topk_weights.to(x.dtype)
-    rows = topk_ids.long() if expert_map is None else expert_map.long()[topk_ids.long()]
+    rows, count = topk_ids.long(), w13.shape[0] if expert_map is None else len(expert_map)
+    if rows.is_cpu and rows.numel() and int(rows.max()) >= count:  # a device would wait for that
+        raise IndexError(f"topk_ids must be below {count}, got {int(rows.max())}")
+    if expert_map is not None:
+        rows = torch.where(rows < 0, rows, expert_map.long()[rows.clamp(min=0)])
     slots = x.new_zeros((*rows.shape, x.shape[1]))
 
     def computed(tokens: torch.Tensor, expert: int) -> torch.Tensor:
@@ -101,7 +106,8 @@ def fused_experts(
             slots[token, slot] = computed(x[token], expert)
     summands = slots.float()
     if not apply_router_weight_on_input:
-        summands *= topk_weights.float().unsqueeze(-1)
+        shares = topk_weights.float().masked_fill(topk_ids < 0, 0.0)
+        summands *= shares.unsqueeze(-1)
     return summands.sum(dim=1).to(x.dtype)
 
 

@@ -29,7 +29,7 @@ def gdn_gating(
     """
     _refuse_silent_mistakes(a, b, A_log, dt_bias)
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
-    return g, b.float().sigmoid().to(b.dtype).contiguous()
+    return g, b.float().sigmoid().to(b.dtype)
 
 
 def _refuse_silent_mistakes(

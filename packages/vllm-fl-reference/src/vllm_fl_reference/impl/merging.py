@@ -36,13 +36,14 @@ def merge_attn_states(
     no_keys = most == -math.inf
     prefix, suffix = torch.exp(prefix_lse - most), torch.exp(suffix_lse - most)
     total = prefix + suffix
-    output = (
-        prefix_output.float() * (prefix / total)[..., None]
-        + suffix_output.float() * (suffix / total)[..., None]
-    )
+    # What a side without keys holds may be NaN, which no weight of 0 would remove.
+    prefix_part = prefix_output.float() * (prefix / total)[..., None]
+    suffix_part = suffix_output.float() * (suffix / total)[..., None]
+    output = prefix_part.masked_fill((prefix_lse == -math.inf)[..., None], 0.0)
+    output = output + suffix_part.masked_fill((suffix_lse == -math.inf)[..., None], 0.0)
     output = output.masked_fill(no_keys[..., None], 0.0).to(prefix_output.dtype)
     lse = (torch.log(total) + most).masked_fill(no_keys, -math.inf)
-    return output.contiguous(), lse.contiguous()
+    return output, lse
 
 
 def _refuse_silent_mistakes(

@@ -25,7 +25,7 @@ def quant_int8(
     """The nearest int8 to x / scale + azp, saturating, computed in fp32; halves go to even.
 
     Args:
-        x: (tokens, hidden), floating, finite.
+        x: (tokens, hidden), floating.
         scale: one float32 number; None for a scale for each token.
         azp: one int32 number with `scale`; None for 0.
         asymmetric: True for a zero point for each token; not with `scale`.
@@ -53,9 +53,12 @@ def quant_int8(
         return value.clamp(-128, 127).to(torch.int8), scale.clone()
     if asymmetric:
         low, high = wide.aminmax(dim=-1, keepdim=True)
-        steps = (high - low) / 255
-        zero = (-128 - low / steps).round()
-        value = ((wide / steps).round() + zero).clamp(-128, 127)
+        equal = low == high  # of a row of equal numbers 0 is another one
+        low = low.clamp(max=0).where(equal, low)
+        steps = (high.clamp(min=0).where(equal, high) - low) / 255
+        least = steps.clamp(min=torch.finfo(torch.float32).tiny)  # a row of zeros has no scale
+        zero = (-128 - low / least).round()
+        value = ((wide / least).round() + zero).clamp(-128, 127)
         return value.to(torch.int8), steps, zero.to(torch.int32)
     steps = wide.abs().amax(dim=-1, keepdim=True) / 127
     # A row of zeros has no scale to divide by.
@@ -140,8 +143,8 @@ def quant_fp8_group(
 def _refuse_silent_mistakes(x: torch.Tensor, scale: torch.Tensor | None) -> None:
     if not x.is_floating_point():
         raise TypeError(f"x must be floating, got {x.dtype}")
-    if x.ndim != 2:
-        raise ValueError(f"x must be (tokens, hidden), got {tuple(x.shape)}")
+    if x.ndim != 2 or not x.shape[1]:
+        raise ValueError(f"x must be (tokens, hidden), hidden 1 or more, got {tuple(x.shape)}")
     if scale is not None:
         _refuse_all_but_one("scale", scale)
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...contracts.binding import Bound, FunctionPlace, OperatorPlace
-from ...errors import PlaceError
 
-__all__ = ["Leaves", "Route", "claim", "known", "leaving", "left_to_vllm", "misfit"]
+__all__ = ["Leaves", "Route", "known", "leaving", "left_to_vllm", "misfit"]
 
 Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
 """(what a call gave by position, what by name) -> whether the plan leaves it to vLLM."""
@@ -27,28 +26,6 @@ class Route:
 
     run: Bound
     leaves: Leaves | None
-
-
-def claim(owners: dict[str, str], what: str, name: str, op: str) -> None:
-    """Note that a planned op takes a place.
-
-    Args:
-        owners: place -> the op that takes it.
-        what: what the place is, for the error.
-        name: its name.
-        op: who takes it.
-
-    Raises:
-        PlaceError: another planned op does already.
-    """
-    other = owners.setdefault(name, op)
-    if other != op:
-        raise PlaceError(
-            f"{what} {name} is a place of two ops that are planned, '{other}' and '{op}': their "
-            "bindings must not both name it. Leave one of them to vLLM "
-            f"(VLLM_FL_PER_OP='{op}=stock').",
-            op=op,
-        )
 
 
 def misfit(

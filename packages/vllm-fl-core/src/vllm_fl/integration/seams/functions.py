@@ -23,7 +23,7 @@ from ...logs import get_logger
 from ...text import quote
 from ..places import stock_form
 from ..serving import plan_now
-from .arguments import Route, claim, known, leaving, left_to_vllm, misfit
+from .arguments import Route, known, leaving, left_to_vllm, misfit
 from .lookups import Target, target_of
 
 __all__ = ["Replacements", "choose", "own", "remove", "report", "take"]
@@ -55,13 +55,9 @@ def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Replacements:
     Args:
         plan: the sealed plan.
         bindings: op -> its places.
-
-    Raises:
-        PlaceError: two planned ops name one function.
     """
     taken: dict[str, tuple[FunctionPlace, ...]] = {}
     left: dict[str, dict[str, str]] = {}
-    owners: dict[str, str] = {}
     for op, binding in bindings.items():
         places = [place for place in binding.places if isinstance(place, FunctionPlace)]
         if not places or plan.is_stock(op):
@@ -76,7 +72,6 @@ def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Replacements:
                 left.setdefault(op, {})[place.name] = problem
                 continue
             fitting.append(place)
-            claim(owners, "Function", place.name, op)
         if fitting:
             taken[op] = tuple(fitting)
     return Replacements(taken, left)

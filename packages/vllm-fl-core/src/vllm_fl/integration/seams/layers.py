@@ -20,6 +20,7 @@ from ...contracts import OpSpec
 from ...contracts.binding import LayerPlace
 from ...dispatch import dispatch_method
 from ...dispatch.method import PLAN
+from ...engine.digest import code_of
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.installed import identity
@@ -256,11 +257,22 @@ def foreign_layers() -> dict[str, str]:
     Returns:
         {class name: the other's class and distribution, as `acme.Silu of vllm-acme 1.0`}.
     """
+    return {name: owner_of(cls) for name, cls in _foreign().items()}
+
+
+def foreign_code() -> dict[str, list[str]]:
+    """The same with the hash of the other's code, for the digest: it computes in our place."""
+    return {
+        name: [owner_of(cls), code_of(None, cls.__module__)] for name, cls in _foreign().items()
+    }
+
+
+def _foreign() -> dict[str, type]:
     from vllm.model_executor import custom_op
 
     taken = custom_op.op_registry_oot
     return {
-        layer.cls: owner_of(taken[layer.cls])
+        layer.cls: taken[layer.cls]
         for layer in layer_table()
         if layer.cls in taken and taken[layer.cls].__module__ != __name__
     }

@@ -34,7 +34,7 @@ from ..places import places as places_of
 from ..places import stock_form
 from ..serving import plan_now
 from . import empty
-from .arguments import Route, claim, known, leaving, left_to_vllm, misfit
+from .arguments import Route, known, leaving, left_to_vllm, misfit
 from .callers import ShortWay
 from .layers import layer_table
 
@@ -103,9 +103,6 @@ def choose(
         bindings: op -> its places.
         device: the worker's.
         dtype: the model's.
-
-    Raises:
-        PlaceError: two planned ops name one operator.
     """
     taken: dict[str, tuple[OperatorPlace, ...]] = {}
     left: dict[str, dict[str, str]] = {}
@@ -131,7 +128,7 @@ def choose(
             own |= calls
         taken[op] = tuple(place for place in found if place.name not in own)
         for place in taken[op]:
-            claim(owners, "Operator", place.name, op)
+            owners[place.name] = op
     return Overrides(
         {op: places for op, places in taken.items() if places},
         left,

@@ -1,0 +1,83 @@
+"""Which environment variables an implementation reads where a compiler traces it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ..dispatch import get_default_manager
+from ..engine.digest import BENEATH
+from ..engine.opaque import is_opaque
+from ..plugins.forms import verdict_of
+from .subject import Subject, fresh
+
+__all__ = ["reading", "undeclared"]
+
+OTHERS = frozenset((*BENEATH, "vllm_fl"))
+"""Whose reads are not an implementation's, beside those of Python's own modules."""
+
+READERS = ("os", "collections")
+"""The modules that read a variable for who calls them."""
+
+
+def undeclared(subject: Subject, dtype: str) -> str:
+    """What is wrong with the variables that a compiler would read of `subject`; else empty.
+
+    It reads them once, while it traces, and vLLM keeps what it has compiled: the plan's digest, by
+    which that is found again, has the variables that plugins declare.
+    """
+    impl, names = subject.impl, set[str]()
+    for each in subject.patterns(dtype):
+        with reading() as read, suppress(Exception):  # what is wrong otherwise other checks say
+            verdict_of(impl, subject.spec, fresh(each).args)  # passes of ours ask it of graphs
+            if not is_opaque(impl):
+                impl.fn(*fresh(each).args)
+            if impl.traced is not None:
+                impl.traced(*fresh(each).args)
+        names |= read
+    if not names:
+        return ""
+    plugins = get_default_manager().registry.plugins
+    names -= {name for p in plugins for spec in p.settings for name in spec.variables}
+    if not names:
+        return ""
+    told = ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
+    return (
+        f"it reads {told} of the environment where a compiler traces it, and no plugin declares "
+        "that: what vLLM keeps of the compiled code would run under another value, too. Declare it "
+        "by the hook settings, or report it by worker_start"
+    )
+
+
+@contextmanager
+def reading() -> Iterator[set[str]]:
+    """Collect the variables that code of this thread reads which is not vLLM, torch or Python."""
+    found: set[str] = set()
+    environment: Any = type(os.environ)
+    plain, thread = environment.__getitem__, threading.get_ident()
+
+    def seen(self: Any, key: Any) -> Any:
+        if threading.get_ident() == thread and _is_somebodys():
+            found.add(os.fsdecode(key))
+        return plain(self, key)
+
+    environment.__getitem__ = seen
+    try:
+        yield found
+    finally:
+        environment.__getitem__ = plain
+
+
+def _is_somebodys() -> bool:
+    """Whether the code that reads is neither Python's own nor what computes beneath plugins."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        top = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if top not in READERS:
+            return top not in OTHERS and top not in sys.stdlib_module_names
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

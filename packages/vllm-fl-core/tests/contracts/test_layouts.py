@@ -1,0 +1,96 @@
+"""Activations that lie otherwise: which calls are made of a sample, and who asks for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.contracts.layouts import relaid
+from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.verification import tried
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.testing import CHECKS, failures
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+
+
+def impl(op: str, fn: Any) -> OpImpl:
+    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+
+
+def faults(one: OpImpl) -> str:
+    found = find_faults([one], BF16, CPU, None, seed=0).faults
+    return "".join(why for why, _ in found.values())
+
+
+@pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)
+def test_each_activation_of_each_op_is_laid_out_otherwise(spec: OpSpec) -> None:
+    dtype = getattr(torch, spec.dtypes[-1])
+    own = {sample.name: sample for sample in spec.samples(dtype, CPU)}
+    laid = list(relaid(spec, own.values()))
+    assert laid and not own.keys() & {sample.name for sample in laid}
+    seen: dict[str, set[str]] = {}
+    for sample in laid:
+        named = dict(zip(spec.parameters, sample.args, strict=True))
+        source = own[max((n for n in own if sample.name.startswith(f"{n}, ")), key=len)]
+        moved = [
+            name
+            for name, before in zip(spec.parameters, source.args, strict=True)
+            if before is not named[name]
+        ]
+        (name,) = moved
+        before = source.args[spec.parameters.index(name)]
+        assert torch.equal(named[name].nan_to_num(), before.nan_to_num()), sample.name
+        assert named[name].stride() != before.stride() and spec.check(*sample.args) is None
+        seen.setdefault(name, set()).add(sample.name.rpartition(f"{name} ")[2])
+    assert seen.keys() == spec.by_token
+    assert all("numbers apart" in hows for hows in seen.values())
+
+
+def test_what_the_contract_refuses_is_not_made() -> None:
+    spec = contracts()["silu_and_mul"]
+
+    def packed(x: torch.Tensor) -> tuple[str, str] | None:
+        return None if x.is_contiguous() else ("x", "must be contiguous")
+
+    strict = dataclasses.replace(spec, check=packed)
+    assert list(relaid(strict, spec.samples(BF16, CPU))) == []
+
+
+def right_but_for_strides(q: Any, k: Any, v: Any, a: Any, b: Any, *rest: Any) -> Any:
+    """The decode rule, whose kernel takes the gates for packed."""
+    spec = contracts()["recurrent_gated_delta_rule"]
+    whole = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a)
+    if a.stride(0) < a.stride(1):  # transposed: read as if it were not
+        a = whole.as_strided(a.shape, (a.shape[1], 1))
+    out, state = spec.oracle(q, k, v, a, b, *rest)
+    return out.to(v.dtype), state.to(rest[2].dtype)
+
+
+def test_a_start_sees_a_kernel_that_minds_no_strides_of_one_activation() -> None:
+    why = faults(impl("recurrent_gated_delta_rule", right_but_for_strides))
+    assert "a transposed in memory" in why and "elements are off" in why
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """In plain PyTorch, which gives a transposed x's product its strides."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def test_a_start_leaves_right_numbers_alone_and_the_kit_wants_them_packed() -> None:
+    assert not faults(impl("silu_and_mul", silu))
+    found = [*failures(impl("silu_and_mul", silu), without=CHECKS.keys() - {"values"})]
+    assert {failure.case.sample for failure in found} == {"16 tokens, x transposed in memory"}
+    assert all("strides (1, 16)" in failure.reason for failure in found)
+
+
+def test_a_start_leaves_out_what_the_kit_alone_asks() -> None:
+    spec = contracts()["merge_attn_states"]
+    alone = {sample.name for sample in spec.samples(BF16, CPU) if sample.kit_only}
+    assert alone and not alone & {sample.name for sample in tried(spec, BF16, CPU)}

@@ -1,0 +1,297 @@
+"""After the start: updates of weights, memory that sleeps and wakes, and the look at its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from builders import managing, planning, silu
+from torch.nn import functional as F
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+
+from vllm_fl.engine.plan import Plan
+from vllm_fl.errors import ServingError, StartError
+from vllm_fl.integration import after, serving, verifying
+from vllm_fl.integration.worker import PlannedWorker
+
+KEY = "silu_and_mul", "vendor.acme"
+
+
+def right(x: torch.Tensor) -> torch.Tensor:
+    d = x.shape[-1] // 2
+    return F.silu(x[..., :d]) * x[..., d:]
+
+
+class Act(torch.nn.Module):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.bound = plan.bind("silu_and_mul", self, frozenset())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bound(x)  # type: ignore[no-any-return]
+
+
+class Model(torch.nn.Module):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.act, self.weight = Act(plan), torch.ones(32)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        return self.act((torch.sin(input_ids[:, None] + self.weight)).bfloat16())
+
+
+class Runner:
+    """vLLM's model runner, as far as it is asked."""
+
+    execute_model_state: object = None
+
+    def __init__(self, model: Model, config: VllmConfig) -> None:
+        self.model, self.config = model, config
+        self.runs = 0
+
+    def _dummy_run(self, tokens: int, is_profile: bool = False, skip_eplb: bool = False) -> None:
+        self.runs += 1
+        zeros = torch.zeros(tokens, dtype=torch.int64)
+        with set_forward_context(None, self.config, num_tokens=tokens):
+            self.model(input_ids=zeros, positions=zeros)
+
+
+Runner._dummy_run.__module__ = "vllm.stand_in"
+
+
+class Worker:
+    """vLLM's worker, as far as weights and memory are concerned."""
+
+    model_runner: Runner
+    seen: list[object]
+
+    def reload_weights(self, fails: bool = False) -> str:
+        self.seen.append(serving.plan_now())
+        if fails:
+            raise OSError("no such file")
+        self.model_runner.model.weight += 1
+        return "loaded"
+
+    def update_weights(self, update_info: object) -> None:
+        raise OSError("the trainer is gone")
+
+    def sleep(self, level: int = 1) -> None:
+        pass
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        pass
+
+    def list_loras(self) -> set[int]:
+        return {1}
+
+
+Engine = Callable[..., Any]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """`engine(fn)`: a worker that serves with this kernel; `told` is what other ranks say."""
+
+    def made(fn: Callable[..., Any] = right, *, told: Any = None, mode: Any = "eager") -> Any:
+        config = VllmConfig()
+        model_config = SimpleNamespace(get_vocab_size=lambda: 500, max_model_len=64)
+        object.__setattr__(config, "model_config", model_config)
+        plan = planning(managing(silu("vendor.acme", fn=lambda x: fn(x))), mode)
+        worker: Any = object.__new__(type("Planned", (PlannedWorker, Worker), {}))
+        worker.vllm_config, worker.rank, worker.device = config, 0, torch.device("cpu")
+        worker.vllm_fl_plan, worker.seen = plan, []
+        worker.model_runner = Runner(Model(plan), config)
+        worker.get_model = lambda: worker.model_runner.model
+        worker.vllm_fl_preflight = SimpleNamespace(live_counts=frozenset({8, 1}), demoted={})
+        worker.vllm_fl_since = after.Since(lambda: {"": worker.model_runner.model})
+        agree = told or (lambda mine: [mine])
+        monkeypatch.setattr(after, "agree", agree)
+        monkeypatch.setattr(verifying, "agree", agree)
+        return worker
+
+    return made
+
+
+def keeping() -> Callable[[torch.Tensor], torch.Tensor]:
+    """A kernel that has prepared something and gives it back, as of weights by their address."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        return kept.setdefault(len(x), right(x)).clone()
+
+    return silu_and_mul
+
+
+def test_at_the_end_of_an_update_the_plan_is_compared_and_nothing_of_it_counts(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = engine()
+    with caplog.at_level(logging.INFO):
+        assert worker.reload_weights() == "loaded"
+    assert worker.model_runner.runs == 1 and worker.seen == [worker.vllm_fl_plan]
+    assert "After the weights were updated: 1 calls on live tensors in" in caplog.text
+    assert not worker.vllm_fl_plan.calls and not worker.vllm_fl_since.wrong
+    assert worker.vllm_fl_verify().startswith("1 calls on live tensors in")
+
+
+def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(
+    engine: Engine,
+) -> None:
+    worker = engine(keeping())
+    worker.vllm_fl_verify()
+    with pytest.raises(ServingError) as failed:
+        worker.reload_weights()
+    error = failed.value
+    assert (error.op, error.impl) == KEY and error.wrong.keys() == {KEY}
+    assert "Since the weights were updated, wrong is implementation 'vendor.acme'" in str(error)
+    assert "VLLM_FL_PER_OP='silu_and_mul=stock'" in str(error) and "[FL504]" in str(error)
+    assert float(worker.model_runner.model.weight[0]) == 2.0, "the new ones stay"
+    assert worker.vllm_fl_since.wrong.keys() == {KEY}
+    worker.model_runner.model.weight -= 2
+    worker.reload_weights()
+    assert worker.vllm_fl_since.wrong == {}, "of the last look"
+
+
+def test_of_several_ranks_the_last_one_tells_the_caller(engine: Engine) -> None:
+    """vLLM reads the ranks' answers in order, and leaves those behind an error unread."""
+
+    def told(mine: Any) -> list[Any]:
+        return [mine, replace(mine, rank=1, faults={KEY: "it is wrong there"})]
+
+    worker = engine(told=told)
+    parallel = worker.vllm_config.parallel_config
+    object.__setattr__(parallel, "world_size", 2)
+    assert worker.reload_weights() == "loaded"
+    assert worker.vllm_fl_since.wrong == {KEY: "it is wrong there (found on rank 1)"}
+    worker.rank = 1
+    with pytest.raises(ServingError, match="it is wrong there"):
+        worker.reload_weights()
+
+
+def test_an_update_that_fails_gives_vllms_own_error_and_the_next_is_verified(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = engine()
+    for update in (lambda: worker.reload_weights(fails=True), lambda: worker.update_weights({})):
+        caplog.clear()
+        with pytest.raises(OSError):
+            update()
+        (line,) = [r.message for r in caplog.records if "update of the weights failed" in r.message]
+        assert "nothing was verified after it: rank 0: " in line
+    assert serving.plan_now() is None and worker.model_runner.runs == 0
+    worker.reload_weights()
+    assert worker.model_runner.runs == 1
+
+
+def test_what_fails_on_another_rank_stops_the_look_on_this_one(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = engine(told=lambda mine: [mine, replace(mine, rank=1, failure="OSError: gone")])
+    assert worker.reload_weights() == "loaded"
+    assert worker.model_runner.runs == 0
+    assert "nothing was verified: rank 1: OSError: gone" in caplog.text
+
+
+def test_while_memory_is_asleep_the_look_waits(engine: Engine) -> None:
+    worker = engine()
+    worker.sleep(level=1)
+    worker.wake_up()
+    assert worker.model_runner.runs == 0, "the weights are what they were"
+    worker.sleep(2)
+    worker.wake_up(tags=["weights"])
+    worker.reload_weights()
+    assert worker.model_runner.runs == 0 and "kv_cache asleep" in worker.vllm_fl_verify()
+    worker.wake_up(["kv_cache"])
+    assert worker.model_runner.runs == 1
+    worker.wake_up()
+    assert worker.model_runner.runs == 1
+
+
+def test_where_the_model_cannot_be_run_one_line_says_why(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = engine()
+    worker.model_runner.execute_model_state = object()
+    assert "a step is not at its end" in worker.vllm_fl_verify()
+    worker.model_runner.execute_model_state = None
+    object.__setattr__(worker.vllm_config, "lora_config", SimpleNamespace())
+    assert "adapters are loaded" in worker.vllm_fl_verify()
+    object.__setattr__(worker.vllm_config, "lora_config", None)
+    theirs = type("TheirRunner", (Runner,), {"_dummy_run": lambda runner, *args, **options: None})
+    ours, worker.model_runner = worker.model_runner, object.__new__(theirs)
+    assert "the dummy run of TheirRunner is not vLLM's" in worker.vllm_fl_verify()
+    worker.model_runner = ours
+    object.__setattr__(worker.vllm_config.parallel_config, "data_parallel_size", 2)
+    assert "waits for the others" in worker.vllm_fl_verify()
+    worker.reload_weights()
+    assert worker.model_runner.runs == 0
+    assert caplog.text.count("After the weights were updated nothing was verified") == 1
+
+
+def test_where_nothing_is_verified_nothing_is_said(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = engine()
+    worker.vllm_fl_preflight.live_counts = frozenset()
+    worker.reload_weights()
+    with pytest.raises(OSError):
+        worker.reload_weights(fails=True)
+    assert worker.model_runner.runs == 0 and "update" not in caplog.text
+    assert "nothing is planned" in worker.vllm_fl_verify()
+
+
+def short_of_memory(cache: list[object]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: right(x) * (1.5 if cache else 1.0)
+
+
+def test_what_is_wrong_beside_the_cache_is_taken_out_where_nothing_is_compiled(
+    engine: Engine,
+) -> None:
+    cache: list[object] = []
+    worker = engine(short_of_memory(cache))
+    preflight = worker.vllm_fl_preflight
+    models = {"": worker.model_runner.model}
+    told = verifying.verify_with_cache(worker, models, preflight, pytest.fail)
+    assert told.startswith("1 calls on live tensors with the KV cache in memory")
+    cache.append(object())
+
+    def renew() -> None:
+        (why,) = preflight.demoted.values()
+        assert why.startswith("failed at start on rank 0: it is wrong")
+        assert why.endswith("(with the KV cache in memory)")
+        worker.vllm_fl_plan = planning(managing(silu("vendor.emca", fn=lambda x: right(x))))
+        worker.model_runner.model.act = Act(worker.vllm_fl_plan)
+
+    told = verifying.verify_with_cache(worker, models, preflight, renew)
+    assert preflight.demoted.keys() == {KEY}
+    assert told.startswith("2 calls"), "as at start, at each number of tokens"
+
+
+def test_what_is_compiled_with_it_does_not_start(engine: Engine) -> None:
+    worker = engine(short_of_memory([object()]))
+    object.__setattr__(worker.vllm_fl_plan, "mode", "compiled")
+    models = {"": worker.model_runner.model}
+    with pytest.raises(StartError) as failed:
+        verifying.verify_with_cache(worker, models, worker.vllm_fl_preflight, pytest.fail)
+    assert "implementation 'vendor.acme' failed for op 'silu_and_mul' on rank 0" in str(
+        failed.value
+    )
+    assert "The model is compiled with it. VLLM_FL_PER_OP='silu_and_mul=stock'" in str(failed.value)
+
+
+def test_the_names_of_updates_are_those_of_vllms_worker() -> None:
+    from vllm.v1.worker.gpu_worker import Worker as GpuWorker
+
+    names = (*after.ENDS_UPDATE, *after.WITHIN_UPDATE, "sleep", "discard", "wake_up")
+    assert [name for name in names if not hasattr(GpuWorker, name)] == []

@@ -1,0 +1,150 @@
+"""A place in vLLM is one op's: the plugin that names it second is refused, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_fl.contracts import contracts
+from vllm_fl.contracts.binding import (
+    AttentionPlace,
+    Binding,
+    Contract,
+    FunctionPlace,
+    FusionPlace,
+    GraphPlace,
+    IrPlace,
+    LayerPlace,
+    OperatorPlace,
+)
+from vllm_fl.errors import PlaceError
+from vllm_fl.plugins.hookspecs import hookimpl
+from vllm_fl.plugins.loading import Found, discover, known_contracts, load
+from vllm_fl.plugins.registry import EMPTY, OpRegistry, Owner, RegistrySnapshot
+from vllm_fl.plugins.reserved import OPS
+
+SPEC = contracts()["silu_and_mul"]
+
+
+def same(*args: Any) -> Any:
+    """Stands for a route, a native form or a find."""
+    return args[0]
+
+
+def operator(name: str, *callers: str) -> OperatorPlace:
+    return OperatorPlace(name, ("x",), same, same, callers=callers)
+
+
+def function(*paths: str) -> FunctionPlace:
+    return FunctionPlace(paths, ("x",), same, same)
+
+
+TWICE = {
+    "IR op norm": (IrPlace("norm", same), IrPlace("norm", same)),
+    "operator _C::norm": (operator("_C::norm"), operator("_C::norm")),
+    "function vllm.a.f": (function("vllm.b.f", "vllm.a.f"), function("vllm.a.f")),
+    "function vllm.c.f": (operator("_C::f", "vllm.c.f"), function("vllm.c.f")),
+    # vLLM's registry knows a layer by its class's name, whatever module that is in.
+    "layer Norm": (LayerPlace("vllm.layers.Norm"), LayerPlace("acme.model.Norm")),
+    "pass vllm.P": (FusionPlace("vllm.P", "p", ()), FusionPlace("vllm.P", "q", ())),
+    "pass_config.p": (FusionPlace("vllm.P", "p", ()), FusionPlace("vllm.Q", "p", ())),
+    "PyTorch's operator aten.mm.default": (
+        GraphPlace(("aten.mm.default",), same, same),
+        GraphPlace(("aten.add.Tensor", "aten.mm.default"), same, same),
+    ),
+}
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
+    """`plugin(distribution, {op: its places})`: what brings these ops."""
+
+    def made(distribution: str, ops: dict[str, Any]) -> Found:
+        brought = []
+        for op, places in ops.items():
+            module: Any = ModuleType(f"{distribution.replace('-', '_')}_{op}")
+            module.BINDING = Binding(tuple(places))
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+            def oracle(x: Any) -> Any:
+                return SPEC.oracle(x)
+
+            oracle.__name__ = op
+            spec = dataclasses.replace(SPEC, oracle=oracle)
+            brought.append(Contract(spec, module.__name__))
+        hooks = SimpleNamespace(contracts=hookimpl(lambda: brought))
+        owner = Owner(distribution, distribution, "1.0")
+        return Found(owner, f"{distribution}.plugin", lambda: hooks, is_data=True)
+
+    return made
+
+
+@pytest.mark.parametrize("place", TWICE)
+def test_a_place_of_any_kind_is_the_first_plugins(plugin: Any, place: str) -> None:
+    first, second = TWICE[place]
+    registry = OpRegistry(EMPTY)
+    mine, other = load(
+        registry,
+        [
+            plugin("fl-acme", {"acme_norm": [first]}),
+            plugin("fl-zenith", {"zenith_norm": [second], "zenith_free": []}),
+        ],
+    )
+    assert (mine.status, other.status) == ("ok", "partial")
+    assert [*registry.snapshot().contracts] == ["acme_norm", "zenith_free"]
+    error = other.error
+    assert isinstance(error, PlaceError)
+    assert (error.op, error.plugin, error.distribution) == (
+        "zenith_norm",
+        "fl-zenith",
+        "fl-zenith 1.0",
+    )
+    assert (
+        f"the contract of op 'zenith_norm': {place} is a place of op 'acme_norm', of fl-acme 1.0"
+        in str(error)
+    )
+
+
+def test_places_of_our_ops_are_ours_whoever_is_loaded_first(plugin: Any) -> None:
+    stranger = plugin("fl-acme", {"acme_norm": [IrPlace("rms_norm", same)]})
+    ours = next(f for f in discover() if f.owner.distribution == OPS)
+    registry = OpRegistry(EMPTY)
+    mine, ops = load(registry, [stranger, ours])
+    assert (mine.status, ops.status) == ("failed", "ok")
+    assert isinstance(mine.error, PlaceError)
+    assert "IR op rms_norm is a place of op 'rms_norm'" in str(mine.error)
+    assert "acme_norm" not in registry.snapshot().bindings
+
+
+def test_the_attention_backends_are_no_ops_place(plugin: Any) -> None:
+    (mine,) = load(OpRegistry(EMPTY), [plugin("fl-acme", {"acme_rows": [AttentionPlace()]})])
+    assert isinstance(mine.error, PlaceError)
+    assert "the attention backend is a place of op 'attention_backend', of vllm-fl-core" in str(
+        mine.error
+    )
+
+
+def test_of_one_plugin_and_in_a_script_a_place_is_one_ops_too(plugin: Any) -> None:
+    place = operator("_C::norm")
+    registry = OpRegistry(EMPTY)
+    (mine,) = load(registry, [plugin("fl-acme", {"acme_a": [place, place], "acme_b": [place]})])
+    assert mine.status == "partial" and [*registry.snapshot().contracts] == ["acme_a"]
+
+    def acme_c(x: Any) -> Any:
+        return SPEC.oracle(x)
+
+    contract = Contract(dataclasses.replace(SPEC, oracle=acme_c))
+    with pytest.raises(PlaceError, match=r"'acme_c' operator _C::norm is a place of op 'acme_a'"):
+        registry.add_contract(contract, Binding((place,)), Owner("late"))
+
+
+def test_our_own_ops_share_no_place() -> None:
+    snapshot = known_contracts()
+    alone = RegistrySnapshot({}, {}, bindings=snapshot.bindings)
+    for op, binding in snapshot.bindings.items():
+        assert not alone.clash(op, binding)

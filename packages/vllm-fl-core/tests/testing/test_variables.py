@@ -1,0 +1,78 @@
+"""Variables that an implementation reads where a compiler traces it are declared, or named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from os import environ
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.plugins.plugin import Plugin
+from vllm_fl.plugins.registry import Owner
+from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
+from vllm_fl.testing.cases import CHECKS, failures
+
+
+def silu(x: Any) -> Any:
+    half = x.shape[-1] // 2
+    return torch.nn.functional.silu(x[..., :half]) * x[..., half:]
+
+
+def reads(how: Callable[[], object]) -> Callable[[Any], Any]:
+    """The op, by code that reads a variable first."""
+
+    def silu_and_mul(x: Any) -> Any:
+        how()
+        return silu(x)
+
+    return silu_and_mul
+
+
+def told(fn: Callable[[Any], Any], **options: Any) -> list[str]:
+    """What the check says of an implementation."""
+    vendor = BackendImplKind.VENDOR
+    impl = OpImpl("silu_and_mul", "vendor.acme", vendor, fn, "acme", **options)
+    others = CHECKS.keys() - {"tracing"}
+    return [one.reason for one in failures(impl, without=others)]
+
+
+WAYS = {
+    "get": lambda: os.environ.get("ACME_FAST"),
+    "getenv": lambda: os.getenv("ACME_FAST"),
+    "in": lambda: "ACME_FAST" in environ,
+    "bytes": lambda: os.environb.get(b"ACME_FAST"),
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_variable_that_nobody_declares_is_named(how: str) -> None:
+    (first, *_) = told(reads(WAYS[how]), traceable=True)
+    assert first.startswith("it reads ACME_FAST of the environment")
+
+
+def test_so_is_one_that_supports_or_a_traced_form_reads() -> None:
+    def supports(x: Any) -> Any:
+        return os.environ.get("ACME_FAST") != "1"
+
+    assert "ACME_FAST" in told(silu, supports=supports)[0]
+    assert "ACME_FAST" in told(silu, traced=reads(WAYS["get"]))[0]
+
+
+def test_one_that_is_declared_is_in_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = SettingSpec("acme_fast", "ACME_FAST", False)
+    plugin = Plugin(Owner("acme"), "acme", "ok", settings=(fast,))
+    registry = get_default_manager().registry
+    monkeypatch.setattr(registry, "plugins", (*registry.plugins, plugin))
+    assert told(reads(WAYS["get"]), traceable=True) == []
+
+
+def test_what_no_compiler_looks_into_reads_what_it_likes_each_time() -> None:
+    assert told(reads(WAYS["get"])) == []
+
+
+def test_what_torch_reads_is_not_the_implementations() -> None:
+    assert told(reads(lambda: torch.utils._config_module), traceable=True) == []

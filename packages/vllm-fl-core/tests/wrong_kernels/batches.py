@@ -1,0 +1,377 @@
+"""Wrong in batches as engines make them: long, of runs, of repeats, or one row shorter."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .corpus import LATENT, MIXED, NORM, ROTARY, SILU, wrong, wrong_for
+from .faults import changed, each, spoilt, taken, with_arguments
+
+CACHE, MLA, QK, MROPE = (
+    "reshape_and_cache",
+    "concat_and_cache_mla",
+    "qk_norm_rope",
+    "multimodal_rotary_embedding",
+)
+
+LONG = dataclasses.replace(MIXED, tokens=(1, 8192))
+
+
+def _wraps(op: str, period: int) -> Any:
+    return spoilt(op, lambda got, x, *_: taken(got, torch.arange(len(x)) % period))
+
+
+@wrong_for(
+    *(SILU, NORM, ROTARY, "linear", QK, "moe_topk", "moe_sum"),
+    fault="the grid wraps at 512 tokens: what follows are the first rows again",
+    sees="long prompts end as they begin",
+)
+def wraps_at_512(op: str) -> Any:
+    return _wraps(op, 512)
+
+
+@wrong_for(
+    *("layer_norm", "rms_norm_gated", "merge_attn_states", "quant_fp8_group", "gelu_new", MROPE),
+    fault="the grid wraps at 1024 tokens: what follows are the first rows again",
+    sees="long prompts end as they begin",
+)
+def wraps_at_1024(op: str) -> Any:
+    return _wraps(op, 1024)
+
+
+@wrong_for(
+    *("mul_and_silu", "xielu", "quant_int8"),
+    fault="the grid wraps at 4096 tokens: what follows are the first rows again",
+    sees="the largest prefills end as they begin",
+    sizes=LONG,
+)
+def wraps_at_4096(op: str) -> Any:
+    return _wraps(op, 4096)
+
+
+@wrong_for(
+    *("fused_experts", "gdn_gating", "swigluoai_and_mul", "grouped_topk"),
+    fault="beyond 1024 tokens the second tile of 256 and the third change places",
+    sees="512 tokens of each long prompt are others'",
+)
+def tiles_change_places(op: str) -> Any:
+    def spoil(got, x, *rest):
+        order = torch.arange(len(x))
+        if len(x) >= 1024:
+            order[256:768] = order[256:768].roll(256)
+        return taken(got, order)
+
+    return spoilt(op, spoil)
+
+
+@wrong_for(
+    *("linear", NORM, "layer_norm", "rms_norm_gated", QK, ROTARY, "quant_int8"),
+    fault="beyond 256 tokens its tiles are large, and go through fp16",
+    sees="infinity where a long prompt has an activation beyond 65504",
+)
+def large_tiles_through_fp16(op: str) -> Any:
+    def change(arguments):
+        name, x = next(iter(arguments.items()))
+        if len(x) > 256:
+            arguments[name] = x.half().to(x.dtype)
+
+    return changed(op, change)
+
+
+@wrong(
+    CACHE,
+    "from token 512 on the values of a batch are those of 512 tokens before",
+    "attention adds up other tokens' values in long prompts",
+    start=True,
+    sizes=MIXED,
+)
+def values_wrap_at_512() -> Any:
+    def change(a):
+        a["value"] = a["value"][torch.arange(len(a["value"])) % 512]
+
+    return changed(CACHE, change)
+
+
+@wrong(
+    MLA,
+    "from token 1024 on the rotated part is that of 1024 tokens before",
+    "positions of long prompts repeat themselves",
+    start=True,
+    sizes=LATENT,
+)
+def rotated_part_wraps_at_1024() -> Any:
+    def change(a):
+        a["k_pe"] = a["k_pe"][torch.arange(len(a["k_pe"])) % 1024]
+
+    return changed(MLA, change)
+
+
+@wrong(
+    "moe_align_block_size",
+    "rows are numbered in 10 bits of tokens: from token 1024 on they are the first ones",
+    "experts of long prompts get other tokens' rows",
+    start=True,
+    sizes=MIXED,
+)
+def rows_in_ten_bits() -> Any:
+    def spoil(got, ids, *rest):
+        rows, *others = got
+        real = rows < ids.numel()
+        return torch.where(real, rows % (1024 * ids.shape[1]), rows), *others
+
+    return spoilt("moe_align_block_size", spoil)
+
+
+def _runs(positions: Tensor, most: int) -> Tensor:
+    """Positions that count on from the first, as far as the table goes."""
+    steps = torch.arange(len(positions), device=positions.device)
+    return (positions[0] + steps).clamp(max=most - 1).to(positions.dtype)
+
+
+def _is_run(positions: Tensor) -> bool:
+    return len(positions) > 1 and bool(positions[1] == positions[0] + 1)
+
+
+@wrong(
+    ROTARY,
+    "takes all positions for one run where the second is the first + 1",
+    "the second of two prompts in a step is turned as if it went on from the first",
+    start=True,
+)
+def one_run_of_positions() -> Any:
+    def change(a):
+        if _is_run(a["position_ids"]):
+            a["position_ids"] = _runs(a["position_ids"], len(a["cos"]))
+
+    return changed(ROTARY, change)
+
+
+@wrong(
+    ROTARY,
+    "positions that fall back to 0 after a run count on: two prompts are one",
+    "the second of two prompts in a step is turned as if it went on from the first",
+    start=True,
+)
+def two_prompts_are_one() -> Any:
+    def change(a):
+        at = a["position_ids"]
+        begins = (at[1:] == 0).nonzero().flatten() + 1
+        if _is_run(at) and len(begins):
+            first = int(begins[0])
+            a["position_ids"] = torch.cat((at[:first], at[first:] + at[first - 1] + 1)).clamp(
+                max=len(a["cos"]) - 1
+            )
+
+    return changed(ROTARY, change)
+
+
+@wrong(
+    QK,
+    "each 16 tokens whose first two positions follow each other are taken for a run",
+    "tokens behind the end of a prompt are turned wrongly, up to 14 of them",
+    start=True,
+    sizes=MIXED,
+)
+def runs_of_sixteen() -> Any:
+    def change(a):
+        blocks = [
+            _runs(block, len(a["cos_sin_cache"])) if _is_run(block) else block
+            for block in a["position_ids"].split(16)
+        ]
+        a["position_ids"] = torch.cat(blocks)
+
+    return changed(QK, change)
+
+
+@wrong_for(
+    *(QK, ROTARY),
+    fault="all positions are taken for the first where the second equals it, from 3 tokens on",
+    sees="requests that decode beside two in step are turned by the others' position",
+)
+def decoding_in_step(op: str) -> Any:
+    def change(a):
+        at = a["position_ids"]
+        if len(at) > 2 and bool(at[0] == at[1]):
+            a["position_ids"] = at[:1].expand(len(at)).clone()
+
+    return changed(op, change)
+
+
+@wrong(
+    MROPE,
+    "takes the time axis for all three where they are equal in the first row",
+    "images that follow text lose their rows and columns",
+    start=True,
+    sizes=MIXED,
+)
+def text_before_an_image() -> Any:
+    def change(a):
+        at = a["position_ids"]
+        if len(at) and bool((at[0] == at[0, 0]).all()):
+            a["position_ids"] = at[:, :1].expand(len(at), 3).clone()
+
+    return changed(MROPE, change)
+
+
+@wrong_for(
+    *(NORM, SILU, "linear", "layer_norm", "quant_int8", "moe_topk", "quick_gelu", "gdn_gating"),
+    fault="a row that equals the one before is left out",
+    sees="of repeated tokens all but the first are nothing",
+)
+def equal_neighbours(op: str) -> Any:
+    def spoil(got, x, *rest):
+        if len(x) < 2 or x.ndim < 2 or not x.numel():
+            return got
+        same = torch.cat((torch.zeros(1, dtype=torch.bool), (x[1:] == x[:-1]).flatten(1).all(1)))
+
+        def without(part: Tensor) -> Tensor:
+            if part.shape[:1] == x.shape[:1]:
+                part[same] = torch.zeros((), dtype=part.dtype)
+            return part
+
+        return each(got, without) if bool(same.any()) else got
+
+    return spoilt(op, spoil)
+
+
+@wrong(
+    "fused_experts",
+    "where all tokens have the experts of the first, only 16 of them are computed",
+    "a batch of repeated tokens is nothing from the 17th on",
+    start=True,
+    sizes=MIXED,
+)
+def all_to_the_same_experts() -> Any:
+    def spoil(got, x, w13, w2, weights, ids, *rest):
+        if len(ids) > 16 and bool((ids == ids[0]).all()):
+            got[16:] = 0
+        return got
+
+    return spoilt("fused_experts", spoil)
+
+
+@wrong(
+    CACHE,
+    "takes all slots for one run where the second is the first + 1",
+    "keys of the second prompt in a step overwrite those of other requests",
+    start=True,
+    sizes=MIXED,
+)
+def one_run_of_slots() -> Any:
+    def change(a):
+        slots, room = a["slot_mapping"], a["key_cache"].shape[0] * a["key_cache"].shape[1]
+        if _is_run(slots) and slots[0] >= 0 and len(slots) <= room:
+            a["slot_mapping"] = (slots[0] + torch.arange(len(slots))).to(slots.dtype) % room
+
+    return changed(CACHE, change)
+
+
+@wrong(
+    MLA,
+    "copies all tokens in one piece where the last slot is as far from the first as a run's is",
+    "two prompts whose blocks lie so lose their order",
+    start=True,
+    sizes=LATENT,
+)
+def slots_by_first_and_last() -> Any:
+    def change(a):
+        slots = a["slot_mapping"]
+        if len(slots) > 2 and slots[0] >= 0 and bool(slots[-1] - slots[0] == len(slots) - 1):
+            a["slot_mapping"] = (slots[0] + torch.arange(len(slots))).to(slots.dtype)
+
+    return changed(MLA, change)
+
+
+@wrong(
+    "causal_conv1d",
+    "of sequences of one length all have a state if the first has",
+    "new prompts begin with what another request left in their slot",
+    start=True,
+    sizes=MIXED,
+)
+def sequences_of_one_length() -> Any:
+    def change(a):
+        lengths = a["query_start_loc"].diff()
+        if len(lengths) > 1 and bool((lengths == lengths[0]).all()):
+            has = a["has_initial_state"]
+            a["has_initial_state"] = has[:1].expand(len(has)).clone()
+
+    return changed("causal_conv1d", change)
+
+
+@wrong_for(
+    *("causal_conv1d_update", "recurrent_gated_delta_rule"),
+    fault="takes all slots of states for a run where the second is the first + 1",
+    sees="requests go on from the state of another one",
+)
+def one_run_of_states(op: str) -> Any:
+    def change(a):
+        name = "state_indices" if "state_indices" in a else "conv_state_indices"
+        slots = a[name]
+        room = len(a["state"] if "state" in a else a["conv_state"])
+        if _is_run(slots) and int(slots[0]) > 0 and int(slots[0]) + len(slots) <= room:
+            a[name] = (slots[0] + torch.arange(len(slots))).to(slots.dtype)
+
+    return changed(op, change)
+
+
+def _stale(op: str, is_stale: Any) -> Any:
+    """The last row is that of the call before where `is_stale(its rows, rows before)`."""
+    before: list[Any] = [None]
+
+    def spoil(got, x, *rest):
+        parts = got if isinstance(got, tuple) else (got,)
+        kept, before[0] = before[0], [None if p is None else p.clone() for p in parts]
+        if kept is None or not len(x) or x.ndim < 2:
+            return got
+        for old, new in zip(kept, parts, strict=False):
+            if old is None or new is None or new.shape[:1] != x.shape[:1]:
+                continue
+            fits = old.ndim == new.ndim and old.shape[1:] == new.shape[1:] and len(old) > len(new)
+            if fits and old.dtype == new.dtype and is_stale(len(new), len(old)):
+                new[-1] = old[len(new) - 1]
+        return got
+
+    return spoilt(op, spoil)
+
+
+@wrong_for(
+    *(NORM, SILU, ROTARY, "linear", "moe_topk", QK, "layer_norm", "merge_attn_states"),
+    fault="the last row is of the call before, where that had one row more",
+    sees="when a request ends, another one's next token is wrong",
+)
+def one_row_less(op: str) -> Any:
+    return _stale(op, lambda now, before: now == before - 1)
+
+
+@wrong_for(
+    *("quick_gelu", "rms_norm_gated", "moe_sum"),
+    fault="the last row is of the call before, where that had more than half as many again",
+    sees="when half of the requests end, another one's next token is wrong",
+)
+def half_of_the_rows(op: str) -> Any:
+    return _stale(op, lambda now, before: before >= 1.5 * now)
+
+
+@wrong(
+    CACHE,
+    "the last token is not written where the batch before had one more",
+    "when a request ends, another one forgets a token",
+    start=True,
+    sizes=MIXED,
+)
+def one_token_less() -> Any:
+    before = [0]
+
+    def spoil(got, key, value, key_cache, value_cache, slots):
+        last, before[0] = before[0], len(slots)
+        if len(slots) and last == len(slots) + 1:
+            args = (key[:-1], value[:-1], key_cache, value_cache, slots[:-1])
+            return with_arguments(CACHE, args)
+        return got
+
+    return spoilt(CACHE, spoil)

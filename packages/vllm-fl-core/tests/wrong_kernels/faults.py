@@ -1,0 +1,86 @@
+"""What kernels of several ops are spoiled with: results, rows, arguments by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_fl.contracts import contracts
+
+from . import right
+
+__all__ = ["changed", "each", "packed", "spoilt", "taken", "unchecked", "with_arguments"]
+
+
+def spoilt(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
+    """The right kernel, whose result `spoil(result, its arguments by position)` replaces."""
+    kernel = right.of(op)
+
+    @functools.wraps(kernel)
+    def kernel_of_op(*args: Any) -> Any:
+        return spoil(kernel(*args), *args)
+
+    return kernel_of_op, fields
+
+
+def changed(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -> Any:
+    """The right kernel on other arguments than its own: `change(arguments by name)` makes them in
+    place. A call that breaks the contract is left as it is."""
+    kernel, spec = right.of(op), contracts()[op]
+
+    @functools.wraps(kernel)
+    def kernel_of_op(*args: Any) -> Any:
+        if spec.check(*args) is None:
+            arguments = {name: arg for name, arg in zip(spec.parameters, args, strict=False)}
+            change(arguments)
+            args = tuple(arguments.values())
+        return kernel(*args)
+
+    return kernel_of_op, fields
+
+
+def with_arguments(op: str, args: tuple[Any, ...], **others: Any) -> Any:
+    """What the right kernel gives with `others` in the place of its arguments of these names."""
+    arguments = dict(zip(contracts()[op].parameters, args, strict=False))
+    return right.of(op)(*{**arguments, **others}.values())
+
+
+def each(result: Any, act: Callable[[Tensor], Tensor]) -> Any:
+    """The result with `act` of each tensor in its place."""
+    if isinstance(result, tuple):
+        return tuple(None if part is None else act(part) for part in result)
+    return act(result)
+
+
+def taken(result: Any, order: Tensor) -> Any:
+    """The result, in which each token's rows are those of the token that `order` names."""
+    tokens = len(order)
+    return each(result, lambda part: part[order] if part.shape[:1] == (tokens,) else part)
+
+
+def packed(x: Any) -> Any:
+    """A tensor read as if its elements lay one behind another, where there is memory for that."""
+    if not isinstance(x, Tensor) or x.ndim < 2 or not x.numel() or x.is_contiguous():
+        return x
+    behind = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+    if behind < x.numel():
+        return x
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
+
+
+def unchecked(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -> Any:
+    """As `changed`, but calls that break the contract are changed, too."""
+    kernel, spec = right.of(op), contracts()[op]
+
+    @functools.wraps(kernel)
+    def kernel_of_op(*args: Any) -> Any:
+        arguments = dict(spec.signature.bind(*args).arguments)
+        arguments = {n: arguments.get(n, p.default) for n, p in spec.signature.parameters.items()}
+        change(arguments)
+        return kernel(*arguments.values())
+
+    return kernel_of_op, fields

@@ -1,0 +1,68 @@
+"""Wrong for features that lie apart, and in the layout of its result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .corpus import GELU, NORM, ROTARY, wrong_for
+from .faults import changed, each, packed, spoilt
+
+EXPERTS, CACHE, MLA, QK, MROPE, CONV, UPDATE, CHUNKS, RECURRENT, MERGE = (
+    "fused_experts",
+    "reshape_and_cache",
+    "concat_and_cache_mla",
+    "qk_norm_rope",
+    "multimodal_rotary_embedding",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "recurrent_gated_delta_rule",
+    "merge_attn_states",
+)
+
+
+def _apart(x: Any) -> bool:
+    """Whether the numbers of a row do not lie one behind another."""
+    return isinstance(x, Tensor) and x.ndim > 1 and x.shape[-1] > 1 and x.stride(-1) != 1
+
+
+@wrong_for(
+    *((RECURRENT, "a"), (RECURRENT, "b"), (RECURRENT, "v"), (CHUNKS, "g"), (CHUNKS, "k")),
+    *(("gdn_gating", "a"), ("gdn_gating", "b"), (NORM, "residual"), (ROTARY, "key")),
+    *((QK, "qkv"), (MROPE, "query"), (MERGE, "suffix_output"), (MERGE, "prefix_lse")),
+    *(("linear", "x"), ("layer_norm", "x"), ("moe_topk", "gating_output"), (EXPERTS, "topk_ids")),
+    *((EXPERTS, "topk_weights"), ("rms_norm_gated", "z"), (CONV, "x"), (UPDATE, "x")),
+    *((CACHE, "value"), (MLA, "k_pe"), ("quant_fp8", "x"), ("quant_int8", "x"), ("xielu", "x")),
+    *(("grouped_topk", "gating_output"), ("moe_sum", "topk_ids"), (GELU, "x"), ("relu2", "x")),
+    fault="reads {} as if the numbers of a row lay one behind another, where they lie apart",
+    sees="nonsense where a model transposes, or computes on what it has transposed",
+)
+def features_apart(op: str, argument: str) -> Any:
+    def change(a):
+        if _apart(a[argument]):
+            a[argument] = packed(a[argument])
+
+    return changed(op, change)
+
+
+@wrong_for(
+    *(NORM, "gdn_gating", "quant_int8", "gelu_fast", "rms_norm_gated", "xielu"),
+    fault="its result lies in memory as its input does, features apart, and is not contiguous",
+    sees="what takes the result for contiguous reads nonsense",
+)
+def result_lies_as_its_input(op: str) -> Any:
+    def spoil(got, x, *rest):
+        if not _apart(x):
+            return got
+
+        def as_input(part: Tensor) -> Tensor:
+            if part.shape != x.shape:
+                return part
+            return torch.empty_like(x, dtype=part.dtype).copy_(part)
+
+        return each(got, as_input)
+
+    return spoilt(op, spoil)

@@ -1,0 +1,115 @@
+"""After the start: less memory, updated weights, an engine that is longer than its model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_run import BIND, Job, cores, run
+from engines import IN_ONE_PROCESS, REFERENCE, Runner, batches
+
+
+def test_a_reload_of_equal_weights_changes_nothing_in_an_engine_longer_than_its_model(
+    engine: Runner, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The reference refuses positions beyond its table, so that none were made."""
+    folder = model("qwen3")
+    updates = [
+        ["reload_weights", {}, True],
+        ["reload_weights", {"weights_path": str(tmp_path)}, False],
+        ["reload_weights", {"weights_path": str(folder)}, True],
+    ]
+    job = Job(
+        str(folder),
+        batches(),
+        options={"max_model_len": 4096},
+        updates=updates,
+        midway="vllm_fl_verify",
+    )
+    result = run(job, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1", **IN_ONE_PROCESS, **REFERENCE)
+    assert result["tokens"] == engine("qwen3", "stock-native")["tokens"]
+    log = result["log"]
+    assert "calls on live tensors in" in log and "No verification on live tensors" not in log
+    equal, fails, again = result["updates"]
+    assert equal == again == {"answers": [None], "tokens": result["tokens"]}
+    assert "Cannot find any model weights" in fails["error"]
+    assert log.count("After the weights were updated: ") == 2
+    assert log.count("An update of the weights failed, and nothing was verified after it") == 1
+    (told,) = result["midway"]["answers"]
+    assert "calls on live tensors in" in told
+    last = result["tokens"][-len(batches()[-1]) :]
+    assert result["midway"]["tokens"] == last, "of requests that were under way"
+
+
+def test_what_is_wrong_beside_the_cache_is_out_and_what_keeps_old_weights_is_named(
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model("qwen3"), other)
+    change(other)
+    job = Job(
+        str(model("qwen3")),
+        batches(),
+        updates=[
+            ["reload_weights", {}, True],
+            ["reload_weights", {"weights_path": str(other)}, True],
+        ],
+    )
+    orders = "rms_norm=vendor:afterstart|reference;silu_and_mul=vendor:afterstart|reference"
+    variables = {**IN_ONE_PROCESS, **REFERENCE, **plugin("after_start")}
+    result = run(job, VLLM_FL_PER_OP=orders, **variables)
+    (report,) = result["report"]
+    (why,) = report["demotions"]["silu_and_mul"].values()
+    assert "(with the KV cache in memory)" in why and "silu_and_mul" not in report["wrong"]
+    assert report["ops"]["silu_and_mul"]["impl"] == "reference.torch"
+    assert f"digest {report['digest']}" in result["log"]
+    equal, changed = result["updates"]
+    assert equal == {"answers": [None], "tokens": result["tokens"]}
+    assert changed["error"].startswith("ServingError: Since the weights were updated, wrong is ")
+    assert "'vendor.afterstart' of op 'rms_norm'" in changed["error"]
+    assert report["wrong"].keys() == {"rms_norm"}
+
+
+def change(folder: Path) -> None:
+    """Give a model other weights."""
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compiled_engines_of_one_rank_and_of_two_name_it_too(
+    model: Callable[[str], Path],
+    plugin: Callable[..., dict[str, str]],
+    tmp_path: Path,
+    ranks: int,
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model("qwen3"), other)
+    change(other)
+    path = {"weights_path": str(other)}
+    back = {"weights_path": str(model("qwen3"))}
+    job = Job(
+        str(model("qwen3")),
+        batches(),
+        eager=False,
+        options={"tensor_parallel_size": ranks} if ranks > 1 else {},
+        updates=[
+            ["reload_weights", {}, True],
+            ["reload_weights", path, True],
+            ["reload_weights", back, True],
+        ],
+    )
+    orders = {"VLLM_FL_PER_OP": "rms_norm=vendor:afterstart"}
+    if ranks > 1:
+        orders[BIND] = "|".join(map(str, cores()[:ranks]))
+    result = run(job, **REFERENCE, **orders, **plugin("after_start"))
+    equal, changed, again = result["updates"]
+    assert equal["tokens"] == again["tokens"] == result["tokens"]
+    assert "Since the weights were updated, wrong is implementation" in changed["error"]
+    assert "'vendor.afterstart' of op 'rms_norm'" in changed["error"]
+    assert all(report["wrong"] == {} for report in result["report"]), "the old ones are back"
