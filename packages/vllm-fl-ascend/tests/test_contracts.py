@@ -45,6 +45,8 @@ REFUSED = {
         "variance_size, residual": "variance_size",
         "fp32 weight": "weight is torch.float32",
         "fp32 weight, residual": "weight is torch.float32",
+        "fp32 weight, 300 rows": "weight is torch.float32",
+        "fp32 weight, 300 rows, residual": "weight is torch.float32",
     },
     "rotary_embedding": {
         "cos and sin are separate tensors": "not the two halves of one cache",

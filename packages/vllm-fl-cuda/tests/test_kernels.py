@@ -47,6 +47,8 @@ REFUSED = {
         "variance_size, residual",
         "fp32 weight",
         "fp32 weight, residual",
+        "fp32 weight, 300 rows",
+        "fp32 weight, 300 rows, residual",
     },
     "rotary_embedding": {"cos and sin are separate tensors"},
     "reshape_and_cache": {"features apart", "odd sizes", "two layouts"},

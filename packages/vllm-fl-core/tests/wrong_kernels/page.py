@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 
 from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.testing.families import FAMILIES, smaller
 
 from .corpus import KINDS, LATENT, MIXED, Wrong, corpus
 
@@ -156,11 +157,14 @@ def _row(wrong: Wrong) -> str:
 
 
 def _untried() -> str:
-    """What no call of a served model's sizes has, by op: such calls at all, or an argument."""
-    lines = []
+    """What no call of a served model's sizes has, by op: such calls at all, an argument, or the
+    model's own size."""
+    lines, narrow = [], smaller(contracts())
+    public = [dataclasses.replace(f.sizes, tokens=(1,), max_position=64) for f in FAMILIES]
     for op, spec in sorted(contracts().items()):
-        device, dtype = torch.device("cpu"), _dtype(spec)
-        calls = [call for sizes in MODELS for call in spec.served(sizes, dtype, device)]
+        device, dtype = torch.device("meta"), _dtype(spec)
+        models = (*MODELS, *public)
+        calls = [call for sizes in models for call in spec.served(sizes, dtype, device)]
         if not calls:
             lines.append(f"- `{op}`: no call; its contract's own samples alone are tried.")
             continue
@@ -168,6 +172,8 @@ def _untried() -> str:
         never = [name for name in spec.parameters if all(args[name] is None for args in given)]
         if never:
             lines.append(f"- `{op}`: no call has {_listed(never)}.")
+        if op in narrow:
+            lines.append(f"- `{op}`: {narrow[op]}.")
     return "\n".join(lines) or "Nothing of which the contracts know."
 
 

@@ -148,7 +148,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         kv_c, k_pe = source.normal(9, 64), source.normal(9, 16)
         yield Sample(f"blocks of {size}", (kv_c, k_pe, cache, mapping))
     blocks, mapping = far_slots(source, 16, BLOCK_SIZE)
-    kv_c, k_pe, cache = source.normal(16, 6), source.normal(16, 2), source.normal(blocks, 16, 8)
+    kv_c, k_pe, cache = source.normal(16, 16), source.normal(16, 8), source.normal(blocks, 16, 24)
     yield Sample("slots beyond 16 bits", (kv_c, k_pe, cache, mapping))
 
     odd = source.normal(4, 5, 43)
