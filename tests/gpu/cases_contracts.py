@@ -20,7 +20,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.contracts import ModelSizes, contracts
     from vllm_fl.contracts.sizes import typical_sizes
     from vllm_fl.engine.preflight import find_faults
-    from vllm_fl.engine.verification import Comparison, compare, dtype_name
+    from vllm_fl.engine.verification import Comparison, compare, dtype_name, tried
     from vllm_fl.plugins.loading import known_contracts
 
     device = torch.device("cuda")
@@ -40,7 +40,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
         kinds = [getattr(torch, kind) for kind in spec.dtypes]
         for dtype in kinds:
             results: list[Comparison] = []
-            for samples in (spec.samples(dtype, device), spec.served(sizes, dtype, device)):
+            for samples in (tried(spec, dtype, device), spec.served(sizes, dtype, device)):
                 results += [compare(impl, spec, sample, dtype) for sample in samples]
             refused = [r for r in results if r.status == "refused"]
             wrong = [f"{r.sample}: {r.reason}" for r in results if r.status in ("wrong", "raised")]

@@ -390,7 +390,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("padding, experts of other ranks", elsewhere, open_rows=(7,))
     x, *of_one = padded(1)
     on_input = x, w13, w2, *of_one, "silu", True, -1, None, None, None
-    yield Sample("padding, weights on the input", on_input, open_rows=(7,))
+    yield Sample("padding, weights on the input", on_input, 2.0, open_rows=(7,))
     broken = source.normal(9, 64)
     broken[4, 7] = math.nan
     yield Sample("NaN in a row", (broken, w13, w2, *_routing(source, 9, 8, 2), *plain))
