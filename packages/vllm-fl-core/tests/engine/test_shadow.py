@@ -520,7 +520,8 @@ def test_right_results_of_every_contract_are_within_the_tolerance(op: str) -> No
     shadow._compare = watched  # type: ignore[method-assign]
     with torch.inference_mode(), shadow.comparing():
         for sample in spec.samples(dtype, torch.device("cpu")):
-            call(*sample.args)
+            if not sample.open_rows:
+                call(*sample.args)
     assert not waits.found, "a comparison waits for the device"
     assert shadow.left == {}
     found = seen(shadow, op)

@@ -115,7 +115,10 @@ def test_what_any_row_may_call_is_verified_once(monkeypatch: pytest.MonkeyPatch,
     def noting(impls: Any, *_: Any, compiled: Any, **__: Any) -> Any:
         seen.append(([impl.impl_id for impl in impls], {impl_id for _, impl_id in compiled}))
         return SimpleNamespace(
-            remarks=[], refused={}, faults={("silu_and_mul", "vendor.acme"): ("wrong", None)}
+            remarks=[],
+            refused={},
+            smaller={},
+            faults={("silu_and_mul", "vendor.acme"): ("wrong", None)},
         )
 
     monkeypatch.setattr(verifying, "find_faults", noting)

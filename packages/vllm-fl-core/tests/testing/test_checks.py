@@ -69,7 +69,8 @@ def norm(self: Any, x: torch.Tensor, residual: Any = None) -> Any:
     size = self.variance_size_override or x.shape[-1]
     scale = (total[..., :size].pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
     out = total * scale * (1.0 if self.weight is None else self.weight.double())
-    return out.to(x.dtype) if residual is None else (out.to(x.dtype), total.to(x.dtype))
+    out, total = (part.to(x.dtype).contiguous() for part in (out, total))
+    return out if residual is None else (out, total)
 
 
 def layer_first(fn: Any = norm) -> OpImpl:
@@ -102,7 +103,7 @@ def test_one_that_takes_a_layer_first_and_is_wrong_fails() -> None:
 
 def gated(x: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
-    return torch.nn.functional.silu(x[..., :half]) * x[..., half:]
+    return (torch.nn.functional.silu(x[..., :half]) * x[..., half:]).contiguous()
 
 
 @pytest.mark.parametrize(

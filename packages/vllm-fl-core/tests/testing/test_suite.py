@@ -26,7 +26,7 @@ def silu_and_mul(x):
     d = x.shape[-1] // 2
     if x.shape[-1] % 2 or not x.is_floating_point():
         raise ValueError("x")
-    return torch.nn.functional.silu(x[..., :d]) * x[..., d:]{mistake}
+    return (torch.nn.functional.silu(x[..., :d]) * x[..., d:]{mistake}).contiguous()
 
 def register(registry):
     registry.register_impl(OpImpl(

@@ -80,7 +80,7 @@ _NAMES = {
     ),
     "config.parallel": (
         "ParallelConfig: data_parallel_size enable_expert_parallel pipeline_parallel_size "
-        "ray_runtime_env tensor_parallel_size use_ray worker_cls",
+        "ray_runtime_env tensor_parallel_size use_ray worker_cls world_size",
     ),
     "config.scheduler": ("SchedulerConfig: max_num_batched_tokens",),
     "config.vllm": (
@@ -112,8 +112,8 @@ _NAMES = {
     "model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
     "v1.attention.backends.registry": ("AttentionBackendEnum",),
     "v1.worker.worker_base": (
-        "WorkerBase: compile_or_warm_up_model device get_model init_device load_model rank "
-        "shutdown vllm_config",
+        "WorkerBase: compile_or_warm_up_model device get_model init_device list_loras load_model "
+        "rank shutdown vllm_config",
     ),
 }
 """Module below `vllm` -> `Class: attribute attribute`, and names of the module itself."""
