@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         LAYOUT,
         normalization,
-        "return normed.view(x.shape)\n",
+        "return normed.contiguous().view(x.shape)\n",
         "return normed.mT.contiguous().mT.reshape(x.shape[::-1])\n",
     ),
     Mutant(
@@ -166,9 +166,14 @@ MUTANTS = [
         "_rows(residual), weight, epsilon=epsilon",
         "_rows(residual), weight, epsilon=epsilon**2",
     ),
-    Mutant(RESIDUAL, normalization, "total.view(x.shape)", "residual"),
-    Mutant(RESIDUAL, normalization, "total.view(x.shape)", "x"),
-    Mutant(RESIDUAL, normalization, "normed.view(x.shape), total", "total.view(x.shape), normed"),
+    Mutant(RESIDUAL, normalization, "total.contiguous().view(x.shape)", "residual"),
+    Mutant(RESIDUAL, normalization, "total.contiguous().view(x.shape)", "x"),
+    Mutant(
+        RESIDUAL,
+        normalization,
+        "normed.contiguous().view(x.shape), total",
+        "total.contiguous().view(x.shape), normed",
+    ),
     Mutant(
         RESIDUAL,
         normalization,
@@ -181,13 +186,13 @@ MUTANTS = [
     Mutant(
         RESIDUAL,
         normalization,
-        "return normed.view(x.shape), total",
+        "return normed.contiguous().view(x.shape), total",
         "return normed.view(x.shape), residual.copy_(total.view(x.shape)), total",
     ),
     Mutant(
         RESIDUAL,
         normalization,
-        "return normed.view(x.shape), total.view(x.shape)",
+        "return normed.contiguous().view(x.shape), total.contiguous().view(x.shape)",
         "return normed.view(x.shape), residual.copy_(total.view(x.shape))",
     ),
     Mutant(
@@ -237,7 +242,7 @@ MUTANTS = [
     Mutant(HALVES, merging, "merged, lse = torch", "lse, merged = torch"),
     Mutant(HALVES, merging, "(lse == math.inf, -math.inf)", "(lse == -math.inf, math.inf)"),
     Mutant(LAYOUT, merging, "for lse in (prefix_lse", "for lse in (prefix_lse.T"),
-    Mutant(LAYOUT, merging, "x.flatten(0, 1).contiguous()", "x.flatten(0, 1)"),
+    Mutant(LAYOUT, merging, ".flatten(0, 1).contiguous()", ".flatten(0, 1)"),
     Mutant(EPSILON, merging, "NOTHING = -1e4", "NOTHING = -5.0"),
     Mutant(EPSILON, merging, "[(lse - most).clamp", "[lse.clamp"),
     Mutant(RESULT, merging, "(lse.view(most.shape) + most)", "lse.view(most.shape)"),

@@ -60,6 +60,7 @@ REFUSED = {
         "0 tokens",
         "odd sizes, plain",
         "every group, plain",
+        "ties",
         "groups of two",
         "many small groups",
         "every other row of a slice",

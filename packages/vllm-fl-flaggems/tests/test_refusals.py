@@ -32,6 +32,7 @@ REFUSED = {
     "moe_sum": {"places without an expert", "experts elsewhere", "strided ids"},
     "moe_topk": {
         "sigmoid",
+        "NaN and infinity, sigmoid",
         "sigmoid with bias, scaled",
         "sigmoid with bias, plain",
         "softmax with bias, scaled",
@@ -42,6 +43,7 @@ REFUSED = {
         "0 tokens",
         "odd sizes, plain",
         "every group, plain",
+        "ties",
         "every other row of a slice",
         "groups of two",
         "many small groups",  # so far: without a bias

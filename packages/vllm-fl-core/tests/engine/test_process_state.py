@@ -161,7 +161,6 @@ SWITCHES: list[tuple[Callable[[], object], str]] = [
     (lambda: torch.backends.cuda.enable_flash_sdp(False), "flash attention's being on"),
     (lambda: torch.backends.cuda.enable_math_sdp(False), "plain attention's being on"),
     (lambda: torch.backends.cuda.enable_mem_efficient_sdp(False), "memory-efficient attention"),
-    (lambda: torch.backends.cuda.enable_cudnn_sdp(False), "cuDNN attention's being on"),
     (lambda: torch._C._set_mkldnn_enabled(False), "oneDNN's being on from True to False"),
     (lambda: torch.autograd.set_detect_anomaly(True), "torch's anomaly mode"),
     (lambda: Watching().__enter__(), "torch's function modes"),

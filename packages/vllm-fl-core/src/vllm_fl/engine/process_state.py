@@ -401,7 +401,7 @@ _PIECES: tuple[_Piece, ...] = (
         "_set_sdp_use_mem_efficient",
     ),
     *_of_torch_c("plain attention's being on", "_get_math_sdp_enabled", "_set_sdp_use_math"),
-    *_of_torch_c("cuDNN attention's being on", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    # Not cuDNN's: vLLM itself turns that off when its platform for CUDA is imported.
     _Piece(
         "torch's anomaly mode",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
