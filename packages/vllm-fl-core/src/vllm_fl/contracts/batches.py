@@ -19,8 +19,8 @@ another row than its own."""
 
 Order = Literal["standing", "drawn", "repeated", "alike"]
 """How a batch takes the rows of a pool: one behind another as they stand there, from a drawn one
-on, which is how vLLM would place them; in drawn order; drawn, each several times in a row, the first
-of them twice; or one drawn row alone, as many times as there are tokens."""
+on, which is how vLLM would place them; in drawn order; drawn, each several times in a row, the
+first of them twice; or one drawn row alone, as many times as there are tokens."""
 
 _RUNS = (2, 1, 3, 8, 1, 1)
 """How often repeated rows follow themselves, in turn."""
