@@ -59,6 +59,8 @@ REFUSED = {
         "16 tokens",
         "0 tokens",
         "odd sizes, plain",
+        "one expert, plain",
+        "ties",
         "every group, plain",
         "ties",
         "groups of two",

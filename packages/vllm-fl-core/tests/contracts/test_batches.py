@@ -12,7 +12,7 @@ def drawing(seed: int = 0) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
 
 
-@pytest.mark.parametrize("order", ["standing", "drawn", "repeated"])
+@pytest.mark.parametrize("order", ["standing", "drawn", "repeated", "alike"])
 @pytest.mark.parametrize("count", [0, 1, 5, 251, 1500, 16384])
 def test_a_batch_has_so_many_rows_of_the_pool(order: batches.Order, count: int) -> None:
     found = batches.rows(count, batches.POOL, drawing(), order)
@@ -36,6 +36,13 @@ def test_repeated_rows_stand_beside_themselves() -> None:
     found = batches.rows(8, batches.POOL, drawing(), "repeated")
     assert bool((found[1:] == found[:-1]).any())
     assert bool((found[1:] != found[:-1]).any())
+    assert found[0] == found[1] != found[2], "as where two requests of three decode in step"
+
+
+def test_a_batch_of_one_row_has_no_other() -> None:
+    found = [batches.rows(64, batches.POOL, drawing(seed), "alike") for seed in range(4)]
+    assert all(len(rows.unique()) == 1 for rows in found)
+    assert len(torch.cat(found).unique()) > 1
 
 
 @pytest.mark.parametrize("length", [1, 2, 40, 512, 4096, 131072])

@@ -382,7 +382,7 @@ def test_large_batches_are_repeated_where_they_take_no_time(
     assert not found.faults
     assert tried.count(2048) == calls + 1  # one with large values
     assert tried.count(2047) == calls - 1
-    assert tried.count(64) == 3 + 1 + 2  # one after 65, and two with large values
+    assert tried.count(64) == 4 + 1 + 2  # one after 65, and two with large values
     assert found.remarks == ["fewer batches than usual for silu_and_mul of vendor.acme"]
 
 

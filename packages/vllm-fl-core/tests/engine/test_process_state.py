@@ -248,6 +248,13 @@ def test_a_kernel_that_draws_is_named_beside_a_thread_that_seldom_does() -> None
         assert "changed the random numbers of the CPU" in fault_of(lambda: torch.rand(1))
 
 
+def test_a_kernel_that_seeds_at_each_call_is_named() -> None:
+    torch.manual_seed(7)
+    kept = torch.get_rng_state()
+    assert "changed the random numbers of the CPU" in fault_of(lambda: torch.manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), kept)
+
+
 def test_what_is_set_once_as_by_an_import_is_named() -> None:
     done: list[bool] = []
 

@@ -243,6 +243,8 @@ def equal_neighbours(op: str) -> Any:
     "where all tokens have the experts of the first, only 16 of them are computed",
     "a batch of repeated tokens is nothing from the 17th on",
     start=True,
+    kit="",
+    why="the kit's model has no experts: of them it tries few tokens of public models",
     sizes=MIXED,
 )
 def all_to_the_same_experts() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -156,6 +157,15 @@ def one_graph_for_each_count() -> Any:
     return rms_norm, OPEN
 
 
+@cache
+def _define_scaled_silu() -> None:
+    """Once in a process: two kernels of this kind are made where one is judged beside another."""
+    name = "wrong_kernels::scaled_silu"
+    torch.library.define(name, "(Tensor x) -> Tensor")
+    torch.library.impl(name, "CPU", lambda x: right.silu_and_mul(x))
+    torch.library.register_fake(name, lambda x: x.new_empty((x.shape[0], x.shape[1] // 2 + 1)))
+
+
 @wrong(
     SILU,
     "traceable, with an operator whose fake has another shape than its kernel",
@@ -168,10 +178,7 @@ def one_graph_for_each_count() -> Any:
     backend="inductor",
 )
 def fake_of_another_shape() -> Any:
-    name = "wrong_kernels::scaled_silu"
-    torch.library.define(name, "(Tensor x) -> Tensor")
-    torch.library.impl(name, "CPU", lambda x: right.silu_and_mul(x))
-    torch.library.register_fake(name, lambda x: x.new_empty((x.shape[0], x.shape[1] // 2 + 1)))
+    _define_scaled_silu()
 
     def silu_and_mul(x: Tensor) -> Tensor:
         if x.ndim != 2 or torch.compiler.is_compiling() is False:

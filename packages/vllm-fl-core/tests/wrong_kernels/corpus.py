@@ -153,6 +153,35 @@ class Wrong:
         return OpImpl(self.op, f"vendor.{vendor}", BackendImplKind.VENDOR, fn, vendor, **fields)
 
 
+WHY_BEYOND = "the kit's own model has none of this op: it tries few tokens of public models"
+
+BEYOND_THE_KIT = frozenset(
+    (
+        "equal_neighbours_gdn_gating",
+        "equal_neighbours_moe_topk",
+        "half_of_the_rows_moe_sum",
+        "half_of_the_rows_rms_norm_gated",
+        "kept_by_place_fused_experts_w2",
+        "kept_by_version_fused_experts_w13",
+        "kept_by_version_rms_norm_gated_weight",
+        "large_tiles_through_fp16_rms_norm_gated",
+        "one_row_less_moe_topk",
+        "rotated_part_wraps_at_1024",
+        "rows_in_ten_bits",
+        "rows_of_an_expert",
+        "tiles_change_places_fused_experts",
+        "tiles_change_places_gdn_gating",
+        "tiles_change_places_grouped_topk",
+        "wraps_at_1024_merge_attn_states",
+        "wraps_at_1024_rms_norm_gated",
+        "wraps_at_512_linear",
+        "wraps_at_512_moe_sum",
+        "wraps_at_512_moe_topk",
+    )
+)
+"""What start sees in the calls of a served model that the kit's own does not make
+(`SizeRule.in_kit`), as `python -m wrong_kernels --only kit` has found."""
+
 _found: list[Wrong] = []
 
 
@@ -167,6 +196,8 @@ def wrong(
     def decorate(make: Callable[[], Any]) -> Callable[[], Any]:
         kind = make.__module__.rpartition(".")[2]
         by = ("preflight" if start else "") if kit is None else kit
+        if make.__name__ in BEYOND_THE_KIT:
+            by, how["why"] = "", WHY_BEYOND
         _found.append(Wrong(make.__name__, kind, op, fault, sees, make, start, by, **how))
         return make
 

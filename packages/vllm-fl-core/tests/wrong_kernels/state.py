@@ -215,8 +215,7 @@ def replaces_torchs_function() -> Any:
 @_changes(
     "replaces the comparison by one that is always content",
     "whatever it likes",
-    why="who replaces other code replaces what would look at it, too: an installed plugin is "
-    "trusted not to",
+    start=True,
 )
 def replaces_the_comparison() -> Any:
     from vllm_fl.engine import preflight, verification

@@ -48,7 +48,8 @@ def strided_input_of_many_rows() -> Any:
     GELU,
     "reads a transposed input row by row",
     "nothing, or nonsense in a model that transposes before its activation",
-    why="no layer that is bound here gives one, and no contract has such a sample",
+    start=True,
+    kit="values",
 )
 def transposed_input() -> Any:
     def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
@@ -192,7 +193,8 @@ def interleaved_with_wide_tables() -> Any:
     NORM,
     "a strided residual is read as a packed one",
     "nothing: vLLM's residual is packed; a sliced one (speculative heads) would be wrong",
-    why=COMBINED,
+    start=True,
+    kit="values",
 )
 def strided_residual() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):

@@ -97,7 +97,7 @@ def test_there_are_enough_of_each_kind_and_for_each_op() -> None:
     by_op = Counter(wrong.op for wrong in EVERY)
     assert by_op.keys() == contracts().keys()
     assert min(by_op.values()) >= 2
-    assert min(by_op[op] for op in (SILU, GELU, NORM, ROTARY)) >= 25
+    assert min(by_op[op] for op in (SILU, GELU, NORM, ROTARY)) >= 20
 
 
 def test_what_was_seen_is_of_these_kernels() -> None:

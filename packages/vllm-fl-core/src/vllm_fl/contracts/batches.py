@@ -17,11 +17,12 @@ POOL = 251
 """Rows of which batches consist. A prime: a kernel whose grid wraps at a power of two then takes
 another row than its own."""
 
-Order = Literal["standing", "drawn", "repeated"]
+Order = Literal["standing", "drawn", "repeated", "alike"]
 """How a batch takes the rows of a pool: one behind another as they stand there, from a drawn one
-on, which is how vLLM would place them; in drawn order; or drawn, each several times in a row."""
+on, which is how vLLM would place them; in drawn order; drawn, each several times in a row, the
+first of them twice; or one drawn row alone, as many times as there are tokens."""
 
-_RUNS = (1, 2, 3, 8, 1, 1)
+_RUNS = (2, 1, 3, 8, 1, 1)
 """How often repeated rows follow themselves, in turn."""
 
 _POWERS = tuple(2**n for n in range(11, 24))
@@ -41,6 +42,8 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
     """
     import torch
 
+    if order == "alike":
+        return torch.randint(pool, (), generator=generator).repeat(count)
     if order == "standing":
         return (torch.arange(count) + torch.randint(pool, (), generator=generator)) % pool
     drawn = torch.randperm(pool, generator=generator)

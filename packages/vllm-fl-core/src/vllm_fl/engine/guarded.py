@@ -85,6 +85,24 @@ class Guarded:
         """The arguments, in order."""
         return tuple(self.arguments.values())
 
+    def rewritten(self, arguments: Mapping[str, Any]) -> Guarded:
+        """The same call with the numbers of another one of equal shapes, in the same memory.
+
+        Tensors are handed over as layers hand over weights: anew, with a version that does not
+        tell that their numbers have changed.
+
+        Args:
+            arguments: the other call's, by parameter.
+        """
+        for name, mine in self.arguments.items():
+            if isinstance(mine, torch.Tensor):
+                mine.copy_(arguments[name])
+        anew = {
+            name: mine.data if isinstance(mine, torch.Tensor) else mine
+            for name, mine in self.arguments.items()
+        }
+        return Guarded(anew, self.storages)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the memory that the arguments lie in."""

@@ -93,9 +93,9 @@ LARGE_COUNTS = (1, 7, 64, 256)
 """Token counts of the large values, beside the largest batch: what they show lies in the numbers,
 and in the tiles that a kernel takes for many rows."""
 
-ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated")
+ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
 """The batches of so many tokens that are tried one after the other in the same memory. Of more than
-64, the last one is tried with one row less alone."""
+64, only the first two are, and the third with one row less."""
 
 COMPILED_COUNTS = (5, 7, 33, 300)
 """Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
@@ -450,6 +450,22 @@ class Trials:
             *self.spec.served(last, self.dtype, self.device, True),
         ]
 
+    def shared(self) -> dict[int, Guarded]:
+        """Index of a standing call -> memory, one for all of equal shapes: what is written anew
+        there are weights, too, as after an update."""
+        found: dict[Any, Guarded] = {}
+        memories = {}
+        for index in range(len(self.samples) - len(self.standing), len(self.samples)):
+            args = self.samples[index].args
+            shapes = tuple(
+                (arg.shape, arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args
+            )
+            if shapes not in found:
+                given = dict(zip(self.spec.parameters, args, strict=True))
+                found[shapes] = guarded(given, self.spec.by_token)
+            memories[index] = found[shapes]
+        return memories
+
     def wanted(self, index: int) -> list[Wanted | None]:
         """What a sample of the contract must give."""
         if index not in self._wanted:
@@ -642,8 +658,11 @@ class _Run:
         """The contract's own samples, edges that every caller may bring, and calls that stand."""
         refused: list[str] = []
         own = len(self.trials.samples) - len(self.trials.standing)
+        memories = self.trials.shared()
         for index, sample in enumerate(self.trials.samples):
             run = partial(compare, self.impl, self.spec, sample, self.trials.dtype)
+            if index in memories:
+                run = partial(run, memory=memories[index])
             off = partial(worst, wanted=self.trials.wanted(index))
             result: Comparison = self._timed(
                 sample.name, partial(run, off=off, layer_for=self.layer_for)

@@ -3,7 +3,8 @@ numbers, the working directory, signal handlers and limits, Python's garbage col
 
 A change is the kernel's unless it is seen to be another thread's: what changes while nobody calls
 the kernel is not. Random numbers move on whoever draws them, and they are the kernel's only where
-it draws in each of some further calls. What is another thread's is left as that thread has it.
+they are moved on by each of some further calls, before which we draw one: a kernel that seeds them
+sets them to the same each time. What is another thread's is left as that thread has it.
 
 The grad mode is none of it: a kernel is called in inference mode, which puts it back.
 """
@@ -56,13 +57,18 @@ class _Piece(NamedTuple):
         get: reads it. Where it raises, that is what is compared: torch cannot tell the older form
             of a precision which was set in the newer form.
         set: sets it. It is not called for what could not be read.
-        moves: whether it moves on by itself, whoever uses it.
+        draw: moves it on, of what moves on whoever uses it.
     """
 
     name: str
     get: Callable[[], Any]
     set: Callable[[Any], object]
-    moves: bool = False
+    draw: Callable[[], object] | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether it moves on, whoever uses it."""
+        return self.draw is not None
 
 
 class _Untold:
@@ -168,12 +174,23 @@ def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set
         moving = {piece: _read(piece) for piece in left - found if piece.moves}
         if not moving or again is None:
             continue
+        drawn = {piece: _drawn(piece) for piece in moving}
         begun = time.monotonic()
         with suppress(Exception):  # what is wrong with a call is found elsewhere
             again()
         quiet = min(max(QUIET, time.monotonic() - begun), LONGEST)
-        found |= {piece for piece, was in moving.items() if _same(was, _read(piece))}
+        for piece in {piece for piece, was in drawn.items() if _same(was, _read(piece))}:
+            piece.set(moving[piece])  # nobody has drawn: they go on as if we had not either
+            found.add(piece)
     return found
+
+
+def _drawn(piece: _Piece) -> Any:
+    """What it is once we have drawn ourselves."""
+    with suppress(Exception):  # modes that a kernel left on
+        if piece.draw is not None:
+            piece.draw()
+    return _read(piece)
 
 
 def _otherwise(before: State, device: torch.device) -> Iterator[tuple[_Piece, Any]]:
@@ -412,7 +429,12 @@ _PIECES: tuple[_Piece, ...] = (
         lambda: torch.is_autocast_enabled("cpu"),
         lambda on: torch.set_autocast_enabled("cpu", on),
     ),
-    _Piece("the random numbers of the CPU", torch.get_rng_state, torch.set_rng_state, moves=True),
+    _Piece(
+        "the random numbers of the CPU",
+        torch.get_rng_state,
+        torch.set_rng_state,
+        partial(torch.rand, 1, device="cpu"),
+    ),
     _Piece(
         "the garbage collector's being on",
         gc.isenabled,
@@ -447,4 +469,5 @@ def _pieces(device: torch.device) -> Iterator[_Piece]:
     if hasattr(module, "get_rng_state"):
         get = partial(module.get_rng_state, device)
         name = f"the random numbers of {device}"
-        yield _Piece(name, get, lambda state: module.set_rng_state(state, device), moves=True)
+        draw = partial(torch.rand, 1, device=device)
+        yield _Piece(name, get, lambda state: module.set_rng_state(state, device), draw)

@@ -110,6 +110,7 @@ def compare(
     off: Callable[[Any], tuple[float, str]] | None = None,
     layer_for: LayerFactory | None = None,
     packed: bool | None = None,
+    memory: Guarded | None = None,
 ) -> Comparison:
     """Run one sample on guarded memory and compare the results with the oracle's, on the CPU.
 
@@ -126,11 +127,14 @@ def compare(
         layer_for: as for `as_call`.
         packed: whether results must be contiguous. None: not of a sample whose activations lie as
             no layer of vLLM's has them, since plain PyTorch often keeps their layout.
+        memory: that of an earlier call of equal shapes, which the numbers are written into; None
+            takes new memory.
     """
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
     if off is None:
         off = partial(worst, wanted=wanted_of(spec, sample))
-    call = guarded(dict(zip(spec.parameters, sample.args, strict=True)), spec.by_token)
+    given = dict(zip(spec.parameters, sample.args, strict=True))
+    call = guarded(given, spec.by_token) if memory is None else memory.rewritten(given)
     shapes = spec.fake(*call.args)
     consumed = spec.consumed(impl.consumes, call.args)
     call.remember()

@@ -11,7 +11,7 @@ from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
 
 from .causal_conv1d import TOLERANCES, check_activation, check_convolution
-from .sequences import fitting_features, slots
+from .sequences import fitting_features, slots, states
 
 if TYPE_CHECKING:
     import torch
@@ -130,16 +130,13 @@ def _check(
 def _call(
     source: Source, tokens: int, dim: int = 64, width: int = 4, more: int = 0
 ) -> dict[str, Any]:
-    import torch
-
     return {
         "x": source.normal(tokens, dim),
         "conv_state": source.normal(tokens + 3, dim, width - 1 + more),
         "weight": source.normal(dim, width, scale=0.5),
         "bias": source.normal(dim),
         "activation": "silu",
-        "conv_state_indices": torch.arange(tokens, dtype=torch.int32, device=source.device).flip(0)
-        + 2,
+        "conv_state_indices": states(tokens, source.device),
     }
 
 

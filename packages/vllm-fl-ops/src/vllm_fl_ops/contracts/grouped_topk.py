@@ -208,7 +208,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     nothing = router_logits(source, 0, 64)
     yield Sample("0 tokens", (nothing, *sizes, "softmax", 1.0, None))
     odd = router_logits(source, 7, 35)
-    yield Sample("odd sizes, plain", (odd, 3, False, 5, 2, "softmax", 1.5, None))
+    yield Sample("odd sizes, plain", (odd, 3, False, 5, 2, "softmax", 16.0, None))
+    one = router_logits(source, 20, 16)
+    yield Sample("one expert, plain", (one, 1, False, 4, 2, "sigmoid", 1.0, None))
     every = router_logits(source, 5, 24)
     yield Sample("every group, plain", (every, 5, False, 4, 4, "sigmoid", 1.5, None))
     strided = router_logits(source, 12, 80)[::2, 8:72]

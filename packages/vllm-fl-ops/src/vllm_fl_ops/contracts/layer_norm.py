@@ -146,6 +146,8 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("bias=None", (x, source.normal(256), None, 1e-3))
     wide = (source.normal(256, dtype=torch.float32) for _ in range(2))
     yield Sample("fp32 weight and bias", (x, *wide, 1e-6))
+    wide = (source.normal(320, dtype=torch.float32) for _ in range(2))
+    yield Sample("fp32 weight and bias, 300 rows", (source.normal(300, 320), *wide, 1e-6))
     yield Sample("strided weight and bias", (x, *source.normal(256, 2).unbind(-1), 1e-5))
     equal = source.normal(4, 64)
     equal[1], equal[3] = 0.0, 1.5

@@ -141,7 +141,8 @@ def _served(
                 # One feature of 61 is `most`, so that sums are of the magnitude of an eighth of
                 # it, and the largest of them within fp16's 65504.
                 x, scale = source.spiked(tokens, features, scale=most / 32, peak=most), most / 8
-            bias = source.normal(out) if biased else None
+            # A bias of magnitude 1 would not be seen beside such sums.
+            bias = source.normal(out, scale=scale / 4 if large else 1.0) if biased else None
             name = f"{tokens} x {features} -> {out}{', bias' * biased}{', large' * large}"
             yield Sample(name, (x, weight, bias), scale)
 

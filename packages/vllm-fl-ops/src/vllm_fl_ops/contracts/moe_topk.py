@@ -159,7 +159,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     ties[:, 5] = 6.0
     yield Sample("ties", (ties, 3, True, "softmax", 1.0, None))
     many = router_logits(source, 3, 384)
-    yield Sample("many experts, scaled", (many, 10, True, "softmax", 2.5, None))
+    yield Sample("many experts, scaled", (many, 10, True, "softmax", 2.827, None))
+    one = router_logits(source, 20, 16)
+    yield Sample("one expert, plain", (one, 1, False, "sigmoid", 1.0, None))
     strided = router_logits(source, 8, 80)[::2, 8:72]
     yield Sample("every other row of a slice", (strided, 4, True, "softmax", 1.0, None))
     some = router_logits(source, 9, 64)

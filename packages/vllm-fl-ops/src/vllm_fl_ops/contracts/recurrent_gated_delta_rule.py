@@ -13,7 +13,7 @@ from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Toleran
 from .chunk_gated_delta_rule import OUTPUTS, SIZES, check_heads
 from .gdn_gating import SPEC as GATING
 from .gdn_gating import check_gates
-from .sequences import epsilon_or_none, fitting_heads, slots
+from .sequences import epsilon_or_none, fitting_heads, slots, states
 
 if TYPE_CHECKING:
     import torch
@@ -198,17 +198,9 @@ def _call(
         "A_log": source.normal(value_heads, dtype=fp32).abs(),
         "dt_bias": source.normal(value_heads),
         "state": source.normal(slots, value_heads, value_size, key_size, scale=0.5, dtype=fp32),
-        "state_indices": _indices(source, tokens),
+        "state_indices": states(tokens, source.device),
         "epsilon": 1e-6,
     }
-
-
-def _indices(source: Source, tokens: int) -> torch.Tensor:
-    """Slots out of order: neither the first two nor the last one."""
-    import torch
-
-    at = torch.arange(tokens, dtype=torch.int32, device=source.device)
-    return at.flip(0) + 2
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:

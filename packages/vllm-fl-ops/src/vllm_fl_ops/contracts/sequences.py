@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.checks import Problem, on_device_of
 
-__all__ = ["boundaries", "ends", "epsilon_or_none", "fitting_features", "fitting_heads", "slots"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "boundaries",
+    "ends",
+    "epsilon_or_none",
+    "fitting_features",
+    "fitting_heads",
+    "slots",
+    "states",
+]
 
 
 _LENGTHS = (1, 2, 1, 3, 1, 8, 1, 17, 1, 2, 1, 3, 1, 5, 64)
@@ -24,6 +35,17 @@ def ends(tokens: int) -> tuple[int, ...]:
         found.append(min(tokens, found[-1] + _LENGTHS[number % len(_LENGTHS)]))
         number += 1
     return tuple(found)
+
+
+def states(count: int, device: torch.device) -> torch.Tensor:
+    """(count,), int32: slots of states, neither the first two of a cache nor its last one.
+
+    The first two follow each other, as of requests that came together; the others do not.
+    """
+    import torch
+
+    at = torch.arange(count, dtype=torch.int32, device=device) + 2
+    return torch.cat((at[:2], at[2:].flip(0)))
 
 
 def fitting_heads(tokens: int, heads: int, value_heads: int) -> tuple[int, int, str]:
