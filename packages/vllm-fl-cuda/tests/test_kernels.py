@@ -62,7 +62,6 @@ REFUSED = {
         "one expert, plain",
         "ties",
         "every group, plain",
-        "ties",
         "groups of two",
         "many small groups",
         "every other row of a slice",
