@@ -285,7 +285,10 @@ class TestBadArguments:
     def test_an_op_whose_sizes_are_not_told(self, fl: Command, clocked: Any, here: Path) -> None:
         done = fl("tune", *QUICK, "--sizes", "hidden=8", "--tokens", "8", "--out", "t.json")
         assert done.status == 1
-        assert "the sizes that it needs are not all told (intermediate)" in done.out
+        assert (
+            "the sizes that it needs are not all told (intermediate, shared_intermediate)"
+            in done.out
+        )
         assert the_one(here).ops == {}
 
     def test_an_op_with_one_candidate(self, fl: Command, plugin: Plugin, here: Path) -> None:
