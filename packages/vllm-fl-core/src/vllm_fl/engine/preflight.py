@@ -65,7 +65,7 @@ __all__ = [
 
 log = get_logger("engine")
 
-SECONDS = 3.0
+SECONDS = 2.0
 """What all implementations of a start together may cost beyond the counts that are always tried;
 each has an equal share, and what goes beyond it is left out."""
 
