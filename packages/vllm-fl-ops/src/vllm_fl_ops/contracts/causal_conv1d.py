@@ -11,7 +11,7 @@ from vllm_fl.contracts.outputs import Exact, Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
-from .sequences import boundaries, ends, fitting_features, slots, states
+from .sequences import boundaries, ends, fitting_features, slots, state_slots
 
 if TYPE_CHECKING:
     import torch
@@ -207,7 +207,7 @@ def _call(
         "bias": source.normal(dim),
         "conv_states": source.normal(count + 3, dim, width - 1 + more),
         "query_start_loc": torch.tensor((0, *ends), dtype=torch.int32, device=device),
-        "cache_indices": states(count, device),
+        "cache_indices": state_slots(count, device),
         "has_initial_state": torch.arange(count, device=device) % 2 == 0,
         "activation": "silu",
     }

@@ -11,7 +11,7 @@ from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
 
 from .causal_conv1d import TOLERANCES, check_activation, check_convolution
-from .sequences import fitting_features, slots, states
+from .sequences import fitting_features, slots, state_slots
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def _call(
         "weight": source.normal(dim, width, scale=0.5),
         "bias": source.normal(dim),
         "activation": "silu",
-        "conv_state_indices": states(tokens, source.device),
+        "conv_state_indices": state_slots(tokens, source.device),
     }
 
 

@@ -13,7 +13,7 @@ from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Toleran
 from .chunk_gated_delta_rule import OUTPUTS, SIZES, check_heads
 from .gdn_gating import SPEC as GATING
 from .gdn_gating import check_gates
-from .sequences import epsilon_or_none, fitting_heads, slots, states
+from .sequences import epsilon_or_none, fitting_heads, slots, state_slots
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +198,7 @@ def _call(
         "A_log": source.normal(value_heads, dtype=fp32).abs(),
         "dt_bias": source.normal(value_heads),
         "state": source.normal(slots, value_heads, value_size, key_size, scale=0.5, dtype=fp32),
-        "state_indices": states(tokens, source.device),
+        "state_indices": state_slots(tokens, source.device),
         "epsilon": 1e-6,
     }
 

@@ -16,7 +16,7 @@ __all__ = [
     "fitting_features",
     "fitting_heads",
     "slots",
-    "states",
+    "state_slots",
 ]
 
 
@@ -37,7 +37,7 @@ def ends(tokens: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def states(count: int, device: torch.device) -> torch.Tensor:
+def state_slots(count: int, device: torch.device) -> torch.Tensor:
     """(count,), int32: slots of states, neither the first two of a cache nor its last one.
 
     The first two follow each other, as of requests that came together; the others do not.
