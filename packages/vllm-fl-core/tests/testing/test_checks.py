@@ -13,9 +13,10 @@ import torch
 from mutants import sound
 from oracle_mutants import oracle_impl
 
-from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts import ModelSizes, Sample, contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.testing import CHECKS, Failure, failures, processes
+from vllm_fl.testing.families import families_of
 from vllm_fl.testing.subject import Refused, Subject
 
 SERVING = ("serving", "preflight")
@@ -219,3 +220,12 @@ def test_a_weight_of_integers_is_a_bad_input() -> None:
     dtypes = [case.dtype for case in told if case.sample == "weight of int64"]
     assert dtypes == ["float32", "float16", "bfloat16"]
     assert found(sound("rms_norm"), "bad_inputs") == []
+
+
+def test_an_op_that_asks_for_what_no_public_model_has_is_of_none() -> None:
+    def served(sizes: Any, *_: Any) -> Any:
+        yield Sample("its own", (torch.zeros(1, int(sizes.more["capped"])),))
+
+    own = dataclasses.replace(contracts()["silu_and_mul"], served=served)
+    assert families_of(own) == []
+    assert len(families_of(contracts()["silu_and_mul"])) >= 6

@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..contracts import ModelSizes, OpSpec, Sample
+from ..logs import get_logger
+from ..text import quote
 
 __all__ = [
     "COUNTS",
@@ -23,6 +25,8 @@ __all__ = [
     "smaller",
     "table",
 ]
+
+log = get_logger("testing")
 
 COUNTS = (1, 5, 17, 130)
 """Token counts of a family's calls: decoding, and beyond tiles of 16 and 128 rows."""
@@ -242,13 +246,25 @@ def families_of(spec: OpSpec) -> list[str]:
     seen: set[tuple[str, ...]] = set()
     for family in FAMILIES:
         sizes = replace(family.sizes, tokens=(1,), max_position=64)
-        calls = list(spec.served(sizes, dtype, torch.device("meta")))
+        calls = _made(spec, sizes, dtype)
         names = (*(call.name for call in calls), *map(str, family.provided.get(spec.name, {})))
         tensors = [arg for call in calls for arg in call.args if isinstance(arg, torch.Tensor)]
         if calls and names not in seen and sum(arg.numel() for arg in tensors) <= MOST:
             seen.add(names)
             found.append(family.name)
     return found
+
+
+def _made(spec: OpSpec, sizes: ModelSizes, dtype: Any) -> list[Sample]:
+    """The calls of a model of these sizes, without their numbers; none of an op of its author's own
+    that asks for what these configurations do not have, or makes no call without numbers."""
+    import torch
+
+    try:
+        return list(spec.served(sizes, dtype, torch.device("meta")))
+    except Exception as error:
+        log.debug("%s has no calls of public models: %s", spec.name, quote(error))
+        return []
 
 
 def calls_of(spec: OpSpec, name: str, device: Any) -> Iterator[Sample]:
@@ -284,7 +300,7 @@ def smaller(specs: Mapping[str, OpSpec]) -> dict[str, str]:
         for family in FAMILIES:
             counts = STANDING_COUNTS if spec.stands else COUNTS[:1]
             sizes = replace(family.sizes, tokens=counts, max_position=64)
-            told = (call.smaller for call in spec.served(sizes, dtype, torch.device("meta")))
+            told = (call.smaller for call in _made(spec, sizes, dtype))
             if some := [*dict.fromkeys(filter(None, told))]:
                 phrases[family.name.partition("/")[2]] = some
         if phrases:
