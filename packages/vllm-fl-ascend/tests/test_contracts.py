@@ -65,8 +65,12 @@ REFUSED = {
         "asymmetric, all above 0, every other row": "zero points",
         "asymmetric, rows of equal numbers": "zero points",
     },
-    "moe_topk": {"sigmoid with bias, plain": "always renormalises"},
+    "moe_topk": {
+        "sigmoid with bias, plain": "always renormalises",
+        "one expert, plain": "always renormalises",
+    },
     "grouped_topk": {
+        "one expert, plain": "always renormalises",
         "every group, plain": "always renormalises",
         "bias, plain, scaled": "always renormalises",
         "groups of two": "16 experts in 8 groups",

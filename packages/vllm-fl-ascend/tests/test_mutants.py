@@ -242,7 +242,6 @@ MUTANTS = [
     Mutant(HALVES, merging, "merged, lse = torch", "lse, merged = torch"),
     Mutant(HALVES, merging, "(lse == math.inf, -math.inf)", "(lse == -math.inf, math.inf)"),
     Mutant(LAYOUT, merging, "for lse in (prefix_lse", "for lse in (prefix_lse.T"),
-    Mutant(LAYOUT, merging, ".flatten(0, 1).contiguous()", ".flatten(0, 1)"),
     Mutant(EPSILON, merging, "NOTHING = -1e4", "NOTHING = -5.0"),
     Mutant(EPSILON, merging, "[(lse - most).clamp", "[lse.clamp"),
     Mutant(RESULT, merging, "(lse.view(most.shape) + most)", "lse.view(most.shape)"),
