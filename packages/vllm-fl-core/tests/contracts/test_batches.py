@@ -68,3 +68,15 @@ def test_tokens_repeat_as_in_aaaabbbb() -> None:
     assert len(ids[:16].unique()) == 2
     assert len(ids[16:32].unique()) == 16
     assert len(batches.tokens(5, 50000, drawing())) == 5
+
+
+def test_all_is_drawn_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        made = [
+            *(batches.rows(600, 251, drawing(), o) for o in ("standing", "drawn", "repeated")),
+            batches.rows(7, 251, drawing(), "alike"),
+            batches.positions(40, 64, drawing()),
+            batches.positions(0, 64, drawing()),
+            batches.tokens(40, 64, drawing()),
+        ]
+    assert {each.device.type for each in made} == {"cpu"}

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["POOL", "Order", "positions", "rows", "tokens"]
+__all__ = ["POOL", "STANDING_COUNTS", "Order", "positions", "rows", "tokens"]
 
 POOL = 251
 """Rows of which batches consist. A prime: a kernel whose grid wraps at a power of two then takes
 another row than its own."""
+
+STANDING_COUNTS = (1, 5, 17, 300)
+"""Token counts of calls whose batches cannot be made of a pool (`OpSpec.stands`): the last has
+sequences beyond a second chunk of 64 tokens, and more than 16 sequences."""
 
 Order = Literal["standing", "drawn", "repeated", "alike"]
 """How a batch takes the rows of a pool: one behind another as they stand there, from a drawn one
@@ -43,16 +47,17 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
     import torch
 
     if order == "alike":
-        return torch.randint(pool, (), generator=generator).repeat(count)
+        return torch.randint(pool, (), generator=generator, device="cpu").repeat(count)
     if order == "standing":
-        return (torch.arange(count) + torch.randint(pool, (), generator=generator)) % pool
-    drawn = torch.randperm(pool, generator=generator)
+        begin = torch.randint(pool, (), generator=generator, device="cpu")
+        return (torch.arange(count, device="cpu") + begin) % pool
+    drawn = torch.randperm(pool, generator=generator, device="cpu")
     if order == "repeated":
-        times = torch.tensor(_RUNS).repeat(-(-pool // len(_RUNS)))[:pool]
+        times = torch.tensor(_RUNS, device="cpu").repeat(-(-pool // len(_RUNS)))[:pool]
         drawn = drawn.repeat_interleave(times)
     if count <= len(drawn):
         return drawn[:count]
-    further = torch.randint(pool, (count - len(drawn),), generator=generator)
+    further = torch.randint(pool, (count - len(drawn),), generator=generator, device="cpu")
     return torch.cat((drawn, further))
 
 
@@ -74,7 +79,8 @@ def positions(count: int, length: int, generator: torch.Generator) -> torch.Tens
     import torch
 
     def drawn(low: int, high: int) -> int:
-        return int(torch.randint(low, max(low + 1, high), (), generator=generator))
+        end = max(low + 1, high)
+        return int(torch.randint(low, end, (), generator=generator, device="cpu"))
 
     edges = [length - 1, *(p + d for p in _POWERS for d in (-1, 0) if p + d < length), 0]
     parts: list[torch.Tensor] = []
@@ -83,16 +89,16 @@ def positions(count: int, length: int, generator: torch.Generator) -> torch.Tens
         kind = number % 4
         if kind == 2:  # decoding in step, and at the edges
             at = drawn(0, length)
-            part = torch.tensor([at, at, at, *edges[number // 4 :: 2]])
+            part = torch.tensor([at, at, at, *edges[number // 4 :: 2]], device="cpu")
         else:
             longest = min(length, 8 + count // 6)
             run = drawn(min(3, longest), longest + 1)
             begin = drawn(0, length - run + 1) if kind == 1 else 0
-            part = torch.arange(begin, begin + run)
+            part = torch.arange(begin, begin + run, device="cpu")
         parts.append(part[:missing])
         missing -= len(parts[-1])
         number += 1
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def tokens(count: int, vocabulary: int, generator: torch.Generator) -> torch.Tensor:
@@ -108,7 +114,7 @@ def tokens(count: int, vocabulary: int, generator: torch.Generator) -> torch.Ten
     """
     import torch
 
-    ids = torch.randint(vocabulary, (count,), generator=generator)
+    ids = torch.randint(vocabulary, (count,), generator=generator, device="cpu")
     for begin in range(0, count, 32):
         stretch = ids[begin : begin + 16]  # eight of one, eight of another, as in "aaaabbbb"
         stretch[:8], stretch[8:] = stretch[0].clone(), stretch[-1].clone()

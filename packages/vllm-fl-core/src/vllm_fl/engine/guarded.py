@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Guarded", "bits", "guarded", "in_place", "rows_of", "taken"]
+__all__ = ["Guarded", "bits", "guarded", "handed_over", "in_place", "rows_of", "taken"]
 
 GUARD = 256
 """Elements before and after each storage; a multiple of every usual alignment."""
@@ -88,20 +88,13 @@ class Guarded:
     def rewritten(self, arguments: Mapping[str, Any]) -> Guarded:
         """The same call with the numbers of another one of equal shapes, in the same memory.
 
-        Tensors are handed over as layers hand over weights: anew, with a version that does not
-        tell that their numbers have changed.
-
         Args:
             arguments: the other call's, by parameter.
         """
         for name, mine in self.arguments.items():
             if isinstance(mine, torch.Tensor):
                 mine.copy_(arguments[name])
-        anew = {
-            name: mine.data if isinstance(mine, torch.Tensor) else mine
-            for name, mine in self.arguments.items()
-        }
-        return Guarded(anew, self.storages)
+        return Guarded(handed_over(self.arguments), self.storages)
 
     @property
     def nbytes(self) -> int:
@@ -272,6 +265,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
         return tensor.view(_BITS[tensor.element_size()])
     return tensor
+
+
+def handed_over(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as layers hand over weights: each tensor anew at each call, with a version that does
+    not tell that its numbers have changed."""
+    return {
+        name: arg.data if isinstance(arg, torch.Tensor) else arg for name, arg in arguments.items()
+    }
 
 
 def taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

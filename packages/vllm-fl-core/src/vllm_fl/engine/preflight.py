@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..contracts import ModelSizes, OpSpec, Sample
-from ..contracts.batches import POOL, Order
+from ..contracts.batches import POOL, STANDING_COUNTS, Order
 from ..contracts.batches import rows as drawn_rows
 from ..logs import get_logger
 from ..plugins import breadcrumb
@@ -34,7 +34,7 @@ from ..plugins.forms import verdict_of
 from ..plugins.loading import known_contracts
 from ..text import quote
 from . import graphs, launches, process_state
-from .guarded import Guarded, bits, guarded, poisoned, rows_of, taken
+from .guarded import Guarded, bits, guarded, handed_over, poisoned, rows_of, taken
 from .verification import (
     Comparison,
     LayerFactory,
@@ -57,6 +57,7 @@ __all__ = [
     "Findings",
     "Form",
     "Trials",
+    "as_provided",
     "dtypes_of",
     "find_faults",
     "release",
@@ -84,10 +85,6 @@ seconds for each when its cache is cold."""
 TRACE_SECONDS = 4.0
 """How long forms are compiled at all; what comes later is left out, but for an implementation's
 first form, which is traced whatever it takes."""
-
-STANDING_COUNTS = (1, 5, 17, 300)
-"""Token counts of calls whose batches cannot be made of a pool (`OpSpec.stands`): the last has
-sequences beyond a second chunk of 64 tokens, and more than 16 sequences."""
 
 LARGE_COUNTS = (1, 7, 64, 256)
 """Token counts of the large values, beside the largest batch: what they show lies in the numbers,
@@ -396,16 +393,8 @@ class Form:
         return dataclasses.replace(sample, args=tuple(args))
 
     def call(self, activations: Guarded) -> Guarded:
-        """The whole call: activations, weights and tables, in the contract's order.
-
-        Weights and tables are handed over as layers hand them over: a tensor anew at each call,
-        whose version does not tell that its numbers have changed.
-        """
-        static = {
-            name: value.data if isinstance(value, torch.Tensor) else value
-            for name, value in self.static.arguments.items()
-        }
-        both = {**static, **activations.arguments}
+        """The whole call: activations, weights and tables, in the contract's order."""
+        both = {**handed_over(self.static.arguments), **activations.arguments}
         ordered = {name: both[name] for name in self.spec.parameters}
         return Guarded(ordered, (*activations.storages, *self.static.storages))
 
@@ -483,7 +472,7 @@ class Trials:
         passed: dict[tuple[int, str], list[Sample]] = {}
         for dtypes in self.provided:
             for number, pair in enumerate(pairs):
-                given = [_given(self.spec, sample, dtypes) for sample in pair]
+                given = [as_provided(self.spec, sample, dtypes) for sample in pair]
                 # A layer may pass what is no call of the op; two may make the same calls.
                 if self.spec.check(*given[0].args) is None:
                     passed.setdefault((number, given[0].name), given)
@@ -501,7 +490,7 @@ class Trials:
         return drawn_rows(count, pool, generator, order).to(self.device)
 
 
-def _given(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
+def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
     """A call with what layers provide in the dtypes that theirs has."""
     told, args = [], []
     for name, arg in zip(spec.parameters, sample.args, strict=True):

@@ -16,7 +16,7 @@ from ..errors import ServingError
 from ..logs import get_logger
 from ..text import quote
 from .ranks import Verdict, agree
-from .verifying import seen_again
+from .verifying import seen_again, without
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,8 @@ def verify(worker: PlannedWorker, occasion: str) -> str:
         left = ", ".join(f"{op} ({why})" for op, why in sorted(live.left_out.items()))
         told += f"; not compared: {left}"
     if worker.rank == 0:
-        log.log(30 if not_run else 20, "After %s: %s", occasion, told)
+        say = log.warning if not_run else log.info
+        say("After %s: %s", occasion, told)
     return told
 
 
@@ -250,11 +251,10 @@ def _told(wrong: dict[tuple[str, str], str], occasion: str) -> str:
     each = "; ".join(
         f"implementation '{impl_id}' of op '{op}': {why}" for (op, impl_id), why in wrong.items()
     )
-    stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in wrong))
     return (
         f"Since {occasion}, wrong is {each}. The new weights are loaded, and it serves on: "
         f"compiled code and captured graphs hold it. An engine that is started with "
-        f"VLLM_FL_PER_OP='{stock}' is without it"
+        f"{without(wrong)} is without it"
     )
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "verified_plan",
     "verify_live",
     "verify_with_cache",
+    "without",
 ]
 
 log = get_logger("engine")
@@ -445,11 +446,16 @@ def _compiled_with(new: Mapping[tuple[str, str], tuple[int, str]]) -> str:
         f"implementation '{impl_id}' failed for op '{op}' on rank {at}: {reason}"
         for (op, impl_id), (at, reason) in new.items()
     )
-    stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in new))
     return (
-        f"vllm-fl ends the start: {each}. The model is compiled with it. "
-        f"VLLM_FL_PER_OP='{stock}' leaves it out"
+        f"vllm-fl ends the start: {each}. The model is compiled with it. {without(new)} leaves it "
+        "out"
     )
+
+
+def without(keys: Iterable[tuple[str, str]]) -> str:
+    """The variable that leaves the ops of these (op, impl id) to vLLM."""
+    stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in keys))
+    return f"VLLM_FL_PER_OP='{stock}'"
 
 
 def seen_again(

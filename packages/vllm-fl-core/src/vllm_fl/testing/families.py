@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..contracts import ModelSizes, OpSpec, Sample
+from ..contracts.batches import STANDING_COUNTS
+from ..engine.preflight import as_provided
 from ..logs import get_logger
 from ..text import quote
 
@@ -30,10 +32,6 @@ log = get_logger("testing")
 
 COUNTS = (1, 5, 17, 130)
 """Token counts of a family's calls: decoding, and beyond tiles of 16 and 128 rows."""
-
-STANDING_COUNTS = (1, 5, 17, 300)
-"""The same where tokens belong to sequences: the last has more than 16 of them, and one beyond a
-second chunk of 64 tokens."""
 
 MOST = 2**26
 """Elements of all calls of a family with one token, beyond which an op leaves it out: products of
@@ -273,16 +271,13 @@ def calls_of(spec: OpSpec, name: str, device: Any) -> Iterator[Sample]:
 
     dtype = getattr(torch, served_dtype(spec))
     family = next(each for each in FAMILIES if each.name == name)
-    provided = family.provided.get(spec.name, {})
+    told = family.provided.get(spec.name, {})
+    provided = {name: getattr(torch, kind) for name, kind in told.items()}
     for count in STANDING_COUNTS if spec.stands else COUNTS:
         length = min(family.sizes.max_position, LENGTH)
         sizes = replace(family.sizes, tokens=(count,), max_position=length)
         for sample in spec.served(sizes, dtype, device):
-            args = (
-                arg.to(getattr(torch, provided[name])) if name in provided else arg
-                for name, arg in zip(spec.parameters, sample.args, strict=True)
-            )
-            yield replace(sample, args=tuple(args))
+            yield as_provided(spec, sample, provided)
 
 
 def smaller(specs: Mapping[str, OpSpec]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from .sequences import boundaries, ends, fitting_features, slots, state_slots
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC", "TOLERANCES", "check_activation", "check_convolution"]
+__all__ = ["SPEC", "TOLERANCES", "check_activation", "check_convolution", "served_features"]
 
 
 def causal_conv1d(
@@ -244,13 +244,24 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
+    def made(source: Source, tokens: int, dim: int, width: int) -> dict[str, Any]:
+        return _call(source, ends(tokens), dim, width)
+
+    yield from served_features(made, sizes, Source(dtype, device, large), large)
+
+
+def served_features(
+    made: Callable[..., dict[str, Any]], sizes: ModelSizes, source: Source, large: bool
+) -> Iterator[Sample]:
+    """The calls of a convolution, which `made` makes: (source, tokens, dim, width) -> arguments by
+    parameter; none where the model's sizes are not told."""
     told = [sizes.more.get(name) for name in ("conv_features", "conv_taps")]
     if None in told:
         return
-    source, (features, width) = Source(dtype, device, large), (int(number or 0) for number in told)
+    features, width = (int(number or 0) for number in told)
     for tokens in sizes.tokens:
         dim, smaller = fitting_features(tokens, features)
-        call = _call(source, ends(tokens), dim, width)
+        call = made(source, tokens, dim, width)
         if large:
             call["x"] = source.spiked(tokens, dim, scale=4.0, peak=1e3)
         if not sizes.more.get("conv_bias"):

@@ -10,8 +10,8 @@ from vllm_fl.contracts.outputs import Exact, Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
 
-from .causal_conv1d import TOLERANCES, check_activation, check_convolution
-from .sequences import fitting_features, slots, state_slots
+from .causal_conv1d import TOLERANCES, check_activation, check_convolution, served_features
+from .sequences import slots, state_slots
 
 if TYPE_CHECKING:
     import torch
@@ -171,19 +171,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
-    told = [sizes.more.get(name) for name in ("conv_features", "conv_taps")]
-    if None in told:
-        return
-    source, (features, width) = Source(dtype, device, large), (int(number or 0) for number in told)
-    for tokens in sizes.tokens:
-        dim, smaller = fitting_features(tokens, features)
-        call = _call(source, tokens, dim, width)
-        if large:
-            call["x"] = source.spiked(tokens, dim, scale=4.0, peak=1e3)
-        if not sizes.more.get("conv_bias"):
-            call["bias"] = None
-        name = f"{tokens} x {dim}, {width} taps{', large' * large}"
-        yield Sample(name, (*call.values(),), 1e3 if large else 1.0, smaller)
+    yield from served_features(_call, sizes, Source(dtype, device, large), large)
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

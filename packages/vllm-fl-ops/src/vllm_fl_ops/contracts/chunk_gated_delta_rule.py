@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from .sequences import boundaries, ends, epsilon_or_none, fitting_heads
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OUTPUTS", "SIZES", "SPEC", "check_heads"]
+__all__ = ["OUTPUTS", "SPEC", "check_heads", "served_heads"]
 
 SIZES = (
     "linear_key_heads",
@@ -277,16 +277,24 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
+    def made(source: Source, tokens: int, *sizes_of_heads: int) -> dict[str, Any]:
+        return _call(source, ends(tokens), *sizes_of_heads)
+
+    yield from served_heads(made, sizes, Source(dtype, device, large), large)
+
+
+def served_heads(
+    made: Callable[..., dict[str, Any]], sizes: ModelSizes, source: Source, large: bool
+) -> Iterator[Sample]:
+    """The calls of a delta rule, which `made` makes: (source, tokens, heads, value_heads, key_size,
+    value_size) -> arguments by parameter; none where the model's sizes are not told."""
     told = [sizes.more.get(name) for name in SIZES]
     if None in told:
         return
-    source, (heads, value_heads, *widths) = (
-        Source(dtype, device, large),
-        (int(n or 0) for n in told),
-    )
+    heads, value_heads, *widths = (int(number or 0) for number in told)
     for tokens in sizes.tokens:
         few, few_values, smaller = fitting_heads(tokens, heads, value_heads)
-        call = _call(source, ends(tokens), few, few_values, *widths)
+        call = made(source, tokens, few, few_values, *widths)
         if large:
             call["v"] = call["v"] * 30.0
         name = f"{tokens} x {few}+{few_values} heads of {widths[0]}{', large' * large}"

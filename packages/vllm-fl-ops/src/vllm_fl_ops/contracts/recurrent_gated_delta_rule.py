@@ -10,10 +10,10 @@ from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
 
-from .chunk_gated_delta_rule import OUTPUTS, SIZES, check_heads
+from .chunk_gated_delta_rule import OUTPUTS, check_heads, served_heads
 from .gdn_gating import SPEC as GATING
 from .gdn_gating import check_gates
-from .sequences import epsilon_or_none, fitting_heads, slots, state_slots
+from .sequences import epsilon_or_none, slots, state_slots
 
 if TYPE_CHECKING:
     import torch
@@ -247,20 +247,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 def _served(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
 ) -> Iterator[Sample]:
-    told = [sizes.more.get(name) for name in SIZES]
-    if None in told:
-        return
-    source, (heads, value_heads, *widths) = (
-        Source(dtype, device, large),
-        (int(n or 0) for n in told),
-    )
-    for tokens in sizes.tokens:
-        few, few_values, smaller = fitting_heads(tokens, heads, value_heads)
-        call = _call(source, tokens, few, few_values, *widths)
-        if large:
-            call["v"] = call["v"] * 30.0
-        name = f"{tokens} x {few}+{few_values} heads of {widths[0]}{', large' * large}"
-        yield Sample(name, (*call.values(),), 30.0 if large else 1.0, smaller)
+    yield from served_heads(_call, sizes, Source(dtype, device, large), large)
 
 
 def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:

@@ -321,8 +321,7 @@ def served_positions(source: Source, tokens: int, max_position: int, large: bool
 
     before = 5  # one token alone is in the middle of its prompt
     generator = torch.Generator("cpu").manual_seed(20240302 + large)
-    with torch.device("cpu"):
-        found = positions(tokens + before, max_position, generator)
+    found = positions(tokens + before, max_position, generator)
     return found[before:].clone().to(source.device)  # in memory of its own
 
 
