@@ -103,6 +103,8 @@ def supports_causal_conv1d(
         return reason
     if x.dtype != torch.bfloat16 or query_start_loc.is_floating_point():
         return f"x is {x.dtype} and query_start_loc {query_start_loc.dtype}: no such kernel"
+    if has_initial_state.shape != cache_indices.shape:
+        return f"has_initial_state is {(*has_initial_state.shape,)}, for {len(cache_indices)} states"
     if cache_indices.is_floating_point() or activation not in ("silu", None):
         return f"cache_indices of {cache_indices.dtype}, or activation {activation!r}"
     if x.shape[-1] % BLOCK or weight.shape[-1] != WIDTH or conv_states.shape[-1] != WIDTH - 1:
@@ -143,6 +145,8 @@ def causal_conv1d_update(
         raise ValueError("conv_state_indices must be (tokens,), weight (dim, width)")
     if conv_state.shape[1:] != (dim, width - 1) or not (bias is None or bias.shape == (dim,)):
         raise ValueError("conv_state must be (slots, dim, width - 1), bias (dim,)")
+    if bias is not None and bias.dtype != x.dtype:
+        raise TypeError(f"bias must be {x.dtype}, got {bias.dtype}")
     out = kernel("causal_conv1d_update_cpu_vec")(
         x.contiguous(),
         conv_state,

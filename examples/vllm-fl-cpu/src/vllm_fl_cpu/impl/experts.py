@@ -118,6 +118,7 @@ def supports_fused_experts(
         x.shape == (topk_ids.shape[0], hidden)
         and w2.shape == (experts, hidden, inner // 2)
         and topk_weights.shape == topk_ids.shape
+        and topk_weights.is_floating_point()
         and not (apply_router_weight_on_input and topk_ids.shape[1] != 1)
         and global_num_experts in (-1, experts)
         and (w13_bias is None or w13_bias.shape == (experts, inner))

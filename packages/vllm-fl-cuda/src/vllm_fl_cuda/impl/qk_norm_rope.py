@@ -100,6 +100,8 @@ def supports_qk_norm_rope(
     size = q_weight.shape[0]
     if size not in HEAD_SIZES:
         return f"the kernel takes heads of {HEAD_SIZES} features, not of {size}"
+    if heads < 1 or kv_heads < 1 or epsilon < 0:
+        return f"heads are {heads} and {kv_heads}, epsilon is {epsilon}"
     if qkv.ndim != 2 or qkv.shape[1] % size or qkv.shape[1] < (heads + kv_heads) * size:
         return f"qkv is {(*qkv.shape,)}, and its heads are {heads} and {kv_heads} of {size}"
     if qkv.numel() > MOST_ELEMENTS:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor
+from vllm_fl.contracts.arguments import Problem, declared, like, tensor
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -48,13 +48,6 @@ def activation(
     """
     parts = 2 if gated else 1
     served_inputs = served_gated_inputs if gated else served_activation_inputs
-    bad = bad_gated_inputs if gated else bad_activation_inputs
-
-    def fake(x: torch.Tensor) -> torch.Tensor:
-        return x.new_empty((*x.shape[:-1], x.shape[-1] // parts))
-
-    def check(x: Any) -> Problem:
-        return gated_tensor("x", x) if gated else floating_tensor("x", x)
 
     def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         source = Source(dtype, device)
@@ -73,19 +66,13 @@ def activation(
         for name, x, scale in served_inputs(sizes, dtype, device, large):
             yield Sample(name, (x,), scale)
 
-    def bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-        for name, x in bad(Source(dtype, device)):
-            yield BadInput(name, (x,), "x")
-
-    return OpSpec(
-        oracle=oracle,
-        variants=(Variant("", "(Tensor x) -> Tensor"),),
-        fake=fake,
-        check=check,
+    return declared(
+        oracle,
+        {"x": tensor("..., 2 * d") if gated else tensor("...")},
+        (tensor("..., d") if gated else like("x"),),
         samples=samples,
         served=served,
         by_token=frozenset({"x"}),
-        bad_inputs=bad_inputs,
         second_form=second_form,
         tolerances=tolerances,
     )
@@ -93,14 +80,7 @@ def activation(
 
 def gated_tensor(name: str, value: Any) -> Problem:
     """`value` must be a floating tensor of shape (..., 2 * d)."""
-    problem = floating_tensor(name, value)
-    if problem:
-        return problem
-    if value.ndim == 0:
-        return name, "must have at least one dimension, got a scalar tensor"
-    if value.shape[-1] % 2:
-        return name, f"must have an even last dimension, got {value.shape[-1]}"
-    return None
+    return tensor("..., 2 * d").problem(name, value, {name: value})
 
 
 def gated_inputs(source: Source) -> Iterator[tuple[str, torch.Tensor]]:

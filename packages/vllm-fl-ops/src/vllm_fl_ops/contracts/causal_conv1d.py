@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import Problem, declared, integers, like, tensor, word
 from vllm_fl.contracts.outputs import Exact, Within
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .sequences import boundaries, ends, fitting_features, slots, state_slots
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC", "TOLERANCES", "check_activation", "check_convolution", "served_features"]
+__all__ = ["BIAS", "SPEC", "STATES", "TOLERANCES", "WEIGHT", "served_features"]
 
 
 def causal_conv1d(
@@ -113,84 +113,6 @@ def _by_torch(
     return F.silu(out) if activation else out, after
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cache_indices: torch.Tensor,
-    has_initial_state: torch.Tensor,
-    activation: str | None = "silu",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), conv_states.new_empty(conv_states.shape)
-
-
-def _check(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    conv_states: Any,
-    query_start_loc: Any,
-    cache_indices: Any,
-    has_initial_state: Any,
-    activation: Any = "silu",
-) -> Problem:
-    import torch
-
-    problem = check_convolution(x, weight, bias, "conv_states", conv_states)
-    if problem:
-        return problem
-    name = "has_initial_state"
-    if not isinstance(has_initial_state, torch.Tensor) or has_initial_state.dtype != torch.bool:
-        return name, "must be a torch.Tensor of bool"
-    if has_initial_state.ndim != 1:
-        return name, f"must be (sequences,), got {tuple(has_initial_state.shape)}"
-    sequences, first = len(has_initial_state), ("x", x)
-    problem = boundaries("query_start_loc", query_start_loc, len(x), sequences, first)
-    problem = problem or slots(
-        "cache_indices", cache_indices, sequences, len(conv_states), first, padding=False
-    )
-    return (
-        problem
-        or on_device_of(name, has_initial_state, "x", x)
-        or check_activation("activation", activation)
-    )
-
-
-def check_convolution(x: Any, weight: Any, bias: Any, name: str, value: Any) -> Problem:
-    """What is wrong with a short convolution's tensors, its states called `name`, or None."""
-    problem = floating_tensor("x", x)
-    if problem:
-        return problem
-    if x.ndim != 2:
-        return "x", f"must be (tokens, dim), got {tuple(x.shape)}"
-    for each, tensor in (("weight", weight), ("bias", bias), (name, value)):
-        if each == "bias" and tensor is None:
-            continue
-        problem = floating_tensor(each, tensor) or on_device_of(each, tensor, "x", x)
-        if problem:
-            return problem
-        if tensor.dtype != x.dtype:
-            return each, f"must have x's dtype {x.dtype}, got {tensor.dtype}"
-    dim = x.shape[1]
-    if weight.ndim != 2 or len(weight) != dim or not 2 <= weight.shape[1] <= 5:
-        return "weight", f"must be ({dim}, 2 to 5), got {tuple(weight.shape)}"
-    if bias is not None:
-        problem = shaped("bias", bias, (dim,), "one number for each feature of x,")
-        if problem:
-            return problem
-    if value.ndim != 3 or value.shape[1] != dim or value.shape[2] < weight.shape[1] - 1:
-        wanted = f"(slots, {dim}, {weight.shape[1] - 1} or more)"
-        return name, f"must be {wanted}, got {tuple(value.shape)}"
-    return None
-
-
-def check_activation(name: str, value: Any) -> Problem:
-    """`value` must name an activation that the convolutions have."""
-    return None if value in ("silu", None) else (name, f"must be 'silu' or None, got {value!r}")
-
-
 def _call(
     source: Source, ends: tuple[int, ...], dim: int = 64, width: int = 4, more: int = 0
 ) -> dict[str, Any]:
@@ -270,39 +192,6 @@ def served_features(
         yield Sample(name, (*call.values(),), 1e3 if large else 1.0, smaller)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    good = _call(source, (3, 5), dim=64, width=4)  # of which every kernel has one
-
-    def bad(name: str, **change: Any) -> BadInput:
-        return BadInput(name, (*(good | change).values(),), next(iter(change)))
-
-    x, weight, bias, cache, at, slot, has, _ = good.values()
-    yield bad("x is not a tensor", x=[1.0])
-    yield bad("x of integers", x=x.long())
-    yield bad("x of three dimensions", x=x[None])
-    yield bad("weight of one feature, which would broadcast", weight=weight[:1])
-    yield bad("weight of one tap", weight=weight[:, :1])
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    yield bad("weight of another dtype", weight=weight.to(other))
-    yield bad("bias of one feature, which would broadcast", bias=bias[:1])
-    yield bad("states of fewer columns", conv_states=cache[:, :, :2])
-    yield bad("states of other features", conv_states=cache[:, :32])
-    yield bad("states of another dtype", conv_states=cache.to(other))
-    yield bad("query_start_loc of floats", query_start_loc=at.float())
-    yield bad("query_start_loc of one sequence", query_start_loc=at[:2])
-    yield bad("cache_indices of one sequence", cache_indices=slot[:1])
-    yield bad("has_initial_state of integers", has_initial_state=has.int())
-    if source.device.type == "cpu":  # an accelerator would be unusable after it
-        yield bad("query_start_loc beyond the tokens", query_start_loc=at * 2)
-        yield bad("query_start_loc before the last token", query_start_loc=at.clamp(max=len(x) - 1))
-        yield bad("cache_indices beyond the slots", cache_indices=slot + len(cache))
-        yield bad("cache_indices below the slots", cache_indices=slot - len(cache))
-    yield bad("an activation that is not known", activation="gelu")
-
-
 TOLERANCES = {
     "float32": Tolerance(1.3e-6, 1e-5, "PyTorch's own fp32 default; atol for terms that cancel"),
     "float16": Tolerance(
@@ -314,25 +203,51 @@ TOLERANCES = {
 }
 """Of the outputs; states are moved, and must be exact."""
 
-SPEC = OpSpec(
-    oracle=causal_conv1d,
-    variants=(
-        Variant(
-            "",
-            "(Tensor x, Tensor weight, Tensor? bias, Tensor conv_states, Tensor query_start_loc, "
-            'Tensor cache_indices, Tensor has_initial_state, str? activation="silu") '
-            "-> (Tensor, Tensor)",
-            overwrites=("", "conv_states"),
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+WEIGHT = tensor("dim, width", "x", where="2 <= width <= 5")
+BIAS = tensor("dim", "x").optional()
+STATES = tensor("slots, dim, state_len", "x", where="state_len >= width - 1")
+"""Of a short convolution beside x of (tokens, dim)."""
+
+
+def _also(
+    x: Any, weight: Any, bias: Any, states: Any, begins: Any, indices: Any, *_: Any
+) -> Problem:
+    problem = boundaries("query_start_loc", begins, len(x))
+    return problem or slots("cache_indices", indices, len(states), padding=False)
+
+
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    at, slot = good["query_start_loc"], good["cache_indices"]
+    if at.device.type == "cpu":  # an accelerator would be unusable after it
+        yield "query_start_loc beyond the tokens", {"query_start_loc": at * 2}
+        yield (
+            "query_start_loc before the last token",
+            {"query_start_loc": at.clamp(max=len(good["x"]) - 1)},
+        )
+        yield "cache_indices beyond the slots", {"cache_indices": slot + len(good["conv_states"])}
+        yield "cache_indices below the slots", {"cache_indices": slot - len(good["conv_states"])}
+
+
+SPEC = declared(
+    causal_conv1d,
+    {
+        "x": tensor("tokens, dim"),
+        "weight": WEIGHT,
+        "bias": BIAS,
+        "conv_states": STATES,
+        "has_initial_state": tensor("sequences", "bool"),
+        "query_start_loc": integers("sequences + 1"),
+        "cache_indices": integers("sequences"),
+        "activation": word("silu").optional(),
+    },
+    (like("x"), like("conv_states")),
+    also=_also,
+    overwrites=("", "conv_states"),
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     stands=True,
-    consumable=frozenset({"conv_states"}),
     second_form=_by_torch,
     whole_batch=True,
     outputs=(Within(), Exact()),

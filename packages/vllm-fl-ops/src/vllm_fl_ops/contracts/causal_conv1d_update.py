@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem
+from vllm_fl.contracts.arguments import Problem, declared, integers, like, tensor, word
 from vllm_fl.contracts.outputs import Exact, Within
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample
 
-from .causal_conv1d import TOLERANCES, check_activation, check_convolution, served_features
+from .causal_conv1d import BIAS, STATES, TOLERANCES, WEIGHT, served_features
 from .sequences import slots, state_slots
 
 if TYPE_CHECKING:
@@ -101,32 +101,6 @@ def _by_taps(
     return out.contiguous(), after
 
 
-def _fake(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    conv_state_indices: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), conv_state.new_empty(conv_state.shape)
-
-
-def _check(
-    x: Any,
-    conv_state: Any,
-    weight: Any,
-    bias: Any,
-    activation: Any,
-    conv_state_indices: Any,
-) -> Problem:
-    return (
-        check_convolution(x, weight, bias, "conv_state", conv_state)
-        or check_activation("activation", activation)
-        or slots("conv_state_indices", conv_state_indices, len(x), len(conv_state), ("x", x))
-    )
-
-
 def _call(
     source: Source, tokens: int, dim: int = 64, width: int = 4, more: int = 0
 ) -> dict[str, Any]:
@@ -174,52 +148,35 @@ def _served(
     yield from served_features(_call, sizes, Source(dtype, device, large), large)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    good = _call(source, 4, dim=64, width=4)  # of which every kernel has one
-
-    def bad(name: str, **change: Any) -> BadInput:
-        return BadInput(name, (*(good | change).values(),), next(iter(change)))
-
-    x, cache, weight, bias, _, at = good.values()
-    yield bad("x is not a tensor", x=[1.0])
-    yield bad("x of integers", x=x.long())
-    yield bad("x of three dimensions", x=x[None])
-    yield bad("weight of one feature, which would broadcast", weight=weight[:1])
-    yield bad("weight of one tap", weight=weight[:, :1])
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    yield bad("weight of another dtype", weight=weight.to(other))
-    yield bad("bias of one feature, which would broadcast", bias=bias[:1])
-    yield bad("states of fewer columns", conv_state=cache[:, :, :2])
-    yield bad("states of another dtype", conv_state=cache.to(other))
-    yield bad("an activation that is not known", activation="gelu")
-    yield bad("indices of floats", conv_state_indices=at.float())
-    yield bad("too few indices", conv_state_indices=at[:3])
-    if source.device.type == "cpu":  # an accelerator would be unusable after it
-        yield bad("an index beyond the slots", conv_state_indices=at + len(cache))
-        yield bad("a negative index", conv_state_indices=at - 7)
+def _also(x: Any, states: Any, weight: Any, bias: Any, activation: Any, indices: Any) -> Problem:
+    return slots("conv_state_indices", indices, len(states))
 
 
-SPEC = OpSpec(
-    oracle=causal_conv1d_update,
-    variants=(
-        Variant(
-            "",
-            "(Tensor x, Tensor conv_state, Tensor weight, Tensor? bias, str? activation, "
-            "Tensor conv_state_indices) -> (Tensor, Tensor)",
-            overwrites=("x", "conv_state"),
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    at, states = good["conv_state_indices"], good["conv_state"]
+    if at.device.type == "cpu":  # an accelerator would be unusable after it
+        yield "an index beyond the slots", {"conv_state_indices": at + len(states)}
+        yield "a negative index", {"conv_state_indices": at - len(states)}
+
+
+SPEC = declared(
+    causal_conv1d_update,
+    {
+        "x": tensor("tokens, dim"),
+        "weight": WEIGHT,
+        "bias": BIAS,
+        "conv_state": STATES,
+        "activation": word("silu").optional(),
+        "conv_state_indices": integers("tokens"),
+    },
+    (like("x"), like("conv_state")),
+    also=_also,
+    overwrites=("x", "conv_state"),
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"x", "conv_state_indices"}),
-    bad_inputs=_bad_inputs,
     stands=True,
-    consumable=frozenset({"x", "conv_state"}),
     second_form=_by_taps,
     whole_batch=True,
     outputs=(Within(), Exact()),

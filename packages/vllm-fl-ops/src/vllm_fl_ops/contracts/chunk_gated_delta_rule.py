@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import Problem, declared, integers, like, scalar, tensor
 from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .sequences import boundaries, ends, epsilon_or_none, fitting_heads
+from .sequences import boundaries, ends, fitting_heads
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OUTPUTS", "SPEC", "check_heads", "served_heads"]
+__all__ = ["HEADS", "OUTPUTS", "SPEC", "served_heads"]
 
 SIZES = (
     "linear_key_heads",
@@ -132,86 +132,6 @@ def _by_triangular_systems(
     return torch.cat(outs, 1).transpose(0, 1).contiguous(), torch.stack(states)
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    epsilon: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return v.new_empty(v.shape), initial_state.new_empty(initial_state.shape)
-
-
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    initial_state: Any,
-    cu_seqlens: Any,
-    epsilon: Any = None,
-) -> Problem:
-    problem = check_heads(q, k, v) or _check_gates(g, beta, q, v)
-    if problem:
-        return problem
-    problem = floating_tensor("initial_state", initial_state)
-    if problem:
-        return problem
-    state = (v.shape[1], v.shape[2], q.shape[2])
-    if initial_state.ndim != 4 or initial_state.shape[1:] != state:
-        wanted = ", ".join(map(str, state))
-        return "initial_state", f"must be (sequences, {wanted}), got {tuple(initial_state.shape)}"
-    return (
-        _of_dtype("initial_state", initial_state, q)
-        or on_device_of("initial_state", initial_state, "q", q)
-        or boundaries("cu_seqlens", cu_seqlens, len(q), len(initial_state), ("q", q))
-        or epsilon_or_none("epsilon", epsilon)
-    )
-
-
-def check_heads(q: Any, k: Any, v: Any) -> Problem:
-    """What is wrong with the heads of a delta rule, or None."""
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        problem = floating_tensor(name, value)
-        if problem:
-            return problem
-        if value.ndim != 3:
-            return name, f"must be (tokens, heads, size), got {tuple(value.shape)}"
-        if value.dtype != q.dtype:
-            return name, f"must have q's dtype {q.dtype}, got {value.dtype}"
-        problem = on_device_of(name, value, "q", q)
-        if problem:
-            return problem
-    problem = shaped("k", k, q.shape, "q's shape")
-    if problem:
-        return problem
-    if len(v) != len(q) or not v.shape[1] or v.shape[1] % q.shape[1]:
-        return "v", f"must have q's {len(q)} tokens, and {q.shape[1]} heads or a multiple of them"
-    return None
-
-
-def _check_gates(g: Any, beta: Any, q: torch.Tensor, v: torch.Tensor) -> Problem:
-    for name, value in (("g", g), ("beta", beta)):
-        problem = floating_tensor(name, value)
-        problem = problem or shaped(name, value, v.shape[:2], "one number for each head of v,")
-        problem = problem or on_device_of(name, value, "q", q)
-        if problem:
-            return problem
-    if str(g.dtype) != "torch.float32":
-        return "g", f"must be float32, got {g.dtype}"
-    return _of_dtype("beta", beta, q)
-
-
-def _of_dtype(name: str, value: torch.Tensor, q: torch.Tensor) -> Problem:
-    if value.dtype == q.dtype or str(value.dtype) == "torch.float32":
-        return None
-    return name, f"must have q's dtype {q.dtype} or float32, got {value.dtype}"
-
-
 def _call(
     source: Source,
     ends: tuple[int, ...],
@@ -301,43 +221,6 @@ def served_heads(
         yield Sample(name, (*call.values(),), 30.0 if large else 1.0, smaller)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    # Sizes of which every kernel has one.
-    good = _call(source, (3, 5), heads=2, value_heads=4, key_size=64, value_size=64)
-
-    def bad(name: str, **change: Any) -> BadInput:
-        return BadInput(name, (*(good | change).values(),), next(iter(change)))
-
-    q, k, v, g, beta, state, at, _ = good.values()
-    yield bad("q is not a tensor", q=[1.0])
-    yield bad("q of integers", q=q.long())
-    yield bad("q of two dimensions", q=q.flatten(1))
-    yield bad("k of another head size", k=k[..., :32])
-    yield bad("k of one token, which would broadcast", k=k[:1])
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    yield bad("k of another dtype", k=k.to(other))
-    yield bad("v of three heads for two", v=v[:, :3])
-    yield bad("v of another dtype", v=v.to(other))
-    yield bad("g in float64", g=g.double())
-    yield bad("g of one head, which would broadcast", g=g[:, :1])
-    yield bad("beta of one head, which would broadcast", beta=beta[:, :1])
-    yield bad("beta is not a tensor", beta=0.5)
-    yield bad("states of half a key", initial_state=state[..., :32])
-    yield bad("one state for two sequences", cu_seqlens=at, initial_state=state[:1])
-    yield bad("states of integers", initial_state=state.long())
-    yield bad("cu_seqlens of floats", cu_seqlens=at.float())
-    yield bad("cu_seqlens of one sequence", cu_seqlens=at[:2])
-    if source.device.type == "cpu":  # an accelerator would be unusable after it
-        yield bad("cu_seqlens beyond the tokens", cu_seqlens=at * 2)
-        yield bad("cu_seqlens before the last token", cu_seqlens=at.clamp(max=len(q) - 1))
-        yield bad("cu_seqlens that fall", cu_seqlens=at[[0, 2, 1]])
-    yield bad("epsilon is no number", epsilon="1e-6")
-    yield bad("epsilon is 0", epsilon=0.0)
-
-
 OUTPUTS = (
     Within(),
     Within(
@@ -356,21 +239,47 @@ OUTPUTS = (
 )
 """How the results of a delta rule are compared, its outputs and its states."""
 
-SPEC = OpSpec(
-    oracle=chunk_gated_delta_rule,
-    variants=(
-        Variant(
-            "",
-            "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor initial_state, "
-            "Tensor cu_seqlens, float? epsilon=None) -> (Tensor, Tensor)",
-        ),
+
+def _also(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, begins: Any, *_: Any) -> Problem:
+    return boundaries("cu_seqlens", begins, len(q))
+
+
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    at = good["cu_seqlens"]
+    yield "states of integers", {"initial_state": good["initial_state"].long()}
+    if at.device.type == "cpu":  # an accelerator would be unusable after it
+        yield "cu_seqlens beyond the tokens", {"cu_seqlens": at * 2}
+        yield "cu_seqlens before the last token", {"cu_seqlens": at.clamp(max=len(good["q"]) - 1)}
+        yield "cu_seqlens that fall", {"cu_seqlens": at.flip(0)}
+
+
+HEADS = {
+    "q": tensor("tokens, heads, key_size"),
+    "k": like("q"),
+    "v": tensor(
+        "tokens, value_heads, value_size",
+        "q",
+        where="value_heads >= 1 and value_heads % heads == 0",
     ),
-    fake=_fake,
-    check=_check,
+}
+"""Queries, keys and values of a delta rule."""
+
+SPEC = declared(
+    chunk_gated_delta_rule,
+    {
+        **HEADS,
+        "g": tensor("tokens, value_heads", "float32"),
+        "beta": tensor("tokens, value_heads", "q", "float32"),
+        "initial_state": tensor("sequences, value_heads, value_size, key_size", "q", "float32"),
+        "cu_seqlens": integers("sequences + 1"),
+        "epsilon": scalar("value > 0").optional(),
+    },
+    (like("v"), like("initial_state")),
+    also=_also,
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"q", "k", "v", "g", "beta"}),
-    bad_inputs=_bad_inputs,
     stands=True,
     second_form=_by_triangular_systems,
     whole_batch=True,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of
+from vllm_fl.contracts.arguments import declared, like, tensor
 from vllm_fl.contracts.outputs import Exact
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample
 
 from .paging import (
     BLOCK_SIZE,
-    bad_slots,
+    SLOTS,
     blocks_for,
-    check_cache,
-    check_slots,
     far_slots,
     served_slots,
     slots,
@@ -73,38 +71,6 @@ def _side_by_side(
     halves = kv_cache.split((kv_c.shape[1], k_pe.shape[1]), dim=-1)
     pairs = zip(halves, (kv_c, k_pe), strict=True)
     return torch.cat([written_one_by_one(*pair, slot_mapping) for pair in pairs], dim=-1)
-
-
-def _fake(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> torch.Tensor:
-    return kv_cache.new_empty(kv_cache.shape)
-
-
-def _check(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> Problem:
-    problem = floating_tensor("kv_c", kv_c)
-    if problem:
-        return problem
-    if kv_c.ndim != 2:
-        return "kv_c", f"must be (tokens, kv_lora_rank), got {tuple(kv_c.shape)}"
-    problem = _check_k_pe(k_pe, kv_c)
-    if problem:
-        return problem
-    row = (kv_c.shape[1] + k_pe.shape[1],)
-    return check_cache(
-        "kv_cache", kv_cache, row, "kv_lora_rank + rope_size", "kv_c", kv_c
-    ) or check_slots(slot_mapping, kv_cache, "kv_c", kv_c)
-
-
-def _check_k_pe(k_pe: Any, kv_c: torch.Tensor) -> Problem:
-    problem = floating_tensor("k_pe", k_pe)
-    if problem:
-        return problem
-    if k_pe.ndim != 2 or k_pe.shape[0] != kv_c.shape[0]:
-        return "k_pe", f"must be ({kv_c.shape[0]}, rope_size), got {tuple(k_pe.shape)}"
-    if k_pe.dtype != kv_c.dtype:
-        return "k_pe", f"must have kv_c's dtype {kv_c.dtype}, got {k_pe.dtype}"
-    return on_device_of("k_pe", k_pe, "kv_c", kv_c)
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
@@ -187,53 +153,22 @@ def _served(
         yield Sample(name, (kv_c, k_pe, cache, mapping))
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16  # as wide, if one is
-    good = {
-        "kv_c": source.normal(4, 16),
-        "k_pe": source.normal(4, 8),
-        "kv_cache": source.normal(3, 4, 24),
-        "slot_mapping": slots(4, 12, source.device),
-    }
-
-    def bad(name: str, argument: str, value: object) -> BadInput:
-        return BadInput(name, tuple((good | {argument: value}).values()), argument)
-
-    yield bad("kv_c is not a tensor", "kv_c", [1.0])
-    yield bad("kv_c of integers", "kv_c", torch.ones(4, 16, dtype=torch.int64, device=device))
-    yield bad("kv_c of three dimensions", "kv_c", source.normal(4, 1, 16))
-    yield bad("k_pe is not a tensor", "k_pe", None)
-    yield bad("k_pe of fewer tokens", "k_pe", source.normal(1, 8))
-    yield bad("k_pe of three dimensions", "k_pe", source.normal(4, 1, 8))
-    yield bad("k_pe of another dtype", "k_pe", source.normal(4, 8, dtype=other))
-    yield bad("kv_cache is not a tensor", "kv_cache", 0)
-    yield bad("kv_cache of wider rows", "kv_cache", source.normal(3, 4, 32))
-    yield bad("kv_cache of slots, not blocks", "kv_cache", source.normal(12, 24))
-    yield bad("kv_cache of another dtype", "kv_cache", source.normal(3, 4, 24, dtype=other))
-    for name, mapping in bad_slots(good["slot_mapping"]):
-        yield bad(name, "slot_mapping", mapping)
-
-
-SPEC = OpSpec(
-    oracle=concat_and_cache_mla,
-    variants=(
-        Variant(
-            "",
-            "(Tensor kv_c, Tensor k_pe, Tensor kv_cache, Tensor slot_mapping) -> Tensor",
-            overwrites=("kv_cache",),
+SPEC = declared(
+    concat_and_cache_mla,
+    {
+        "kv_c": tensor("tokens, kv_lora_rank"),
+        "k_pe": tensor("tokens, rope_size", "kv_c"),
+        "kv_cache": tensor(
+            "blocks, block_size, kv_lora_rank + rope_size", "kv_c", where="block_size >= 1"
         ),
-    ),
-    fake=_fake,
-    check=_check,
+        "slot_mapping": SLOTS,
+    },
+    (like("kv_cache"),),
+    overwrites=("kv_cache",),
     samples=_samples,
     served=_served,
     by_token=frozenset({"kv_c", "k_pe", "slot_mapping"}),
-    bad_inputs=_bad_inputs,
     second_form=_side_by_side,
-    consumable=frozenset({"kv_cache"}),
     dtypes=("float32", "float16", "bfloat16"),
     outputs=(Exact(),),
     whole_batch=True,

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.checks import Problem, finite_number
+from vllm_fl.contracts.arguments import declared, scalar, tensor
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .activations import (
     activation_inputs,
-    bad_gated_inputs,
     broken_row,
-    gated_tensor,
     served_gated_inputs,
 )
+from .common import not_finite, of_layer
 
 if TYPE_CHECKING:
     import torch
@@ -56,14 +53,6 @@ def _by_product(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
     return (gate > threshold).double() * (gate * up)
 
 
-def _fake(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-def _check(x: Any, threshold: Any = 0.0) -> Problem:
-    return gated_tensor("x", x) or finite_number("threshold", threshold)
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     source = Source(dtype, device)
     for name, x in activation_inputs(source, 2):
@@ -82,25 +71,18 @@ def _served(
         yield Sample(name, (x, 0.25), scale)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    for name, x in bad_gated_inputs(source):
-        yield BadInput(name, (x, 0.0), "x")
-    x = source.normal(4, 8)
-    yield BadInput("threshold is no number", (x, "0"), "threshold")
-    yield BadInput("threshold is NaN", (x, math.nan), "threshold")
-    yield BadInput("threshold is infinite", (x, math.inf), "threshold")
-
-
-SPEC = OpSpec(
-    oracle=fatrelu_and_mul,
-    variants=(Variant("", "(Tensor x, float threshold=0.0) -> Tensor"),),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    fatrelu_and_mul,
+    {
+        "x": tensor("..., 2 * d"),
+        "threshold": scalar(),
+    },
+    (tensor("..., d"),),
+    bad=lambda good: not_finite("threshold"),
+    **of_layer("threshold"),
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_product,
     tolerances={
         "float32": Tolerance(
@@ -111,5 +93,4 @@ SPEC = OpSpec(
         ),
         "bfloat16": Tolerance(1.6e-2, 1e-6, "4 roundings of 2^-8, as vLLM's bf16 default"),
     },
-    from_layer=MappingProxyType({"threshold": lambda layer: layer.threshold}),
 )

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import (
+    Problem,
+    declared,
+    flag,
+    integer,
+    integers,
+    like,
+    tensor,
+    word,
+)
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -166,142 +175,6 @@ def _dense(
     if w2_bias is not None:
         result = result + of_all(w2_bias)
     return torch.einsum("te,teh->th", share, result)
-
-
-def _fake(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    global_num_experts: int = -1,
-    expert_map: torch.Tensor | None = None,
-    w13_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return hidden_states.new_empty(hidden_states.shape)
-
-
-def _check(
-    hidden_states: Any,
-    w13: Any,
-    w2: Any,
-    topk_weights: Any,
-    topk_ids: Any,
-    activation: Any = "silu",
-    apply_router_weight_on_input: Any = False,
-    global_num_experts: Any = -1,
-    expert_map: Any = None,
-    w13_bias: Any = None,
-    w2_bias: Any = None,
-) -> Problem:
-    x = hidden_states
-    problem = floating_tensor("hidden_states", x)
-    if problem:
-        return problem
-    if x.ndim != 2:
-        return "hidden_states", f"must be (tokens, hidden), got {tuple(x.shape)}"
-    problem = _weight("w13", w13, x, "(experts, 2 * intermediate, hidden)")
-    if problem:
-        return problem
-    experts, inner, hidden = w13.shape
-    if hidden != x.shape[1] or inner % 2 or not experts:
-        return "w13", f"must be (1 or more, even, {x.shape[1]}), got {tuple(w13.shape)}"
-    return (
-        _weight("w2", w2, x, "(experts, hidden, intermediate)")
-        or shaped(
-            "w2", w2, (experts, hidden, inner // 2), "w13's (experts, hidden, intermediate) ="
-        )
-        or _check_routing(x, topk_weights, topk_ids)
-        or _check_flags(activation, apply_router_weight_on_input, topk_ids.shape[1])
-        or _check_map(x, experts, global_num_experts, expert_map)
-        or _check_ids(topk_ids, experts if expert_map is None else expert_map.numel())
-        or _bias("w13_bias", w13_bias, x, (experts, inner))
-        or _bias("w2_bias", w2_bias, x, (experts, hidden))
-    )
-
-
-def _weight(name: str, value: Any, x: torch.Tensor, meaning: str) -> Problem:
-    problem = floating_tensor(name, value)
-    if problem:
-        return problem
-    if value.dtype != x.dtype:
-        return name, f"must be of hidden_states' dtype {x.dtype}, got {value.dtype}"
-    if value.ndim != 3:
-        return name, f"must be {meaning}, got {tuple(value.shape)}"
-    return on_device_of(name, value, "hidden_states", x)
-
-
-def _bias(name: str, value: Any, x: torch.Tensor, shape: tuple[int, int]) -> Problem:
-    if value is None:
-        return None
-    problem = floating_tensor(name, value)
-    if problem:
-        return problem
-    if value.dtype != x.dtype:
-        return name, f"must be of hidden_states' dtype {x.dtype}, got {value.dtype}"
-    return shaped(name, value, shape, "w13's and w2's sizes") or on_device_of(
-        name, value, "hidden_states", x
-    )
-
-
-def _check_routing(x: torch.Tensor, topk_weights: Any, topk_ids: Any) -> Problem:
-    import torch
-
-    problem = floating_tensor("topk_weights", topk_weights)
-    if problem:
-        return problem
-    if topk_weights.ndim != 2 or topk_weights.shape[0] != x.shape[0] or not topk_weights.shape[1]:
-        wanted = f"({x.shape[0]}, 1 or more)"
-        return "topk_weights", f"must be (tokens, k) = {wanted}, got {tuple(topk_weights.shape)}"
-    if not isinstance(topk_ids, torch.Tensor):
-        return "topk_ids", f"must be a torch.Tensor, got {type(topk_ids).__name__}"
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        return "topk_ids", f"must be int32 or int64, got {topk_ids.dtype}"
-    return (
-        shaped("topk_ids", topk_ids, topk_weights.shape, "the shape of topk_weights")
-        or on_device_of("topk_weights", topk_weights, "hidden_states", x)
-        or on_device_of("topk_ids", topk_ids, "hidden_states", x)
-    )
-
-
-def _check_flags(activation: Any, on_input: Any, k: int) -> Problem:
-    if activation not in ACTIVATIONS:
-        return "activation", f"must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-    if on_input and k != 1:
-        return "apply_router_weight_on_input", f"must be False for more than one expert, k is {k}"
-    return None
-
-
-def _check_map(x: torch.Tensor, experts: int, count: Any, expert_map: Any) -> Problem:
-    import torch
-
-    if isinstance(count, bool) or not isinstance(count, int):
-        return "global_num_experts", f"must be a whole number, got {type(count).__name__}"
-    if expert_map is None:
-        if count in (-1, experts):
-            return None
-        return "global_num_experts", f"must be -1 or w13's {experts} experts, got {count}"
-    if not isinstance(expert_map, torch.Tensor):
-        return "expert_map", f"must be a torch.Tensor, got {type(expert_map).__name__}"
-    if expert_map.dtype != torch.int32 or expert_map.ndim != 1:
-        got = f"{expert_map.dtype} of {expert_map.ndim} dimensions"
-        return "expert_map", f"must be int32 of one dimension, got {got}"
-    if count != expert_map.numel():
-        wanted = f"as many as expert_map has entries, {expert_map.numel()}"
-        return "global_num_experts", f"must be {wanted}, got {count}"
-    return on_device_of("expert_map", expert_map, "hidden_states", x)
-
-
-def _check_ids(topk_ids: torch.Tensor, count: int) -> Problem:
-    if topk_ids.device.type == "meta" or not topk_ids.numel():
-        return None
-    highest = int(topk_ids.max())
-    if highest >= count:
-        return "topk_ids", f"must be below the number of experts, {count}, got {highest}"
-    return None
 
 
 def _routing(
@@ -488,77 +361,59 @@ def _part(
     )
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+def _also(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, *rest: Any) -> Problem:
+    _, on_input, count, expert_map, *_ = rest
+    if on_input and ids.shape[1] != 1:
+        return (
+            "apply_router_weight_on_input",
+            f"must be False for {ids.shape[1]} experts of a token",
+        )
+    known = len(w13) if expert_map is None else len(expert_map)
+    if count != known and (count != -1 or expert_map is not None):
+        return "global_num_experts", f"must be the number of experts, {known}, got {count}"
+    if not ids.is_meta and ids.numel() and int(ids.max()) >= known:
+        return "topk_ids", f"must be below the number of experts, {known}, got {int(ids.max())}"
+    return None
+
+
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     import torch
 
-    source = Source(dtype, device)
-    w13, w2 = _weights(source, 4, 32, 32)
-    weights, ids = _routing(source, 4, 4, 2)
-    good = {
-        "hidden_states": source.normal(4, 32),
-        "w13": w13,
-        "w2": w2,
-        "topk_weights": weights,
-        "topk_ids": ids,
-        "activation": "silu",
-        "apply_router_weight_on_input": False,
-        "global_num_experts": -1,
-        "expert_map": None,
-        "w13_bias": None,
-        "w2_bias": None,
-    }
-
-    def bad(name: str, argument: str, **wrong: Any) -> BadInput:
-        return BadInput(name, tuple({**good, **wrong}.values()), argument)
-
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    yield bad("not a tensor", "hidden_states", hidden_states=[1.0])
-    yield bad("3-D", "hidden_states", hidden_states=source.normal(2, 2, 32))
-    yield bad("weights of another dtype", "w13", w13=w13.to(other))
-    yield bad("w2 of another dtype", "w2", w2=w2.to(other))
-    yield bad("w13 of another width", "w13", w13=source.normal(4, 64, 31))
-    yield bad("w2 transposed", "w2", w2=source.normal(4, 32, 64))
-    yield bad(
-        "routing for fewer tokens", "topk_weights", topk_weights=weights[:3], topk_ids=ids[:3]
-    )
-    yield bad("fewer ids than weights", "topk_ids", topk_ids=ids[:, :1])
-    yield bad("ids of floats", "topk_ids", topk_ids=ids.to(torch.float32))
-    yield bad("an activation that nobody has", "activation", activation="tanh")
-    yield bad(
-        "weights on the input, for two experts",
-        "apply_router_weight_on_input",
-        apply_router_weight_on_input=True,
-    )
-    if source.device.type == "cpu":  # an accelerator would be unusable after it
-        here = torch.arange(4, dtype=torch.int32, device=source.device)
-        yield bad("an id beyond the experts", "topk_ids", topk_ids=ids + 1)
-        mapped = {"expert_map": here, "global_num_experts": 4}
-        yield bad("an id beyond the map", "topk_ids", topk_ids=ids + 1, **mapped)
-    yield bad("more experts than there are", "global_num_experts", global_num_experts=8)
-    yield bad("a list of experts", "expert_map", expert_map=[0, 1, 2, 3], global_num_experts=4)
-    here = torch.arange(4, dtype=torch.int32, device=source.device)
-    yield bad("a map of fewer experts", "global_num_experts", expert_map=here, global_num_experts=8)
-    yield bad("a bias for every token", "w13_bias", w13_bias=source.normal(3, 64))
-    yield bad("a bias of another width", "w2_bias", w2_bias=source.normal(4, 31))
+    x, w13, ids = good["hidden_states"], good["w13"], good["topk_ids"]
+    count = len(w13)
+    yield "routing for fewer tokens", {n: good[n][:3] for n in ("topk_weights", "topk_ids")}
+    yield "weights on the input, for two experts", {"apply_router_weight_on_input": True}
+    here = torch.arange(count, dtype=torch.int32, device=x.device)
+    mapped = {"expert_map": here, "global_num_experts": count}
+    if x.device.type == "cpu":  # an accelerator would be unusable after it
+        yield "an id beyond the experts", {"topk_ids": ids + count}
+        yield "an id beyond the map", mapped | {"topk_ids": ids + count}
+    yield "a list of experts", mapped | {"expert_map": [*range(count)]}
+    yield "a map of fewer experts", mapped | {"global_num_experts": 2 * count}
+    yield "a bias for every token", {"w13_bias": x.new_zeros(len(x), w13.shape[1])}
 
 
-SPEC = OpSpec(
-    oracle=fused_experts,
-    variants=(
-        Variant(
-            "",
-            "(Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
-            'str activation="silu", bool apply_router_weight_on_input=False, '
-            "int global_num_experts=-1, Tensor? expert_map=None, Tensor? w13_bias=None, "
-            "Tensor? w2_bias=None) -> Tensor",
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    fused_experts,
+    {
+        "hidden_states": tensor("tokens, hidden"),
+        "w13": tensor("experts, 2 * intermediate, hidden", "hidden_states", where="experts >= 1"),
+        "w2": tensor("experts, hidden, intermediate", "hidden_states"),
+        "topk_weights": tensor("tokens, k", where="k >= 1"),
+        "topk_ids": integers("tokens, k"),
+        "activation": word(*ACTIVATIONS),
+        "apply_router_weight_on_input": flag(),
+        "global_num_experts": integer(type="int"),
+        "expert_map": tensor("mapped", "int32").optional(),
+        "w13_bias": tensor("experts, 2 * intermediate", "hidden_states").optional(),
+        "w2_bias": tensor("experts, hidden", "hidden_states").optional(),
+    },
+    (like("hidden_states"),),
+    also=_also,
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"hidden_states", "topk_weights", "topk_ids"}),
-    bad_inputs=_bad_inputs,
     part=_part,
     second_form=_dense,
     tolerances=MappingProxyType(

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import declared, like, tensor
 from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC", "check_gates"]
+__all__ = ["SPEC"]
 
 
 def gdn_gating(
@@ -53,40 +53,6 @@ def _by_logsigmoid(
 
     keeps = F.logsigmoid(-(a.double() + dt_bias.double()))
     return keeps * A_log.double().exp(), 0.5 + 0.5 * (b.double() / 2).tanh()
-
-
-def _fake(
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
-
-
-def _check(a: Any, b: Any, A_log: Any, dt_bias: Any) -> Problem:
-    problem = floating_tensor("a", a)
-    if problem:
-        return problem
-    if a.ndim != 2:
-        return "a", f"must be (tokens, heads), got {tuple(a.shape)}"
-    return check_gates(a, b, A_log, dt_bias)
-
-
-def check_gates(a: torch.Tensor, b: Any, A_log: Any, dt_bias: Any) -> Problem:
-    """What is wrong with A_log, b or dt_bias beside a sound (tokens, heads) `a`, or None."""
-    for name, value, shape, meaning in (
-        ("b", b, a.shape, "a's shape"),
-        ("A_log", A_log, a.shape[1:], "one number for each head of a,"),
-        ("dt_bias", dt_bias, a.shape[1:], "one number for each head of a,"),
-    ):
-        problem = floating_tensor(name, value) or shaped(name, value, shape, meaning)
-        problem = problem or on_device_of(name, value, "a", a)
-        if problem:
-            return problem
-        if value.dtype != a.dtype and (name == "b" or str(value.dtype) != "torch.float32"):
-            other = "" if name == "b" else " or float32"
-            return name, f"must have a's dtype {a.dtype}{other}, got {value.dtype}"
-    return None
 
 
 def _calls(source: Source, tokens: int, heads: int, scale: float = 1.0) -> tuple[Any, ...]:
@@ -130,40 +96,19 @@ def _served(
         yield Sample(f"{tokens} x {int(heads)} heads{', large' * large}", call)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    a, b, A_log, dt_bias = _calls(source, 4, 6)
-    good = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
-
-    def bad(name: str, **change: Any) -> BadInput:
-        return BadInput(name, (*(good | change).values(),), next(iter(change)))
-
-    yield bad("a is not a tensor", a=[1.0])
-    yield bad("a of integers", a=torch.ones(4, 6, dtype=torch.int64, device=device))
-    yield bad("a of three dimensions", a=a[None])
-    yield bad("b of other tokens", b=b[:3])
-    yield bad("b of one token, which would broadcast", b=b[:1])
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    yield bad("b of another dtype", b=b.to(other))
-    yield bad("A_log is not a tensor", A_log=1.0)
-    yield bad("A_log of one head, which would broadcast", A_log=A_log[:1])
-    yield bad("dt_bias for each token", dt_bias=a.clone())
-    yield bad("dt_bias of integers", dt_bias=torch.ones(6, dtype=torch.int32, device=device))
-
-
-SPEC = OpSpec(
-    oracle=gdn_gating,
-    variants=(
-        Variant("", "(Tensor a, Tensor b, Tensor A_log, Tensor dt_bias) -> (Tensor, Tensor)"),
-    ),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    gdn_gating,
+    {
+        "a": tensor("tokens, heads"),
+        "b": like("a"),
+        "A_log": tensor("heads", "a", "float32"),
+        "dt_bias": tensor("heads", "a", "float32"),
+    },
+    (tensor("tokens, heads", "float32"), like("b")),
+    bad=lambda good: [("dt_bias of integers", {"dt_bias": good["dt_bias"].int()})],
     samples=_samples,
     served=_served,
     by_token=frozenset({"a", "b"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_logsigmoid,
     outputs=(Within(), Within()),
     tolerances={

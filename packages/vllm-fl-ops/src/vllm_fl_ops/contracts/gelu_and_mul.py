@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.checks import Problem
+from vllm_fl.contracts.arguments import declared, tensor, word
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .activations import bad_gated_inputs, gated_inputs, gated_tensor, served_gated_inputs
+from .activations import gated_inputs, served_gated_inputs
+from .common import of_layer
 
 if TYPE_CHECKING:
     import torch
@@ -58,19 +58,6 @@ def _by_torch(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return gelu(gate, approximate=approximate) * up
 
 
-def _fake(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-def _check(x: Any, approximate: Any = "none") -> Problem:
-    problem = gated_tensor("x", x)
-    if problem:
-        return problem
-    if approximate not in APPROXIMATIONS:
-        return "approximate", f"must be 'none' or 'tanh', got {approximate!r}"
-    return None
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     for approximate in APPROXIMATIONS:
         for name, x in gated_inputs(Source(dtype, device)):
@@ -85,23 +72,17 @@ def _served(
             yield Sample(f"{name}, approximate={approximate}", (x, approximate), scale)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    for name, x in bad_gated_inputs(source):
-        yield BadInput(name, (x, "none"), "x")
-    yield BadInput("unknown approximate", (source.normal(4, 8), "sigmoid"), "approximate")
-    yield BadInput("approximate is no word", (source.normal(4, 8), True), "approximate")
-
-
-SPEC = OpSpec(
-    oracle=gelu_and_mul,
-    variants=(Variant("", '(Tensor x, str approximate="none") -> Tensor'),),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    gelu_and_mul,
+    {
+        "x": tensor("..., 2 * d"),
+        "approximate": word(*APPROXIMATIONS),
+    },
+    (tensor("..., d"),),
+    **of_layer("approximate"),
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_torch,
     tolerances={
         "float32": Tolerance(
@@ -122,5 +103,4 @@ SPEC = OpSpec(
             "4 roundings of 2^-8, as vLLM's bf16 default; atol for that cancellation in fp32",
         ),
     },
-    from_layer=MappingProxyType({"approximate": lambda layer: layer.approximate}),
 )

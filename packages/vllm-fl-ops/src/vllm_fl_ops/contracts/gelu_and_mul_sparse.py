@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, finite_number
+from vllm_fl.contracts.arguments import Argument, Problem, declared, tensor, word
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .activations import (
     activation_inputs,
-    bad_gated_inputs,
     broken_row,
-    gated_tensor,
     served_gated_inputs,
 )
+from .common import not_finite, of_layer
 from .gelu_and_mul import APPROXIMATIONS
 
 if TYPE_CHECKING:
@@ -75,23 +73,6 @@ def _by_torch(x: torch.Tensor, std_multiplier: float, approximate: str = "none")
     return gelu(relu(gate - (mean + deviation * std_multiplier)), approximate=approximate) * up
 
 
-def _fake(x: torch.Tensor, std_multiplier: float, approximate: str = "none") -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-def _check(x: Any, std_multiplier: Any, approximate: Any = "none") -> Problem:
-    import torch
-
-    problem = gated_tensor("x", x)
-    if not isinstance(std_multiplier, torch.Tensor):
-        problem = problem or finite_number("std_multiplier", std_multiplier)
-    if problem:
-        return problem
-    if approximate not in APPROXIMATIONS:
-        return "approximate", f"must be 'none' or 'tanh', got {approximate!r}"
-    return None
-
-
 GEMMA = 1.6448536
 """Of a share of 0.95, which Gemma 3n has in its first layers."""
 
@@ -115,25 +96,26 @@ def _served(
         yield Sample(name, (x, GEMMA, "tanh"), scale**2)  # of a product
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    for name, x in bad_gated_inputs(source):
-        yield BadInput(name, (x, GEMMA, "none"), "x")
-    x = source.normal(4, 8)
-    yield BadInput("std_multiplier is no number", (x, "1.6", "none"), "std_multiplier")
-    yield BadInput("std_multiplier is infinite", (x, math.inf, "none"), "std_multiplier")
-    yield BadInput("unknown approximate", (x, GEMMA, "sigmoid"), "approximate")
+class Multiplier(Argument):
+    """A number, or a tensor with one."""
+
+    def problem(self, name: str, value: Any, call: dict[str, Any]) -> Problem:
+        return None if hasattr(value, "numel") else super().problem(name, value, call)
 
 
-SPEC = OpSpec(
-    oracle=gelu_and_mul_sparse,
-    variants=(Variant("", '(Tensor x, float std_multiplier, str approximate="none") -> Tensor'),),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    gelu_and_mul_sparse,
+    {
+        "x": tensor("..., 2 * d"),
+        "std_multiplier": Multiplier(type="float", classes=(int, float)),
+        "approximate": word(*APPROXIMATIONS),
+    },
+    (tensor("..., d"),),
+    bad=lambda good: not_finite("std_multiplier"),
+    **of_layer("std_multiplier", "approximate"),
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_torch,
     tolerances={
         "float32": Tolerance(
@@ -152,10 +134,4 @@ SPEC = OpSpec(
             "cutoff: seen up to 1.7e-2 beyond that, in 257 rows of 3072",
         ),
     },
-    from_layer=MappingProxyType(
-        {
-            "std_multiplier": lambda layer: layer.std_multiplier,
-            "approximate": lambda layer: layer.approximate,
-        }
-    ),
 )

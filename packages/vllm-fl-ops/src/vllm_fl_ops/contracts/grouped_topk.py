@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem
+from vllm_fl.contracts.arguments import declared, flag, integer, scalar, tensor, word
 from vllm_fl.contracts.outputs import Routing
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
+from .common import not_finite, of_layer
 from .routing import (
     MARGIN,
+    RESULTS,
+    SCORING,
     bias_for_choice,
     by_argmax,
-    check_bias,
-    check_factor,
-    check_logits,
-    check_scoring,
-    check_topk,
     highest,
     router_logits,
     scored,
-    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -148,56 +144,6 @@ def _by_token(
     return weights, ids
 
 
-def _fake(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int,
-    topk_group: int,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    shape = (gating_output.shape[0], topk)
-    return (
-        gating_output.new_empty(shape, dtype=torch.float32),
-        gating_output.new_empty(shape, dtype=torch.int32),
-    )
-
-
-def _check(
-    gating_output: Any,
-    topk: Any,
-    renormalize: Any,
-    num_expert_group: Any,
-    topk_group: Any,
-    scoring_func: Any = "softmax",
-    routed_scaling_factor: Any = 1.0,
-    e_score_correction_bias: Any = None,
-) -> Problem:
-    return (
-        check_logits("gating_output", gating_output)
-        or _check_groups(num_expert_group, gating_output.shape[1], e_score_correction_bias)
-        or check_topk("topk_group", topk_group, num_expert_group)
-        or check_topk("topk", topk, topk_group * (gating_output.shape[1] // num_expert_group))
-        or check_scoring(scoring_func)
-        or check_factor(routed_scaling_factor)
-        or check_bias(e_score_correction_bias, gating_output)
-    )
-
-
-def _check_groups(groups: Any, experts: int, bias: Any) -> Problem:
-    name = "num_expert_group"
-    problem = whole_number(name, groups)
-    if problem is None and (groups < 1 or experts % groups):
-        return name, f"must divide the {experts} experts, got {groups}"
-    if problem is None and bias is not None and experts < 2 * groups:
-        return name, f"must leave two experts for each group, got {groups} for {experts}"
-    return problem
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     source = Source(dtype, device)
     sizes = (6, True, 8, 3)
@@ -262,69 +208,61 @@ def _served(
             rest = ("sigmoid", 2.5, bias) if how == "sigmoid" else ("softmax", 1.0, None)
             name = f"{topk} of {tokens} x {experts} in {best} of {groups}, {how}{', large' * large}"
             args = (logits, topk, True, groups, best, *rest)
-            if _check(*args) is None:  # a model with sizes that make no groups has other routing
+            if (
+                SPEC.check(*args) is None
+            ):  # a model with sizes that make no groups has other routing
                 yield Sample(name, args)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    logits, bias = source.normal(4, 16), source.normal(16)
-    sizes = (2, True, 4, 2)
-    plain = ("softmax", 1.0, None)
-    yield BadInput("not a tensor", ([[1.0, 2.0]], *sizes, *plain), "gating_output")
-    yield BadInput("integers", (logits.long(), *sizes, *plain), "gating_output")
-    yield BadInput("three dimensions", (source.normal(2, 4, 16), *sizes, *plain), "gating_output")
-    none = source.normal(4, 16, 0)
-    yield BadInput("three dimensions, the last empty", (none, *sizes, *plain), "gating_output")
-    for with_bias, how in (("", plain), (", with a bias", ("sigmoid", 1.0, bias))):
-        for name, topk, groups, topk_group, argument in (
-            ("no expert", 0, 4, 2, "topk"),
-            ("more than the groups have", 9, 4, 2, "topk"),
-            ("more than the group has", 8, 4, 1, "topk"),
-            ("no group", 2, 0, 2, "num_expert_group"),
-            ("groups of other sizes", 2, 3, 2, "num_expert_group"),
-            ("none of the groups", 2, 4, 0, "topk_group"),
-            ("more than all groups", 2, 4, 5, "topk_group"),
-        ):
-            args = (logits, topk, True, groups, topk_group, *how)
-            yield BadInput(f"{name}{with_bias}", args, argument)
-        args = (logits, *sizes, "tanh", *how[1:])
-        yield BadInput(f"unknown scores{with_bias}", args, "scoring_func")
-    yield BadInput(
-        "groups of one, with a bias",
-        (logits, 2, True, 16, 2, "sigmoid", 1.0, bias),
-        "num_expert_group",
-    )
-    for name, factor in (("no number", "2"), ("NaN", math.nan)):
-        yield BadInput(
-            f"factor is {name}", (logits, *sizes, "softmax", factor, None), "routed_scaling_factor"
-        )
-    for name, other in (
-        ("a list", [0.0] * 16),
-        ("one number, which would broadcast", bias[:1]),
-        ("of two dimensions", bias[None]),
+GROUPS = (
+    "value >= 1 and experts % value == 0 "
+    "and (e_score_correction_bias is None or experts >= 2 * value)"
+)
+
+
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    logits = good["gating_output"]
+    yield "three dimensions, the last empty", {"gating_output": logits[..., None][..., :0]}
+    yield from not_finite("routed_scaling_factor")
+    biased = {"scoring_func": "sigmoid", "e_score_correction_bias": logits[0].clone()}
+    for name, value in (
+        ("topk", 0),
+        ("topk", 63),
+        ("num_expert_group", 0),
+        ("num_expert_group", 7),
+        ("num_expert_group", 64),
+        ("topk_group", 0),
+        ("topk_group", 9),
+        ("scoring_func", "tanh"),
     ):
-        yield BadInput(
-            f"bias is {name}", (logits, *sizes, "sigmoid", 1.0, other), "e_score_correction_bias"
-        )
+        yield f"{name} of {value}, with a bias", biased | {name: value}
 
 
-SPEC = OpSpec(
-    oracle=grouped_topk,
-    variants=(
-        Variant(
-            "",
-            "(Tensor gating_output, SymInt topk, bool renormalize, SymInt num_expert_group, "
-            'SymInt topk_group, str scoring_func="softmax", float routed_scaling_factor=1.0, '
-            "Tensor? e_score_correction_bias=None) -> (Tensor, Tensor)",
-        ),
+SPEC = declared(
+    grouped_topk,
+    {
+        "gating_output": tensor("tokens, experts", where="experts >= 1"),
+        "num_expert_group": integer(GROUPS),
+        "topk_group": integer("1 <= value <= num_expert_group"),
+        "topk": integer("1 <= value <= topk_group * (experts // num_expert_group)"),
+        "renormalize": flag(),
+        "scoring_func": word(*SCORING),
+        "routed_scaling_factor": scalar(),
+        "e_score_correction_bias": tensor("experts").optional(),
+    },
+    RESULTS,
+    bad=_bad,
+    **of_layer(
+        "topk",
+        "renormalize",
+        "num_expert_group",
+        "topk_group",
+        "scoring_func",
+        "routed_scaling_factor",
     ),
-    fake=_fake,
-    check=_check,
     samples=_samples,
     served=_served,
     by_token=frozenset({"gating_output"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_token,
     tolerances={
         "float32": Tolerance(
@@ -334,16 +272,6 @@ SPEC = OpSpec(
             "numbers of up to 1e-8 that some kernels add to a sum of scores",
         )
     },
-    from_layer=MappingProxyType(
-        {
-            "topk": lambda layer: layer.topk,
-            "renormalize": lambda layer: layer.renormalize,
-            "num_expert_group": lambda layer: layer.num_expert_group,
-            "topk_group": lambda layer: layer.topk_group,
-            "scoring_func": lambda layer: layer.scoring_func,
-            "routed_scaling_factor": lambda layer: layer.routed_scaling_factor,
-        }
-    ),
     dtypes=("float32", "float16", "bfloat16"),
     outputs=(Routing(_scores, margin=MARGIN),),
 )

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import Problem, declared, like, scalar, tensor
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -67,59 +67,6 @@ def _by_moments(
     return result if bias is None else result + bias.double()
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    epsilon: float,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _check(x: Any, weight: Any, bias: Any, epsilon: Any) -> Problem:
-    problem = floating_tensor("x", x)
-    if problem:
-        return problem
-    if x.ndim == 0 or not x.shape[-1]:
-        return "x", f"must have at least one feature, got {tuple(x.shape)}"
-    return (
-        _check_weight("weight", weight, x)
-        or _check_weight("bias", bias, x)
-        or _check_pair(weight, bias)
-        or _check_epsilon(epsilon)
-    )
-
-
-def _check_weight(name: str, weight: Any, x: torch.Tensor) -> Problem:
-    if weight is None:
-        return None
-    problem = floating_tensor(name, weight)
-    problem = problem or shaped(name, weight, x.shape[-1:], "the shape (hidden,) =")
-    if problem:
-        return problem
-    if weight.dtype != x.dtype and str(weight.dtype) != "torch.float32":
-        return name, f"must have x's dtype {x.dtype} or float32, got {weight.dtype}"
-    return on_device_of(name, weight, "x", x)
-
-
-def _check_pair(weight: torch.Tensor | None, bias: torch.Tensor | None) -> Problem:
-    if bias is None:
-        return None
-    if weight is None:
-        return "bias", "must be None without a weight"
-    if weight.dtype != bias.dtype:
-        return "bias", f"must have weight's dtype {weight.dtype}, got {bias.dtype}"
-    return None
-
-
-def _check_epsilon(epsilon: Any) -> Problem:
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
-        return "epsilon", f"must be a number, got {type(epsilon).__name__}"
-    if not 0 < epsilon < math.inf:
-        return "epsilon", f"must be finite and above 0, got {epsilon}"
-    return None
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     import torch
 
@@ -175,47 +122,31 @@ def _served(
         yield Sample(name, (x, weight, bias, sizes.epsilon))
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    integers = torch.ones(4, 8, dtype=torch.int64, device=source.device)
-
-    def bad(name: str, argument: str, **change: Any) -> BadInput:
-        good = {
-            "x": source.normal(4, 8),
-            "weight": source.normal(8),
-            "bias": source.normal(8),
-            "epsilon": 1e-5,
-        }
-        return BadInput(name, tuple((good | change).values()), argument)
-
-    yield bad("x is not a tensor", "x", x=[1.0, 2.0])
-    yield bad("x of integers", "x", x=integers)
-    yield bad("weight is not a tensor", "weight", weight="w")
-    yield bad("weight of another size", "weight", weight=source.normal(7))
-    yield bad("weight that would broadcast", "weight", weight=source.normal(1))
-    yield bad("bias of another size", "bias", bias=source.normal(7))
-    yield bad("bias without a weight", "bias", weight=None)
-    yield bad("epsilon is no number", "epsilon", epsilon="1e-5")
-    yield bad("epsilon is 0: equal features would be divided by it", "epsilon", epsilon=0.0)
-    yield bad("epsilon is negative", "epsilon", epsilon=-1.0)
-
-
 def _layer(weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float) -> object:
     return SimpleNamespace(weight=weight, bias=bias, eps=epsilon)
 
 
-SPEC = OpSpec(
-    oracle=layer_norm,
-    variants=(Variant("", "(Tensor x, Tensor? weight, Tensor? bias, float epsilon) -> Tensor"),),
-    fake=_fake,
-    check=_check,
+def _also(x: torch.Tensor, weight: Any, bias: Any, epsilon: float) -> Problem:
+    if bias is None or (weight is not None and weight.dtype == bias.dtype):
+        return None
+    wanted = "None without a weight" if weight is None else f"of weight's dtype {weight.dtype}"
+    return "bias", f"must be {wanted}, got {bias.dtype}"
+
+
+SPEC = declared(
+    layer_norm,
+    {
+        "x": tensor("..., hidden", where="hidden >= 1"),
+        "weight": tensor("hidden", "x", "float32").optional(),
+        "bias": tensor("hidden", "x", "float32").optional(),
+        "epsilon": scalar("value > 0"),
+    },
+    (like("x"),),
+    also=_also,
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
     read_whole=frozenset({"weight", "bias"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_moments,
     tolerances={
         "float32": Tolerance(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, matrix, on_device_of, shaped
+from vllm_fl.contracts.arguments import declared, tensor
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -48,38 +48,6 @@ def _by_features(
     for some, factors in zip(x.split(64, dim=1), weight.split(64, dim=1), strict=True):
         result += (some.double()[:, None, :] * factors.double()[None]).sum(dim=-1)
     return result
-
-
-def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-def _check(x: Any, weight: Any, bias: Any = None) -> Problem:
-    return matrix("x", x) or _check_weight(weight, x) or _check_bias(bias, weight, x)
-
-
-def _check_weight(weight: Any, x: torch.Tensor) -> Problem:
-    problem = floating_tensor("weight", weight)
-    if problem:
-        return problem
-    if weight.ndim != 2 or weight.shape[1] != x.shape[1]:
-        shape = tuple(weight.shape)
-        return "weight", f"must be (out_features, in_features = {x.shape[1]}), got {shape}"
-    if weight.dtype != x.dtype:
-        return "weight", f"must have x's dtype {x.dtype}, got {weight.dtype}"
-    return on_device_of("weight", weight, "x", x)
-
-
-def _check_bias(bias: Any, weight: torch.Tensor, x: torch.Tensor) -> Problem:
-    if bias is None:
-        return None
-    problem = floating_tensor("bias", bias)
-    problem = problem or shaped("bias", bias, weight.shape[:1], "the shape (out_features,) =")
-    if problem:
-        return problem
-    if bias.dtype != x.dtype:
-        return "bias", f"must have x's dtype {x.dtype}, got {bias.dtype}"
-    return on_device_of("bias", bias, "x", x)
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
@@ -166,45 +134,27 @@ def _projections(sizes: ModelSizes) -> Iterator[tuple[int, int, bool]]:
             yield int(features), int(out), bool(bias)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    x, weight, bias = source.normal(4, 64), source.normal(64, 64), source.normal(64)
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-
-    def bad(name: str, argument: str, **change: Any) -> BadInput:
-        good = {"x": x, "weight": weight, "bias": bias}
-        return BadInput(name, tuple((good | change).values()), argument)
-
-    yield bad("x is not a tensor", "x", x=[1.0, 2.0])
-    yield bad("x of integers", "x", x=x.long())
-    yield bad("all of integers", "x", x=x.long(), weight=weight.long(), bias=bias.long())
-    yield bad("x is 1-D", "x", x=source.normal(64))
-    yield bad("x is 3-D", "x", x=source.normal(2, 4, 64))
-    yield bad("weight is not a tensor", "weight", weight="w")
-    yield bad("weight of another dtype", "weight", weight=weight.to(other))
-    yield bad("weight of other in_features", "weight", weight=source.normal(64, 128))
-    yield bad("weight is 1-D", "weight", weight=source.normal(64))
-    yield bad("weight is 1-D, no bias", "weight", weight=source.normal(64), bias=None)
-    yield bad("bias is not a tensor", "bias", bias="b")
-    yield bad("bias of another size", "bias", bias=source.normal(128))
-    yield bad("bias that would broadcast", "bias", bias=source.normal(1))
-    yield bad("bias of a number for each token", "bias", bias=source.normal(4, 1))
-    yield bad("bias of a row for each token", "bias", bias=source.normal(4, 64))
-    yield bad("bias of another dtype", "bias", bias=bias.to(other))
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    x, weight, bias = good.values()
+    yield "all of integers", {name: value.long() for name, value in good.items()}
+    yield "weight is 1-D, no bias", {"weight": weight[0], "bias": None}
+    yield "bias of a number for each token", {"bias": x[:, :1]}
+    yield "bias of a row for each token", {"bias": bias.expand(len(x), -1)}
 
 
-SPEC = OpSpec(
-    oracle=linear,
-    variants=(Variant("", "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor"),),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    linear,
+    {
+        "x": tensor("tokens, in_features", where="in_features >= 1"),
+        "weight": tensor("out_features, in_features", "x"),
+        "bias": tensor("out_features", "x").optional(),
+    },
+    (tensor("tokens, out_features"),),
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
     read_whole=frozenset({"weight"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_features,
     tolerances={
         "float32": Tolerance(

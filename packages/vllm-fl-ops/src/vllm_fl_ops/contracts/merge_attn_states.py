@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import declared, like, tensor
 from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -90,52 +90,6 @@ def _by_sigmoid(
     return output.masked_fill(nothing[..., None], 0.0), lse
 
 
-def _fake(
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return prefix_output.new_empty(prefix_output.shape), prefix_lse.new_empty(prefix_lse.shape)
-
-
-def _check(prefix_output: Any, prefix_lse: Any, suffix_output: Any, suffix_lse: Any) -> Problem:
-    name = "prefix_output"
-    problem = floating_tensor(name, prefix_output)
-    if problem:
-        return problem
-    if prefix_output.ndim != 3:
-        return name, f"must be (tokens, heads, head_size), got {tuple(prefix_output.shape)}"
-    return (
-        _check_lse("prefix_lse", prefix_lse, prefix_output)
-        or _check_suffix(suffix_output, prefix_output)
-        or _check_lse("suffix_lse", suffix_lse, prefix_output)
-    )
-
-
-def _check_suffix(suffix_output: Any, prefix_output: torch.Tensor) -> Problem:
-    name = "suffix_output"
-    problem = floating_tensor(name, suffix_output)
-    problem = problem or shaped(name, suffix_output, prefix_output.shape, "prefix_output's shape")
-    if problem:
-        return problem
-    if suffix_output.dtype != prefix_output.dtype:
-        wanted = f"prefix_output's dtype {prefix_output.dtype}"
-        return name, f"must have {wanted}, got {suffix_output.dtype}"
-    return on_device_of(name, suffix_output, "prefix_output", prefix_output)
-
-
-def _check_lse(name: str, lse: Any, prefix_output: torch.Tensor) -> Problem:
-    import torch
-
-    if not isinstance(lse, torch.Tensor):
-        return name, f"must be a torch.Tensor, got {type(lse).__name__}"
-    if lse.dtype != torch.float32:
-        return name, f"must be float32, got {lse.dtype}"
-    problem = shaped(name, lse, prefix_output.shape[:2], "the shape (tokens, heads) =")
-    return problem or on_device_of(name, lse, "prefix_output", prefix_output)
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     import torch
 
@@ -210,58 +164,27 @@ def _served(
         yield Sample(name, tuple(args), scale)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    sums = source.normal(4, 2, dtype=torch.float32)
-    good = {
-        "prefix_output": source.normal(4, 2, 8),
-        "prefix_lse": sums,
-        "suffix_output": source.normal(4, 2, 8),
-        "suffix_lse": sums + 1,
-    }
-
-    def bad(name: str, argument: str, value: object) -> BadInput:
-        return BadInput(name, tuple((good | {argument: value}).values()), argument)
-
-    yield bad("prefix_output is not a tensor", "prefix_output", [1.0])
-    yield bad("prefix_output of two dimensions", "prefix_output", source.normal(4, 16))
-    integers = torch.ones(4, 2, 8, dtype=torch.int64, device=device)
-    yield bad("prefix_output of integers", "prefix_output", integers)
-    args = tuple((good | {"prefix_output": integers, "suffix_output": integers}).values())
-    yield BadInput("both outputs of integers", args, "prefix_output")
-    yield bad("suffix_output is not a tensor", "suffix_output", None)
-    yield bad("suffix_output of fewer tokens", "suffix_output", source.normal(3, 2, 8))
-    yield bad("suffix_output of heads, then tokens", "suffix_output", source.normal(2, 4, 8))
-    yield bad("suffix_output that would broadcast", "suffix_output", source.normal(4, 1, 8))
-    yield bad(
-        "suffix_output of another dtype", "suffix_output", source.normal(4, 2, 8, dtype=other)
-    )
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    both = ("prefix_output", "suffix_output")
+    yield "both outputs of integers", {name: good[name].long() for name in both}
     for name in ("prefix_lse", "suffix_lse"):
-        yield bad(f"{name} is not a tensor", name, 0.0)
-        yield bad(f"{name} of float64", name, sums.double())
-        yield bad(f"{name} of bfloat16", name, sums.bfloat16())
-        yield bad(f"{name} of heads, then tokens", name, sums.T)
-        yield bad(f"{name} that would broadcast", name, sums[:, :1])
+        yield f"{name} of float64", {name: good[name].double()}
+        yield f"{name} of heads, then tokens", {name: good[name].T}
 
 
-SPEC = OpSpec(
-    oracle=merge_attn_states,
-    variants=(
-        Variant(
-            "",
-            "(Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) "
-            "-> (Tensor, Tensor)",
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    merge_attn_states,
+    {
+        "prefix_output": tensor("tokens, heads, head_size"),
+        "prefix_lse": tensor("tokens, heads", "float32"),
+        "suffix_output": like("prefix_output"),
+        "suffix_lse": tensor("tokens, heads", "float32"),
+    },
+    (like("prefix_output"), like("prefix_lse")),
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"prefix_output", "prefix_lse", "suffix_output", "suffix_lse"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_sigmoid,
     tolerances={
         "float32": Tolerance(

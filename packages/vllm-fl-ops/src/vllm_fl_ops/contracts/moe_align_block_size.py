@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, on_device_of
+from vllm_fl.contracts.arguments import declared, flag, integer, integers, tensor
 from vllm_fl.contracts.outputs import ExpertBlocks
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
-
-from .routing import whole_number
+from vllm_fl.contracts.spec import ModelSizes, Sample
 
 if TYPE_CHECKING:
     import torch
@@ -140,80 +138,6 @@ def _one_by_one(
     return next(results), next(results), next(results)
 
 
-def _fake(
-    topk_ids: torch.Tensor,
-    block_size: int,
-    num_experts: int,
-    expert_map: torch.Tensor | None = None,
-    pad_sorted_ids: bool = False,
-    ignore_invalid_experts: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    import torch
-
-    length = places(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
-
-    def empty(size: int) -> torch.Tensor:
-        return topk_ids.new_empty((size,), dtype=torch.int32)
-
-    return empty(length), empty((length + block_size - 1) // block_size), empty(1)
-
-
-def _check(
-    topk_ids: Any,
-    block_size: Any,
-    num_experts: Any,
-    expert_map: Any = None,
-    pad_sorted_ids: Any = False,
-    ignore_invalid_experts: Any = False,
-) -> Problem:
-    import torch
-
-    name = "topk_ids"
-    if not isinstance(topk_ids, torch.Tensor) or topk_ids.dtype not in (torch.int32, torch.int64):
-        return name, f"must be int32 or int64, got {_kind(topk_ids)}"
-    if topk_ids.ndim != 2:
-        return name, f"must have the shape (tokens, topk), got {tuple(topk_ids.shape)}"
-    return (
-        _check_count("block_size", block_size)
-        or _check_count("num_experts", num_experts)
-        or _check_map(expert_map, topk_ids, num_experts)
-        or _check_ids(topk_ids, num_experts)
-    )
-
-
-def _check_ids(topk_ids: torch.Tensor, num_experts: int) -> Problem:
-    if topk_ids.device.type == "meta" or not topk_ids.numel():
-        return None
-    highest = int(topk_ids.max())
-    if highest >= num_experts:
-        return "topk_ids", f"must be below num_experts = {num_experts}, got {highest}"
-    return None
-
-
-def _check_count(name: str, value: Any) -> Problem:
-    problem = whole_number(name, value)
-    if problem is None and value < 1:
-        return name, f"must be at least 1, got {value}"
-    return problem
-
-
-def _check_map(expert_map: Any, topk_ids: torch.Tensor, num_experts: int) -> Problem:
-    import torch
-
-    name = "expert_map"
-    if expert_map is None:
-        return None
-    if not isinstance(expert_map, torch.Tensor) or expert_map.dtype is not torch.int32:
-        return name, f"must be int32, got {_kind(expert_map)}"
-    if expert_map.ndim != 1 or len(expert_map) < num_experts:
-        return name, f"must have {num_experts} experts, got {tuple(expert_map.shape)}"
-    return on_device_of(name, expert_map, "topk_ids", topk_ids)
-
-
-def _kind(value: Any) -> str:
-    return str(getattr(value, "dtype", type(value).__name__))
-
-
 def _ids(source: Source, tokens: int, topk: int, experts: int) -> torch.Tensor:
     """Experts of each token, no expert twice, and some experts without a token."""
     import torch
@@ -276,43 +200,39 @@ def _served(
         yield Sample(f"{name}, blocks of 128, experts elsewhere{more}", args)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    ids, here = _ids(source, 4, 2, 8), _on_this_rank(source, 8)
-    yield BadInput("ids are a list", ([[0, 1]], 4, 8, None, False, False), "topk_ids")
-    yield BadInput("ids are floating", (ids.float(), 4, 8, None, False, False), "topk_ids")
-    yield BadInput("ids of one dimension", (ids[0], 4, 8, None, False, False), "topk_ids")
-    yield BadInput("blocks of 0", (ids, 0, 8, None, False, False), "block_size")
-    yield BadInput("blocks are floating", (ids, 4.0, 8, None, False, False), "block_size")
-    yield BadInput("no experts", (ids, 4, 0, None, False, False), "num_experts")
-    yield BadInput("experts are a list", (ids, 4, [8], None, False, False), "num_experts")
-    yield BadInput("a map of int64", (ids, 4, 8, here.long(), False, True), "expert_map")
-    # Of experts that the map has: nothing is read beyond it.
-    few = (ids % 4, 4, 8, here[:7], False, True)
-    yield BadInput("a map of too few", few, "expert_map")
-    yield BadInput("a map of two dimensions", (ids, 4, 8, here[None], False, True), "expert_map")
-    if source.device.type == "cpu":  # an accelerator would be unusable after it
-        beyond = ids + 8
-        yield BadInput("an id beyond the experts", (beyond, 4, 8, None, False, False), "topk_ids")
-        yield BadInput("an id beyond the map", (beyond, 4, 8, here, False, True), "topk_ids")
+def _fake(
+    topk_ids: Any, block_size: Any, num_experts: Any, expert_map: Any, pad: Any, *_: Any
+) -> Any:
+    import torch
+
+    length = places(topk_ids.numel(), block_size, num_experts, pad)
+    sizes = (length, (length + block_size - 1) // block_size, 1)
+    return tuple(topk_ids.new_empty((size,), dtype=torch.int32) for size in sizes)
 
 
-SPEC = OpSpec(
-    oracle=moe_align_block_size,
-    variants=(
-        Variant(
-            "",
-            "(Tensor topk_ids, SymInt block_size, SymInt num_experts, Tensor? expert_map=None, "
-            "bool pad_sorted_ids=False, bool ignore_invalid_experts=False) "
-            "-> (Tensor, Tensor, Tensor)",
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    ids = good["topk_ids"]
+    if ids.device.type == "cpu":  # an accelerator would be unusable after it
+        here = ids.new_zeros(good["num_experts"]).int()
+        yield "an id beyond the experts", {"topk_ids": ids + len(here)}
+        yield "an id beyond the map", {"topk_ids": ids + len(here), "expert_map": here}
+
+
+SPEC = declared(
+    moe_align_block_size,
+    {
+        "block_size": integer("value >= 1"),
+        "num_experts": integer("value >= 1"),
+        "topk_ids": integers("tokens, topk", "high < num_experts"),
+        "expert_map": tensor("mapped", "int32", where="mapped >= num_experts").optional(),
+        "pad_sorted_ids": flag(),
+        "ignore_invalid_experts": flag(),
+    },
+    _fake,
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"topk_ids"}),
-    bad_inputs=_bad_inputs,
     second_form=_one_by_one,
     dtypes=("int32", "int64"),
     outputs=(

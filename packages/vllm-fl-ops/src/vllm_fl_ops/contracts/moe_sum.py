@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import Problem, declared, integers, tensor
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -78,58 +78,6 @@ def _one_by_one(
     return total
 
 
-def _fake(
-    input: torch.Tensor,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return input.new_empty((input.shape[0], input.shape[2]))
-
-
-def _check(input: Any, topk_ids: Any = None, expert_map: Any = None) -> Problem:
-    problem = floating_tensor("input", input)
-    if problem is None and input.ndim != 3:
-        return "input", f"must have the shape (tokens, topk, hidden), got {tuple(input.shape)}"
-    return problem or _check_ids(topk_ids, input) or _check_map(expert_map, topk_ids, input)
-
-
-def _check_ids(topk_ids: Any, input: torch.Tensor) -> Problem:
-    import torch
-
-    if topk_ids is None:
-        return None
-    if not isinstance(topk_ids, torch.Tensor) or topk_ids.dtype not in (torch.int32, torch.int64):
-        return "topk_ids", f"must be int32 or int64, got {_kind(topk_ids)}"
-    return on_device_of("topk_ids", topk_ids, "input", input) or shaped(
-        "topk_ids", topk_ids, input.shape[:2], "the shape (tokens, topk)"
-    )
-
-
-def _check_map(expert_map: Any, topk_ids: Any, input: torch.Tensor) -> Problem:
-    import torch
-
-    name = "expert_map"
-    if expert_map is None:
-        return None
-    if not isinstance(expert_map, torch.Tensor) or expert_map.dtype is not torch.int32:
-        return name, f"must be int32, got {_kind(expert_map)}"
-    if expert_map.ndim != 1:
-        return name, f"must have one dimension, got {expert_map.ndim}"
-    if topk_ids is None:
-        return name, "must come with topk_ids"
-    problem = on_device_of(name, expert_map, "input", input)
-    if problem or topk_ids.device.type == "meta" or not topk_ids.numel():
-        return problem
-    highest = int(topk_ids.max())
-    if highest >= len(expert_map):
-        return "topk_ids", f"must be below expert_map's {len(expert_map)} experts, got {highest}"
-    return None
-
-
-def _kind(value: Any) -> str:
-    return str(getattr(value, "dtype", type(value).__name__))
-
-
 def _ids(source: Source, tokens: int, topk: int, experts: int, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
@@ -194,35 +142,39 @@ def _served(
         yield Sample(name, (input, None, None), scale)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    input = source.normal(4, 2, 8)
-    ids, here = source.normal(4, 2).int() * 0, source.normal(4).int()
-    yield BadInput("not a tensor", ([[[1.0]]], None, None), "input")
-    yield BadInput("integers", (input.long(), None, None), "input")
-    yield BadInput("two dimensions", (input[0], None, None), "input")
-    yield BadInput("four dimensions, no feature", (source.normal(4, 2, 0, 8), None, None), "input")
-    yield BadInput("ids are a list", (input, [[0, 0]] * 4, None), "topk_ids")
-    yield BadInput("ids are floating", (input, ids.float(), None), "topk_ids")
-    yield BadInput("ids of one token, which would broadcast", (input, ids[:1], None), "topk_ids")
-    yield BadInput("a map without ids", (input, None, here), "expert_map")
-    yield BadInput("a map of int64", (input, ids, here.long()), "expert_map")
-    yield BadInput("a map of two dimensions", (input, ids, here.view(2, 2)), "expert_map")
-    if source.device.type == "cpu":  # an accelerator would be unusable after it
-        yield BadInput("an id beyond the map", (input, ids + 4, here), "topk_ids")
+def _also(input: Any, topk_ids: Any, expert_map: Any) -> Problem:
+    if expert_map is None:
+        return None
+    if topk_ids is None:
+        return "expert_map", "must come with topk_ids"
+    if topk_ids.is_meta or not topk_ids.numel() or int(topk_ids.max()) < len(expert_map):
+        return None
+    return "topk_ids", f"must be below expert_map's {len(expert_map)} experts, got more"
 
 
-SPEC = OpSpec(
-    oracle=moe_sum,
-    variants=(
-        Variant("", "(Tensor input, Tensor? topk_ids=None, Tensor? expert_map=None) -> Tensor"),
-    ),
-    fake=_fake,
-    check=_check,
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    input = good["input"]
+    yield "four dimensions, no feature", {"input": input[..., None, :][..., :0]}
+    here = input.new_zeros(4).int()
+    yield "a map without ids", {"expert_map": here}
+    if input.device.type == "cpu":  # an accelerator would be unusable after it
+        beyond = input.new_full(input.shape[:2], 4).int()
+        yield "an id beyond the map", {"topk_ids": beyond, "expert_map": here}
+
+
+SPEC = declared(
+    moe_sum,
+    {
+        "input": tensor("tokens, topk, hidden"),
+        "topk_ids": integers("tokens, topk").optional(),
+        "expert_map": tensor("experts", "int32").optional(),
+    },
+    (tensor("tokens, hidden"),),
+    also=_also,
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"input", "topk_ids"}),
-    bad_inputs=_bad_inputs,
     second_form=_one_by_one,
     tolerances={
         "float32": Tolerance(1.3e-6, 1e-5, "PyTorch's own fp32 default; sums may cancel"),

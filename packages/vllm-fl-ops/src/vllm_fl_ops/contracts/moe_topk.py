@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem
+from vllm_fl.contracts.arguments import declared, flag, integer, scalar, tensor, word
 from vllm_fl.contracts.outputs import Routing
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
+from .common import not_finite
 from .routing import (
     MARGIN,
+    RESULTS,
+    SCORING,
     bias_for_choice,
     by_argmax,
-    check_bias,
-    check_factor,
-    check_logits,
-    check_scoring,
-    check_topk,
     highest,
     router_logits,
     scored,
@@ -111,40 +109,6 @@ def _by_exponentials(
     return weights, ids.int()
 
 
-def _fake(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    shape = (gating_output.shape[0], topk)
-    return (
-        gating_output.new_empty(shape, dtype=torch.float32),
-        gating_output.new_empty(shape, dtype=torch.int32),
-    )
-
-
-def _check(
-    gating_output: Any,
-    topk: Any,
-    renormalize: Any,
-    scoring_func: Any = "softmax",
-    routed_scaling_factor: Any = 1.0,
-    e_score_correction_bias: Any = None,
-) -> Problem:
-    return (
-        check_logits("gating_output", gating_output)
-        or check_topk("topk", topk, gating_output.shape[1])
-        or check_scoring(scoring_func)
-        or check_factor(routed_scaling_factor)
-        or check_bias(e_score_correction_bias, gating_output)
-    )
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     source = Source(dtype, device)
     yield Sample("1 token", (router_logits(source, 1, 64), 8, True, "softmax", 1.0, None))
@@ -203,52 +167,28 @@ def _served(
         yield Sample(f"{name}sigmoid, fp32 logits{how}", args)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    logits, bias = source.normal(4, 8), source.normal(8)
-    plain = (2, True, "softmax", 1.0, None)
-    yield BadInput("not a tensor", ([[1.0, 2.0]], *plain), "gating_output")
-    yield BadInput("integers", (logits.long(), *plain), "gating_output")
-    yield BadInput("three dimensions", (source.normal(2, 4, 8), *plain), "gating_output")
-    none = source.normal(4, 8, 0)
-    yield BadInput("three dimensions, the last empty", (none, *plain), "gating_output")
-    none = source.normal(0, 8, 4)
-    yield BadInput("three dimensions, no token", (none, *plain), "gating_output")
-    yield BadInput("no expert", (logits, 0, *plain[1:]), "topk")
-    yield BadInput("more than there are", (logits, 9, *plain[1:]), "topk")
-    yield BadInput("a word", (logits, "2", *plain[1:]), "topk")
-    yield BadInput("unknown scores", (logits, 2, True, "tanh", 1.0, None), "scoring_func")
-    for name, factor in (("no number", "2"), ("NaN", math.nan), ("infinite", math.inf)):
-        yield BadInput(
-            f"factor is {name}", (logits, 2, True, "softmax", factor, None), "routed_scaling_factor"
-        )
-    for name, other in (
-        ("a list", [0.0] * 8),
-        ("integers", bias.long()),
-        ("one number, which would broadcast", bias[:1]),
-        ("one too few", bias[:7]),
-    ):
-        yield BadInput(
-            f"bias is {name}", (logits, 2, True, "sigmoid", 1.0, other), "e_score_correction_bias"
-        )
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    logits = good["gating_output"]
+    yield "three dimensions, the last empty", {"gating_output": logits[..., None][..., :0]}
+    yield "three dimensions, no token", {"gating_output": logits[None][:0]}
+    yield from not_finite("routed_scaling_factor")
 
 
-SPEC = OpSpec(
-    oracle=moe_topk,
-    variants=(
-        Variant(
-            "",
-            '(Tensor gating_output, SymInt topk, bool renormalize, str scoring_func="softmax", '
-            "float routed_scaling_factor=1.0, Tensor? e_score_correction_bias=None) "
-            "-> (Tensor, Tensor)",
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    moe_topk,
+    {
+        "gating_output": tensor("tokens, experts", where="experts >= 1"),
+        "topk": integer("1 <= value <= experts"),
+        "renormalize": flag(),
+        "scoring_func": word(*SCORING),
+        "routed_scaling_factor": scalar(),
+        "e_score_correction_bias": tensor("experts").optional(),
+    },
+    RESULTS,
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"gating_output"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_exponentials,
     tolerances={
         "float32": Tolerance(

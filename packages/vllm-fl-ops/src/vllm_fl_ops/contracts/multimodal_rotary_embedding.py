@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import Argument, Problem, declared, flag, integers, like, tensor
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample
 
 from .rotary_embedding import SPEC as ROTARY
-from .rotary_embedding import check_key, check_table, heads_of_qkv, served_positions, tables
+from .rotary_embedding import TABLE, heads_of_qkv, positions_elsewhere, served_positions, tables
 
 if TYPE_CHECKING:
     import torch
@@ -128,83 +128,6 @@ def _by_complex_numbers(
     return turn(query), turn(key)
 
 
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    mrope_section: list[int],
-    mrope_interleaved: bool = False,
-    rotary_interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape)
-
-
-def _check(
-    query: Any,
-    key: Any,
-    cos: Any,
-    sin: Any,
-    position_ids: Any,
-    mrope_section: Any,
-    mrope_interleaved: Any = False,
-    rotary_interleaved: Any = False,
-) -> Problem:
-    problem = floating_tensor("query", query)
-    if problem:
-        return problem
-    if query.ndim != 3:
-        return "query", f"must be (tokens, heads, head_size), got {tuple(query.shape)}"
-    problem = (
-        floating_tensor("key", key)
-        or check_key(key, query)
-        or check_table("cos", cos, query)
-        or check_table("sin", sin, query)
-        or shaped("sin", sin, cos.shape, "cos's shape")
-        or _check_positions(position_ids, query, cos.shape[0])
-        or _check_section(mrope_section, cos.shape[1])
-    )
-    if problem:
-        return problem
-    for name, value in (
-        ("mrope_interleaved", mrope_interleaved),
-        ("rotary_interleaved", rotary_interleaved),
-    ):
-        if not isinstance(value, bool):
-            return name, f"must be True or False, got {type(value).__name__}"
-    return None
-
-
-def _check_positions(position_ids: Any, query: torch.Tensor, max_position: int) -> Problem:
-    import torch
-
-    name = "position_ids"
-    if not isinstance(position_ids, torch.Tensor):
-        return name, f"must be a torch.Tensor, got {type(position_ids).__name__}"
-    if position_ids.dtype not in (torch.int64, torch.int32):
-        return name, f"must be int64 or int32, got {position_ids.dtype}"
-    problem = shaped(name, position_ids, (len(query), 3), "the shape (tokens, 3) =")
-    problem = problem or on_device_of(name, position_ids, "query", query)
-    if problem or position_ids.device.type == "meta" or not position_ids.numel():
-        return problem
-    low, high = (int(bound) for bound in position_ids.aminmax())
-    if low < 0 or high >= max_position:
-        return name, f"must be from 0 to {max_position - 1}, got {low} to {high}"
-    return None
-
-
-def _check_section(mrope_section: Any, half: int) -> Problem:
-    name = "mrope_section"
-    if not isinstance(mrope_section, list | tuple) or len(mrope_section) != 3:
-        return name, f"must be three numbers of pairs, got {mrope_section!r}"
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in mrope_section):
-        return name, f"must be ints that are not negative, got {mrope_section!r}"
-    if sum(mrope_section) != half:
-        return name, f"must add up to the {half} pairs of cos, got {mrope_section!r}"
-    return None
-
-
 def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
     """(tokens, 3), each axis in another order, as a layer passes them: transposed."""
     import torch
@@ -279,64 +202,50 @@ def _served(
             yield Sample(name, (q, k, cos, sin, at, section, interleaved, False), scale)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    query, key = heads_of_qkv(source, 4, 2, 1, 64)
-    cos, sin = tables(source, 16, 64)
-    at = _positions(source, 4, 16)
-
-    def bad(name: str, argument: str, **change: Any) -> BadInput:
-        good = {
-            "query": query,
-            "key": key,
-            "cos": cos,
-            "sin": sin,
-            "position_ids": at,
-            "mrope_section": [16, 8, 8],
-        }
-        return BadInput(name, (*(good | change).values(), False, False), argument)
-
-    yield bad("query is not a tensor", "query", query=[1.0])
-    yield bad("query of two dimensions", "query", query=source.normal(4, 64))
-    yield bad("no key", "key", key=None)
-    yield bad("key of another head_size", "key", key=source.normal(4, 1, 128))
-    yield bad("key of one token, which would broadcast", "key", key=source.normal(1, 1, 64))
-    yield bad("cos wider than half a head", "cos", cos=source.normal(16, 48))
-    wide = dict(zip(("cos", "sin"), tables(source, 16, 128), strict=True))
-    yield bad("both wider than half a head", "cos", **wide, mrope_section=[32, 16, 16])
-    yield bad("sin of another width", "sin", sin=source.normal(16, 16))
-    yield bad("one position a token", "position_ids", position_ids=at[:, 0])
-    yield bad("two positions a token", "position_ids", position_ids=at[:, :2])
-    four = torch.zeros(4, 4, dtype=torch.int64, device=source.device)
-    yield bad("four positions a token", "position_ids", position_ids=four)
-    yield bad("too few positions", "position_ids", position_ids=at[:3])
-    yield bad("positions of floats", "position_ids", position_ids=at.float())
-    yield bad("a section is missing", "mrope_section", mrope_section=[16, 16])
-    yield bad("sections that leave a pair over", "mrope_section", mrope_section=[8, 8, 8])
-    yield bad("a negative section", "mrope_section", mrope_section=[48, -8, -8])
-    if source.device.type == "cpu":  # an accelerator would be unusable after it
-        yield bad("a position beyond the tables", "position_ids", position_ids=at + 16)
-        yield bad("a negative position", "position_ids", position_ids=at - 16)
+def _also(query: Any, key: Any, cos: Any, sin: Any, at: Any, section: Any, *_: Any) -> Problem:
+    name = "mrope_section"
+    if len(section) != 3 or any(type(pairs) is not int or pairs < 0 for pairs in section):
+        return name, f"must be three ints that are not negative, got {section!r}"
+    if sum(section) != cos.shape[1]:
+        return name, f"must add up to the {cos.shape[1]} pairs of cos, got {section!r}"
+    return None
 
 
-SPEC = OpSpec(
-    oracle=multimodal_rotary_embedding,
-    variants=(
-        Variant(
-            "",
-            "(Tensor query, Tensor key, Tensor cos, Tensor sin, Tensor position_ids, "
-            "int[] mrope_section, bool mrope_interleaved=False, bool rotary_interleaved=False) "
-            "-> (Tensor, Tensor)",
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    time, height, width = good["mrope_section"]
+    for what, section in (
+        ("a section is missing", [time, height]),
+        ("sections that leave a pair over", [time, height, width - 1]),
+        ("a negative section", [time + 2 * height, -height, width]),
+    ):
+        yield what, {"mrope_section": section}
+    yield from positions_elsewhere(good, len(good["cos"]))
+    yield "four positions a token", {"position_ids": good["position_ids"][:, [0, 1, 2, 0]]}
+    tables = {name: good[name].repeat(1, 2) for name in ("cos", "sin")}
+    yield (
+        "both wider than half a head",
+        tables | {"mrope_section": [2 * time, 2 * height, 2 * width]},
+    )
+
+
+SPEC = declared(
+    multimodal_rotary_embedding,
+    {
+        "query": tensor("tokens, heads, head_size"),
+        "key": tensor("tokens, kv_heads, head_size", "query"),
+        "cos": TABLE,
+        "sin": TABLE,
+        "position_ids": integers("tokens, 3", "0 <= low and high < max_position"),
+        "mrope_section": Argument(type="int[]", classes=(list, tuple)),
+        "mrope_interleaved": flag(),
+        "rotary_interleaved": flag(),
+    },
+    (like("query"), like("key")),
+    also=_also,
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"query", "key", "position_ids"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_complex_numbers,
     tolerances=ROTARY.tolerances,  # the same two products, rounded in the same places
 )

@@ -1,4 +1,4 @@
-"""What the contracts of paged caches share: slots, and what is wrong with the tensors of a call.
+"""What the contracts of paged caches share: slots, and writing rows into them.
 
 A cache is (blocks, block_size, ...). Slot s is its row (s // block_size, s % block_size); a token
 whose slot is negative (vLLM's -1, for padding) is not written.
@@ -6,11 +6,10 @@ whose slot is negative (vLLM's -1, for padding) is not written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import tensor
 
 if TYPE_CHECKING:
     import torch
@@ -19,16 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK_SIZE",
-    "bad_slots",
+    "SLOTS",
     "blocks_for",
-    "check_cache",
-    "check_slots",
     "far_slots",
     "served_slots",
     "slots",
     "written",
     "written_one_by_one",
 ]
+
+SLOTS = tensor("tokens", "int64", values="high < blocks * block_size")
+"""The argument `slot_mapping`, beside a cache of (blocks, block_size, ...)."""
 
 BLOCK_SIZE = 16
 """Tokens of a block in samples, which is what vLLM takes on most devices."""
@@ -117,58 +117,3 @@ def written_one_by_one(
             block, offset = divmod(slot, cache.shape[1])
             blocks[block][offset].copy_(row)
     return torch.stack(blocks)
-
-
-def check_cache(
-    name: str, cache: Any, row: Sequence[int], meaning: str, other_name: str, other: torch.Tensor
-) -> Problem:
-    """What is wrong with a cache whose rows are of the shape `row`, beside the tensor `other`.
-
-    Args:
-        name, cache: the argument.
-        row: what follows (blocks, block_size) in its shape.
-        meaning: the same in words.
-        other_name, other: the argument whose dtype and device it must have.
-    """
-    problem = floating_tensor(name, cache)
-    if problem:
-        return problem
-    if cache.ndim != 2 + len(row) or tuple(cache.shape[2:]) != tuple(row):
-        return name, (
-            f"must be (blocks, block_size, {meaning}) with {tuple(row)} at the end, "
-            f"got {tuple(cache.shape)}"
-        )
-    if not cache.shape[1]:
-        return name, f"must have a block_size of at least 1, got {tuple(cache.shape)}"
-    if cache.dtype != other.dtype:
-        return name, f"must have {other_name}'s dtype {other.dtype}, got {cache.dtype}"
-    return on_device_of(name, cache, other_name, other)
-
-
-def check_slots(slot_mapping: Any, cache: torch.Tensor, other_name: str, other: Any) -> Problem:
-    """What is wrong with the slots of the tokens of `other`, in `cache`."""
-    import torch
-
-    name = "slot_mapping"
-    if not isinstance(slot_mapping, torch.Tensor):
-        return name, f"must be a torch.Tensor, got {type(slot_mapping).__name__}"
-    if slot_mapping.dtype != torch.int64:
-        return name, f"must be int64, got {slot_mapping.dtype}"
-    problem = shaped(name, slot_mapping, other.shape[:1], "the shape (tokens,) =")
-    problem = problem or on_device_of(name, slot_mapping, other_name, other)
-    if problem or slot_mapping.is_meta or not slot_mapping.numel():
-        return problem
-    most, capacity = int(slot_mapping.max()), cache.shape[0] * cache.shape[1]
-    if most >= capacity:
-        return name, f"must be below blocks * block_size = {capacity}, got {most}"
-    return None
-
-
-def bad_slots(good: torch.Tensor) -> list[tuple[str, object]]:
-    """(name, slot_mapping) that no op of a paged cache accepts."""
-    return [
-        ("slot_mapping is not a tensor", good.tolist()),
-        ("slot_mapping of int32", good.int()),
-        ("slot_mapping of fewer tokens", good[:-1]),
-        ("slot_mapping of two dimensions", good[:, None]),
-    ]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import (
+    Problem,
+    declared,
+    flag,
+    integer,
+    integers,
+    like,
+    scalar,
+    tensor,
+)
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .rotary_embedding import served_positions
+from .rotary_embedding import positions_elsewhere, served_positions
 
 if TYPE_CHECKING:
     import torch
@@ -123,120 +131,6 @@ def _by_parts(
     return torch.cat(results, dim=-1)
 
 
-def _fake(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    position_ids: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
-    rotary_interleaved: bool = False,
-) -> torch.Tensor:
-    return qkv.new_empty(qkv.shape)
-
-
-def _check(
-    qkv: Any,
-    q_weight: Any,
-    k_weight: Any,
-    cos_sin_cache: Any,
-    position_ids: Any,
-    heads: Any,
-    kv_heads: Any,
-    epsilon: Any,
-    rotary_interleaved: Any = False,
-) -> Problem:
-    problem = floating_tensor("qkv", qkv)
-    if problem:
-        return problem
-    if qkv.ndim != 2:
-        return "qkv", f"must be (tokens, columns), got {tuple(qkv.shape)}"
-    problem = _beside("q_weight", q_weight, qkv)
-    if problem:
-        return problem
-    if q_weight.ndim != 1 or not q_weight.numel():
-        return "q_weight", f"must be (head_size,), got {tuple(q_weight.shape)}"
-    problem = (
-        _beside("k_weight", k_weight, qkv)
-        or shaped("k_weight", k_weight, q_weight.shape, "q_weight's shape")
-        or _check_count("heads", heads)
-        or _check_count("kv_heads", kv_heads)
-    )
-    if problem:
-        return problem
-    head_size, least = q_weight.shape[0], heads + kv_heads
-    if qkv.shape[1] % head_size or qkv.shape[1] < least * head_size:
-        return "qkv", (
-            f"must have columns for {least} heads of {head_size}, or for whole heads more, "
-            f"got {qkv.shape[1]}"
-        )
-    problem = _check_table(cos_sin_cache, qkv, head_size)
-    problem = problem or _check_positions(position_ids, qkv, cos_sin_cache.shape[0])
-    problem = problem or _check_epsilon(epsilon)
-    if problem:
-        return problem
-    if not isinstance(rotary_interleaved, bool):
-        kind = type(rotary_interleaved).__name__
-        return "rotary_interleaved", f"must be True or False, got {kind}"
-    return None
-
-
-def _beside(name: str, value: Any, qkv: torch.Tensor) -> Problem:
-    """A weight or a table: of qkv's dtype or float32, and on its device."""
-    problem = floating_tensor(name, value)
-    if problem:
-        return problem
-    if value.dtype != qkv.dtype and str(value.dtype) != "torch.float32":
-        return name, f"must have qkv's dtype {qkv.dtype} or float32, got {value.dtype}"
-    return on_device_of(name, value, "qkv", qkv)
-
-
-def _check_count(name: str, value: Any) -> Problem:
-    if isinstance(value, bool) or not isinstance(value, int):
-        return name, f"must be an int, got {type(value).__name__}"
-    return None if value >= 1 else (name, f"must be at least 1, got {value}")
-
-
-def _check_table(table: Any, qkv: torch.Tensor, head_size: int) -> Problem:
-    name = "cos_sin_cache"
-    problem = _beside(name, table, qkv)
-    if problem:
-        return problem
-    if table.ndim != 2 or table.shape[1] % 2:
-        return name, f"must be (max_position, 2 * half), got {tuple(table.shape)}"
-    if not 2 <= table.shape[1] <= head_size:
-        return name, f"must have from 2 to head_size {head_size} columns, got {table.shape[1]}"
-    return None
-
-
-def _check_positions(position_ids: Any, qkv: torch.Tensor, max_position: int) -> Problem:
-    import torch
-
-    name = "position_ids"
-    if not isinstance(position_ids, torch.Tensor):
-        return name, f"must be a torch.Tensor, got {type(position_ids).__name__}"
-    if position_ids.dtype not in (torch.int64, torch.int32):
-        return name, f"must be int64 or int32, got {position_ids.dtype}"
-    problem = shaped(name, position_ids, qkv.shape[:1], "the shape (tokens,) =")
-    problem = problem or on_device_of(name, position_ids, "qkv", qkv)
-    if problem or position_ids.device.type == "meta" or not position_ids.numel():
-        return problem
-    low, high = (int(bound) for bound in position_ids.aminmax())
-    if low < 0 or high >= max_position:
-        return name, f"must be from 0 to {max_position - 1}, got {low} to {high}"
-    return None
-
-
-def _check_epsilon(epsilon: Any) -> Problem:
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
-        return "epsilon", f"must be a number, got {type(epsilon).__name__}"
-    if not math.isfinite(epsilon) or epsilon < 0:
-        return "epsilon", f"must be finite and not negative, got {epsilon}"
-    return None
-
-
 def _table(
     source: Source,
     max_position: int,
@@ -342,76 +236,45 @@ def _served(
             yield Sample(name, args, head_size**0.5 if large else 1.0)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    other = torch.float16 if dtype != torch.float16 else torch.bfloat16
-    q_weight, k_weight = _weights(source, 8)
-    at = torch.arange(4, device=source.device)
-    good = {
-        "qkv": source.normal(4, 4 * 8),
-        "q_weight": q_weight,
-        "k_weight": k_weight,
-        "cos_sin_cache": _table(source, 16, 8),
-        "position_ids": at,
-        "heads": 2,
-        "kv_heads": 1,
-        "epsilon": 1e-6,
-        "rotary_interleaved": False,
-    }
-
-    def bad(name: str, argument: str, value: Any) -> BadInput:
-        return BadInput(name, tuple((good | {argument: value}).values()), argument)
-
-    integers = torch.ones(4, 32, dtype=torch.int64, device=source.device)
-    yield bad("qkv is not a tensor", "qkv", [1.0])
-    yield bad("qkv of integers", "qkv", integers)
-    yield bad("qkv of three dimensions", "qkv", source.normal(4, 4, 8))
-    yield bad("qkv with a part of a head", "qkv", source.normal(4, 30))
-    yield bad("qkv with too few heads", "qkv", source.normal(4, 16))
-    yield bad("q_weight is not a tensor", "q_weight", 1.0)
-    yield bad("q_weight of another dtype", "q_weight", q_weight.to(other))
-    yield bad("q_weight of two dimensions", "q_weight", source.normal(1, 8))
-    yield bad("k_weight of another size", "k_weight", source.normal(4))
-    yield bad("k_weight that would broadcast", "k_weight", source.normal(1))
-    yield bad("cos_sin_cache is not a tensor", "cos_sin_cache", 1.0)
-    yield bad("a table wider than a head", "cos_sin_cache", source.normal(16, 10))
-    yield bad("a table without halves", "cos_sin_cache", source.normal(16, 7))
-    yield bad("a table of three dimensions", "cos_sin_cache", source.normal(16, 1, 8))
-    yield bad("position_ids is not a tensor", "position_ids", [0, 1, 2, 3])
-    yield bad("positions of floats", "position_ids", at.to(torch.float32))
-    yield bad("too few positions", "position_ids", at[:3])
-    yield bad("one position, which would broadcast", "position_ids", at[:1])
-    yield bad("heads is no int", "heads", 2.0)
-    yield bad("heads is 0", "heads", 0)
-    yield bad("kv_heads is no int", "kv_heads", "1")
-    yield bad("kv_heads is negative", "kv_heads", -1)
-    yield bad("epsilon is no number", "epsilon", "1e-6")
-    yield bad("epsilon is negative", "epsilon", -1.0)
-    if source.device.type == "cpu":  # an accelerator would be unusable after it
-        yield bad("a position beyond the table", "position_ids", at + 16)
-        yield bad("a negative position", "position_ids", at - 16)
+def _also(qkv: Any, q_weight: Any, *rest: Any) -> Problem:
+    *_, heads, kv_heads, _, _ = rest
+    size, least = q_weight.shape[0], heads + kv_heads
+    if not qkv.shape[1] % size and qkv.shape[1] >= least * size:
+        return None
+    return "qkv", f"must have columns for {least} or more heads of {size}, got {qkv.shape[1]}"
 
 
-SPEC = OpSpec(
-    oracle=qk_norm_rope,
-    variants=(
-        Variant(
-            "",
-            "(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, "
-            "Tensor position_ids, int heads, int kv_heads, float epsilon, "
-            "bool rotary_interleaved=False) -> Tensor",
-            overwrites=("qkv",),
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "q_weight of float16", {"q_weight": good["q_weight"].half()}
+    yield "q_weight of bfloat16", {"q_weight": good["q_weight"].bfloat16()}
+    yield from positions_elsewhere(good, len(good["cos_sin_cache"]))
+    yield "a table without halves", {"cos_sin_cache": good["cos_sin_cache"][:, 1:]}
+    yield "a table wider than a head", {"cos_sin_cache": good["cos_sin_cache"].repeat(1, 2)}
+
+
+SPEC = declared(
+    qk_norm_rope,
+    {
+        "qkv": tensor("tokens, columns"),
+        "q_weight": tensor("head_size", "qkv", "float32", where="head_size >= 1"),
+        "k_weight": tensor("head_size", "qkv", "float32"),
+        "heads": integer("value >= 1", type="int"),
+        "kv_heads": integer("value >= 1", type="int"),
+        "cos_sin_cache": tensor(
+            "max_position, 2 * half", "qkv", "float32", where="half >= 1 and 2 * half <= head_size"
         ),
-    ),
-    fake=_fake,
-    check=_check,
+        "position_ids": integers("tokens", "0 <= low and high < max_position"),
+        "epsilon": scalar("value >= 0"),
+        "rotary_interleaved": flag(),
+    },
+    (like("qkv"),),
+    also=_also,
+    overwrites=("qkv",),
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"qkv", "position_ids"}),
     read_whole=frozenset({"q_weight", "k_weight"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_parts,
     tolerances={
         "float32": Tolerance(
@@ -430,5 +293,4 @@ SPEC = OpSpec(
             8e-3, 4e-2, "2 roundings of 2^-8 on the result; atol for the products as for float16"
         ),
     },
-    consumable=frozenset({"qkv"}),
 )

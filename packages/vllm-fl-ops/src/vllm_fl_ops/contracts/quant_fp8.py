@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, matrix, on_device_of, one_number
+from vllm_fl.contracts.arguments import Problem, declared, flag, tensor
 from vllm_fl.contracts.outputs import QuantisedPair
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -99,35 +99,6 @@ def _by_limits(
     return torch.sign(wide) * torch.minimum(wide.abs(), most), limit / 448
 
 
-def _fake(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    scale_ub: torch.Tensor | None = None,
-    per_token: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    shape = scale.shape if scale is not None else (x.shape[0], 1) if per_token else (1,)
-    value = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    return value, x.new_empty(shape, dtype=torch.float32)
-
-
-def _check(x: Any, scale: Any = None, scale_ub: Any = None, per_token: Any = False) -> Problem:
-    problem = matrix("x", x)
-    if problem is None and scale is not None:
-        problem = one_number("scale", scale, "float32") or on_device_of("scale", scale, "x", x)
-    if problem is None and not isinstance(per_token, bool):
-        return "per_token", f"must be True or False, got {per_token!r}"
-    if problem is None and per_token and scale is not None:
-        return "per_token", "must be False with a scale"
-    if problem is None and scale_ub is not None:
-        if not per_token:
-            return "scale_ub", "must be None where scales are not each token's own"
-        bound = one_number("scale_ub", scale_ub, "float32")
-        problem = bound or on_device_of("scale_ub", scale_ub, "x", x)
-    return problem
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     import torch
 
@@ -186,38 +157,49 @@ def _served(
             yield Sample(f"{size}, per token", (x, None, None, True))
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    x, one = source.normal(4, 8), source.normal(1).float().abs()
-    yield BadInput("not a tensor", ([1.0, 2.0], None, None, False), "x")
-    yield BadInput("integers", (x.int(), None, None, False), "x")
-    yield BadInput("3-D", (source.normal(2, 3, 8), None, None, True), "x")
-    yield BadInput("3-D, one scale", (source.normal(2, 3, 8), None, None, False), "x")
-    yield BadInput("no feature", (source.normal(3, 0), None, None, False), "x")
-    yield BadInput("no feature, per token", (source.normal(3, 0), None, None, True), "x")
-    yield BadInput("no feature, static", (source.normal(3, 0), one, None, False), "x")
-    yield BadInput("a scale for each token", (x, x[:, :1].float(), None, False), "scale")
-    yield BadInput("a scale in double", (x, one.double(), None, False), "scale")
-    yield BadInput("a bound for all of x", (x, None, one, False), "scale_ub")
-    yield BadInput("a bound in double", (x, None, one.double(), True), "scale_ub")
-    yield BadInput("per_token with a scale", (x, one, None, True), "per_token")
+def _fake(x: torch.Tensor, scale: torch.Tensor | None, scale_ub: Any, per_token: bool) -> Any:
+    import torch
+
+    shape = scale.shape if scale is not None else (x.shape[0], 1) if per_token else (1,)
+    value = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return value, x.new_empty(shape, dtype=torch.float32)
 
 
-SPEC = OpSpec(
-    oracle=quant_fp8,
-    variants=(
-        Variant(
-            "",
-            "(Tensor x, Tensor? scale=None, Tensor? scale_ub=None, bool per_token=False)"
-            " -> (Tensor, Tensor)",
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+def _also(x: Any, scale: Any, scale_ub: Any, per_token: bool) -> Problem:
+    if per_token and scale is not None:
+        return "per_token", "must be False with a scale"
+    if scale_ub is not None and not per_token:
+        return "scale_ub", "must be None where scales are not each token's own"
+    return None
+
+
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    x, one = good["x"], good["x"].new_ones(1).float()
+    yield "3-D, per token", {"x": x[None], "per_token": True}
+    yield "no feature", {"x": x[:, :0]}
+    yield "no feature, per token", {"x": x[:, :0], "per_token": True}
+    yield "no feature, static", {"x": x[:, :0], "scale": one}
+    yield "a scale for each token", {"scale": x[:, :1].float()}
+    yield "a scale in double", {"scale": one.double()}
+    yield "a bound for all of x", {"scale_ub": one}
+    yield "a bound in double", {"scale_ub": one.double(), "per_token": True}
+    yield "per_token with a scale", {"scale": one, "per_token": True}
+
+
+SPEC = declared(
+    quant_fp8,
+    {
+        "x": tensor("tokens, hidden", where="hidden >= 1"),
+        "scale": tensor("", "float32").optional(),
+        "per_token": flag(),
+        "scale_ub": tensor("", "float32").optional(),
+    },
+    _fake,
+    also=_also,
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_limits,
     dtypes=("float32", "float16", "bfloat16"),
     tolerances={

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, matrix
+from vllm_fl.contracts.arguments import declared, flag, integer, scalar, tensor
 from vllm_fl.contracts.outputs import QuantisedPair
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import not_finite
 
 if TYPE_CHECKING:
     import torch
@@ -74,31 +76,6 @@ def _by_frexp(
     return wide.clone(), torch.stack(steps, dim=1)
 
 
-def _fake(
-    x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    value = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    shape = (x.shape[0], x.shape[1] // group_size)
-    return value, x.new_empty(shape, dtype=torch.float32)
-
-
-def _check(x: Any, group_size: Any = 128, eps: Any = 1e-10, ue8m0: Any = False) -> Problem:
-    problem = matrix("x", x)
-    if problem:
-        return problem
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-        return "group_size", f"must be a whole number of 1 or more, got {group_size!r}"
-    if x.shape[1] % group_size:
-        return "group_size", f"must divide {x.shape[1]}, got {group_size}"
-    if not isinstance(eps, int | float) or not 0 < eps < math.inf:
-        return "eps", f"must be a finite number above 0, got {eps!r}"
-    if not isinstance(ue8m0, bool):
-        return "ue8m0", f"must be True or False, got {ue8m0!r}"
-    return None
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     import torch
 
@@ -153,35 +130,25 @@ def _served(
             yield Sample(name, (x, 128, 1e-10, False))
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    x = source.normal(4, 256)
-    yield BadInput("not a tensor", ([1.0, 2.0], 1, 1e-10, False), "x")
-    yield BadInput("integers", (x.int(), 128, 1e-10, False), "x")
-    yield BadInput("3-D", (source.normal(2, 3, 128), 128, 1e-10, False), "x")
-    yield BadInput("no feature", (source.normal(3, 0), 128, 1e-10, False), "x")
-    yield BadInput("no whole group", (x[:, :200], 128, 1e-10, False), "group_size")
-    yield BadInput("groups of 0", (x, 0, 1e-10, False), "group_size")
-    yield BadInput("eps of 0", (x, 128, 0.0, False), "eps")
-    yield BadInput("eps is NaN", (x, 128, math.nan, False), "eps")
-    yield BadInput("ue8m0 is a number", (x, 128, 1e-10, 2), "ue8m0")
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "no feature", {"x": good["x"][:, :0]}
+    yield "ue8m0 is a number", {"ue8m0": 2}
+    yield from not_finite("eps")
 
 
-SPEC = OpSpec(
-    oracle=quant_fp8_group,
-    variants=(
-        Variant(
-            "",
-            "(Tensor x, SymInt group_size=128, float eps=1e-10, bool ue8m0=False)"
-            " -> (Tensor, Tensor)",
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    quant_fp8_group,
+    {
+        "x": tensor("tokens, hidden", where="hidden >= 1"),
+        "group_size": integer("value >= 1 and hidden % value == 0"),
+        "eps": scalar("value > 0"),
+        "ue8m0": flag(),
+    },
+    (tensor("tokens, hidden", "float8_e4m3fn"), tensor("tokens, hidden // group_size", "float32")),
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_frexp,
     dtypes=("float32", "float16", "bfloat16"),
     tolerances={

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, matrix, on_device_of, one_number
+from vllm_fl.contracts.arguments import Argument, Problem, declared, tensor
 from vllm_fl.contracts.outputs import Exact, QuantisedPair
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -104,38 +104,6 @@ def _by_limits(
     return inside + zero * step, step, zero.int()
 
 
-def _fake(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    azp: torch.Tensor | None = None,
-    asymmetric: bool | None = None,
-) -> tuple[torch.Tensor, ...]:
-    import torch
-
-    value = x.new_empty(x.shape, dtype=torch.int8)
-    shape = (x.shape[0], 1) if scale is None else scale.shape
-    steps = x.new_empty(shape, dtype=torch.float32)
-    if not asymmetric:
-        return value, steps
-    return value, steps, x.new_empty((x.shape[0], 1), dtype=torch.int32)
-
-
-def _check(x: Any, scale: Any = None, azp: Any = None, asymmetric: Any = None) -> Problem:
-    problem = matrix("x", x)
-    if problem is None and scale is not None:
-        problem = one_number("scale", scale, "float32") or on_device_of("scale", scale, "x", x)
-    if problem is None and azp is not None:
-        if scale is None:
-            return "azp", "must be None without a scale"
-        problem = one_number("azp", azp, "int32") or on_device_of("azp", azp, "x", x)
-    if problem is None and asymmetric is not None:
-        if asymmetric is not True:
-            return "asymmetric", f"must be True or None, got {asymmetric!r}"
-        if scale is not None:
-            return "asymmetric", "must be None with a scale: azp says it then"
-    return problem
-
-
 def _uneven(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """x with these limits in every row, by which no zero point lies half-way between two."""
     x = x.clamp(low, high)
@@ -204,26 +172,48 @@ def _served(
             yield Sample(f"{tokens} x {inner}{', large' * large}", (x, None, None, None))
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    x, one = source.normal(4, 8), source.normal(1).float().abs()
-    yield BadInput("not a tensor", ([1.0, 2.0], None, None, None), "x")
-    yield BadInput("integers", (x.int(), None, None, None), "x")
-    yield BadInput("3-D", (source.normal(2, 3, 8), None, None, None), "x")
-    yield BadInput("3-D, one scale", (source.normal(2, 3, 8), one, None, None), "x")
-    yield BadInput("no feature", (source.normal(3, 0), None, None, None), "x")
-    yield BadInput("no feature, one scale", (source.normal(3, 0), one, None, None), "x")
-    yield BadInput("no feature, asymmetric", (source.normal(3, 0), None, None, True), "x")
-    yield BadInput("a scale for each token", (x, x[:, :1].float(), None, None), "scale")
-    yield BadInput("a scale in double", (x, one.double(), None, None), "scale")
-    yield BadInput("a zero point without scale", (x, None, one.int(), None), "azp")
-    yield BadInput("a zero point in float32", (x, one, one, None), "azp")
-    yield BadInput("asymmetric is False", (x, None, None, False), "asymmetric")
-    yield BadInput("asymmetric with a scale", (x, one, None, True), "asymmetric")
+def _fake(x: torch.Tensor, scale: torch.Tensor | None, azp: Any, asymmetric: bool | None) -> Any:
+    import torch
+
+    value = x.new_empty(x.shape, dtype=torch.int8)
+    steps = x.new_empty((x.shape[0], 1) if scale is None else scale.shape, dtype=torch.float32)
+    zero = x.new_empty((x.shape[0], 1), dtype=torch.int32)
+    return (value, steps, zero) if asymmetric else (value, steps)
 
 
-SPEC = OpSpec(
-    oracle=quant_int8,
+def _also(x: Any, scale: Any, azp: Any, asymmetric: Any) -> Problem:
+    if azp is not None and scale is None:
+        return "azp", "must be None without a scale"
+    if asymmetric and scale is not None:
+        return "asymmetric", "must be None with a scale: azp says it then"
+    return None
+
+
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    x, one = good["x"], good["x"].new_ones(1).float()
+    yield "3-D, one scale", {"x": x[None], "scale": one}
+    yield "no feature", {"x": x[:, :0]}
+    yield "no feature, one scale", {"x": x[:, :0], "scale": one}
+    yield "no feature, asymmetric", {"x": x[:, :0], "asymmetric": True}
+    yield "a scale for each token", {"scale": x[:, :1].float()}
+    yield "a scale in double", {"scale": one.double()}
+    yield "a zero point without scale", {"azp": one.int()}
+    yield "a zero point in float32", {"scale": one, "azp": one}
+    yield "asymmetric is False", {"asymmetric": False}
+    yield "asymmetric with a scale", {"scale": one, "asymmetric": True}
+
+
+SPEC = declared(
+    quant_int8,
+    {
+        "x": tensor("tokens, hidden", where="hidden >= 1"),
+        "scale": tensor("", "float32").optional(),
+        "azp": tensor("", "int32").optional(),
+        "asymmetric": Argument(type="bool", classes=(bool,), where="value is True").optional(),
+    },
+    _fake,
+    also=_also,
+    bad=_bad,
     variants=(
         Variant("", "(Tensor x, Tensor? scale=None, Tensor? azp=None) -> (Tensor, Tensor)"),
         Variant(
@@ -232,12 +222,9 @@ SPEC = OpSpec(
             " -> (Tensor, Tensor, Tensor)",
         ),
     ),
-    fake=_fake,
-    check=_check,
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_limits,
     dtypes=("float32", "float16", "bfloat16"),
     tolerances={

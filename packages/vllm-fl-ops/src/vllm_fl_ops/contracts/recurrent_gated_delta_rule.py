@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of
+from vllm_fl.contracts.arguments import Problem, declared, integers, like, scalar, tensor
 from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .chunk_gated_delta_rule import OUTPUTS, check_heads, served_heads
+from .chunk_gated_delta_rule import HEADS, OUTPUTS, served_heads
 from .gdn_gating import SPEC as GATING
-from .gdn_gating import check_gates
-from .sequences import epsilon_or_none, slots, state_slots
+from .sequences import slots, state_slots
 
 if TYPE_CHECKING:
     import torch
@@ -123,56 +122,6 @@ def _by_matrices(
     return out, states
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    state_indices: torch.Tensor,
-    epsilon: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    a: Any,
-    b: Any,
-    A_log: Any,
-    dt_bias: Any,
-    state: Any,
-    state_indices: Any,
-    epsilon: Any = None,
-) -> Problem:
-    problem = check_heads(q, k, v) or floating_tensor("a", a)
-    if problem:
-        return problem
-    if a.shape != v.shape[:2] or a.dtype != q.dtype:
-        wanted = f"{tuple(v.shape[:2])}, one number for each head of v, in {q.dtype}"
-        return "a", f"must be {wanted}, got {tuple(a.shape)} in {a.dtype}"
-    problem = on_device_of("a", a, "q", q) or check_gates(a, b, A_log, dt_bias)
-    problem = problem or floating_tensor("state", state)
-    if problem:
-        return problem
-    heads = (v.shape[1], v.shape[2], q.shape[2])
-    if state.ndim != 4 or state.shape[1:] != heads:
-        wanted = ", ".join(map(str, heads))
-        return "state", f"must be (slots, {wanted}), got {tuple(state.shape)}"
-    if state.dtype != q.dtype and str(state.dtype) != "torch.float32":
-        return "state", f"must have q's dtype {q.dtype} or float32, got {state.dtype}"
-    return (
-        on_device_of("state", state, "q", q)
-        or slots("state_indices", state_indices, len(q), len(state), ("q", q))
-        or epsilon_or_none("epsilon", epsilon)
-    )
-
-
 def _call(
     source: Source,
     tokens: int,
@@ -250,57 +199,41 @@ def _served(
     yield from served_heads(_call, sizes, Source(dtype, device, large), large)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    # Sizes of which every kernel has one.
-    good = _call(source, 4, heads=2, value_heads=4, key_size=64, value_size=64)
-
-    def bad(name: str, **change: Any) -> BadInput:
-        return BadInput(name, (*(good | change).values(),), next(iter(change)))
-
-    q, k, v, a, b, A_log, _, state, at, _ = good.values()
-    yield bad("q is not a tensor", q=[1.0])
-    yield bad("q of two dimensions", q=q.flatten(1))
-    yield bad("k of one token, which would broadcast", k=k[:1])
-    yield bad("v of three heads for two", v=v[:, :3])
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    yield bad("v of another dtype", v=v.to(other))
-    yield bad("a of one head, which would broadcast", a=a[:, :1])
-    yield bad("a and b of one token, which would broadcast", a=a[:1], b=b[:1])
-    yield bad("b of one token, which would broadcast", b=b[:1])
-    yield bad("A_log of one head, which would broadcast", A_log=A_log[:1])
-    yield bad("dt_bias is not a tensor", dt_bias=0.5)
-    yield bad("states of half a key", state=state[..., :32])
-    yield bad("states of integers", state=state.long())
-    yield bad("indices of floats", state_indices=at.float())
-    yield bad("too few indices", state_indices=at[:3])
-    if source.device.type == "cpu":  # an accelerator would be unusable after it
-        yield bad("an index beyond the states", state_indices=at + len(state))
-        yield bad("a negative index", state_indices=at - 7)
-    yield bad("epsilon is no number", epsilon="1e-6")
-    yield bad("epsilon is negative", epsilon=-1e-6)
+def _also(*args: Any) -> Problem:
+    *_, state, indices, _ = args
+    return slots("state_indices", indices, len(state))
 
 
-SPEC = OpSpec(
-    oracle=recurrent_gated_delta_rule,
-    variants=(
-        Variant(
-            "",
-            "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
-            "Tensor state, Tensor state_indices, float? epsilon=None) -> (Tensor, Tensor)",
-            overwrites=("", "state"),
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    at = good["state_indices"]
+    for few in (1, 2):
+        yield f"a and b of {few}", {name: good[name][:few] for name in "ab"}
+    yield "states of integers", {"state": good["state"].long()}
+    if at.device.type == "cpu":  # an accelerator would be unusable after it
+        yield "an index beyond the states", {"state_indices": at + len(good["state"])}
+        yield "a negative index", {"state_indices": at - len(good["state"])}
+
+
+SPEC = declared(
+    recurrent_gated_delta_rule,
+    {
+        **HEADS,
+        "a": tensor("tokens, value_heads", "q"),
+        "b": like("a"),
+        "A_log": tensor("value_heads", "q", "float32"),
+        "dt_bias": tensor("value_heads", "q", "float32"),
+        "state": tensor("slots, value_heads, value_size, key_size", "q", "float32"),
+        "state_indices": integers("tokens"),
+        "epsilon": scalar("value > 0").optional(),
+    },
+    (like("v"), like("state")),
+    also=_also,
+    overwrites=("", "state"),
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"q", "k", "v", "a", "b", "state_indices"}),
-    bad_inputs=_bad_inputs,
     stands=True,
-    consumable=frozenset({"state"}),
     second_form=_by_matrices,
     whole_batch=True,
     outputs=(Within(), OUTPUTS[1]),

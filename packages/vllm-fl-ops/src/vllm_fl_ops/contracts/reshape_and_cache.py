@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import declared, like, tensor
 from vllm_fl.contracts.outputs import Exact
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample
 
 from .paging import (
     BLOCK_SIZE,
-    bad_slots,
+    SLOTS,
     blocks_for,
-    check_cache,
-    check_slots,
     far_slots,
     served_slots,
     slots,
@@ -80,42 +78,6 @@ def _one_by_one(
         written_one_by_one(key_cache, key, slot_mapping),
         written_one_by_one(value_cache, value, slot_mapping),
     )
-
-
-def _fake(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return key_cache.new_empty(key_cache.shape), value_cache.new_empty(value_cache.shape)
-
-
-def _check(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> Problem:
-    problem = floating_tensor("key", key)
-    if problem:
-        return problem
-    if key.ndim != 3:
-        return "key", f"must be (tokens, kv_heads, head_size), got {tuple(key.shape)}"
-    row = ("key", key)
-    return (
-        _check_value(value, key)
-        or check_cache("key_cache", key_cache, key.shape[1:], "kv_heads, head_size", *row)
-        or check_cache("value_cache", value_cache, key.shape[1:], "kv_heads, head_size", *row)
-        or shaped("value_cache", value_cache, key_cache.shape, "key_cache's shape")
-        or check_slots(slot_mapping, key_cache, *row)
-    )
-
-
-def _check_value(value: Any, key: torch.Tensor) -> Problem:
-    problem = floating_tensor("value", value)
-    problem = problem or shaped("value", value, key.shape, "key's shape")
-    if problem:
-        return problem
-    if value.dtype != key.dtype:
-        return "value", f"must have key's dtype {key.dtype}, got {value.dtype}"
-    return on_device_of("value", value, "key", key)
 
 
 def _separate(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,63 +191,32 @@ def _served(
             yield Sample(name, (key, value, *caches(source, *shape), mapping.clone()))
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16  # as wide, if one is
-    good = {
-        "key": source.normal(4, 2, 8),
-        "value": source.normal(4, 2, 8),
-        "key_cache": source.normal(3, 4, 2, 8),
-        "value_cache": source.normal(3, 4, 2, 8),
-        "slot_mapping": slots(4, 12, source.device),
-    }
-
-    def bad(name: str, argument: str, value: object) -> BadInput:
-        return BadInput(name, tuple((good | {argument: value}).values()), argument)
-
-    yield bad("key is not a tensor", "key", [1.0])
-    yield bad("key of integers", "key", torch.ones(4, 2, 8, dtype=torch.int64, device=device))
-    yield bad("key whose heads are not apart", "key", source.normal(4, 16))
-    yield bad("value is not a tensor", "value", None)
-    yield bad("value that would broadcast", "value", source.normal(4, 1, 8))
-    yield bad("value of fewer heads, before others", "value", source.normal(4, 2, 8)[:, :1])
-    yield bad("value of fewer tokens", "value", source.normal(3, 2, 8))
-    yield bad("value of another dtype", "value", source.normal(4, 2, 8, dtype=other))
-    yield bad("key_cache is not a tensor", "key_cache", 0)
-    yield bad("key_cache of more heads", "key_cache", source.normal(3, 4, 4, 8))
-    yield bad("key_cache of other heads", "key_cache", source.normal(3, 4, 2, 16))
-    yield bad("key_cache of slots, not blocks", "key_cache", source.normal(12, 2, 8))
-    yield bad("key_cache of another dtype", "key_cache", source.normal(3, 4, 2, 8, dtype=other))
-    yield bad("value_cache of fewer blocks", "value_cache", source.normal(2, 4, 2, 8))
-    yield bad("value_cache of other blocks", "value_cache", source.normal(4, 3, 2, 8))
-    yield bad("value_cache of another dtype", "value_cache", source.normal(3, 4, 2, 8, dtype=other))
-    narrow = {"key": source.normal(4, 1, 8), "value": source.normal(4, 1, 8)}
-    args = tuple((good | narrow).values())
-    yield BadInput("one head, which would broadcast to the cache's", args, "key_cache")
-    for name, mapping in bad_slots(good["slot_mapping"]):
-        yield bad(name, "slot_mapping", mapping)
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    heads = {name: good[name][:, :1] for name in ("key", "value")}
+    yield "one head, which would broadcast to the cache's", heads
+    yield "key_cache of slots, not blocks", {"key_cache": good["key_cache"].flatten(0, 1)}
+    blocks = good["value_cache"]
+    yield "value_cache of other blocks", {"value_cache": blocks.view(-1, 4, *blocks.shape[2:])}
 
 
-SPEC = OpSpec(
-    oracle=reshape_and_cache,
-    variants=(
-        Variant(
-            "",
-            "(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, "
-            "Tensor slot_mapping) -> (Tensor, Tensor)",
-            overwrites=("key_cache", "value_cache"),
+SPEC = declared(
+    reshape_and_cache,
+    {
+        "key": tensor("tokens, kv_heads, head_size"),
+        "value": like("key"),
+        "key_cache": tensor(
+            "blocks, block_size, kv_heads, head_size", "key", where="block_size >= 1"
         ),
-    ),
-    fake=_fake,
-    check=_check,
+        "value_cache": like("key_cache"),
+        "slot_mapping": SLOTS,
+    },
+    (like("key_cache"), like("value_cache")),
+    overwrites=("key_cache", "value_cache"),
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"key", "value", "slot_mapping"}),
-    bad_inputs=_bad_inputs,
     second_form=_one_by_one,
-    consumable=frozenset({"key_cache", "value_cache"}),
     dtypes=("float32", "float16", "bfloat16"),
     outputs=(Exact(), Exact()),
     whole_batch=True,

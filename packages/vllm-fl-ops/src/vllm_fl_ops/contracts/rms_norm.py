@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import declared, integer, like, scalar, tensor
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -70,76 +69,6 @@ def _by_sums(
     normed: torch.Tensor = y / (mean + epsilon) ** 0.5
     normed = normed if weight is None else normed * weight.double()
     return normed if residual is None else (normed, y)
-
-
-def _fake(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    normed = x.new_empty(x.shape)
-    return normed if residual is None else (normed, x.new_empty(x.shape))
-
-
-def _check(x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None) -> Problem:
-    problem = floating_tensor("x", x)
-    if problem:
-        return problem
-    if x.ndim == 0:
-        return "x", "must have at least one dimension, got a scalar tensor"
-    return (
-        _check_residual(residual, x)
-        or _check_weight(weight, x)
-        or _check_epsilon(epsilon)
-        or _check_variance_size(variance_size, x.shape[-1])
-    )
-
-
-def _check_residual(residual: Any, x: torch.Tensor) -> Problem:
-    if residual is None:
-        return None
-    problem = floating_tensor("residual", residual)
-    problem = problem or shaped("residual", residual, x.shape, "x's shape")
-    if problem:
-        return problem
-    if residual.dtype != x.dtype:
-        return "residual", f"must have x's dtype {x.dtype}, got {residual.dtype}"
-    return on_device_of("residual", residual, "x", x)
-
-
-def _check_weight(weight: Any, x: torch.Tensor) -> Problem:
-    if weight is None:
-        return None
-    problem = floating_tensor("weight", weight)
-    problem = problem or shaped("weight", weight, x.shape[-1:], "the shape (hidden,) =")
-    if problem:
-        return problem
-    if weight.dtype != x.dtype and str(weight.dtype) != "torch.float32":
-        return "weight", f"must have x's dtype {x.dtype} or float32, got {weight.dtype}"
-    return on_device_of("weight", weight, "x", x)
-
-
-def _check_epsilon(epsilon: Any) -> Problem:
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
-        return "epsilon", f"must be a number, got {type(epsilon).__name__}"
-    if not math.isfinite(epsilon) or epsilon < 0:
-        return "epsilon", f"must be finite and not negative, got {epsilon}"
-    return None
-
-
-def _check_variance_size(variance_size: Any, hidden: int) -> Problem:
-    if variance_size is None:
-        return None
-    if isinstance(variance_size, bool) or not isinstance(variance_size, int):
-        return "variance_size", f"must be an int or None, got {type(variance_size).__name__}"
-    if not 1 <= variance_size <= hidden:
-        return (
-            "variance_size",
-            f"must be from 1 to x's last dimension {hidden}, got {variance_size}",
-        )
-    return None
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
@@ -238,35 +167,6 @@ def _activations(source: Source, large: bool, *shape: int) -> torch.Tensor:
     return x
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    x = source.normal(4, 8)
-    weight = source.normal(8)
-    integers = torch.ones(4, 8, dtype=torch.int64, device=source.device)
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-
-    def bad(name: str, argument: str, **change: Any) -> BadInput:
-        good = {"x": x, "residual": None, "weight": weight, "epsilon": 1e-6, "variance_size": None}
-        return BadInput(name, tuple((good | change).values()), argument)
-
-    yield bad("x is not a tensor", "x", x=[1.0, 2.0])
-    yield bad("x of integers", "x", x=integers)
-    yield bad("residual is not a tensor", "residual", residual="x")
-    yield bad("residual of another shape", "residual", residual=source.normal(3, 8))
-    yield bad("residual that would broadcast", "residual", residual=source.normal(1, 8))
-    yield bad("residual of another dtype", "residual", residual=source.normal(4, 8, dtype=other))
-    yield bad("weight is not a tensor", "weight", weight="w")
-    yield bad("weight of another size", "weight", weight=source.normal(7))
-    yield bad("weight that would broadcast", "weight", weight=source.normal(1))
-    yield bad("epsilon is no number", "epsilon", epsilon="1e-6")
-    yield bad("epsilon is negative", "epsilon", epsilon=-1.0)
-    yield bad("variance_size is zero", "variance_size", variance_size=0)
-    yield bad("variance_size beyond x", "variance_size", variance_size=9)
-    yield bad("variance_size is no int", "variance_size", variance_size=2.5)
-
-
 def _layer(weight: torch.Tensor | None, epsilon: float, variance_size: int | None) -> object:
     return SimpleNamespace(
         weight=weight,
@@ -293,8 +193,21 @@ def _plain(
     return True
 
 
-SPEC = OpSpec(
-    oracle=rms_norm,
+def _fake(x: torch.Tensor, residual: torch.Tensor | None, *_: Any) -> Any:
+    normed = x.new_empty(x.shape)
+    return normed if residual is None else (normed, x.new_empty(x.shape))
+
+
+SPEC = declared(
+    rms_norm,
+    {
+        "x": tensor("..., hidden"),
+        "residual": like("x").optional(),
+        "weight": tensor("hidden", "x", "float32").optional(),
+        "epsilon": scalar("value >= 0"),
+        "variance_size": integer("1 <= value <= hidden").optional(),
+    },
+    _fake,
     variants=(
         Variant(
             "", "(Tensor x, Tensor? weight, float epsilon, SymInt? variance_size=None) -> Tensor"
@@ -306,13 +219,10 @@ SPEC = OpSpec(
             overwrites=("x", "residual"),
         ),
     ),
-    fake=_fake,
-    check=_check,
     samples=_samples,
     served=_served,
     by_token=frozenset({"x", "residual"}),
     read_whole=frozenset({"weight"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_sums,
     tolerances={
         "float32": Tolerance(
@@ -331,7 +241,6 @@ SPEC = OpSpec(
             1.6e-2, 1e-5, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float32"
         ),
     },
-    consumable=frozenset({"x", "residual"}),
     from_layer=MappingProxyType(
         {
             "weight": lambda layer: (

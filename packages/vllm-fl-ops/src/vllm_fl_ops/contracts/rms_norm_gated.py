@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import declared, flag, integer, like, scalar, tensor, word
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import of_layer
 
 if TYPE_CHECKING:
     import torch
@@ -93,87 +94,6 @@ def _by_groups(
     return torch.cat(parts, dim=-1) * weight.double() * last
 
 
-def _fake(
-    x: torch.Tensor,
-    z: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-    activation: str = "swish",
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _check(
-    x: Any,
-    z: Any,
-    weight: Any,
-    epsilon: Any,
-    group_size: Any = None,
-    norm_before_gate: Any = True,
-    activation: Any = "swish",
-) -> Problem:
-    problem = floating_tensor("x", x)
-    if problem:
-        return problem
-    if x.ndim == 0 or not x.shape[-1]:
-        return "x", f"must have at least one feature, got {tuple(x.shape)}"
-    problem = (
-        _check_gate(z, x)
-        or _check_weight(weight, x)
-        or _check_epsilon(epsilon)
-        or _check_group(group_size, x.shape[-1])
-    )
-    if problem:
-        return problem
-    if not isinstance(norm_before_gate, bool):
-        kind = type(norm_before_gate).__name__
-        return "norm_before_gate", f"must be True or False, got {kind}"
-    if activation not in ACTIVATIONS:
-        return "activation", f"must be {', '.join(ACTIVATIONS)}, got {activation!r}"
-    return None
-
-
-def _check_gate(z: Any, x: torch.Tensor) -> Problem:
-    if z is None:
-        return None
-    problem = floating_tensor("z", z) or shaped("z", z, x.shape, "x's shape")
-    if problem:
-        return problem
-    if z.dtype != x.dtype:
-        return "z", f"must have x's dtype {x.dtype}, got {z.dtype}"
-    return on_device_of("z", z, "x", x)
-
-
-def _check_weight(weight: Any, x: torch.Tensor) -> Problem:
-    problem = floating_tensor("weight", weight)
-    problem = problem or shaped("weight", weight, x.shape[-1:], "the shape (hidden,) =")
-    if problem:
-        return problem
-    if weight.dtype != x.dtype and str(weight.dtype) != "torch.float32":
-        return "weight", f"must have x's dtype {x.dtype} or float32, got {weight.dtype}"
-    return on_device_of("weight", weight, "x", x)
-
-
-def _check_epsilon(epsilon: Any) -> Problem:
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
-        return "epsilon", f"must be a number, got {type(epsilon).__name__}"
-    if not 0 < epsilon < math.inf:
-        return "epsilon", f"must be finite and above 0, got {epsilon}"
-    return None
-
-
-def _check_group(group_size: Any, hidden: int) -> Problem:
-    if group_size is None:
-        return None
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        return "group_size", f"must be an int or None, got {type(group_size).__name__}"
-    if group_size < 1 or hidden % group_size:
-        return "group_size", f"must divide x's last dimension {hidden}, got {group_size}"
-    return None
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     import torch
 
@@ -224,76 +144,29 @@ def _served(
             yield Sample(name + ", large" * large, args, 50.0 if large else 1.0)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-
-    def bad(name: str, argument: str, **change: Any) -> BadInput:
-        good = {
-            "x": source.normal(4, 8),
-            "z": source.normal(4, 8),
-            "weight": source.normal(8),
-            "epsilon": 1e-5,
-            "group_size": None,
-            "norm_before_gate": True,
-            "activation": "swish",
-        }
-        return BadInput(name, tuple((good | change).values()), argument)
-
-    integers = torch.ones(4, 8, dtype=torch.int64, device=source.device)
-    yield bad("x is not a tensor", "x", x=[1.0, 2.0])
-    yield bad("x of integers", "x", x=integers)
-    yield bad("x and z of integers", "x", x=integers, z=integers)
-    yield bad("z is not a tensor", "z", z="z")
-    yield bad("z that would broadcast", "z", z=source.normal(1, 8))
-    yield bad("z of another dtype", "z", z=source.normal(4, 8, dtype=other))
-    yield bad("weight is not a tensor", "weight", weight=None)
-    yield bad("weight of another size", "weight", weight=source.normal(7))
-    yield bad("weight that would broadcast", "weight", weight=source.normal(1))
-    yield bad("the same, with groups", "weight", weight=source.normal(1), group_size=4)
-    yield bad("epsilon is no number", "epsilon", epsilon="1e-5")
-    yield bad("epsilon is negative", "epsilon", epsilon=-1.0)
-    yield bad("group_size that leaves features over", "group_size", group_size=3)
-    yield bad("group_size of two rows", "group_size", group_size=16)
-    yield bad("group_size is 0", "group_size", group_size=0)
-    yield bad("norm_before_gate is no flag", "norm_before_gate", norm_before_gate="yes")
-    yield bad("activation of another name", "activation", activation="gelu")
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "x and z of integers", {name: good[name].long() for name in "xz"}
+    yield "weight of 1, with groups", {"weight": good["weight"][:1], "group_size": 4}
+    yield "norm_before_gate is no flag", {"norm_before_gate": "yes"}
 
 
-def _layer(
-    weight: torch.Tensor,
-    epsilon: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-    activation: str,
-) -> object:
-    return SimpleNamespace(
-        weight=weight,
-        eps=epsilon,
-        group_size=group_size,
-        norm_before_gate=norm_before_gate,
-        activation=activation,
-    )
-
-
-SPEC = OpSpec(
-    oracle=rms_norm_gated,
-    variants=(
-        Variant(
-            "",
-            "(Tensor x, Tensor? z, Tensor weight, float epsilon, SymInt? group_size=None, "
-            'bool norm_before_gate=True, str activation="swish") -> Tensor',
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    rms_norm_gated,
+    {
+        "x": tensor("..., hidden", where="hidden >= 1"),
+        "z": like("x").optional(),
+        "weight": tensor("hidden", "x", "float32"),
+        "epsilon": scalar("value > 0"),
+        "group_size": integer("value >= 1 and hidden % value == 0").optional(),
+        "norm_before_gate": flag(),
+        "activation": word(*ACTIVATIONS),
+    },
+    (like("x"),),
+    bad=_bad,
     samples=_samples,
     served=_served,
     by_token=frozenset({"x", "z"}),
     read_whole=frozenset({"weight"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_groups,
     tolerances={
         "float32": Tolerance(
@@ -309,14 +182,11 @@ SPEC = OpSpec(
             1.6e-2, 1e-5, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float32"
         ),
     },
-    from_layer=MappingProxyType(
-        {
-            "weight": lambda layer: layer.weight.data,
-            "epsilon": lambda layer: layer.eps,
-            "group_size": lambda layer: layer.group_size,
-            "norm_before_gate": lambda layer: layer.norm_before_gate,
-            "activation": lambda layer: layer.activation,
-        }
+    **of_layer(
+        weight="weight.data",
+        epsilon="eps",
+        group_size="group_size",
+        norm_before_gate="norm_before_gate",
+        activation="activation",
     ),
-    layer=_layer,
 )

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_fl.contracts.arguments import declared, flag, integers, like, tensor
 from vllm_fl.contracts.batches import positions
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
 from vllm_fl.contracts.cos_sin import joint_cos_sin
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "SPEC",
-    "check_key",
-    "check_table",
+    "TABLE",
     "heads_of_qkv",
     "joint_cos_sin",
+    "positions_elsewhere",
     "served_positions",
     "tables",
 ]
@@ -103,96 +103,6 @@ def _by_complex_numbers(
         return torch.cat((turned, x[..., 2 * half :].double()), dim=-1)
 
     return turn(query), None if key is None else turn(key)
-
-
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    rotary_interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
-
-
-def _check(
-    query: Any,
-    key: Any,
-    cos: Any,
-    sin: Any,
-    position_ids: Any,
-    rotary_interleaved: Any = False,
-) -> Problem:
-    problem = floating_tensor("query", query)
-    if problem:
-        return problem
-    if query.ndim != 3:
-        return "query", f"must be (tokens, heads, head_size), got {tuple(query.shape)}"
-    problem = (
-        check_key(key, query)
-        or check_table("cos", cos, query)
-        or check_table("sin", sin, query)
-        or shaped("sin", sin, cos.shape, "cos's shape")
-        or _check_positions(position_ids, query, cos.shape[0])
-    )
-    if problem:
-        return problem
-    if not isinstance(rotary_interleaved, bool):
-        kind = type(rotary_interleaved).__name__
-        return "rotary_interleaved", f"must be True or False, got {kind}"
-    return None
-
-
-def check_key(key: Any, query: torch.Tensor) -> Problem:
-    """`key` must be None, or heads of query's tokens and size."""
-    if key is None:
-        return None
-    problem = floating_tensor("key", key)
-    if problem:
-        return problem
-    tokens, _, head_size = query.shape
-    if key.ndim != 3 or (key.shape[0], key.shape[2]) != (tokens, head_size):
-        wanted = f"({tokens}, kv_heads, {head_size}) like query"
-        return "key", f"must be {wanted}, got {tuple(key.shape)}"
-    if key.dtype != query.dtype:
-        return "key", f"must have query's dtype {query.dtype}, got {key.dtype}"
-    return on_device_of("key", key, "query", query)
-
-
-def check_table(name: str, table: Any, query: torch.Tensor) -> Problem:
-    """`table` must be cos or sin of some of the pairs of query's heads."""
-    problem = floating_tensor(name, table)
-    if problem:
-        return problem
-    if table.ndim != 2:
-        return name, f"must be (max_position, half), got {tuple(table.shape)}"
-    if not 1 <= table.shape[1] <= query.shape[2] // 2:
-        return name, (
-            f"must have from 1 to half of query's head_size {query.shape[2]} columns, "
-            f"got {table.shape[1]}"
-        )
-    if table.dtype != query.dtype and str(table.dtype) != "torch.float32":
-        return name, f"must have query's dtype {query.dtype} or float32, got {table.dtype}"
-    return on_device_of(name, table, "query", query)
-
-
-def _check_positions(position_ids: Any, query: torch.Tensor, max_position: int) -> Problem:
-    import torch
-
-    name = "position_ids"
-    if not isinstance(position_ids, torch.Tensor):
-        return name, f"must be a torch.Tensor, got {type(position_ids).__name__}"
-    if position_ids.dtype not in (torch.int64, torch.int32):
-        return name, f"must be int64 or int32, got {position_ids.dtype}"
-    problem = shaped(name, position_ids, query.shape[:1], "the shape (tokens,) =")
-    problem = problem or on_device_of(name, position_ids, "query", query)
-    if problem or position_ids.device.type == "meta" or not position_ids.numel():
-        return problem
-    low, high = (int(bound) for bound in position_ids.aminmax())
-    if low < 0 or high >= max_position:
-        return name, f"must be from 0 to {max_position - 1}, got {low} to {high}"
-    return None
 
 
 def tables(
@@ -325,50 +235,41 @@ def served_positions(source: Source, tokens: int, max_position: int, large: bool
     return found[before:].clone().to(source.device)  # in memory of its own
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    import torch
-
-    source = Source(dtype, device)
-    query, key = heads_of_qkv(source, 4, 2, 1, 64)
-    cos, sin = tables(source, 16, 64)
-    at = _positions(source, 4, 16)
-    integers = torch.ones(4, 2, 64, dtype=torch.int64, device=source.device)
-    good = {"query": query, "key": key, "cos": cos, "sin": sin, "position_ids": at}
-
-    def bad(name: str, argument: str, **change: Any) -> BadInput:
-        return BadInput(name, (*(good | change).values(), False), argument)
-
-    yield bad("query is not a tensor", "query", query=[1.0])
-    yield bad("query of integers", "query", query=integers)
-    both = {"query": integers, "key": integers[:, :1]}
-    yield bad("query and key of integers", "query", **both)
-    yield bad("query of two dimensions", "query", query=source.normal(4, 64))
-    yield bad("key is not a tensor", "key", key=[1.0])
-    yield bad("key of integers", "key", key=integers)
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    yield bad("key of another dtype", "key", key=source.normal(4, 1, 64, dtype=other))
-    yield bad("key of other tokens", "key", key=source.normal(3, 1, 64))
-    yield bad("key of one token, which would broadcast", "key", key=source.normal(1, 1, 64))
-    yield bad("key of another head_size", "key", key=source.normal(4, 1, 128))
-    yield bad("cos is not a tensor", "cos", cos=1.0)
-    yield bad("cos wider than half a head", "cos", cos=source.normal(16, 48))
-    wide = dict(zip(("cos", "sin"), tables(source, 16, 128), strict=True))
-    yield bad("both wider than half a head", "cos", **wide)
-    yield bad("cos so wide that it would broadcast", "cos", cos=source.normal(16, 63))
-    yield bad("cos of three dimensions", "cos", cos=source.normal(16, 1, 32))
-    yield bad("sin is not a tensor", "sin", sin=1.0)
-    yield bad("sin of another width", "sin", sin=source.normal(16, 16))
-    yield bad("position_ids is not a tensor", "position_ids", position_ids=[0, 1, 2, 3])
-    yield bad("positions of floats", "position_ids", position_ids=at.to(torch.float32))
-    yield bad("too few positions", "position_ids", position_ids=at[:3])
-    yield bad("one position, which would broadcast", "position_ids", position_ids=at[:1])
-    if source.device.type == "cpu":  # an accelerator would be unusable after it
-        yield bad("a position beyond the tables", "position_ids", position_ids=at + 16)
-        yield bad("a negative position", "position_ids", position_ids=at - 16)
+TABLE = tensor(
+    "max_position, half", "query", "float32", where="half >= 1 and 2 * half <= head_size"
+)
+"""cos or sin, of some of the pairs of a head."""
 
 
-SPEC = OpSpec(
-    oracle=rotary_embedding,
+def positions_elsewhere(
+    good: Mapping[str, Any], length: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Positions on both sides of a table of this length."""
+    at = good["position_ids"]
+    if at.device.type == "cpu":  # an accelerator would be unusable after it
+        yield "a position beyond the tables", {"position_ids": at + length}
+        yield "a negative position", {"position_ids": at - length}
+
+
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    integers = {name: good[name].long() for name in ("query", "key")}
+    yield "query and key of integers", integers
+    yield from positions_elsewhere(good, len(good["cos"]))
+    yield "both tables wider than half a head", {n: good[n].repeat(1, 2) for n in ("cos", "sin")}
+
+
+SPEC = declared(
+    rotary_embedding,
+    {
+        "query": tensor("tokens, heads, head_size"),
+        "key": tensor("tokens, kv_heads, head_size", "query").optional(),
+        "cos": TABLE,
+        "sin": TABLE,
+        "position_ids": integers("tokens", "0 <= low and high < max_position"),
+        "rotary_interleaved": flag(),
+    },
+    (like("query"), like("key")),
+    bad=_bad,
     variants=(
         Variant(
             "",
@@ -384,12 +285,9 @@ SPEC = OpSpec(
             overwrites=("query",),
         ),
     ),
-    fake=_fake,
-    check=_check,
     samples=_samples,
     served=_served,
     by_token=frozenset({"query", "key", "position_ids"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_complex_numbers,
     tolerances={
         "float32": Tolerance(
@@ -409,5 +307,4 @@ SPEC = OpSpec(
             8e-3, 4e-2, "2 roundings of 2^-8 on the result; atol for the products as for float16"
         ),
     },
-    consumable=frozenset({"query", "key"}),
 )

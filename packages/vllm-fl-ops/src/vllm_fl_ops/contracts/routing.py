@@ -1,11 +1,11 @@
-"""What the contracts of routing share: inputs without chance ties, and the checks of parameters."""
+"""What the contracts of routing share: scores, and inputs without chance ties."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of, shaped
+from vllm_fl.contracts.arguments import tensor
 from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source
 
 if TYPE_CHECKING:
@@ -13,18 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MARGIN",
+    "RESULTS",
     "SCORING",
     "bias_for_choice",
     "by_argmax",
-    "check_bias",
-    "check_factor",
-    "check_logits",
-    "check_scoring",
-    "check_topk",
     "highest",
     "router_logits",
     "scored",
-    "whole_number",
 ]
 
 SCORING = ("softmax", "sigmoid")
@@ -33,6 +28,9 @@ SCORING = ("softmax", "sigmoid")
 MARGIN = 5e-7
 """How far apart two scores, which are at most 1 before a bias, must be for their order to be
 certain: fp32's rounding of a score and of its sum with a bias, several times."""
+
+RESULTS = (tensor("tokens, topk", "float32"), tensor("tokens, topk", "int32"))
+"""The weights of a token's experts, and their ids."""
 
 _GRID = 1024
 """Different numbers of 8 significant bits from 1/8 to 2 and from -2 to -1/8."""
@@ -93,53 +91,3 @@ def bias_for_choice(source: Source, experts: int, scale: float) -> torch.Tensor:
     import torch
 
     return source.normal(experts, scale=scale, dtype=torch.float32)
-
-
-def check_logits(name: str, value: Any) -> Problem:
-    """`value` must be a floating tensor of shape (tokens, experts)."""
-    problem = floating_tensor(name, value)
-    if problem is None and (value.ndim != 2 or not value.shape[1]):
-        return name, f"must have the shape (tokens, experts), got {tuple(value.shape)}"
-    return problem
-
-
-def check_topk(name: str, value: Any, most: int) -> Problem:
-    """`value` must be a whole number of experts."""
-    problem = whole_number(name, value)
-    if problem is None and not 1 <= value <= most:
-        return name, f"must be from 1 to {most}, got {value}"
-    return problem
-
-
-def whole_number(name: str, value: Any) -> Problem:
-    """`value` must be an integer."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        return name, f"must be an integer, got {type(value).__name__}"
-    return None
-
-
-def check_scoring(value: Any) -> Problem:
-    """`value` must name a function that turns logits into scores."""
-    if value not in SCORING:
-        return "scoring_func", f"must be one of {', '.join(SCORING)}, got {value!r}"
-    return None
-
-
-def check_factor(value: Any) -> Problem:
-    """`value` must be a finite number."""
-    name = "routed_scaling_factor"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return name, f"must be a number, got {type(value).__name__}"
-    return None if math.isfinite(value) else (name, f"must be finite, got {value}")
-
-
-def check_bias(value: Any, logits: torch.Tensor) -> Problem:
-    """`value` must be None or one floating number for each expert."""
-    if value is None:
-        return None
-    name = "e_score_correction_bias"
-    return (
-        floating_tensor(name, value)
-        or on_device_of(name, value, "gating_output", logits)
-        or shaped(name, value, logits.shape[1:], "the shape (experts,)")
-    )

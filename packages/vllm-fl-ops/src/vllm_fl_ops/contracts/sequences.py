@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.checks import Problem, on_device_of
+from vllm_fl.contracts.arguments import Problem
 
 if TYPE_CHECKING:
     import torch
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 __all__ = [
     "boundaries",
     "ends",
-    "epsilon_or_none",
     "fitting_features",
     "fitting_heads",
     "slots",
@@ -68,77 +67,25 @@ def fitting_features(tokens: int, features: int) -> tuple[int, str]:
     return fitting, f"{fitting} of {features} features from {tokens} tokens on" * is_smaller
 
 
-def _integers(name: str, value: Any) -> Problem:
-    """`value` must be a tensor of int32 or int64 with one dimension."""
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        return name, f"must be a torch.Tensor, got {type(value).__name__}"
-    if value.dtype not in (torch.int32, torch.int64):
-        return name, f"must be int32 or int64, got {value.dtype}"
-    if value.ndim != 1:
-        return name, f"must have one dimension, got {tuple(value.shape)}"
-    return None
-
-
-def boundaries(name: str, value: Any, tokens: int, sequences: int, first: Any) -> Problem:
-    """`value` must be where each of so many sequences begins, and where the last one ends.
-
-    Args:
-        name, value: the argument.
-        tokens, sequences: how many there are.
-        first: (parameter, tensor) on whose device it must be.
-    """
-    problem = _integers(name, value)
-    if problem:
-        return problem
-    if len(value) != sequences + 1:
-        return name, f"must have {sequences + 1} numbers for {sequences} states, got {len(value)}"
-    problem = on_device_of(name, value, *first)
-    if problem or value.device.type == "meta":
-        return problem
-    at = value.tolist()
+def boundaries(name: str, value: torch.Tensor, tokens: int) -> Problem:
+    """`value` must be where each sequence begins, and where the last one ends."""
+    at = [0, tokens] if value.is_meta else value.tolist()
     if at[0] != 0 or at[-1] != tokens or at != sorted(at):
         return name, f"must rise from 0 to the {tokens} tokens, got {at}"
     return None
 
 
-def slots(
-    name: str, value: Any, count: int, of: int, first: Any, *, padding: bool = True
-) -> Problem:
-    """`value` must be `count` states of a cache of so many, none of them twice but slot 0.
+def slots(name: str, value: torch.Tensor, of: int, *, padding: bool = True) -> Problem:
+    """`value` must be states of a cache of so many, none of them twice but slot 0.
 
     Args:
         name, value: the argument.
-        count: how many there must be.
         of: how many states the cache has.
-        first: (parameter, tensor) on whose device it must be.
         padding: whether it may name slot 0, which is vLLM's null block.
     """
-    problem = _integers(name, value)
-    if problem:
-        return problem
-    if len(value) != count:
-        return name, f"must have {count} numbers, got {len(value)}"
-    problem = on_device_of(name, value, *first)
-    if problem or value.device.type == "meta":
-        return problem
-    named = [at for at in value.tolist() if at or not padding]
+    named = [] if value.is_meta else [at for at in value.tolist() if at or not padding]
     if any(not 0 < at < of for at in named):
         return name, f"must be from {1 - padding} to {of - 1}, got {value.tolist()}"
     if len(set(named)) != len(named):
         return name, f"must name no state twice, got {value.tolist()}"
-    return None
-
-
-def epsilon_or_none(name: str, value: Any) -> Problem:
-    """`value` must be None, or a finite number above 0."""
-    import math
-
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return name, f"must be a number or None, got {type(value).__name__}"
-    if not 0 < value < math.inf:
-        return name, f"must be finite and above 0, got {value}"
     return None

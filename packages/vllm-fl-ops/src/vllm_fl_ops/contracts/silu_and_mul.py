@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.checks import Problem
+from vllm_fl.contracts.arguments import declared, tensor
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .activations import bad_gated_inputs, gated_inputs, gated_tensor, served_gated_inputs
+from .activations import gated_inputs, served_gated_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -42,14 +42,6 @@ def _by_torch(x: torch.Tensor) -> torch.Tensor:
     return silu(gate) * up
 
 
-def _fake(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-def _check(x: Any) -> Problem:
-    return gated_tensor("x", x)
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     for name, x in gated_inputs(Source(dtype, device)):
         yield Sample(name, (x,))
@@ -62,20 +54,15 @@ def _served(
         yield Sample(name, (x,), scale)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    for name, x in bad_gated_inputs(Source(dtype, device)):
-        yield BadInput(name, (x,), "x")
-
-
-SPEC = OpSpec(
-    oracle=silu_and_mul,
-    variants=(Variant("", "(Tensor x) -> Tensor"),),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    silu_and_mul,
+    {
+        "x": tensor("..., 2 * d"),
+    },
+    (tensor("..., d"),),
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_torch,
     tolerances={
         "float32": Tolerance(

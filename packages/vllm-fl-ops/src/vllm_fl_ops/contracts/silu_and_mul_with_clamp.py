@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.checks import Problem, finite_number
+from vllm_fl.contracts.arguments import declared, scalar, tensor
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .activations import (
     activation_inputs,
-    bad_gated_inputs,
     broken_row,
-    gated_tensor,
     served_gated_inputs,
 )
+from .common import not_finite, of_layer
 
 if TYPE_CHECKING:
     import torch
@@ -67,19 +65,6 @@ def _by_tanh(x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.
     return silu * up + silu * beta
 
 
-def _fake(x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-def _check(x: Any, limit: Any, alpha: Any = 1.0, beta: Any = 0.0) -> Problem:
-    return (
-        gated_tensor("x", x)
-        or finite_number("limit", limit, above=0)
-        or finite_number("alpha", alpha)
-        or finite_number("beta", beta)
-    )
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     source = Source(dtype, device)
     for name, x in activation_inputs(source, 2):
@@ -99,28 +84,20 @@ def _served(
         yield Sample(name, (x, 7.0, 1.0, 0.0))  # clamped: results are below 50 all the same
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    for name, x in bad_gated_inputs(source):
-        yield BadInput(name, (x, 7.0, 1.0, 0.0), "x")
-    x = source.normal(4, 8)
-    yield BadInput("limit is no number", (x, None, 1.0, 0.0), "limit")
-    yield BadInput("limit is 0", (x, 0.0, 1.0, 0.0), "limit")
-    yield BadInput("limit is negative: both bounds change sides", (x, -7.0, 1.0, 0.0), "limit")
-    yield BadInput("limit is infinite", (x, math.inf, 1.0, 0.0), "limit")
-    yield BadInput("alpha is NaN", (x, 7.0, math.nan, 0.0), "alpha")
-    yield BadInput("beta is infinite", (x, 7.0, 1.0, math.inf), "beta")
-
-
-SPEC = OpSpec(
-    oracle=silu_and_mul_with_clamp,
-    variants=(Variant("", "(Tensor x, float limit, float alpha=1.0, float beta=0.0) -> Tensor"),),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    silu_and_mul_with_clamp,
+    {
+        "x": tensor("..., 2 * d"),
+        "limit": scalar("value > 0"),
+        "alpha": scalar(),
+        "beta": scalar(),
+    },
+    (tensor("..., d"),),
+    bad=lambda good: not_finite("limit", "alpha", "beta"),
+    **of_layer(limit="swiglu_limit", alpha="alpha", beta="beta"),
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_tanh,
     tolerances={
         "float32": Tolerance(
@@ -139,12 +116,4 @@ SPEC = OpSpec(
             "alpha * gate and up + beta: seen up to 7.2e-4 beyond that, at a result of -0.11",
         ),
     },
-    from_layer=MappingProxyType(
-        {
-            "limit": lambda layer: layer.swiglu_limit,
-            "alpha": lambda layer: layer.alpha,
-            "beta": lambda layer: layer.beta,
-        }
-    ),
-    layer=lambda limit, alpha, beta: SimpleNamespace(swiglu_limit=limit, alpha=alpha, beta=beta),
 )

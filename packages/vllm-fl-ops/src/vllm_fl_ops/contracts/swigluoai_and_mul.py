@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.checks import Problem, finite_number
+from vllm_fl.contracts.arguments import declared, scalar, tensor
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .activations import (
-    bad_gated_inputs,
     broken_row,
     gated_inputs,
-    gated_tensor,
     served_gated_inputs,
 )
+from .common import not_finite, of_layer
 
 if TYPE_CHECKING:
     import torch
@@ -65,18 +63,6 @@ def _by_tanh(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch
     )
 
 
-def _fake(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-def _check(x: Any, alpha: Any = 1.702, limit: Any = 7.0) -> Problem:
-    return (
-        gated_tensor("x", x)
-        or finite_number("alpha", alpha)
-        or finite_number("limit", limit, above=0)
-    )
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     source = Source(dtype, device)
     for name, x in gated_inputs(source):
@@ -101,28 +87,19 @@ def _served(
         yield Sample(name, (pairs, 1.702, 7.0))  # clamped: results are of magnitude 1 all the same
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    for name, x in bad_gated_inputs(source):
-        yield BadInput(name, (x, 1.702, 7.0), "x")
-    x = source.normal(4, 8)
-    yield BadInput("alpha is no number", (x, "1.702", 7.0), "alpha")
-    yield BadInput("alpha is NaN", (x, math.nan, 7.0), "alpha")
-    yield BadInput("limit is no number", (x, 1.702, "7"), "limit")
-    yield BadInput("limit is 0", (x, 1.702, 0.0), "limit")
-    yield BadInput("limit is negative: both bounds change sides", (x, 1.702, -7.0), "limit")
-    yield BadInput("limit is NaN", (x, 1.702, math.nan), "limit")
-
-
-SPEC = OpSpec(
-    oracle=swigluoai_and_mul,
-    variants=(Variant("", "(Tensor x, float alpha=1.702, float limit=7.0) -> Tensor"),),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    swigluoai_and_mul,
+    {
+        "x": tensor("..., 2 * d"),
+        "alpha": scalar(),
+        "limit": scalar("value > 0"),
+    },
+    (tensor("..., d"),),
+    bad=lambda good: not_finite("alpha", "limit"),
+    **of_layer("alpha", "limit"),
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_tanh,
     tolerances={
         "float32": Tolerance(
@@ -141,7 +118,4 @@ SPEC = OpSpec(
             "alpha * gate before the sigmoid: seen up to 6.4e-4 beyond that, at a gate near -2.8",
         ),
     },
-    from_layer=MappingProxyType(
-        {"alpha": lambda layer: layer.alpha, "limit": lambda layer: layer.limit}
-    ),
 )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.checks import Problem, floating_tensor, on_device_of
+from vllm_fl.contracts.arguments import declared, like, tensor
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .activations import (
     activation_inputs,
-    bad_activation_inputs,
     broken_row,
     served_activation_inputs,
 )
@@ -78,37 +77,6 @@ def _by_torch(
     ) * (wide <= 0)
 
 
-def _fake(
-    x: torch.Tensor,
-    alpha_p: torch.Tensor,
-    alpha_n: torch.Tensor,
-    beta: torch.Tensor,
-    eps: torch.Tensor,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _check(x: Any, alpha_p: Any, alpha_n: Any, beta: Any, eps: Any) -> Problem:
-    return (
-        floating_tensor("x", x)
-        or _one_element("alpha_p", alpha_p, x)
-        or _one_element("alpha_n", alpha_n, x)
-        or _one_element("beta", beta, x)
-        or _one_element("eps", eps, x)
-    )
-
-
-def _one_element(name: str, value: Any, x: torch.Tensor) -> Problem:
-    problem = floating_tensor(name, value) or on_device_of(name, value, "x", x)
-    if problem:
-        return problem
-    if value.dtype != x.dtype and str(value.dtype) != "torch.bfloat16":
-        return name, f"must be of x's dtype {x.dtype} or bfloat16, got {value.dtype}"
-    if value.numel() != 1:
-        return name, f"must have one element, got {value.numel()}"
-    return None
-
-
 def _learned(
     x: torch.Tensor, alpha_p: float = 0.2, alpha_n: float = -1.05, beta: float = 0.5
 ) -> tuple[torch.Tensor, ...]:
@@ -138,34 +106,20 @@ def _served(
         yield Sample(name, _learned(x), scale)
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    x = source.normal(4, 8)
-    right = _learned(x)
-    for name, bad in bad_activation_inputs(source):
-        yield BadInput(name, (bad, *right[1:]), "x")
-    for at, name in enumerate(("alpha_p", "alpha_n", "beta", "eps"), start=1):
-        for what, value in (
-            ("a number", 0.5),
-            ("8 elements", x[0]),
-            ("float64", x[0, :1].double()),
-        ):
-            yield BadInput(f"{name} of {what}", (*right[:at], value, *right[at + 1 :]), name)
-
-
-SPEC = OpSpec(
-    oracle=xielu,
-    variants=(
-        Variant(
-            "", "(Tensor x, Tensor alpha_p, Tensor alpha_n, Tensor beta, Tensor eps) -> Tensor"
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    xielu,
+    {
+        "x": tensor("..."),
+        "alpha_p": tensor("", "x", "bfloat16"),
+        "alpha_n": tensor("", "x", "bfloat16"),
+        "beta": tensor("", "x", "bfloat16"),
+        "eps": tensor("", "x", "bfloat16"),
+    },
+    (like("x"),),
+    bad=lambda good: ((f"{name} of more", {name: good["x"]}) for name in list(good)[1:]),
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     second_form=_by_torch,
     tolerances={
         "float32": Tolerance(

@@ -48,7 +48,7 @@ def causal_conv1d(
     at, slots = query_start_loc.tolist(), cache_indices.tolist()
     if [0, *sorted(at[1:-1]), len(x)] != at:
         raise ValueError(f"query_start_loc must rise from 0 to {len(x)}, got {at}")
-    if not len(at) - 1 == len(slots) == len(has_initial_state):
+    if len(at) - 1 != len(slots) or has_initial_state.shape != cache_indices.shape:
         raise ValueError("query_start_loc, cache_indices, has_initial_state: one per sequence")
     taps = weight.shape[1] - 1
     out = x.new_empty(x.shape)

@@ -147,6 +147,8 @@ def _refuse_silent_mistakes(
     }
     if named := ", ".join(name for name, is_wrong in wrong.items() if is_wrong):
         raise ValueError(f"{named} do not fit hidden_states of {tokens} x {hidden} or each other")
+    if not topk_weights.is_floating_point():
+        raise TypeError(f"topk_weights must be floating, got {topk_weights.dtype}")
     for ids in (topk_ids, expert_map):
         if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise TypeError(f"topk_ids and expert_map must be of integers, got {ids.dtype}")

@@ -76,6 +76,8 @@ def chunk_gated_delta_rule(
         raise ValueError("g and beta must be (tokens, value_heads), g in float32")
     if not initial_state.is_floating_point() or cu_seqlens.is_floating_point():
         raise TypeError("initial_state must be floating, cu_seqlens integers")
+    if initial_state.ndim != 4:
+        raise ValueError("initial_state must be (sequences, value_heads, value_size, key_size)")
     at = cu_seqlens.tolist()
     if len(at) != len(initial_state) + 1 or [0, *sorted(at[1:-1]), len(q)] != at:
         raise ValueError(f"cu_seqlens must rise from 0 to {len(q)} in {len(initial_state)} steps")
@@ -122,8 +124,8 @@ def recurrent_gated_delta_rule(
     _refuse_silent_mistakes(a, b, A_log, dt_bias)
     dtype = v.dtype
     q, k, v = _heads(q, k, v, epsilon)
-    if a.shape != v.shape[:2]:
-        raise ValueError("a must be (tokens, value_heads)")
+    if a.shape != v.shape[:2] or state.shape[1:] != (*v.shape[1:], q.shape[2]):
+        raise ValueError("a must be (tokens, value_heads), state (slots, *, value_size, key_size)")
     if not state.is_floating_point() or state_indices.is_floating_point():
         raise TypeError("state must be floating, state_indices integers")
     if bool((state_indices < 0).any()):

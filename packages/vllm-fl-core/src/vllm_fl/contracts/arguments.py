@@ -1,0 +1,312 @@
+"""What an argument of a contract is, said once: check, bad inputs, fake and schema follow from it.
+
+Shapes are written as in docstrings: `tokens, hidden` or `..., 2 * d`. A name stands for the size
+where it is first met, or for an argument. What must hold of these is an expression in Python's
+syntax: `2 * half <= head_size`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, Self
+
+from .spec import BadInput, OpSpec, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FLOATING", "Argument", "Problem", "Tensor", "declared", "flag", "integer", "integers"]
+__all__ += ["like", "scalar", "tensor", "word"]
+
+Problem = tuple[str, str] | None
+
+FLOATING = ("float32", "float16", "bfloat16")
+"""The dtypes in which models are served."""
+
+Call = dict[str, Any]
+"""The arguments of a call by name, and beside them the sizes that were met, as far as it was read.
+The size `...` is that of the leading dimensions, a tuple."""
+
+_compiled = cache(lambda expression: compile(expression, f"<{expression}>", "eval"))
+
+
+def _value(expression: str, call: Mapping[str, Any]) -> Any:
+    if expression == "...":
+        return call[expression]
+    return eval(_compiled(expression), {"__builtins__": {}}, call)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """What an argument must be that is no tensor.
+
+    Args:
+        type: how torch's schemas write it.
+        classes: of which of these classes it is; a float is finite.
+        where: what must hold of it, under the name `value`, and of the call; empty: nothing.
+        may_be_none: None is another legal value.
+    """
+
+    type: str
+    classes: tuple[type, ...] = ()
+    where: str = ""
+    may_be_none: bool = False
+
+    def optional(self) -> Self:
+        """The same, or None."""
+        return replace(self, may_be_none=True)
+
+    def problem(self, name: str, value: Any, call: Call) -> Problem:
+        """(name, what is wrong with a value that is not None), or None."""
+        is_flag = isinstance(value, bool)
+        if not isinstance(value, self.classes) or (is_flag and bool not in self.classes):
+            wanted = " or ".join(each.__name__ for each in self.classes)
+            return name, f"must be {wanted}, got {type(value).__name__}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return name, f"must be finite, got {value}"
+        return _broken(name, self.where, value, call | {"value": value})
+
+    def mistakes(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """(what it is, a value that a caller may give by mistake); some of them may be legal."""
+        if isinstance(value, bool):  # anything is true or false
+            return
+        wrong: tuple[Any, ...] = None, "another", True
+        if isinstance(value, int | float):
+            wrong = None, str(value), value + 0.5, 0, -1, value + 1, 4096 * value
+        yield from {repr(each): each for each in wrong}.items()
+
+
+def _broken(name: str, rule: str, got: object, call: Mapping[str, Any]) -> Problem:
+    return (name, f"must have {rule}, got {got}") if rule and not _value(rule, call) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor(Argument):
+    """See `tensor` and `like`."""
+
+    shape: str
+    dtypes: tuple[str, ...] = ()
+    values: str = ""
+    other: str = ""
+
+    def meet(self, x: torch.Tensor, call: Call) -> list[tuple[str, Any]]:
+        """(what is declared of a dimension, its size), new sizes put into the call.
+
+        Empty for a tensor of another number of dimensions.
+        """
+        names, sizes = self.shape.split(", "), tuple(x.shape)
+        if not self.shape:
+            names, sizes = ["1"], (x.numel(),)
+        if names[0] == "..." and (lead := len(sizes) - len(names) + 1) >= 0:
+            sizes = (sizes[:lead], *sizes[lead:])
+        found = [*zip(names, sizes, strict=False)] if len(names) == len(sizes) else []
+        for text, size in found:
+            if match := re.fullmatch(r"(?:(\d+) \* )?([^\W\d]\w*|\.\.\.)", text):
+                call.setdefault(match[2], size // int(match[1]) if match[1] else size)
+        return found
+
+    def problem(self, name: str, value: Any, call: Call) -> Problem:
+        import torch
+
+        if not isinstance(value, torch.Tensor):
+            return name, f"must be a torch.Tensor, got {type(value).__name__}"
+        dtypes = [_dtype(each, call) for each in self.dtypes or FLOATING]
+        if value.dtype not in dtypes:
+            return name, f"must be {' or '.join(map(str, dtypes))}, got {value.dtype}"
+        shape, found, (first, x) = tuple(value.shape), self.meet(value, call), _first(call)
+        wanted = [(text, _value(text, call)) for text, _ in found]
+        if found != wanted or not found:
+            sizes = "".join(f", {text} = {size}" for text, size in wanted)
+            return name, f"must have the shape ({self.shape}){sizes}, got {shape}"
+        if value.device != x.device:
+            return name, f"must be on {first}'s device {x.device}, got {value.device}"
+        problem = _broken(name, self.where, shape, call)
+        if problem or not self.values or value.is_meta or not value.numel():
+            return problem
+        low, high = (int(bound) for bound in value.aminmax())
+        return _broken(name, self.values, (low, high), call | {"low": low, "high": high})
+
+    def mistakes(self, value: torch.Tensor) -> Iterator[tuple[str, Any]]:
+        import torch
+
+        yield from (("None", None), ("a list", [1.0]))
+        others = [] if value.is_floating_point() else ["float32"]
+        if value.is_floating_point() and len(self.dtypes) < 2:  # else others may be computed with
+            others.append("int64")
+        if len(self.dtypes) == 1:
+            others.append("float32" if value.dtype != torch.float32 else "bfloat16")
+        for other in dict.fromkeys(others):
+            yield f"of {other}", value.to(getattr(torch, other))
+        yield "of a dimension more", value[None]
+        for at, size in enumerate(value.shape):
+            for few in sorted({1, size - 1} - {0, size}):
+                yield f"of {few} in dimension {at}", value.narrow(at, 0, few).contiguous()
+
+    def empty(self, call: Call) -> torch.Tensor | None:
+        """A result of this kind, without values."""
+        if self.other and call[self.other] is None:
+            return None
+        shape: list[Any] = []
+        for text in self.shape.split(", "):
+            shape += call[text] if text == "..." else [_value(text, call)]
+        x = _first(call)[1]
+        return x.new_empty(shape, dtype=_dtype(self.dtypes[0], call) if self.dtypes else x.dtype)
+
+
+def _settled(argument: Any, arguments: Mapping[str, Any]) -> Any:
+    """With the shape that it has from another argument."""
+    if getattr(argument, "other", ""):
+        return replace(argument, shape=arguments[argument.other].shape)
+    return argument
+
+
+def _valueless(argument: Any) -> Any:
+    return argument.to("meta") if hasattr(argument, "device") else argument
+
+
+def _first(call: Call) -> tuple[str, torch.Tensor]:
+    return next((name, x) for name, x in call.items() if hasattr(x, "device"))
+
+
+def _dtype(name: str, call: Call) -> torch.dtype:
+    """That of an argument, or the one of this name."""
+    import torch
+
+    dtype: torch.dtype = call[name].dtype if name in call else getattr(torch, name)
+    return dtype
+
+
+def scalar(where: str = "") -> Argument:
+    """A finite number."""
+    return Argument(type="float", classes=(int, float), where=where)
+
+
+def integer(where: str = "", type: str = "SymInt") -> Argument:
+    """An integer."""
+    return Argument(type=type, classes=(int,), where=where)
+
+
+def word(*words: str) -> Argument:
+    """One of these."""
+    return Argument(type="str", classes=(str,), where=f"value in {words}")
+
+
+def flag() -> Argument:
+    """True or False."""
+    return Argument(type="bool", classes=(bool,))
+
+
+def tensor(shape: str, *dtypes: str, where: str = "", values: str = "") -> Tensor:
+    """A tensor on the first one's device; as a result a contiguous one.
+
+    Args:
+        shape: an expression for each dimension, `...` in front for further ones; empty: one number
+            in any shape.
+        dtypes: names of dtypes, or of arguments whose dtype it may have. None: float32, float16 or
+            bfloat16, and of a result the first tensor's.
+        where: what must hold of the sizes besides; empty: nothing.
+        values: what must hold of its integers, from `low` to `high`. On the device meta there are
+            none to look at.
+    """
+    return Tensor(type="Tensor", shape=shape, dtypes=dtypes, where=where, values=values)
+
+
+def integers(shape: str, values: str = "", where: str = "") -> Tensor:
+    """A tensor of int32 or int64; see `tensor`."""
+    return tensor(shape, "int32", "int64", where=where, values=values)
+
+
+def like(other: str) -> Tensor:
+    """A tensor of an argument's shape and dtype; as a result None where that one is None."""
+    return Tensor(type="Tensor", shape="", dtypes=(other,), other=other)
+
+
+def declared(
+    oracle: Callable[..., Any],
+    arguments: Mapping[str, Argument],
+    results: tuple[Tensor, ...] | Callable[..., Any],
+    *,
+    also: Callable[..., Problem] = lambda *_: None,
+    bad: Callable[[Call], Iterable[tuple[str, Mapping[str, Any]]]] = lambda good: (),
+    overwrites: tuple[str, ...] = (),
+    **more: Any,
+) -> OpSpec:
+    """The contract of an op whose arguments say what they are.
+
+    Args:
+        oracle: as of `OpSpec`.
+        arguments: parameter -> what it must be, in the order in which they are looked at.
+        results: what they are; or `fake`, where they depend on more than sizes.
+        also: the parameters -> what else is wrong with arguments that are sound by themselves.
+        bad: the arguments of a sample by name -> (name, changes) of calls that must be refused,
+            beyond those that follow from the declarations.
+        overwrites: as of `Variant`. These arguments are `consumable`.
+        more: what else `OpSpec` takes; without `variants` there is one, of all parameters.
+    """
+    parameters = inspect.signature(oracle).parameters
+    arguments = {name: _settled(argument, arguments) for name, argument in arguments.items()}
+
+    def called(args: Iterable[Any]) -> Call:
+        """A call that is read as far as there are tensors."""
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        return defaults | dict(zip(parameters, args, strict=False))
+
+    @wraps(oracle)
+    def check(*args: Any) -> Problem:
+        call = called(args)
+        for name, argument in arguments.items():
+            if call[name] is None and argument.may_be_none:
+                continue
+            if problem := argument.problem(name, call[name], call):
+                return problem
+        return also(*called(args).values())
+
+    @wraps(oracle)
+    def fake(*args: Any) -> Any:
+        call = called(args)
+        if callable(results):
+            return results(*call.values())
+        for name, argument in arguments.items():
+            if isinstance(argument, Tensor) and call[name] is not None:
+                argument.meet(call[name], call)
+        made = tuple(_settled(result, arguments).empty(call) for result in results)
+        return made if len(made) > 1 else made[0]
+
+    def bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+        missing = dict(arguments)
+        for sample in more["samples"](dtype, device):
+            good, x = called(sample.args), sample.args[0]
+            if len(x) < 2 or not x.numel():
+                continue
+            for what, change in bad(good) if len(missing) == len(arguments) else ():
+                args = tuple((good | change).values())
+                if problem := check(*args):
+                    yield BadInput(what, args, problem[0])
+            for name in [name for name in missing if good[name] is not None]:
+                for what, value in missing.pop(name).mistakes(good[name]):
+                    args = tuple((good | {name: value}).values())
+                    # Not what only its values tell: a device would be unusable after such a call.
+                    if problem := check(*(_valueless(arg) for arg in args)):
+                        yield BadInput(f"{name}: {what}", args, problem[0])
+
+    def written(name: str) -> str:
+        """A parameter as a schema has it."""
+        kind, default = arguments[name], parameters[name].default
+        text = f"{kind.type}{'?' * kind.may_be_none} {name}"
+        if default is inspect.Parameter.empty:
+            return text
+        return f'{text}="{default}"' if isinstance(default, str) else f"{text}={default!r}"
+
+    given = more.get("outputs", ()) if callable(results) else results
+    many = sum(getattr(each, "results", 1) for each in given) or 1
+    returns = "Tensor" if many == 1 else f"({', '.join(['Tensor'] * many)})"
+    schema = f"({', '.join(map(written, parameters))}) -> {returns}"
+    variants = more.setdefault("variants", (Variant("", schema, overwrites=overwrites),))
+    consumable = frozenset(name for variant in variants for name in variant.overwrites if name)
+    more = {"consumable": consumable, "fake": fake, **more}
+    return OpSpec(oracle=oracle, check=check, bad_inputs=bad_inputs, **more)
