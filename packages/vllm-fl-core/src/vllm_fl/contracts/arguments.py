@@ -252,7 +252,7 @@ def declared(
     arguments = {name: _settled(argument, arguments) for name, argument in arguments.items()}
 
     def called(args: Iterable[Any]) -> Call:
-        """A call that is read as far as there are tensors."""
+        """A call of which nothing is read yet."""
         defaults = {name: parameter.default for name, parameter in parameters.items()}
         return defaults | dict(zip(parameters, args, strict=False))
 
@@ -280,11 +280,12 @@ def declared(
     def bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
         missing = dict(arguments)
         for sample in more["samples"](dtype, device):
-            good, x = called(sample.args), sample.args[0]
-            if len(x) < 2 or not x.numel():
+            good = called(sample.args)
+            _, x = _first(good)
+            if x.shape[:1] <= (1,) or not x.numel():
                 continue
             for what, change in bad(good) if len(missing) == len(arguments) else ():
-                args = tuple((good | change).values())
+                args = tuple({**good, **change}.values())
                 if problem := check(*args):
                     yield BadInput(what, args, problem[0])
             for name in [name for name in missing if good[name] is not None]:
