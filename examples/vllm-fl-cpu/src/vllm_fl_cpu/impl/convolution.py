@@ -104,7 +104,7 @@ def supports_causal_conv1d(
     if x.dtype != torch.bfloat16 or query_start_loc.is_floating_point():
         return f"x is {x.dtype} and query_start_loc {query_start_loc.dtype}: no such kernel"
     if has_initial_state.shape != cache_indices.shape:
-        return f"has_initial_state is {(*has_initial_state.shape,)}, for {len(cache_indices)} states"
+        return f"has_initial_state is {(*has_initial_state.shape,)}, not one flag for each state"
     if cache_indices.is_floating_point() or activation not in ("silu", None):
         return f"cache_indices of {cache_indices.dtype}, or activation {activation!r}"
     if x.shape[-1] % BLOCK or weight.shape[-1] != WIDTH or conv_states.shape[-1] != WIDTH - 1:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Self
 
+from .checks import FLOATING, Problem, on_device_of
 from .spec import BadInput, OpSpec, Variant
 
 if TYPE_CHECKING:
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FLOATING", "Argument", "Problem", "Tensor", "declared", "flag", "integer", "integers"]
 __all__ += ["like", "scalar", "tensor", "word"]
-
-Problem = tuple[str, str] | None
-
-FLOATING = ("float32", "float16", "bfloat16")
-"""The dtypes in which models are served."""
 
 Call = dict[str, Any]
 """The arguments of a call by name, and beside them the sizes that were met, as far as it was read.
@@ -118,14 +114,13 @@ class Tensor(Argument):
         dtypes = [_dtype(each, call) for each in self.dtypes or FLOATING]
         if value.dtype not in dtypes:
             return name, f"must be {' or '.join(map(str, dtypes))}, got {value.dtype}"
-        shape, found, (first, x) = tuple(value.shape), self.meet(value, call), _first(call)
+        shape, found = tuple(value.shape), self.meet(value, call)
         wanted = [(text, _value(text, call)) for text, _ in found]
         if found != wanted or not found:
             sizes = "".join(f", {text} = {size}" for text, size in wanted)
             return name, f"must have the shape ({self.shape}){sizes}, got {shape}"
-        if value.device != x.device:
-            return name, f"must be on {first}'s device {x.device}, got {value.device}"
-        problem = _broken(name, self.where, shape, call)
+        problem = on_device_of(name, value, *_first(call))
+        problem = problem or _broken(name, self.where, shape, call)
         if problem or not self.values or value.is_meta or not value.numel():
             return problem
         low, high = (int(bound) for bound in value.aminmax())
