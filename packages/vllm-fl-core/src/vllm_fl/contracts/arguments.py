@@ -28,11 +28,14 @@ Call = dict[str, Any]
 """The arguments of a call by name, and beside them the sizes that were met, as far as it was read.
 The size `...` is that of the leading dimensions, a tuple."""
 
+_named = cache(re.compile(r"(?:(\d+) \* )?([^\W\d]\w*|\.\.\.)").fullmatch)
+"""A dimension that is a size, or a multiple of one."""
+
 _compiled = cache(lambda expression: compile(expression, f"<{expression}>", "eval"))
 
 
 def _value(expression: str, call: Mapping[str, Any]) -> Any:
-    if expression == "...":
+    if expression in call:
         return call[expression]
     return eval(_compiled(expression), {"__builtins__": {}}, call)
 
@@ -42,13 +45,13 @@ class Argument:
     """What an argument must be that is no tensor.
 
     Args:
-        type: how torch's schemas write it.
+        kind: how torch's schemas write it.
         classes: of which of these classes it is; a float is finite.
         where: what must hold of it, under the name `value`, and of the call; empty: nothing.
         may_be_none: None is another legal value.
     """
 
-    type: str
+    kind: str
     classes: tuple[type, ...] = ()
     where: str = ""
     may_be_none: bool = False
@@ -95,14 +98,13 @@ class Tensor(Argument):
 
         Empty for a tensor of another number of dimensions.
         """
-        names, sizes = self.shape.split(", "), tuple(x.shape)
-        if not self.shape:
-            names, sizes = ["1"], (x.numel(),)
+        names = (self.shape or "1").split(", ")
+        sizes: tuple[Any, ...] = tuple(x.shape) if self.shape else (x.numel(),)
         if names[0] == "..." and (lead := len(sizes) - len(names) + 1) >= 0:
             sizes = (sizes[:lead], *sizes[lead:])
         found = [*zip(names, sizes, strict=False)] if len(names) == len(sizes) else []
         for text, size in found:
-            if match := re.fullmatch(r"(?:(\d+) \* )?([^\W\d]\w*|\.\.\.)", text):
+            if text not in call and (match := _named(text)):
                 call.setdefault(match[2], size // int(match[1]) if match[1] else size)
         return found
 
@@ -148,7 +150,7 @@ class Tensor(Argument):
             return None
         shape: list[Any] = []
         for text in self.shape.split(", "):
-            shape += call[text] if text == "..." else [_value(text, call)]
+            shape += _value(text, call) if text == "..." else [_value(text, call)]
         x = _first(call)[1]
         return x.new_empty(shape, dtype=_dtype(self.dtypes[0], call) if self.dtypes else x.dtype)
 
@@ -178,22 +180,22 @@ def _dtype(name: str, call: Call) -> torch.dtype:
 
 def scalar(where: str = "") -> Argument:
     """A finite number."""
-    return Argument(type="float", classes=(int, float), where=where)
+    return Argument(kind="float", classes=(int, float), where=where)
 
 
-def integer(where: str = "", type: str = "SymInt") -> Argument:
+def integer(where: str = "", kind: str = "SymInt") -> Argument:
     """An integer."""
-    return Argument(type=type, classes=(int,), where=where)
+    return Argument(kind=kind, classes=(int,), where=where)
 
 
 def word(*words: str) -> Argument:
     """One of these."""
-    return Argument(type="str", classes=(str,), where=f"value in {words}")
+    return Argument(kind="str", classes=(str,), where=f"value in {words}")
 
 
 def flag() -> Argument:
     """True or False."""
-    return Argument(type="bool", classes=(bool,))
+    return Argument(kind="bool", classes=(bool,))
 
 
 def tensor(shape: str, *dtypes: str, where: str = "", values: str = "") -> Tensor:
@@ -208,7 +210,7 @@ def tensor(shape: str, *dtypes: str, where: str = "", values: str = "") -> Tenso
         values: what must hold of its integers, from `low` to `high`. On the device meta there are
             none to look at.
     """
-    return Tensor(type="Tensor", shape=shape, dtypes=dtypes, where=where, values=values)
+    return Tensor(kind="Tensor", shape=shape, dtypes=dtypes, where=where, values=values)
 
 
 def integers(shape: str, values: str = "", where: str = "") -> Tensor:
@@ -218,7 +220,7 @@ def integers(shape: str, values: str = "", where: str = "") -> Tensor:
 
 def like(other: str) -> Tensor:
     """A tensor of an argument's shape and dtype; as a result None where that one is None."""
-    return Tensor(type="Tensor", shape="", dtypes=(other,), other=other)
+    return Tensor(kind="Tensor", shape="", dtypes=(other,), other=other)
 
 
 def declared(
@@ -245,6 +247,7 @@ def declared(
     """
     parameters = inspect.signature(oracle).parameters
     arguments = {name: _settled(argument, arguments) for name, argument in arguments.items()}
+    made = results if callable(results) else [_settled(each, arguments) for each in results]
 
     def called(args: Iterable[Any]) -> Call:
         """A call of which nothing is read yet."""
@@ -264,13 +267,13 @@ def declared(
     @wraps(oracle)
     def fake(*args: Any) -> Any:
         call = called(args)
-        if callable(results):
-            return results(*call.values())
+        if callable(made):
+            return made(*call.values())
         for name, argument in arguments.items():
             if isinstance(argument, Tensor) and call[name] is not None:
                 argument.meet(call[name], call)
-        made = tuple(_settled(result, arguments).empty(call) for result in results)
-        return made if len(made) > 1 else made[0]
+        found = tuple(each.empty(call) for each in made)
+        return found if len(found) > 1 else found[0]
 
     def bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
         missing = dict(arguments)
@@ -292,8 +295,8 @@ def declared(
 
     def written(name: str) -> str:
         """A parameter as a schema has it."""
-        kind, default = arguments[name], parameters[name].default
-        text = f"{kind.type}{'?' * kind.may_be_none} {name}"
+        argument, default = arguments[name], parameters[name].default
+        text = f"{argument.kind}{'?' * argument.may_be_none} {name}"
         if default is inspect.Parameter.empty:
             return text
         return f'{text}="{default}"' if isinstance(default, str) else f"{text}={default!r}"

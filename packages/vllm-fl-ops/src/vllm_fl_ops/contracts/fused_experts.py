@@ -403,7 +403,7 @@ SPEC = declared(
         "topk_ids": integers("tokens, k"),
         "activation": word(*ACTIVATIONS),
         "apply_router_weight_on_input": flag(),
-        "global_num_experts": integer(type="int"),
+        "global_num_experts": integer(kind="int"),
         "expert_map": tensor("mapped", "int32").optional(),
         "w13_bias": tensor("experts, 2 * intermediate", "hidden_states").optional(),
         "w2_bias": tensor("experts, hidden", "hidden_states").optional(),

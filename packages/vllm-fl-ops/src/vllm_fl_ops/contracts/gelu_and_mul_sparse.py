@@ -107,7 +107,7 @@ SPEC = declared(
     gelu_and_mul_sparse,
     {
         "x": tensor("..., 2 * d"),
-        "std_multiplier": Multiplier(type="float", classes=(int, float)),
+        "std_multiplier": Multiplier(kind="float", classes=(int, float)),
         "approximate": word(*APPROXIMATIONS),
     },
     (tensor("..., d"),),

@@ -236,7 +236,7 @@ SPEC = declared(
         "cos": TABLE,
         "sin": TABLE,
         "position_ids": integers("tokens, 3", "0 <= low and high < max_position"),
-        "mrope_section": Argument(type="int[]", classes=(list, tuple)),
+        "mrope_section": Argument(kind="int[]", classes=(list, tuple)),
         "mrope_interleaved": flag(),
         "rotary_interleaved": flag(),
     },

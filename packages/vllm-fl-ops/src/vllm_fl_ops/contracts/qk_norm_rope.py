@@ -258,8 +258,8 @@ SPEC = declared(
         "qkv": tensor("tokens, columns"),
         "q_weight": tensor("head_size", "qkv", "float32", where="head_size >= 1"),
         "k_weight": tensor("head_size", "qkv", "float32"),
-        "heads": integer("value >= 1", type="int"),
-        "kv_heads": integer("value >= 1", type="int"),
+        "heads": integer("value >= 1", kind="int"),
+        "kv_heads": integer("value >= 1", kind="int"),
         "cos_sin_cache": tensor(
             "max_position, 2 * half", "qkv", "float32", where="half >= 1 and 2 * half <= head_size"
         ),

@@ -209,7 +209,7 @@ SPEC = declared(
         "x": tensor("tokens, hidden", where="hidden >= 1"),
         "scale": tensor("", "float32").optional(),
         "azp": tensor("", "int32").optional(),
-        "asymmetric": Argument(type="bool", classes=(bool,), where="value is True").optional(),
+        "asymmetric": Argument(kind="bool", classes=(bool,), where="value is True").optional(),
     },
     _fake,
     also=_also,
