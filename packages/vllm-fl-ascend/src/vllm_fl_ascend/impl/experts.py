@@ -139,6 +139,7 @@ def supports_fused_experts(
     fitting = (
         x.shape == (topk_ids.shape[0], hidden)
         and w2.shape == (experts, hidden, inner // 2)
+        and topk_weights.is_floating_point()
         and topk_weights.shape == topk_ids.shape
         and topk_ids.dtype in (torch.int32, torch.int64)
         and not (apply_router_weight_on_input and topk_ids.shape[1] != 1)
