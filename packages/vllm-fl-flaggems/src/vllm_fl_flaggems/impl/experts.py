@@ -115,6 +115,7 @@ def supports_fused_experts(
     fitting = (
         x.shape == (topk_ids.shape[0], hidden)
         and w2.shape == (experts, hidden, inner // 2)
+        and topk_weights.is_floating_point()
         and topk_weights.shape == topk_ids.shape
         and not (apply_router_weight_on_input and topk_ids.shape[1] != 1)
         and (w13_bias is None or w13_bias.shape == (experts, inner))
@@ -124,6 +125,7 @@ def supports_fused_experts(
         fitting = fitting and global_num_experts in (-1, experts)
     else:
         fitting = fitting and global_num_experts == expert_map.numel()
+        fitting = fitting and not expert_map.is_floating_point()
     return True if fitting else "the arguments do not fit each other, which the kernels do not see"
 
 

@@ -108,6 +108,8 @@ def supports_recurrent_gated_delta_rule(
         return f"no heads in common: q {tuple(q.shape)}, v {tuple(v.shape)}, {tuple(state.shape)}"
     if not a.shape == b.shape == v.shape[:2] or not A_log.shape == dt_bias.shape == heads:
         return "a and b are not (tokens, value_heads), or A_log and dt_bias not (value_heads,)"
+    if not a.dtype == b.dtype == q.dtype:
+        return f"a is {a.dtype}, b {b.dtype} and q {q.dtype}"
     if not state.is_floating_point() or state_indices.is_floating_point():
         return f"state is {state.dtype} and state_indices {state_indices.dtype}"
     if len(v) != len(q) or state_indices.shape != v.shape[:1]:
