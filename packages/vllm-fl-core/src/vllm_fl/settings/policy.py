@@ -125,8 +125,6 @@ class OpOrder:
         eager, compiled: the tokens of each mode; None where the list leaves the mode open. Where
             a mode has rows, these are the tokens of calls beyond the last ceiling.
         pinned: written by the user, so that no `prefer` re-sorts it.
-        left_out: (mode, impl id) of what the list of its own distribution leaves out, in an order
-            that was merged from several: another's list does not bring it back.
         eager_rows, compiled_rows: the orders of smaller calls, by their ceilings in tokens.
 
     Raises:
@@ -137,7 +135,6 @@ class OpOrder:
     eager: tuple[Token, ...] | None
     compiled: tuple[Token, ...] | None
     pinned: bool = True
-    left_out: frozenset[tuple[str, str]] = frozenset()
     eager_rows: Rows = ()
     compiled_rows: Rows = ()
 
