@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import InvalidSettingError, SettingsError
+from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
 from ..text import quote
 from .policy import KINDS, OpOrder, Token, closest, is_by_size
@@ -28,6 +30,7 @@ __all__ = [
     "read_platform",
     "read_prefer",
     "read_share",
+    "read_text",
     "value_of",
     "wrong",
 ]
@@ -46,6 +49,9 @@ MAX_TOKENS = 64
 
 MAX_ROWS = 256
 """The same of rows by size: vLLM captures graphs of some fifty sizes."""
+
+MAX_BYTES = 64 * 1024
+"""More is no settings file. Every line of a real one costs time at each start."""
 
 BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -191,6 +197,30 @@ def accepts(spec: SettingSpec[Any], value: object) -> bool:
     if isinstance(spec.default, bool):
         return isinstance(value, bool)
     return value in spec.choices if spec.choices else isinstance(value, str)
+
+
+def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str:
+    """The text of a file of at most so many bytes. Raises SettingsError whatever is wrong."""
+    where = "" if os.path.isabs(path) else " (relative to the working directory)"
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, a device never end
+            raise wrong(key, origin, f"{path!r} is not a regular file")
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise wrong(key, origin, f"{path!r} has more than {most} bytes; is it the file?")
+        return data.decode("utf-8-sig")
+    except SettingsError:  # which is a ValueError, too
+        raise
+    except FileNotFoundError as error:
+        problem = f"{path!r} does not exist{where}"
+        raise wrong(key, origin, problem, kind=MissingFileError) from error
+    except OSError as error:
+        raise wrong(key, origin, f"{path!r} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise wrong(key, origin, f"{path!r} is not UTF-8 text: byte {error.start}") from error
+    except ValueError as error:  # a path with a NUL
+        raise wrong(key, origin, f"{path!r} is not a valid path: {error}") from error
 
 
 def read_share(text: str) -> str | None:
