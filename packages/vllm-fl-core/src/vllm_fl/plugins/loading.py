@@ -21,7 +21,7 @@ import pluggy
 from ..contracts.binding import Binding, Contract
 from ..errors import PlaceError, PluginError
 from ..logs import get_logger
-from ..text import clean
+from ..text import clean, nearest
 from . import hookspecs
 from .calling import ENDED, contained, whose
 from .communicator import NAMED_CLASSES
@@ -555,10 +555,8 @@ def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[st
             continue
         meant = [d for d, o in known.items() if canonical(o.plugin) == wanted]
         meant += [d for d in known if d.removeprefix("vllm-fl-") == wanted.removeprefix("vllm-fl-")]
-        import difflib  # only for a word that is wrong
-
-        meant += difflib.get_close_matches(wanted, known, n=1)
-        suggestion = f" Did you mean {meant[0]!r}?" if meant else ""
+        slip = meant[0] if meant else nearest(wanted, known)
+        suggestion = f" Did you mean {slip!r}?" if slip else ""
         told.append(
             f"VLLM_FL_PLUGINS names {name!r}, which is not an installed distribution with a "
             f"plugin: it loads nothing.{suggestion} Installed are "

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from ..older import outdated
 from ..plugins.types import BackendImplKind, Impl
+from ..text import nearest
 
 __all__ = [
     "DEFAULT_ORDERS",
@@ -52,10 +53,8 @@ ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
 
 def closest(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'rms_norm'?`, or nothing when no known word is near."""
-    import difflib  # only for a word that is wrong
-
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(word, known)
+    return f" Did you mean {near!r}?" if near else ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
-from ..text import quote
+from ..text import nearest, quote
 from .policy import KINDS, OpOrder, Token, closest, is_by_size
 
 __all__ = [
@@ -79,21 +79,8 @@ def _short(text: str, most: int) -> str:
 
 
 def near(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` is most likely a slip of, or None. Stricter than a suggestion.
-
-    In a short name two letters that changed places are half of it, so that they are looked for.
-    """
-    import difflib  # only for a word that is wrong
-
-    folded = word.casefold()
-    by_fold = {name.casefold(): name for name in sorted(known, reverse=True)}
-    swapped = (
-        f"{folded[:at]}{folded[at + 1]}{folded[at]}{folded[at + 2 :]}"
-        for at in range(len(folded) - 1)
-    )
-    found = difflib.get_close_matches(folded, by_fold, n=1, cutoff=0.8)
-    found += [other for other in swapped if other in by_fold]
-    return by_fold[found[0]] if found else None
+    """The known name that `word` is most likely a slip of, or None: stricter than a suggestion."""
+    return nearest(word, known, 0.8)
 
 
 def name_of(value: str) -> str:
