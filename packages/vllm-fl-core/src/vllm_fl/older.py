@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["lookup", "outdated", "serve_modules"]
+__all__ = ["OlderManager", "lookup", "outdated", "serve_modules"]
 
 PACKAGE = "vllm_fl.dispatch"
 HOME = f"{PACKAGE}.older"
@@ -81,3 +81,28 @@ def serve_modules() -> None:
         sys.modules.setdefault(module.__name__, module)
     for name, home in MOVED.items():
         sys.modules.setdefault(f"{PACKAGE}.{name}", import_module(home))
+
+
+class OlderManager:
+    """Names that vllm-plugin-FL's `OpManager` has and ours has others for."""
+
+    def bump_policy_epoch(self: Any) -> int:
+        """Deprecated: forget what was resolved and end every demotion; returns the epoch."""
+        outdated("OpManager.bump_policy_epoch", "clear_failed_impls()")
+        self.clear_failed_impls()
+        return int(self.epoch)
+
+    @property
+    def policy_epoch(self: Any) -> int:
+        """Deprecated: see `epoch`."""
+        outdated("OpManager.policy_epoch", "epoch")
+        return int(self.epoch)
+
+    def get_failed_impls(self: Any, op: str | None = None) -> dict[str, set[str]]:
+        """Deprecated: op -> the ids of what was demoted; see `demotions`."""
+        outdated("OpManager.get_failed_impls", "demotions")
+        failed: dict[str, set[str]] = {}
+        for name, impl_id in self.demotions:
+            if op in (None, name):
+                failed.setdefault(name, set()).add(impl_id)
+        return failed

@@ -9,9 +9,19 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-__all__ = ["HIDDEN", "INDENTED", "ONE_LINE", "clean", "is_secret", "quote", "scrub", "spelt"]
+__all__ = [
+    "HIDDEN",
+    "INDENTED",
+    "ONE_LINE",
+    "clean",
+    "is_secret",
+    "nearest",
+    "quote",
+    "scrub",
+    "spelt",
+]
 
 HIDDEN = "<redacted>"
 
@@ -120,3 +130,25 @@ def _secrets() -> Iterator[str]:
 def _tells(name: str, value: str) -> bool:
     """Whether this value is one to hide: not `1`, nor a path to where the secret lies."""
     return len(value) >= SHORTEST and not (value.startswith("/") and os.path.exists(value))
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that `word` is most likely a slip of, in whatever case; None without one.
+
+    Args:
+        word: what somebody wrote.
+        known: the names that there are.
+        cutoff: how alike the two must be, from 0 to 1. Two letters that changed places are near
+            enough always: in a short name they are half of it.
+    """
+    import difflib  # only for a word that is wrong
+
+    folded = word.casefold()
+    by_fold = {name.casefold(): name for name in sorted(known, reverse=True)}
+    found = difflib.get_close_matches(folded, by_fold, n=1, cutoff=cutoff)
+    found += [
+        swapped
+        for at in range(len(folded) - 1)
+        if (swapped := folded[:at] + folded[at + 1] + folded[at] + folded[at + 2 :]) in by_fold
+    ]
+    return by_fold[found[0]] if found else None

@@ -326,7 +326,7 @@ class TestSettings:
         done = fl("doctor", "--json", VLLM_FL_PLATFORM="none")
         (finding,) = [f for f in found(done, "settings") if "disagree" in f["what"]]
         assert "op_backends.rms_norm" in finding["what"]
-        for fact in ("one.yaml:2", "two.yaml:2", "vendor before flagos", "In force: flagos|vendor"):
+        for fact in ("one.yaml:2", "two.yaml:2", "vendor|flagos", "In force: flagos|vendor"):
             assert fact in finding["why"]
         assert "VLLM_FL_PER_OP=rms_norm=" in finding["todo"]
         settled = fl("doctor", "--json", VLLM_FL_PLATFORM="none", VLLM_FL_PER_OP="rms_norm=vendor")

@@ -141,7 +141,7 @@ def test_what_was_merged_and_from_where(fl: Command, two: list[Path]) -> None:
     # In the order of the modules' names, which count up over the tests: plugin10 before plugin9.
     merged = {each["origin"].split(" ")[0]: each["value"][0] for each in order["merged"]}
     assert merged == {f"{two[0]}:3": "vendor", f"{two[1]}:3": "flagos"}
-    assert "vendor before flagos" in order["disagreements"][0]
+    assert len(order["disagreements"]) == 1
     assert rows["strict"]["value"] is False
     assert rows["strict"]["disagreements"]
     assert "merged" not in rows["prefer"]
@@ -350,23 +350,10 @@ def test_a_file_that_is_there_is_replaced_by_force_alone(
 MERGED = OpOrder.of(["vendor", "stock"], pinned=False)
 
 
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [
-        (
-            Setting(
-                "op_backends.rms_norm",
-                dataclasses.replace(MERGED, left_out=frozenset({("eager", "vendor.acme")})),
-            ),
-            "leaves out vendor.acme",
-        ),
-        (Setting("acme_level", "high", "/etc/fl.yaml:3"), "no loaded plugin owns acme_level"),
-    ],
-    ids=lambda value: value.key if isinstance(value, Setting) else "",
-)
-def test_what_a_file_cannot_say_is_refused(setting: Setting, named: str) -> None:
-    with pytest.raises(UsageError, match=named):
-        text_of(Settings((Setting("table", None), setting)))
+def test_what_a_file_cannot_say_is_refused() -> None:
+    unowned = Setting("acme_level", "high", "/etc/fl.yaml:3")
+    with pytest.raises(UsageError, match="no loaded plugin owns acme_level"):
+        text_of(Settings((Setting("table", None), unowned)))
 
 
 def test_a_list_beneath_a_table_is_refused_and_the_users_own_is_written(tmp_path: Path) -> None:

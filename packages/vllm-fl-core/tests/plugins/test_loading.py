@@ -70,7 +70,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 def one(found: Found) -> tuple[Plugin, OpRegistry]:
     registry = OpRegistry()
-    (plugin,) = load(registry, [found], variables=["USE_FLAGGEMS"])
+    (plugin,) = load(registry, [found])
     return plugin, registry
 
 
@@ -718,16 +718,10 @@ def interrupt() -> bool:
     raise KeyboardInterrupt
 
 
-def test_an_endless_generator_ends(write: Write) -> None:
-    source = SOUND.replace("return [", "while True: yield ").replace('"acme")]', '"acme")')
-    error = failure(write(source))
-    assert "is it endless?" in str(error)
-
-
 def test_what_it_sets_is_undone_and_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     monkeypatch.setenv("VLLM_FL_STRICT", "1")
-    monkeypatch.delenv("USE_FLAGGEMS", raising=False)
+    monkeypatch.delenv("VLLM_FL_ACME", raising=False)
     source = """
     import os
     os.environ["VLLM_FL_PREFER"] = "flagos"
@@ -736,14 +730,14 @@ def test_what_it_sets_is_undone_and_named(write: Write, monkeypatch: pytest.Monk
 
     @hookimpl
     def register_ops():
-        os.environ["USE_FLAGGEMS"] = "0"
+        os.environ["VLLM_FL_ACME"] = "0"
         return []
     """
     plugin, _ = one(write(source))
     assert (os.environ["VLLM_FL_PREFER"], os.environ["VLLM_FL_STRICT"]) == ("vendor", "1")
-    assert "USE_FLAGGEMS" not in os.environ and os.environ.pop("ACME_OWN") == "1"
+    assert "VLLM_FL_ACME" not in os.environ and os.environ.pop("ACME_OWN") == "1"
     (remark,) = plugin.remarks
-    for word in ("fl-acme 1.0", "USE_FLAGGEMS", "VLLM_FL_PREFER", "VLLM_FL_STRICT"):
+    for word in ("fl-acme 1.0", "VLLM_FL_ACME", "VLLM_FL_PREFER", "VLLM_FL_STRICT"):
         assert word in remark
     assert "ACME_OWN" not in remark
 
@@ -934,10 +928,6 @@ def test_the_hook_for_whole_layers(write: Write) -> None:
         ("return ['acme.Row']", "expected OpImpl, AttentionImpl, CommunicatorImpl or LayerImpl"),
         ("raise SystemExit(4)", "SystemExit: 4"),
         ("yield LayerImpl('A', 'b.C', BackendImplKind.VENDOR); yield 1", "needs vendor"),
-        (
-            "while True: yield LayerImpl('A', 'b.C', BackendImplKind.VENDOR, 'acme')",
-            "is it endless",
-        ),
         (
             "return [LayerImpl('A', p, BackendImplKind.VENDOR, 'acme') for p in ('b.C', 'd.E')]",
             "already has an implementation 'vendor.acme'",

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.files import Layer
-from vllm_fl.settings.policy import OpOrder
+from vllm_fl.settings.policy import ENGINE_ORDERS, OpOrder, Token
 from vllm_fl.settings.schema import ITEMS, Setting, pairs
-from vllm_fl.settings.uniting import unite
+from vllm_fl.settings.uniting import Listed, unite, unite_orders
 
 DECLARED = {**ITEMS, **{spec.key: spec for spec in PLUGIN_SETTINGS}}
 TOKENS = ["flagos", "vendor", "reference", "stock", "vendor:a", "vendor:b", "impl:vendor.a"]
@@ -108,6 +108,81 @@ def test_only_its_own_list_leaves_an_implementation_out(files: list[tuple[str, L
     for mode in ("eager", "compiled"):
         of_mode = {owner: one.tokens(mode) for owner, one in lists.items() if one.tokens(mode)}  # type: ignore[attr-defined]
         for owner, impl in BROUGHT["m"]:
-            names_itself = any(token.matches(impl) for token in of_mode.get(owner, ()))
-            expected = len(of_mode) > 1 and owner in of_mode and not names_itself
-            assert ((mode, impl.impl_id) in order.left_out) == expected
+            own = of_mode.get(owner, [t for tokens in of_mode.values() for t in tokens])
+            anybodys = {token for tokens in of_mode.values() for token in tokens}
+            expected = any(t.matches(impl) for t in own) and any(t.matches(impl) for t in anybodys)
+            assert any(t.matches(impl) for t in order.tokens(mode) or ()) == expected
+
+
+# Orders of one op.
+
+DEFAULT = ENGINE_ORDERS["flagos"]
+some_tokens = st.sampled_from([Token.parse(text) for text in (*TOKENS, "impl:odd")])
+some_lists = st.builds(
+    Listed,
+    st.lists(some_tokens, max_size=6, unique=True).map(tuple),
+    st.frozensets(some_tokens, max_size=3),
+)
+several = st.lists(some_lists, max_size=5)
+
+
+def listed(text: str, own: str = "") -> Listed:
+    tokens = tuple(map(Token.parse, text.split("|")))
+    return Listed(tokens, frozenset(map(Token.parse, own.split("|") if own else ())))
+
+
+def united(*lists: Listed) -> tuple[str, list[str]]:
+    order, disputed = unite_orders(lists, DEFAULT)
+    return "|".join(map(str, order)), [f"{one}|{other}" for one, other in disputed]
+
+
+def test_a_vendors_kernel_stands_where_its_own_file_puts_it() -> None:
+    cuda = listed("stock|vendor|flagos|reference", "vendor")
+    acme = listed("vendor:acme|stock|vendor|flagos|reference", "vendor:acme|vendor")
+    assert united(cuda, acme) == ("vendor:acme|stock|vendor|flagos|reference", [])
+    modest = listed("stock|vendor:acme|flagos|reference", "vendor:acme")
+    assert united(cuda, modest) == ("stock|vendor|vendor:acme|flagos|reference", [])
+
+
+def test_another_file_has_no_word_about_a_token_whose_owner_has_one() -> None:
+    others = [listed("flagos|vendor:a")] * 3
+    assert united(listed("vendor:a|flagos", "vendor:a"), *others) == ("vendor:a|flagos", [])
+
+
+def test_the_default_order_settles_what_two_put_differently() -> None:
+    a, b = listed("vendor:b|vendor:a", "vendor:a"), listed("vendor:a|vendor:b", "vendor:b")
+    assert united(a, b) == ("vendor:a|vendor:b", ["vendor:a|vendor:b"])  # by name
+    assert united(listed("reference|flagos"), listed("flagos|reference")) == (
+        "flagos|reference",
+        ["flagos|reference"],
+    )
+    assert united(listed("stock"), listed("reference")) == ("stock|reference", [])
+    assert united(listed("stock"), listed("vendor")) == ("vendor|stock", [])
+
+
+def test_three_that_go_in_a_circle_are_a_dispute_too() -> None:
+    circle = (listed(text) for text in ("flagos|vendor", "vendor|stock", "stock|flagos"))
+    assert united(*circle) == ("flagos|vendor|stock", ["flagos|stock"])
+
+
+@given(several, st.randoms())
+def test_the_order_of_the_lists_does_not_matter(lists: list[Listed], chance: random.Random) -> None:
+    assert unite_orders(chance.sample(lists, len(lists)), DEFAULT) == unite_orders(lists, DEFAULT)
+
+
+@given(several)
+def test_every_token_stands_in_it_once_and_none_is_added(lists: list[Listed]) -> None:
+    order, _ = unite_orders(lists, DEFAULT)
+    assert len({*order}) == len(order)
+    assert {*order} == {token for each in lists for token in each.tokens}
+
+
+@given(st.permutations([Token.parse(text) for text in TOKENS]), st.data())
+def test_an_order_that_all_agree_on_is_kept(agreed: list[Token], data: st.DataObject) -> None:
+    parts = data.draw(st.lists(st.sets(st.sampled_from(agreed)), max_size=5))
+    owns = st.frozensets(st.sampled_from(agreed))
+    lists = [Listed(tuple(t for t in agreed if t in part), data.draw(owns)) for part in parts]
+    order, disputed = unite_orders(lists, DEFAULT)
+    assert disputed == ()
+    for each in lists:
+        assert [token for token in order if token in each.tokens] == list(each.tokens)

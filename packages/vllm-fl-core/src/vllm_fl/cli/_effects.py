@@ -128,15 +128,13 @@ def find_disagreements(settings: Settings) -> Iterator[Finding]:
     for setting in settings.values():
         if setting.disagreements and setting.key not in settings.unowned:
             listed = isinstance(setting.value, OpOrder)
-            said = tuple(_shown(value) for value, _ in setting.merged)
-            same = (setting.disagreements, said, _shown(setting.value)) if listed else setting.key
-            alike.setdefault(same, []).append(setting)
+            said = str([_shown(value) for value, _ in setting.merged])
+            alike.setdefault(said if listed else setting.key, []).append(setting)
     for first, *others in alike.values():
         files = "; ".join(f"{_shown(value)} ({origin})" for value, origin in first.merged)
         ops = [each.key.removeprefix(ORDER_PREFIX) for each in (first, *others)]
-        listed = isinstance(first.value, OpOrder)
         where = f", and in the same way about {', '.join(ops[1:])}" if others else ""
-        decided = ";".join(f"{op}=…" for op in ops) if listed else "…"
+        decided = ";".join(f"{op}=…" for op in ops) if isinstance(first.value, OpOrder) else "…"
         yield Finding(
             CHECK,
             f"The installed backends disagree about {first.key}{where}.",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..settings.policy import OpOrder
 from ..settings.schema import CONFIG, Setting, Settings
-from ..settings.values import ORDER_PREFIX, PER_OP
+from ..settings.values import ORDER_PREFIX
 from ..text import clean, is_secret
 from ._show import UsageError
 
@@ -70,12 +70,6 @@ def in_environment(settings: Settings) -> list[str]:
 def _order(setting: Setting, order: OpOrder, settings: Settings) -> Any:
     """An order as a file has it; a file's lists are the user's, which win over much."""
     op = setting.key.removeprefix(ORDER_PREFIX)
-    if order.left_out:
-        names = ", ".join(sorted({impl for _, impl in order.left_out}))
-        raise UsageError(
-            f"--write: the order of {op} is made of several backends' files and leaves out "
-            f"{names}, which no list can say; set one of your own ({op} in {PER_OP})"
-        )
     if not order.pinned and settings.pinned is not None and op in settings.pinned.table.ops:
         raise UsageError(
             f"--write: the table {settings.table} orders {op}, over {setting.origin}; in a file of "

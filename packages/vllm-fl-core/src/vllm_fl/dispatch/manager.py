@@ -13,25 +13,18 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import (
-    CallError,
-    NoImplementationError,
-    PluginError,
-    PolicySealedError,
-    SettingsError,
-    UnknownOpError,
-)
+from ..errors import CallError, NoImplementationError, PolicySealedError, SettingsError
 from ..logs import get_logger
-from ..older import lookup, outdated
+from ..older import OlderManager, lookup
 from ..plugins.calling import rejections
 from ..plugins.communicator import NAMED_CLASSES
+from ..plugins.plugin import Plugin
 from ..plugins.registry import EMPTY, OpRegistry
-from ..plugins.reserved import OPS, RESERVED_OPS, why_absent
-from ..plugins.types import BackendImplKind, Impl, OpImpl
+from ..plugins.types import BackendImplKind, OpImpl
 from ..settings.loading import Settings
-from ..settings.policy import Mode, SelectionPolicy, closest
-from ..settings.unmatched import meant
+from ..settings.policy import Mode, SelectionPolicy
 from ..settings.values import ORDER_PREFIX, wrong
+from .absent import check_contract, check_named, nothing_for, unknown
 from .context import chosen, override
 from .guard import NEEDS_LAYER, Chain, call_guard, method_guard
 from .record import Record
@@ -54,7 +47,7 @@ POLICIES_AT_MOST = 64
 """Policies of contexts whose functions are kept: a program may make a new one for every call."""
 
 
-class OpManager:
+class OpManager(OlderManager):
     """Resolves ops and calls them. One per process is enough: `get_default_manager()`.
 
     Args:
@@ -220,11 +213,11 @@ class OpManager:
             PluginError: the policy names an implementation whose plugin failed, or the op has no
                 contract and a plugin failed that may have brought it.
         """
-        policy = self._in_force(settings, policy)
+        policy = self.effective_policy(settings, policy)
         snapshot = self._registry.snapshot()
         impls = snapshot.impls_by_op.get(op, ())
         if not impls and op not in snapshot.contracts and op not in NAMED_CLASSES:
-            raise self._unknown(op)
+            raise unknown(op, snapshot, self._plugins)
         rejected = rejections(self._registry.plugins, settings or self.settings, op, impls)
         rejected |= self._record.demoted(op) if demoted is None else demoted
         if without_layer:
@@ -234,8 +227,8 @@ class OpManager:
         trace = resolve(
             op, impls, policy, mode=mode, rejections=rejected, engine=engine, tokens=tokens
         )
-        self._check_named(trace, impls)
-        self._check_contract(op, impls)
+        check_named(trace, impls, self._plugins)
+        check_contract(op, snapshot, self._plugins)
         return trace
 
     def check_contracts(self) -> None:
@@ -244,8 +237,9 @@ class OpManager:
         Raises:
             PluginError: one has none, and the plugin failed, or is not there, that brings it.
         """
-        for op, impls in self.registry.snapshot().impls_by_op.items():
-            self._check_contract(op, impls)
+        snapshot = self.registry.snapshot()
+        for op in snapshot.impls_by_op:
+            check_contract(op, snapshot, self._plugins)
 
     def ceilings(
         self,
@@ -264,7 +258,7 @@ class OpManager:
         Raises:
             SettingsError: the op has no calls with tokens, or nobody says which argument has them.
         """
-        policy = self._in_force(settings, policy)
+        policy = self.effective_policy(settings, policy)
         ceilings = policy.ceilings(op, mode)
         spec = self._registry.snapshot().contracts.get(op)
         if ceilings and (spec is None or not spec.by_token):
@@ -279,55 +273,27 @@ class OpManager:
             )
         return ceilings
 
-    def _in_force(
-        self, settings: Settings | None, policy: SelectionPolicy | None
+    def effective_policy(
+        self, settings: Settings | None = None, policy: SelectionPolicy | None = None
     ) -> SelectionPolicy:
-        """The policy that decides: the engine's, the given one, or that of the block or process."""
+        """The policy that decides: an engine's, else a given one, else the running block's, else
+        this manager's.
+
+        Args:
+            settings: an engine's.
+            policy: the given one.
+
+        Raises:
+            SettingsError: the settings cannot be read, and no engine has brought its own.
+        """
         self.ensure_initialized()
         if settings is not None:
             return settings.policy
         return policy or override.get() or self.policy
 
-    def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
-        """A name that was asked for and whose plugin failed is an error, never passed over."""
-        for token in trace.order:
-            if token.name is None or any(token.matches(impl) for impl in impls):
-                continue
-            for plugin in self._startup.failed if self._startup else ():
-                if plugin.error is not None and plugin.may_bring(token.name, trace.op):
-                    raise PluginError(
-                        f"The settings ask for '{token}' for op '{trace.op}', but the plugin that "
-                        f"would bring it failed. {plugin.error.message}",
-                        op=trace.op,
-                        impl=token.name,
-                        plugin=plugin.owner.plugin,
-                        distribution=plugin.error.distribution,
-                        cause=plugin.error,
-                    )
-
-    def _check_contract(self, op: str, impls: tuple[Impl, ...]) -> None:
-        """An implementation whose contract got lost would run unverified, or not at all."""
-        first = next((impl for impl in impls if isinstance(impl, OpImpl)), None)
-        if first is None or op in self._registry.snapshot().contracts:
-            return
-        owner = self._registry.snapshot().owners.get((op, first.impl_id))
-        whose = f" of {owner.name}" if owner is not None else ""
-        lost = f"Op '{op}' has no contract, by which '{first.impl_id}'{whose} would be verified"
-        for plugin in self._startup.failed if self._startup else ():
-            if plugin.error is not None and plugin.lost_contracts:
-                raise PluginError(
-                    f"{lost}, and a plugin failed that may have brought it. {plugin.error.message}",
-                    op=op,
-                    impl=first.impl_id,
-                    plugin=plugin.owner.plugin,
-                    distribution=plugin.error.distribution,
-                    cause=plugin.error,
-                )
-        if op in RESERVED_OPS:
-            plugins = self._startup.plugins if self._startup else ()
-            raise PluginError(
-                f"{lost}: {why_absent(plugins)}.", op=op, impl=first.impl_id, distribution=OPS
-            )
+    @property
+    def _plugins(self) -> tuple[Plugin, ...]:
+        return self._startup.plugins if self._startup else ()
 
     def resolve_candidates(self, op: str) -> list[OpImpl]:
         """The implementations of `op` that `call` would try, in order; ordered by size, those of
@@ -353,13 +319,13 @@ class OpManager:
     def _candidates(self, trace: Trace) -> list[OpImpl]:
         impls = [i for i in trace.admitted if isinstance(i, OpImpl)]
         if not impls:
-            raise self._nothing_for(trace)
+            raise nothing_for(trace, self._registry.snapshot(), self._plugins)
         return impls
 
     def _chain(
         self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
     ) -> Chain:
-        policy = override.get() or self.policy
+        policy = self.effective_policy()
         spec = self._registry.snapshot().contracts.get(op)
 
         def resolved(tokens: int | None) -> Chain:
@@ -537,72 +503,6 @@ class OpManager:
         with self._lock:
             self._refuse_if_sealed("what was started")
             self._reset()
-
-    # As vllm-plugin-FL has it.
-
-    def bump_policy_epoch(self) -> int:
-        """Deprecated: forget what was resolved and end every demotion; returns the epoch."""
-        outdated("OpManager.bump_policy_epoch", "clear_failed_impls()")
-        self.clear_failed_impls()
-        return self.epoch
-
-    @property
-    def policy_epoch(self) -> int:
-        """Deprecated: see `epoch`."""
-        outdated("OpManager.policy_epoch", "epoch")
-        return self.epoch
-
-    def get_failed_impls(self, op: str | None = None) -> dict[str, set[str]]:
-        """Deprecated: op -> the ids of what was demoted; see `demotions`."""
-        outdated("OpManager.get_failed_impls", "demotions")
-        failed: dict[str, set[str]] = {}
-        for name, impl_id in self.demotions:
-            if op in (None, name):
-                failed.setdefault(name, set()).add(impl_id)
-        return failed
-
-    # What is said.
-
-    def _unknown(self, op: str) -> UnknownOpError:
-        known = self._registry.snapshot().ops
-        plugins = self._startup.plugins if self._startup else ()
-        left_out = [p.owner.label for p in plugins if p.status == "disabled"]
-        if op in RESERVED_OPS:
-            more = f" Its contract is missing here: {why_absent(plugins)}."
-        else:
-            more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
-        return UnknownOpError(
-            f"No contract and no installed plugin names the op '{op}'.{closest(op, known)} "
-            f"Known: {', '.join(known) or 'none'}.{more}",
-            op=op,
-        )
-
-    def _nothing_for(self, trace: Trace) -> NoImplementationError:
-        rejected = trace.rejected
-        if rejected:
-            why = "every candidate was rejected: " + "; ".join(f"{i}: {r}" for i, r in rejected)
-            impls = self._registry.snapshot().impls_by_op.get(trace.op, ())
-            for token in trace.order:
-                if token.name and not any(token.matches(impl) for impl in impls):
-                    why += f". {str(token)!r} matches nothing installed.{meant(token, impls)}"
-                    why = why.removesuffix(".")
-            todo = f"`vllm-fl explain {trace.op}` shows where each setting comes from."
-        else:
-            brought = sorted({o.label for o in self._registry.snapshot().owners.values()})
-            why = f"no installed plugin has one (installed: {', '.join(brought) or 'none'})"
-            todo = (
-                "Install a backend: pip install vllm-fl-reference (plain PyTorch), or your "
-                "hardware vendor's."
-            )
-        failed = self._startup.failed if self._startup else ()
-        if failed:
-            names = ", ".join(p.owner.label for p in failed)
-            todo += f" These plugins failed to load, or not whole: {names}; see `vllm-fl plugins`."
-        return NoImplementationError(
-            f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",
-            op=trace.op,
-            rejected=rejected,
-        )
 
 
 def _raising(op: str, error: NoImplementationError) -> OpImpl:

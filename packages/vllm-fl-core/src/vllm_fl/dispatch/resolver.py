@@ -110,15 +110,12 @@ def resolve(
     """
     order = policy.order(op, mode, engine=engine, tokens=tokens)
     listed = policy.listed(op, mode)
-    left_out = listed.left_out if listed is not None else frozenset()
     rejections = rejections or {}
     admitted: list[tuple[tuple[int, int, str], Impl, str]] = []
     rejected: list[Candidate] = []
     for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
         place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
         rejection = policy.refuses(impl) or rejections.get(impl.impl_id)
-        if rejection is None and (mode, impl.impl_id) in left_out:
-            rejection = "not listed by its own distribution, whose policy file orders this op"
         if rejection is None and place is None:
             rejection = f"not listed: {'|'.join(map(str, order))}"
         if rejection is None:

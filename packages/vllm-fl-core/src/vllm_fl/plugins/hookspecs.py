@@ -165,10 +165,10 @@ def policy(platform: str) -> PolicyDefaults | None:
     """Return this backend's default settings for `platform`, or None.
 
     Called once per process when settings are read, with the platform's lower-case name (`cuda`,
-    `ascend`, `cpu`). Items of several plugins unite: blacklists add up, orders of one op merge,
-    another item that two set differently goes back to the default; a disagreement never ends a
-    start. A mistake in the file does, and so does `allow_vendors`, which would shut out third
-    parties.
+    `ascend`, `cpu`). Items of several plugins unite: blacklists add up, each file says where its
+    own tokens stand in an op's order, another item that two set differently goes back to the
+    default. A conflict never ends a start. A mistake in the file does, and so does `allow_vendors`,
+    which would shut out third parties.
 
     Example::
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from inspect import getattr_static
-from itertools import islice, pairwise
 from typing import Any, NoReturn
 
 import pluggy
@@ -22,7 +21,7 @@ import pluggy
 from ..contracts.binding import Binding, Contract
 from ..errors import PlaceError, PluginError
 from ..logs import get_logger
-from ..text import clean
+from ..text import clean, nearest
 from . import hookspecs
 from .calling import ENDED, contained, whose
 from .communicator import NAMED_CLASSES
@@ -70,9 +69,6 @@ RETURNED = {
 """Hook -> what it returns an iterable of."""
 
 log = get_logger("plugins")
-
-MOST = 10_000
-"""Implementations of one plugin; a generator that gives more never ends."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +143,7 @@ def load(
         found: the plugins, in the order in which they are loaded.
         only: the distributions to load, beside the modules that were named, and the contracts that
             these need (`_allowed`); None loads all.
-        variables: the variables and keys of core's own settings. These variables, those of
-            plugins' settings and all VLLM_FL_* are the user's: what a plugin sets of them while it
-            is loaded is undone.
+        variables: the variables and keys of core's own settings, which no plugin may declare.
     """
     allowed = _allowed(found, only)
     reached = {_module(f.target) for f in allowed if f.owner.distribution is not None}
@@ -157,17 +151,16 @@ def load(
     names = [f.owner.distribution for f in allowed if f.owner.distribution and not f.is_data]
     todos = {each.owner: _todo(each, names) for each in found}
     brought: list[tuple[Plugin, list[Any]]] = []
-    environments = [dict(os.environ)]
     for candidate in found:
         owner = candidate.owner
         if candidate not in allowed:
-            brought.append((Plugin(owner, candidate.target, "disabled"), []))
-        else:
-            brought.append(_bring(candidate, registry, todos[owner]))
-        environments.append(dict(os.environ))
-    specs = [spec for plugin, _ in brought for spec in plugin.settings]
-    declared = {name for spec in specs for name in spec.variables}
-    remarks = _undo(environments, {*variables, *declared}, found)
+            disabled = Plugin(owner, candidate.target, "disabled", is_data=candidate.is_data)
+            brought.append((disabled, []))
+            continue
+        before = dict(os.environ)
+        plugin, impls = _bring(candidate, registry, todos[owner])
+        remarks = _undo(before, owner)
+        brought.append((replace(plugin, remarks=remarks, is_data=candidate.is_data), impls))
     brought = _without_clashes(registry, brought, variables)
     refused = _add_contracts(registry, [plugin for plugin, _ in brought])
     told = [todos[each.owner] for each in found]  # a loaded plugin's owner knows its kernels, too
@@ -176,13 +169,9 @@ def load(
         for key in dict.fromkeys(map(_key, impls)):
             if key is not None:
                 claims.setdefault(key, []).append(plugin.owner)
-    plugins = [
+    loaded = tuple(
         _register(registry, plugin, impls, claims, why, todo) if plugin.status == "ok" else plugin
         for (plugin, impls), why, todo in zip(brought, refused, told, strict=True)
-    ]
-    loaded = tuple(
-        replace(plugin, remarks=each, is_data=one.is_data)
-        for plugin, each, one in zip(plugins, remarks, found, strict=True)
     )
     registry.plugins += loaded
     return loaded
@@ -492,39 +481,25 @@ def _holds(impl_id: str, owner: Owner) -> bool:
     return owner.distribution is not None and bool(reservation(impl_id, stranger))
 
 
-def _undo(
-    environments: Sequence[Mapping[str, str]], variables: Collection[str], found: Sequence[Found]
-) -> list[tuple[str, ...]]:
-    """Take back what plugins did to the settings' variables, which are the user's.
-
-    Args:
-        environments: the environment before the first plugin was loaded, and after each.
-        variables: the settings' variables, beside all VLLM_FL_*.
-        found: the plugins.
-
-    Returns:
-        For each plugin a sentence that says what it set, or nothing.
-    """
-    first = environments[0]
-    remarks: list[tuple[str, ...]] = []
-    for each, (before, after) in zip(found, pairwise(environments), strict=True):
-        changed = sorted(
-            name
-            for name in {*before, *after}
-            if before.get(name) != after.get(name)
-            and (name in variables or name.startswith("VLLM_FL_"))
-        )
-        for name in changed:
-            os.environ.pop(name, None)
-            if name in first:
-                os.environ[name] = first[name]
-        remark = (
-            f"Plugin {clean(each.owner.plugin)!r} of {clean(each.owner.name)} set "
-            f"{', '.join(map(clean, changed))} while it was loaded; that was undone: these "
-            "variables are the user's. A plugin ships its settings by the policy hook."
-        )
-        remarks.append((remark,) if changed else ())
-    return remarks
+def _undo(before: Mapping[str, str], owner: Owner) -> tuple[str, ...]:
+    """Take back what a plugin did to the VLLM_FL_* variables; one sentence about it, or none."""
+    after = dict(os.environ)
+    changed = sorted(
+        name
+        for name in {*before, *after}
+        if name.startswith("VLLM_FL_") and before.get(name) != after.get(name)
+    )
+    for name in changed:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    if not changed:
+        return ()
+    return (
+        f"Plugin {clean(owner.plugin)!r} of {clean(owner.name)} set "
+        f"{', '.join(map(clean, changed))} while it was loaded; that was undone: these "
+        "variables are the user's. A plugin ships its settings by the policy hook.",
+    )
 
 
 def _check_settings(specs: Sequence[object]) -> None:
@@ -580,10 +555,8 @@ def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[st
             continue
         meant = [d for d, o in known.items() if canonical(o.plugin) == wanted]
         meant += [d for d in known if d.removeprefix("vllm-fl-") == wanted.removeprefix("vllm-fl-")]
-        import difflib  # only for a word that is wrong
-
-        meant += difflib.get_close_matches(wanted, known, n=1)
-        suggestion = f" Did you mean {meant[0]!r}?" if meant else ""
+        slip = meant[0] if meant else nearest(wanted, known)
+        suggestion = f" Did you mean {slip!r}?" if slip else ""
         told.append(
             f"VLLM_FL_PLUGINS names {name!r}, which is not an installed distribution with a "
             f"plugin: it loads nothing.{suggestion} Installed are "
@@ -649,9 +622,7 @@ def _results(manager: pluggy.PluginManager, hook: str) -> list[Any]:
                 f"{hook} returned {type(result).__name__}; expected an iterable of "
                 f"{RETURNED[hook].__name__}"
             )
-        impls += islice(result, MOST - len(impls) + 1)
-        if len(impls) > MOST:
-            raise ValueError(f"{hook} returned more than {MOST} implementations: is it endless?")
+        impls += result
     return impls
 
 

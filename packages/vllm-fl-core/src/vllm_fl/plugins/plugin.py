@@ -1,4 +1,4 @@
-"""One installed plugin, and what became of it."""
+"""One installed plugin: who brought it, and what became of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,67 @@ import pluggy
 
 from ..contracts.binding import Binding, Contract
 from ..errors import PluginError
-from .registry import Owner
+from ..text import clean
 from .types import SettingSpec
 
-__all__ = ["Plugin", "Status"]
+__all__ = ["Owner", "Plugin", "Status"]
 
 Status = Literal["ok", "partial", "failed", "disabled"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who brought an implementation.
+
+    Args:
+        plugin: the entry point's name, or the module's.
+        distribution: the installed distribution, or None for a module that is none.
+        version: its version, or None.
+        path: where its module lies.
+        kernels: the distributions whose code its implementations run beside its own.
+    """
+
+    plugin: str
+    distribution: str | None = None
+    version: str | None = None
+    path: str | None = None
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """`vllm-fl-cpu 0.1.0`, or the plugin's name where it has no distribution."""
+        return self.release or self.plugin
+
+    @property
+    def release(self) -> str | None:
+        """`vllm-fl-cuda 0.1.0`; None where it has no distribution. Errors carry it."""
+        return f"{self.distribution} {self.version}" if self.distribution else None
+
+    @property
+    def label(self) -> str:
+        """The distribution's name, or the plugin's where it has none."""
+        return self.distribution or self.plugin
+
+    @property
+    def who(self) -> str:
+        """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, cleaned: what errors begin with."""
+        return f"Plugin {clean(self.plugin)!r} of {clean(str(self))}"
+
+    def error(
+        self, message: str, *, kind: type[PluginError] = PluginError, **facts: Any
+    ) -> PluginError:
+        """An error for which this plugin is to blame. What it says begins with `who`.
+
+        Args:
+            message: the rest of it.
+            kind: its class.
+            facts: its other fields.
+        """
+        told = f"{self.who}{message}"
+        return kind(told, plugin=self.plugin, distribution=self.release, **facts)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.path})" if self.path else self.name
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 from ..contracts import OpSpec
 from ..contracts.binding import ATTENTION_BACKEND, Binding, Contract
@@ -18,70 +18,13 @@ from .attention import ATTENTION, from_older_form
 from .communicator import NAMED_CLASSES
 from .forms import fitted, shape
 from .installed import CORE
+from .plugin import Owner, Plugin
 from .reserved import reservation
 from .types import Impl, LayerImpl, OpImpl, parameters_of
-
-if TYPE_CHECKING:
-    from .plugin import Plugin
 
 __all__ = ["EMPTY", "SCRIPT", "OpRegistry", "Owner", "RegistrySnapshot"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Who brought an implementation.
-
-    Args:
-        plugin: the entry point's name, or the module's.
-        distribution: the installed distribution, or None for a module that is none.
-        version: its version, or None.
-        path: where its module lies.
-        kernels: the distributions whose code its implementations run beside its own.
-    """
-
-    plugin: str
-    distribution: str | None = None
-    version: str | None = None
-    path: str | None = None
-    kernels: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """`vllm-fl-cpu 0.1.0`, or the plugin's name where it has no distribution."""
-        return self.release or self.plugin
-
-    @property
-    def release(self) -> str | None:
-        """`vllm-fl-cuda 0.1.0`; None where it has no distribution. Errors carry it."""
-        return f"{self.distribution} {self.version}" if self.distribution else None
-
-    @property
-    def label(self) -> str:
-        """The distribution's name, or the plugin's where it has none."""
-        return self.distribution or self.plugin
-
-    @property
-    def who(self) -> str:
-        """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, cleaned: what errors begin with."""
-        return f"Plugin {clean(self.plugin)!r} of {clean(str(self))}"
-
-    def error(
-        self, message: str, *, kind: type[PluginError] = PluginError, **facts: Any
-    ) -> PluginError:
-        """An error for which this plugin is to blame. What it says begins with `who`.
-
-        Args:
-            message: the rest of it.
-            kind: its class.
-            facts: its other fields.
-        """
-        told = f"{self.who}{message}"
-        return kind(told, plugin=self.plugin, distribution=self.release, **facts)
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.path})" if self.path else self.name
 
 
 SCRIPT = Owner(plugin="(registered by a script)")

@@ -6,14 +6,10 @@ They are what settings and documentation promise by name.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ..contracts import OPS
 from .installed import canonical
-
-if TYPE_CHECKING:
-    from .plugin import Plugin
-    from .registry import Owner
+from .plugin import Owner, Plugin
 
 __all__ = ["OPS", "RESERVED_OPS", "brings_ops", "op_holder", "reservation", "why_absent"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 from ..text import clean, quote
 from .breadcrumb import running, top_module
@@ -36,8 +36,10 @@ __all__ = [
     "SettingSpec",
     "WorkerContext",
     "WorkerReport",
-    "availability_of",
 ]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 Availability = Literal[True] | str
 """True, or the reason why not."""
@@ -59,27 +61,79 @@ class BackendPriority(enum.IntEnum):
     REFERENCE = 50
 
 
-class _Probed:
-    """What every implementation has: names of its vendor, and whether it can run here."""
+class _Impl:
+    """What every implementation says of itself: whose it is, and whether it can run here."""
+
+    op_name: str
+    impl_id: str
+    kind: BackendImplKind
+    vendor: str | None
+    priority: int | None
+    available: Callable[[], Availability] | None
 
     @property
     def vendors(self) -> frozenset[str]:
         """Its vendor's name, none for other kinds; as its id has it, too, if that differs."""
-        impl = cast("Impl", self)
-        own = impl.impl_id.partition(".")[2]
-        return frozenset((impl.vendor, own)) if impl.vendor else frozenset()
+        own = self.impl_id.partition(".")[2]
+        return frozenset((self.vendor, own)) if self.vendor else frozenset()
 
     def availability(self) -> Availability:
         """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
-        return availability_of(cast("Impl", self))
+        # A child process probes anew: its device may be another one.
+        cached: tuple[int, Availability] | None = self.__dict__.get("_availability")
+        if cached is not None and cached[0] == os.getpid():
+            return cached[1]
+        verdict = self._probe()
+        object.__setattr__(self, "_availability", (os.getpid(), verdict))
+        return verdict
 
     def is_available(self) -> bool:
         """Whether it can run on this machine."""
         return self.availability() is True
 
+    def _probe(self) -> Availability:
+        fn = getattr(self, "fn", None)
+        if self.available is None and inspect.isfunction(fn) and not hasattr(fn, "_is_available"):
+            return True
+
+        def ask() -> Availability:
+            available = self.available or older_probe(fn)
+            return True if available is None else available()
+
+        code = self.available or fn
+        return _verdict("its availability check", f"{self.op_name}={self.impl_id}", ask, code)
+
+    def _check(self, who: str) -> None:
+        for name in ("available", "supports", "traced"):
+            value = getattr(self, name, None)
+            if value is not None and not callable(value):
+                raise TypeError(f"{who}: {name} must be callable, got {value!r}")
+        if not isinstance(self.kind, BackendImplKind):
+            raise TypeError(f"{who}: kind must be a BackendImplKind, got {self.kind!r}")
+        if not isinstance(self.impl_id, str) or not self.impl_id:
+            raise ValueError(f"{who}: impl_id must be a non-empty string such as 'default.flagos'")
+        if self.kind is BackendImplKind.VENDOR:
+            if not self.vendor:
+                raise ValueError(f"{who}: kind VENDOR needs vendor='<name>'")
+            wanted = f"vendor.{self.vendor}"
+            if self.impl_id.casefold() != wanted.casefold():
+                raise ValueError(f"{who}: a vendor's impl_id is {wanted!r}")
+            if self.impl_id != wanted:
+                instead = self.impl_id.partition(".")[2]
+                text = (
+                    f"{who}: vendor={self.vendor!r} differs from the id in case; write {instead!r}"
+                )
+                warnings.warn(text, DeprecationWarning, stacklevel=4)
+        elif self.vendor is not None:
+            raise ValueError(f"{who}: vendor={self.vendor!r} is for kind VENDOR only")
+        if self.priority is None:
+            object.__setattr__(self, "priority", int(BackendPriority[self.kind.name]))
+        elif not isinstance(self.priority, int):
+            raise TypeError(f"{who}: priority must be an int, got {self.priority!r}")
+
 
 @dataclass(frozen=True, eq=False)
-class OpImpl(_Probed):
+class OpImpl(_Impl):
     """One backend's implementation of one op.
 
     Args:
@@ -138,7 +192,7 @@ class OpImpl(_Probed):
             raise ValueError(f"{who}: op_name must be an identifier such as 'rms_norm'")
         if not callable(self.fn):
             raise TypeError(f"{who}: fn must be callable, got {self.fn!r}")
-        _check_identity(who, self)
+        self._check(who)
         if isinstance(self.consumes, str):
             raise TypeError(f"{who}: consumes must be a set of parameter names, got a string")
         object.__setattr__(self, "consumes", frozenset(self.consumes))
@@ -177,7 +231,25 @@ class AttentionRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionImpl(_Probed):
+class _ClassImpl(_Impl, Generic[R]):
+    """A class of vLLM's kind, by its path; nothing is imported until it is chosen."""
+
+    impl_id: str
+    class_path: str | Callable[[R], str]
+    kind: BackendImplKind
+    vendor: str | None = None
+    priority: int | None = None
+    available: Callable[[], Availability] | None = field(default=None, kw_only=True)
+    supports: Callable[[R], Availability] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        who = f"{type(self).__name__}({self.impl_id!r})"
+        if not callable(self.class_path):
+            _check_path(who, "class_path", self.class_path)
+        self._check(who)
+
+
+class AttentionImpl(_ClassImpl[AttentionRequest]):
     """An attention backend, by the path of its class; nothing is imported until it is chosen.
 
     Args:
@@ -189,21 +261,7 @@ class AttentionImpl(_Probed):
         supports: AttentionRequest -> True, or the reason for refusing it.
     """
 
-    impl_id: str
-    class_path: str | Callable[[AttentionRequest], str]
-    kind: BackendImplKind
-    vendor: str | None = None
-    priority: int | None = None
-    available: Callable[[], Availability] | None = field(default=None, kw_only=True)
-    supports: Callable[[AttentionRequest], Availability] | None = field(default=None, kw_only=True)
-
     op_name = "attention_backend"
-
-    def __post_init__(self) -> None:
-        who = f"AttentionImpl({self.impl_id!r})"
-        if not callable(self.class_path):
-            _check_path(who, "class_path", self.class_path)
-        _check_identity(who, self)
 
 
 @dataclass(frozen=True)
@@ -231,8 +289,7 @@ class CommunicatorRequest:
     compiled: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class CommunicatorImpl(_Probed):
+class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
     """What vLLM's groups of ranks exchange tensors through, by the path of its class.
 
     Nothing is imported until an engine of several ranks has chosen it.
@@ -248,23 +305,7 @@ class CommunicatorImpl(_Probed):
             of an engine: it may look for files, and should load no library.
     """
 
-    impl_id: str
-    class_path: str | Callable[[CommunicatorRequest], str]
-    kind: BackendImplKind
-    vendor: str | None = None
-    priority: int | None = None
-    available: Callable[[], Availability] | None = field(default=None, kw_only=True)
-    supports: Callable[[CommunicatorRequest], Availability] | None = field(
-        default=None, kw_only=True
-    )
-
     op_name = "communicator"
-
-    def __post_init__(self) -> None:
-        who = f"CommunicatorImpl({self.impl_id!r})"
-        if not callable(self.class_path):
-            _check_path(who, "class_path", self.class_path)
-        _check_identity(who, self)
 
 
 @dataclass(frozen=True)
@@ -294,7 +335,7 @@ class LayerRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerImpl(_Probed):
+class LayerImpl(_Impl):
     """A class of one's own for a whole layer of vLLM's; nothing is imported until it is chosen.
 
     Args:
@@ -315,6 +356,7 @@ class LayerImpl(_Probed):
     impl_id: str = field(default="", kw_only=True)
     available: Callable[[], Availability] | None = field(default=None, kw_only=True)
     supports: Callable[[LayerRequest], Availability] | None = field(default=None, kw_only=True)
+    op_name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         who = f"LayerImpl({self.layer!r})"
@@ -323,12 +365,8 @@ class LayerImpl(_Probed):
         _check_path(who, "class_path", self.class_path)
         if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
             object.__setattr__(self, "impl_id", f"vendor.{self.vendor}")
-        _check_identity(who, self)
-
-    @property
-    def op_name(self) -> str:
-        """The layer, where an op's name stands: in settings, the registry and the plan."""
-        return self.layer
+        object.__setattr__(self, "op_name", self.layer)  # in settings, the registry and the plan
+        self._check(who)
 
 
 Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
@@ -388,8 +426,6 @@ class PolicyDefaults:
 
     path: str | os.PathLike[str]
 
-
-T = TypeVar("T")
 
 PLUGIN_KEY = r"(?i)((?:VLLM_FL_)?(?:flagos|reference|vendor_[a-z0-9]+)_|USE_FLAG)\w+"
 """The keys that plugins' settings have in files, and variables of theirs: those of a plugin that is
@@ -537,29 +573,6 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | Non
         return None
 
 
-def availability_of(impl: Impl) -> Availability:
-    """Probe once per process and remember, the reason included. A child process probes anew."""
-    cached: tuple[int, Availability] | None = impl.__dict__.get("_availability")
-    if cached is not None and cached[0] == os.getpid():
-        return cached[1]
-    verdict = _probe(impl)
-    object.__setattr__(impl, "_availability", (os.getpid(), verdict))
-    return verdict
-
-
-def _probe(impl: Impl) -> Availability:
-    fn = getattr(impl, "fn", None)
-    if impl.available is None and inspect.isfunction(fn) and not hasattr(fn, "_is_available"):
-        return True
-
-    def ask() -> Availability:
-        available = impl.available or older_probe(fn)
-        return True if available is None else available()
-
-    code = impl.available or fn
-    return _verdict("its availability check", f"{impl.op_name}={impl.impl_id}", ask, code)
-
-
 def _verdict(who: str, whose: str, probe: Callable[[], Availability], code: object) -> Availability:
     """What `probe` says; `code` is what it asks, for the note of what runs."""
     try:
@@ -581,30 +594,3 @@ def older_probe(fn: object) -> Callable[[], Availability] | None:
     probe = getattr(fn, "_is_available", None)
     probe = probe or getattr(getattr(fn, "__self__", None), "is_available", None)
     return probe if callable(probe) else None
-
-
-def _check_identity(who: str, impl: Impl) -> None:
-    for name in ("available", "supports", "traced"):
-        value = getattr(impl, name, None)
-        if value is not None and not callable(value):
-            raise TypeError(f"{who}: {name} must be callable, got {value!r}")
-    if not isinstance(impl.kind, BackendImplKind):
-        raise TypeError(f"{who}: kind must be a BackendImplKind, got {impl.kind!r}")
-    if not isinstance(impl.impl_id, str) or not impl.impl_id:
-        raise ValueError(f"{who}: impl_id must be a non-empty string such as 'default.flagos'")
-    if impl.kind is BackendImplKind.VENDOR:
-        if not impl.vendor:
-            raise ValueError(f"{who}: kind VENDOR needs vendor='<name>'")
-        wanted = f"vendor.{impl.vendor}"
-        if impl.impl_id.casefold() != wanted.casefold():
-            raise ValueError(f"{who}: a vendor's impl_id is {wanted!r}")
-        if impl.impl_id != wanted:
-            instead = impl.impl_id.partition(".")[2]
-            text = f"{who}: vendor={impl.vendor!r} differs from the id in case; write {instead!r}"
-            warnings.warn(text, DeprecationWarning, stacklevel=4)
-    elif impl.vendor is not None:
-        raise ValueError(f"{who}: vendor={impl.vendor!r} is for kind VENDOR only")
-    if impl.priority is None:
-        object.__setattr__(impl, "priority", int(BackendPriority[impl.kind.name]))
-    elif not isinstance(impl.priority, int):
-        raise TypeError(f"{who}: priority must be an int, got {impl.priority!r}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import MissingFileError, SettingsError
+from ..errors import SettingsError
 from ..plugins.types import SettingSpec
 from .policy import REST, OpOrder, Token, ceiling_of, closest, is_by_size
 from .schema import Declared, Setting, file_keys, is_absent
@@ -24,6 +23,7 @@ from .values import (
     expected,
     name_of,
     order_of,
+    read_text,
     value_of,
     wrong,
 )
@@ -35,9 +35,6 @@ __all__ = ["Layer", "read_orders", "read_settings_file"]
 
 Layer = dict[str, Setting]
 """What one source sets, by key."""
-
-MAX_BYTES = 64 * 1024
-"""More is no settings file. Every line of a real one costs time at each start."""
 
 TAG = "tag:yaml.org,2002:"
 
@@ -110,30 +107,6 @@ def read_orders(path: str) -> Layer:
         except ValueError as error:
             raise wrong(key, origin, str(error)) from error
     return layer
-
-
-def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str:
-    """The text of a file of at most so many bytes. Raises SettingsError whatever is wrong."""
-    where = "" if os.path.isabs(path) else " (relative to the working directory)"
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, a device never end
-            raise wrong(key, origin, f"{path!r} is not a regular file")
-        with open(path, "rb") as file:
-            data = file.read(most + 1)
-        if len(data) > most:
-            raise wrong(key, origin, f"{path!r} has more than {most} bytes; is it the file?")
-        return data.decode("utf-8-sig")
-    except SettingsError:  # which is a ValueError, too
-        raise
-    except FileNotFoundError as error:
-        problem = f"{path!r} does not exist{where}"
-        raise wrong(key, origin, problem, kind=MissingFileError) from error
-    except OSError as error:
-        raise wrong(key, origin, f"{path!r} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise wrong(key, origin, f"{path!r} is not UTF-8 text: byte {error.start}") from error
-    except ValueError as error:  # a path with a NUL
-        raise wrong(key, origin, f"{path!r} is not a valid path: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ plugins ship for the platform; the defaults.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import SettingsError
 from ..plugins.types import SettingSpec
+from ..text import nearest
 from .files import Layer, read_orders, read_settings_file
 from .names import check_names, labels
 from .policy import OpOrder, SelectionPolicy, closest
@@ -384,9 +384,8 @@ def _misspelt(name: str, known: Sequence[str]) -> str | None:
     is_ours = bool(re.match(r"(?i)vllm[_-]?fl[_-]", name))
     letters = name.upper().replace("_", "").replace("-", "")
     spelt = {v.replace("_", ""): v for v in known if v.startswith(PREFIX) is is_ours}
-    cutoff = 0.0 if is_ours else 0.92
-    found = difflib.get_close_matches(letters, spelt, n=1, cutoff=cutoff)
-    return spelt[found[0]] if found else None
+    found = nearest(letters, spelt, 0.0 if is_ours else 0.92)
+    return spelt[found] if found else None
 
 
 def _unknown_platform(platform: Setting, known: Collection[str]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from ..older import outdated
 from ..plugins.types import BackendImplKind, Impl
+from ..text import nearest
 
 __all__ = [
     "DEFAULT_ORDERS",
@@ -52,10 +53,8 @@ ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
 
 def closest(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'rms_norm'?`, or nothing when no known word is near."""
-    import difflib  # only for a word that is wrong
-
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(word, known)
+    return f" Did you mean {near!r}?" if near else ""
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,6 @@ class OpOrder:
         eager, compiled: the tokens of each mode; None where the list leaves the mode open. Where
             a mode has rows, these are the tokens of calls beyond the last ceiling.
         pinned: written by the user, so that no `prefer` re-sorts it.
-        left_out: (mode, impl id) of what the list of its own distribution leaves out, in an order
-            that was merged from several: another's list does not bring it back.
         eager_rows, compiled_rows: the orders of smaller calls, by their ceilings in tokens.
 
     Raises:
@@ -137,7 +134,6 @@ class OpOrder:
     eager: tuple[Token, ...] | None
     compiled: tuple[Token, ...] | None
     pinned: bool = True
-    left_out: frozenset[tuple[str, str]] = frozenset()
     eager_rows: Rows = ()
     compiled_rows: Rows = ()
 

@@ -383,8 +383,7 @@ TAKEN = (*VARIABLES, *ITEMS)
 
 def _encode(value: object) -> object:
     if isinstance(value, OpOrder):
-        left_out = [list(pair) for pair in sorted(value.left_out)]
-        return {"order": value.written, "pinned": value.pinned, "left_out": left_out}
+        return {"order": value.written, "pinned": value.pinned}
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -394,9 +393,7 @@ def _encode_each(values: tuple[tuple[object, str], ...]) -> list[dict[str, objec
 
 def _decode(value: object) -> object:
     if isinstance(value, Mapping):
-        order = order_of(value["order"], pinned=bool(value["pinned"]))
-        left_out = frozenset((_str(mode), _str(impl_id)) for mode, impl_id in value["left_out"])
-        return dataclasses.replace(order, left_out=left_out)
+        return order_of(value["order"], pinned=bool(value["pinned"]))
     return tuple(map(_str, value)) if isinstance(value, list) else value
 
 

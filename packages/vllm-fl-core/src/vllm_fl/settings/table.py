@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from .files import read_text
 from .policy import Mode, OpOrder, Rows, Token
-from .values import wrong
+from .values import read_text, wrong
 
 __all__ = [
     "DEFAULT",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import cast, get_args
 
 from ..plugins.types import Impl
+from ..text import nearest
 from .policy import KINDS, Mode, OpOrder, Token
 from .schema import Setting, Settings
 from .values import ORDER_PREFIX, PLATFORMS
@@ -58,14 +59,9 @@ def meant(token: Token, impls: Impls) -> str:
     for text in likely:
         if text.casefold() in by_fold:
             return f" Did you mean {by_fold[text.casefold()]!r}?"
-    import difflib  # only for a word that is wrong
-
-    same = [fold for fold in by_fold if fold.startswith(f"{token.kind}:")]
-    for pool in (same, list(by_fold)):
-        near = difflib.get_close_matches(str(token).casefold(), pool, n=1, cutoff=0.7)
-        if near:
-            return f" Did you mean {by_fold[near[0]]!r}?"
-    return ""
+    same = [text for text in known if text.startswith(f"{token.kind}:")]
+    slip = nearest(str(token), same, 0.7) or nearest(str(token), known, 0.7)
+    return f" Did you mean {slip!r}?" if slip else ""
 
 
 def _barred(order: OpOrder, settings: Settings, impls: Impls) -> dict[Token, str]:

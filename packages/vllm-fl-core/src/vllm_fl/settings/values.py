@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import InvalidSettingError, SettingsError
+from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
-from ..text import quote
+from ..text import nearest, quote
 from .policy import KINDS, OpOrder, Token, closest, is_by_size
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "read_platform",
     "read_prefer",
     "read_share",
+    "read_text",
     "value_of",
     "wrong",
 ]
@@ -46,6 +49,9 @@ MAX_TOKENS = 64
 
 MAX_ROWS = 256
 """The same of rows by size: vLLM captures graphs of some fifty sizes."""
+
+MAX_BYTES = 64 * 1024
+"""More is no settings file. Every line of a real one costs time at each start."""
 
 BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -73,21 +79,8 @@ def _short(text: str, most: int) -> str:
 
 
 def near(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` is most likely a slip of, or None. Stricter than a suggestion.
-
-    In a short name two letters that changed places are half of it, so that they are looked for.
-    """
-    import difflib  # only for a word that is wrong
-
-    folded = word.casefold()
-    by_fold = {name.casefold(): name for name in sorted(known, reverse=True)}
-    swapped = (
-        f"{folded[:at]}{folded[at + 1]}{folded[at]}{folded[at + 2 :]}"
-        for at in range(len(folded) - 1)
-    )
-    found = difflib.get_close_matches(folded, by_fold, n=1, cutoff=0.8)
-    found += [other for other in swapped if other in by_fold]
-    return by_fold[found[0]] if found else None
+    """The known name that `word` is most likely a slip of, or None: stricter than a suggestion."""
+    return nearest(word, known, 0.8)
 
 
 def name_of(value: str) -> str:
@@ -191,6 +184,30 @@ def accepts(spec: SettingSpec[Any], value: object) -> bool:
     if isinstance(spec.default, bool):
         return isinstance(value, bool)
     return value in spec.choices if spec.choices else isinstance(value, str)
+
+
+def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str:
+    """The text of a file of at most so many bytes. Raises SettingsError whatever is wrong."""
+    where = "" if os.path.isabs(path) else " (relative to the working directory)"
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, a device never end
+            raise wrong(key, origin, f"{path!r} is not a regular file")
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise wrong(key, origin, f"{path!r} has more than {most} bytes; is it the file?")
+        return data.decode("utf-8-sig")
+    except SettingsError:  # which is a ValueError, too
+        raise
+    except FileNotFoundError as error:
+        problem = f"{path!r} does not exist{where}"
+        raise wrong(key, origin, problem, kind=MissingFileError) from error
+    except OSError as error:
+        raise wrong(key, origin, f"{path!r} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise wrong(key, origin, f"{path!r} is not UTF-8 text: byte {error.start}") from error
+    except ValueError as error:  # a path with a NUL
+        raise wrong(key, origin, f"{path!r} is not a valid path: {error}") from error
 
 
 def read_share(text: str) -> str | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import SCHEMA, UsageError
-from vllm_fl.settings.files import read_text
 from vllm_fl.settings.table import MAX_BYTES, Table, read_table
+from vllm_fl.settings.values import read_text
 
 __all__ = ["STATES", "Measured", "read"]
 

@@ -1,0 +1,49 @@
+"""The names that everything else is written with: what a backend imports from `vllm_fl`."""
+
+# ruff: noqa: PLC0414 (an alias of its own says that a name is handed on)
+from __future__ import annotations
+
+from .contracts import BadInput as BadInput
+from .contracts import Exact as Exact
+from .contracts import ExpertBlocks as ExpertBlocks
+from .contracts import ModelSizes as ModelSizes
+from .contracts import OpSpec as OpSpec
+from .contracts import QuantisedPair as QuantisedPair
+from .contracts import Routing as Routing
+from .contracts import Sample as Sample
+from .contracts import Tolerance as Tolerance
+from .contracts import Variant as Variant
+from .contracts import Within as Within
+from .contracts.binding import AttentionPlace as AttentionPlace
+from .contracts.binding import Binding as Binding
+from .contracts.binding import Contract as Contract
+from .contracts.binding import FunctionPlace as FunctionPlace
+from .contracts.binding import GraphPlace as GraphPlace
+from .contracts.binding import IrPlace as IrPlace
+from .contracts.binding import LayerPlace as LayerPlace
+from .contracts.binding import OperatorPlace as OperatorPlace
+from .contracts.binding import SizeRule as SizeRule
+from .contracts.cos_sin import joint_cos_sin as joint_cos_sin
+from .contracts.sampling import Source as Source
+from .errors import PluginError as PluginError
+from .errors import SettingsError as SettingsError
+from .errors import VllmFLError as VllmFLError
+from .logs import get_logger as get_logger
+from .plugins.finding import Finding as Finding
+from .plugins.hookspecs import HOOK_API as HOOK_API
+from .plugins.hookspecs import hookimpl as hookimpl
+from .plugins.types import AttentionImpl as AttentionImpl
+from .plugins.types import AttentionRequest as AttentionRequest
+from .plugins.types import Availability as Availability
+from .plugins.types import BackendImplKind as BackendImplKind
+from .plugins.types import BackendPriority as BackendPriority
+from .plugins.types import CommunicatorImpl as CommunicatorImpl
+from .plugins.types import CommunicatorRequest as CommunicatorRequest
+from .plugins.types import DeviceProfile as DeviceProfile
+from .plugins.types import LayerImpl as LayerImpl
+from .plugins.types import LayerRequest as LayerRequest
+from .plugins.types import OpImpl as OpImpl
+from .plugins.types import PolicyDefaults as PolicyDefaults
+from .plugins.types import SettingSpec as SettingSpec
+from .plugins.types import WorkerContext as WorkerContext
+from .plugins.types import WorkerReport as WorkerReport
