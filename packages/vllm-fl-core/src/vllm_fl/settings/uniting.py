@@ -9,7 +9,7 @@ from typing import cast, get_args
 from ..plugins.types import Impl
 from .files import Layer
 from .merging import Listed, merge
-from .policy import ENGINE_ORDERS, Mode, OpOrder, Token
+from .policy import ENGINE_ORDERS, Mode, OpOrder, Rows, Token
 from .schema import Declared, Setting, pairs
 from .values import ORDER_PREFIX, wrong
 
@@ -117,17 +117,17 @@ def _order(
     first = each[0][1]
     if len(each) == 1:
         return first
-    sides: dict[Mode, tuple[Token, ...] | None] = {}
+    sides: dict[Mode, Rows[tuple[Token, ...]]] = {}
     left_out: set[tuple[str, str]] = set()
     dropped: dict[Mode, str] = {}
     for mode in cast("tuple[Mode, ...]", get_args(Mode)):
         lists = [
             _listed(distribution, tokens, impls)
             for distribution, setting in each
-            if (tokens := cast("OpOrder", setting.value).tokens(mode)) is not None
+            for _, tokens in cast("OpOrder", setting.value).rows(mode)  # one: no file has more
         ]
         merged = merge(lists, default)
-        sides[mode] = merged.tokens or None
+        sides[mode] = ((None, merged.tokens),) if merged.tokens else ()
         if merged.dropped:
             dropped[mode] = "; ".join(map(str, merged.dropped))
         if len(lists) > 1:
