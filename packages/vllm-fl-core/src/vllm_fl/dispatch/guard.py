@@ -266,7 +266,7 @@ def _written(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
         if not row.bare:
             guard = chain.record.counting(guard, chain.op, impls[0].impl_id)
         guards.append((ceiling, guard))
-    return _by_size(chain, guards, heads, scope) if chain.is_by_size else guards[0][1]
+    return _by_size(chain, tuple(guards), heads, scope) if chain.is_by_size else guards[0][1]
 
 
 def _by_size(
@@ -312,8 +312,8 @@ def _heads(spec: OpSpec, provided: Provided | None, scope: dict[str, Any]) -> di
     nullable = _nullable(spec) if provided is not None else frozenset()
     heads = {}
     defaults_so_far = True  # a default may only be followed by defaults
-    for name, p in reversed(spec.signature.parameters.items()):
-        if name in (provided or {}):
+    for p in reversed((*spec.signature.parameters.values(),)):
+        if (name := p.name) in (provided or {}):
             continue
         default = None if p.default is p.empty and name in nullable else p.default
         defaults_so_far &= default is not p.empty

@@ -103,7 +103,8 @@ class dispatch_method:
         A layer whose parameters are not the op's, or whose attributes mean something else, has
         `_leave` in its stead.
         """
-        forward = _with_layer(self.owner, type(instance), self.name) if self.owner else None
+        cls: type = type(instance)
+        forward = _with_layer(self.owner, cls, self.name) if self.owner is not None else None
         if forward is None:
             return None
         forward = _leave if self.adapt or self.stand_in else forward

@@ -232,14 +232,15 @@ def _site(chain: Chain, variant: Variant) -> Site:
     return Site(chain, lambda args: chain.spec.tokens(complete(args)), alone)
 
 
-def _first_alone(variant: Variant, result: Any) -> Any:
-    """A result as the variant's operator returns it."""
-    return result[0] if variant.returns == 1 and isinstance(result, tuple) else result
-
-
 def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
     """`guard` with results as an operator returns them that leaves its arguments as they are."""
-    return lambda *args: _fresh(_first_alone(variant, guard(*args)), args)
+    single = variant.returns == 1
+
+    def body(*args: Any) -> Any:
+        result = guard(*args)
+        return _fresh(result[0] if single and isinstance(result, tuple) else result, args)
+
+    return body
 
 
 def _writing(spec: OpSpec, variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,7 +267,8 @@ def _define(name: str, spec: OpSpec, variant: Variant, *, written: bool) -> None
         return _operators[name].body(*complete(args))
 
     def shapes(*args: Any) -> Any:
-        return None if written else _first_alone(variant, spec.fake(*complete(args)))
+        result = None if written else spec.fake(*complete(args))
+        return result[0] if variant.returns == 1 and isinstance(result, tuple) else result
 
     LIBRARY.impl(name, newest, dispatch_key="CompositeExplicitAutograd")
     torch.library.register_fake(f"vllm_fl::{name}", shapes, lib=LIBRARY)
@@ -282,11 +284,14 @@ def _completing(spec: OpSpec, variant: Variant) -> Callable[[Sequence[Any]], lis
 
     A variant leaves some out, and torch the trailing ones that equal the schema's defaults.
     """
-    absent = {
-        name: None if p.default is p.empty else p.default
-        for name, p in spec.signature.parameters.items()
-    }
-    return lambda args: [*(absent | dict(zip(variant.parameters, args, strict=False))).values()]
+    names, absent = (
+        variant.parameters,
+        {
+            name: None if p.default is p.empty else p.default
+            for name, p in spec.signature.parameters.items()
+        },
+    )
+    return lambda args: [*{**absent, **dict(zip(names, args, strict=False))}.values()]
 
 
 def _router(

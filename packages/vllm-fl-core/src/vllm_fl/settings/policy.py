@@ -206,7 +206,7 @@ class OpOrder:
             sides = {mode: _side(side) for mode, side in value.items()}
         else:
             sides = dict.fromkeys(get_args(Mode), _side(value))
-        return cls(*(sides.get(mode, ()) for mode in get_args(Mode)), pinned=pinned)
+        return cls(sides.get("eager", ()), sides.get("compiled", ()), pinned)
 
     def preferring(self, kind: str) -> OpOrder:
         """This order, each row of it, with the preferred kind first, otherwise as it stands;

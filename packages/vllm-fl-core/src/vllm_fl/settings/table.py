@@ -235,7 +235,10 @@ class Pinned:
         """
         measured = [(row.up_to, _tokens_of(row, base)) for row in self.table.ops[op].rows]
         order = OpOrder((), (), pinned=False) if without is None else without
-        return dataclasses.replace(order, **{self.table.mode: joined((*measured, (None, base)))})
+        rows = joined((*measured, (None, base)))
+        if self.table.mode == "eager":
+            return dataclasses.replace(order, eager=rows)
+        return dataclasses.replace(order, compiled=rows)
 
     def to_json(self) -> dict[str, Any]:
         """It as plain JSON data, without its figures."""

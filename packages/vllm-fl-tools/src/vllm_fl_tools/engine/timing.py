@@ -13,7 +13,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
-from vllm_fl.settings.policy import joined
 from vllm_fl.settings.table import DEFAULT, Figure, Row
 from vllm_fl.text import quote
 
@@ -259,7 +258,7 @@ def _rows(
 ) -> tuple[Row, ...]:
     ones = sorted(ones, key=lambda one: one.tokens)
     if not _is_limited(ones, inlined):
-        found = tuple((one.tokens, one.winner) for one in ones)
+        found = [Row(one.tokens, one.winner) for one in ones]
     elif not edges:
         return (Row(ones[-1].tokens, _everywhere(ones)),)
     else:
@@ -267,9 +266,13 @@ def _rows(
         parts = [
             [one for one in ones if low < one.tokens <= high] for low, high in pairwise([0, *ends])
         ]
-        of_parts = (row for part in parts if part for row in _rows(part, inlined, ()))
-        found = tuple((row.up_to, row.impl) for row in of_parts)
-    return tuple(Row(*row) for row in joined(found))
+        found = [row for part in parts if part for row in _rows(part, inlined, ())]
+    rows: list[Row] = []
+    for row in found:
+        if rows and rows[-1].impl == row.impl:
+            rows.pop()
+        rows.append(row)
+    return tuple(rows)
 
 
 def _everywhere(ones: Sequence[_Outcome]) -> str:
