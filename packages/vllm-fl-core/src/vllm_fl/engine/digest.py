@@ -15,6 +15,7 @@ from importlib.machinery import all_suffixes
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
+from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -285,7 +286,8 @@ def _linked_tops(dist: Any) -> set[str]:
             said = set(re.findall(r"""["']([A-Za-z_]\w*)[."']""", text))
             found |= {top for top in said if _lies_in(top, project)}
         else:
-            found |= {top for line in text.splitlines() for top in _importable(line.strip())}
+            folders = [line.strip() for line in text.splitlines() if os.path.isabs(line.strip())]
+            found |= {m.name for m in iter_modules(folders) if m.name.isidentifier()}
     return found
 
 
@@ -297,20 +299,6 @@ def _project(dist: Any) -> str | None:
         return unquote(urlsplit(told["url"]).path) if is_link else None
     except (ValueError, AttributeError, KeyError):
         return None
-
-
-def _importable(folder: str) -> Iterator[str]:
-    """The names of the modules and regular packages in a folder."""
-    try:
-        names = os.listdir(folder) if os.path.isabs(folder) else []
-    except OSError:
-        return
-    for name in names:
-        inner = os.path.join(folder, name, "__init__")
-        is_package = any(os.path.isfile(inner + suffix) for suffix in MODULES)
-        top = name if is_package else name.partition(".")[0]
-        if top.isidentifier() and (is_package or name.endswith(MODULES)):
-            yield top
 
 
 def _lies_in(top: str, project: str) -> bool:
