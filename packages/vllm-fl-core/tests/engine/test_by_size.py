@@ -76,8 +76,8 @@ def test_an_entry_says_what_runs_at_which_size(mode: Any) -> None:
             {"up_to": 16, "impl": "stock", "reason": f"token stock ({why})"},
         ],
     }
-    assert [i.impl_id for i in found.impls] == ["vendor.acme", "default.flagos", "reference.torch"]
-    assert [i.impl_id for i in found.firsts] == ["vendor.acme", "default.flagos"]
+    assert [i.impl_id for i in found.impls] == ["default.flagos", "reference.torch", "vendor.acme"]
+    assert [i.impl_id for i in found.firsts] == ["default.flagos", "vendor.acme"]
     assert "1 ops planned: " in planned(order, mode).line()
     assert f" {OP}={found.label} " in planned(order, mode).line()
 

@@ -75,14 +75,20 @@ class PlanEntry:
         return tuple(ceiling for ceiling, _ in self.candidates if ceiling is not None)
 
     @property
+    def _largest_first(self) -> tuple[tuple[Impl, ...], ...]:
+        """The candidates of the largest calls, then those of each row."""
+        *rows, rest = (impls for _, impls in self.candidates)
+        return rest, *rows
+
+    @property
     def impls(self) -> tuple[OpImpl, ...]:
         """Every candidate that can be called, of whatever row: those that do not name a class."""
-        return _once(i for _, impls in self.candidates for i in _callable(impls))
+        return _once(i for impls in self._largest_first for i in _callable(impls))
 
     @property
     def firsts(self) -> tuple[OpImpl, ...]:
         """The first choice to be called of each row, each once."""
-        return _once(i for _, impls in self.candidates for i in _callable(impls)[:1])
+        return _once(i for impls in self._largest_first for i in _callable(impls)[:1])
 
     def classes(self, kind: type[Named]) -> tuple[Named, ...]:
         """The candidates that name a class, as attention backends, communicators and layers do."""
