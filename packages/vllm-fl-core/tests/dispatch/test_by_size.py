@@ -39,15 +39,8 @@ def saying(text: str, op: str = OP) -> OpImpl:
 
 
 def chain(op: str, rest: str, *rows: tuple[int, str]) -> Chain:
-    record, spec = Record(get_logger("dispatch")), contracts()[op]
-
-    def of(text: str) -> Chain:
-        return Chain(op, (saying(text, op),), spec, False, record)
-
-    whole = of(rest)
-    return Chain(
-        op, whole.impls, spec, False, record, rows=tuple((n, of(text)) for n, text in rows)
-    )
+    by_size = tuple((n, (saying(text, op),)) for n, text in (*rows, (None, rest)))
+    return Chain(op, by_size, contracts()[op], False, Record(get_logger("dispatch")))
 
 
 @pytest.mark.parametrize("spec", contracts().values(), ids=list(contracts()))

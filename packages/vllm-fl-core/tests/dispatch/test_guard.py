@@ -11,7 +11,7 @@ import torch
 from builders import X, failing, norm, refusing, silu
 
 from vllm_fl.contracts import contracts
-from vllm_fl.dispatch.guard import Call, Chain, call_guard, method_guard
+from vllm_fl.dispatch.guard import Chain, call_guard, method_guard
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.record import Record
 from vllm_fl.errors import AllFailedError
@@ -48,7 +48,7 @@ class Notes(Record):
 def chain(*impls: OpImpl, notes: Notes | None = None, **fields: Any) -> Chain:
     op = impls[0].op_name
     fields = {"strict": False, "record": notes or Notes(), **fields}
-    return Chain(op, impls, contracts().get(op), **fields)
+    return Chain(op, ((None, impls),), contracts()[op], **fields)
 
 
 @pytest.mark.parametrize("op", sorted(contracts()))
@@ -257,10 +257,6 @@ def test_arguments_so_odd_that_the_check_trips_are_the_callers_mistake() -> None
         call_guard(chain(failing("vendor.acme", ValueError("boom")), notes=notes))(Odd())
     assert caught.value.argument == "(call)"
     assert notes.demoted(OP) == {}
-
-
-def test_a_call_is_a_value() -> None:
-    assert Call((1, 2)) == Call((1, 2), None, None)
 
 
 def given_verdict(x: int, _verdict: int = 1, _fn: int = 2) -> tuple[int, int, int]:

@@ -174,7 +174,7 @@ def test_the_error_of_an_op_without_tokens_names_the_file(tmp_path: Any) -> None
 
 def test_each_call_runs_its_row_and_is_counted_as_that() -> None:
     plan = planned({"<=4": "vendor", "<=16": "reference", "rest": "flagos"})
-    object.__setattr__(plan, "counts_calls", True)
+    plan.record.counts = "calls"
     for bound in (plan.bind(OP, object(), NOTHING), plan.without_layer(OP)):
         assert marks(bound, 1, 4, 5, 16, 17) == [1, 1, 2, 2, 3]
     assert plan.calls == {
@@ -332,7 +332,7 @@ def lowered(plan: Plan, **fields: Any) -> Any:
 def test_one_graph_serves_every_row(traceable: bool) -> None:
     order = {"<=4": "vendor", "<=16": "stock", "rest": "flagos"}
     plan = take_place(planned(order, "compiled", *three(traceable=traceable)))
-    object.__setattr__(plan, "counts_calls", True)
+    plan.record.counts = "tracings"
     try:
         run = lowered(plan, last=stock())
         plan.calls.clear()
@@ -357,7 +357,7 @@ def test_a_refusal_in_compiled_code_falls_down_its_row() -> None:
 def names(plan: Plan) -> set[str]:
     from vllm_fl.engine.opaque import opaque_op
 
-    scope = opaque_op(plan.chain(OP), plan.counting).fn.__globals__
+    scope = opaque_op(plan.chain(OP)).fn.__globals__
     return {str(op) for name, op in scope.items() if name.startswith("_op")}
 
 
@@ -436,7 +436,7 @@ def test_an_operator_overwrites_what_the_largest_calls_overwrite() -> None:
         order = {"<=4": f"impl:{row.impl_id}", "rest": f"impl:{rest.impl_id}"}
         manager = managing(writes, fresh, per_op_order={"rms_norm": order})
         plan = planning(manager, "compiled")
-        op = opaque_op(plan.chain("rms_norm", frozenset({"x", "residual"})), plan.counting)
+        op = opaque_op(plan.chain("rms_norm", frozenset({"x", "residual"})))
         assert bool(op.consumes) == bool(rest.consumes)
         for tokens in (2, 9):
             mark = 5 if (tokens > 4) == (rest is writes) else 7

@@ -72,8 +72,8 @@ def test_what_is_written_beside_it_is_seen_in_the_served_models_calls_too() -> N
 def test_a_callers_cache_is_copied_for_who_writes_into_it_and_its_copy_is_contiguous() -> None:
     impl = OpImpl(SPEC.name, "vendor.acme", BackendImplKind.VENDOR, in_place, "acme", consumes=BOTH)
     record = Record(logging.getLogger(__name__))
-    plain = call_guard(Chain(SPEC.name, (impl,), SPEC, False, record))
-    granted = call_guard(Chain(SPEC.name, (impl,), SPEC, False, record, BOTH))
+    plain = call_guard(Chain(SPEC.name, ((None, (impl,)),), SPEC, False, record))
+    granted = call_guard(Chain(SPEC.name, ((None, (impl,)),), SPEC, False, record, BOTH))
     sample = next(s for s in SPEC.samples(torch.float32, CPU) if s.name.startswith("heads before"))
     before = [arg.clone() for arg in sample.args]
     for result, want in zip(plain(*sample.args), SPEC.oracle(*sample.args), strict=True):

@@ -273,7 +273,7 @@ def test_one_that_turns_heads_of_one_projection_in_place_can_be_compiled() -> No
     op, consumes = "rotary_embedding", frozenset({"query", "key"})
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, in_place, "acme", consumes=consumes)
     trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))
-    plan = Plan("compiled", {op: PlanEntry(op, trace)}, contracts=contracts())
+    plan = Plan("compiled", {op: PlanEntry(op, ((None, trace),))}, contracts=contracts())
     compiled = plan.as_compiled(op, impl)
     assert fault(op, in_place, compiled=compiled, consumes=consumes) is None
 
@@ -298,7 +298,8 @@ def test_one_that_refuses_a_form_that_the_model_need_not_have_can_be_compiled(
     op, more = "rotary_embedding", {"supports": supports if asked else None, "traceable": True}
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, halves, "acme", **more)
     trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))
-    plan = Plan("compiled", {op: PlanEntry(op, trace)}, contracts=contracts(), strict=strict)
+    entries = {op: PlanEntry(op, ((None, trace),))}
+    plan = Plan("compiled", entries, contracts=contracts(), strict=strict)
     assert fault(op, halves, compiled=plan.as_compiled(op, impl), **more) is None
 
 

@@ -220,7 +220,7 @@ def test_a_class_that_cannot_be_used_says_why(
 ) -> None:
     monkeypatch.setattr(communicator, "stock_class", lambda: DeviceCommunicatorBase)
     groups = communicator.Groups(use(monkeypatch, acme(path)))
-    assert why in groups._class_of(groups.entry.communicators[0])[1]
+    assert why in groups._class_of(groups.communicators[0])[1]
 
 
 def test_where_vllm_captures_graphs_the_class_must_be_its_own(
@@ -230,7 +230,7 @@ def test_where_vllm_captures_graphs_the_class_must_be_its_own(
 
     monkeypatch.setattr(communicator, "stock_class", lambda: CudaCommunicator)
     groups = communicator.Groups(use(monkeypatch, acme(Sound)))
-    why = groups._class_of(groups.entry.communicators[0])[1]
+    why = groups._class_of(groups.communicators[0])[1]
     assert why.endswith("is no subclass of vLLM's CudaCommunicator")
 
 
@@ -238,7 +238,7 @@ def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) 
     asked: list[CommunicatorRequest] = []
     found = use(monkeypatch, acme(Sound, supports=lambda r: bool(asked.append(r)) or "no library"))
     assert communicator.refusals(found) == {KEY: "refuses this engine: no library"}
-    assert communicator.Groups(found).entry.communicators == ()
+    assert communicator.Groups(found).communicators == ()
     assert asked[0].settings is found.settings
     elastic = replace(use(monkeypatch, acme(Sound)), communicator=facts(elastic=True).communicator)
     assert "elastic expert parallelism" in communicator.refusals(elastic)[KEY]
@@ -249,7 +249,7 @@ def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(
 ) -> None:
     """No measurement tells that of a communicator: vLLM's own serves."""
     found = replace(use(monkeypatch, acme(Sound)), batch_invariant=True)
-    assert communicator.Groups(found).entry.communicators == ()
+    assert communicator.Groups(found).communicators == ()
 
 
 def test_an_engine_of_one_rank_has_no_communicator() -> None:

@@ -155,7 +155,7 @@ def test_a_range_of_one_traceable_choice_has_its_code_and_no_operator(
     torch.testing.assert_close(result, half(x * 2) + mark + 1)
     assert len(left) == stays
     impl_id = {1: "vendor.acme", 3: "default.flagos"}.get(mark, "")
-    assert ranges.seen(plan)[OP, Range(*sizes), impl_id] == (not stays)
+    assert plan.record.inlined[OP, Range(*sizes), impl_id] == (not stays)
 
 
 def test_code_in_a_graph_says_whose_it_is(planned: Planned) -> None:
@@ -414,7 +414,7 @@ def in_its_schema(operator: str) -> bool:
 def test_calls_are_counted_as_they_are_traced(planned: Planned) -> None:
     manager = managing(*three(), per_op_order={OP: ROWS})
     plan = planning(manager, "compiled")
-    vars(plan)["counts_calls"] = True
+    plan.record.counts = "tracings"
     bound = plan.bind(OP, object(), NOTHING)
     lowered(plan, (1, 4), lambda x: bound(bound(x).repeat(1, 2)), torch.randn(3, 8))
     assert plan.calls == {(OP, "vendor.acme"): 2}

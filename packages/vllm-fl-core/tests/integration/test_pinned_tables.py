@@ -102,7 +102,7 @@ def start(process: OpManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def order(plan: Plan) -> str:
-    return "|".join(map(str, plan.entries[OP].trace.order))
+    return "|".join(map(str, plan.entries[OP].rows[-1][1].order))
 
 
 def test_it_is_in_the_plans_digest(start: Start) -> None:

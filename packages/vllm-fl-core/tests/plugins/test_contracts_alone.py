@@ -212,7 +212,7 @@ def test_one_that_has_its_contract_starts_whatever_else_failed() -> None:
         found("fl-acme-ops", ImportError("gone")),
         found(OPS, bringing("silu_and_mul")),
     )
-    assert planning(manager).entries["silu_and_mul"].trace.rejected is not None
+    assert planning(manager).entries["silu_and_mul"].rows[-1][1].rejected is not None
 
 
 def test_one_that_never_had_a_contract_is_left_alone() -> None:

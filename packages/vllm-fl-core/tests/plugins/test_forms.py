@@ -137,7 +137,7 @@ def test_as_an_opaque_operator() -> None:
     spec = known_contracts().contracts["rms_norm"]
     manager = managing(of("rms_norm", rms_norm))
     record = manager._chain("rms_norm", without_layer=True).record
-    chain = Chain("rms_norm", (held(of("rms_norm", rms_norm)),), spec, False, record)
+    chain = Chain("rms_norm", ((None, (held(of("rms_norm", rms_norm)),)),), spec, False, record)
     operator = opaque_op(chain, lambda bound, op, impl_id: bound).fn
     x = torch.randn(3, 8)
     torch.testing.assert_close(operator(x, None, None, 1e-6, None), rms_norm(x, None, None, 1e-6))
@@ -437,7 +437,7 @@ def test_every_kind_inside_an_operator_of_torch(
     impl = held(of("grown", fn, fn.__name__, traceable=traceable))
     impl = dataclasses.replace(impl, impl_id="vendor.acme", vendor="acme")
     record = managing(impl)._chain("grown", without_layer=True).record
-    chain = Chain("grown", (impl,), grown, False, record)
+    chain = Chain("grown", ((None, (impl,)),), grown, False, record)
     router = opaque_op(chain, lambda bound, op, impl_id: bound).fn
 
     def call(x: Any, shift: Any, *rest: Any) -> Any:
@@ -452,7 +452,7 @@ def test_every_kind_in_a_compiled_plan(
     fn: Any, lacks: list[str], traceable: bool, grown: OpSpec
 ) -> None:
     manager = managing(of("grown", fn, traceable=traceable))
-    entries = {"grown": PlanEntry("grown", manager.trace("grown"))}
+    entries = {"grown": PlanEntry("grown", manager.rows("grown"))}
     plan = Plan("compiled", entries, strict=True, contracts={"grown": grown})
     bound = plan.as_compiled("grown", *plan.entries["grown"].firsts)
     compiled = torch.compile(bound, fullgraph=True, backend="aot_eager")
@@ -554,7 +554,7 @@ def test_what_a_layer_provides_is_the_contracts_to_judge(grown: OpSpec) -> None:
     impl = fitted(of("grown", older), spec)
     layer = SimpleNamespace(bias=None)
     record = managing(impl)._chain("grown", without_layer=False).record
-    bound = method_guard(Chain("grown", (impl,), spec, False, record))
+    bound = method_guard(Chain("grown", ((None, (impl,)),), spec, False, record))
     torch.testing.assert_close(bound(layer, X, 1.0), X + 1)
     for rest, said in (
         (("none", True), "takes no flip"),

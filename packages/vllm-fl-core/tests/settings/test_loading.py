@@ -954,7 +954,7 @@ def test_settings_travel_as_json(write: Write) -> None:
     assert again.policy == settings.policy
     assert again.warnings and again.unchecked
     # Still the platform's list: a block's preference re-sorts it there as here.
-    assert str(again.policy.preferring("flagos").per_op_order["m"].eager[0]) == "flagos"  # type: ignore[index]
+    assert str(again.policy.preferring("flagos").per_op_order["m"].eager[0][1][0]) == "flagos"
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"settings": 5}, {"settings": [{}]}])

@@ -106,7 +106,11 @@ def test_only_its_own_list_leaves_an_implementation_out(files: list[tuple[str, L
     order = united["op_backends.m"].value
     assert isinstance(order, OpOrder)
     for mode in ("eager", "compiled"):
-        of_mode = {owner: one.tokens(mode) for owner, one in lists.items() if one.tokens(mode)}  # type: ignore[attr-defined]
+        of_mode = {
+            owner: tokens
+            for owner, one in lists.items()
+            for _, tokens in one.rows(mode)  # type: ignore[attr-defined]
+        }
         for owner, impl in BROUGHT["m"]:
             own = of_mode.get(owner, [t for tokens in of_mode.values() for t in tokens])
             anybodys = {token for tokens in of_mode.values() for token in tokens}

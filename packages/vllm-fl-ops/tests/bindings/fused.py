@@ -137,7 +137,8 @@ def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -
         ],
         "graphs": fusions.sites(plan)["qk_norm_rope"].graphs,
         "inlined": [
-            [str(sizes), impl_id, count] for (_, sizes, impl_id), count in ranges.seen(plan).items()
+            [str(sizes), impl_id, count]
+            for (_, sizes, impl_id), count in plan.record.inlined.items()
         ],
         "same pass": passes["ours"].uuid() == passes["theirs"].uuid(),
     }

@@ -582,7 +582,7 @@ class TestOlderForm:
 
     def test_compiled_mode_rejects_them_with_the_reason(self, use: Any) -> None:
         plan = planning(use(*Older().impls(), norm("reference.torch", 7)), "compiled")
-        rejected = dict(plan.entries["rms_norm"].trace.rejected)
+        rejected = dict(plan.entries["rms_norm"].rows[-1][1].rejected)
         assert "layer" in rejected["vendor.older"]
         served(plan)
         assert ir.ops.rms_norm(X, None, 1e-6).eq(8).all()

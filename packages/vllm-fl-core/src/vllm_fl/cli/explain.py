@@ -20,7 +20,7 @@ from ..contracts.binding import (
 )
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
-from ..dispatch.resolver import UNORDERED, Trace
+from ..dispatch.resolver import UNORDERED
 from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
@@ -176,13 +176,9 @@ def _view(manager: OpManager, op: str, mode: str, settings: Settings) -> dict[st
     side: Mode = "compiled" if mode == "compiled" else "eager"
     own = settings if engine else None  # a script may have a policy of its own in force
 
-    def traced(tokens: int | None = None) -> Trace:
-        return manager.trace(
-            op, mode=side, engine=engine, settings=own, without_layer=not engine, tokens=tokens
-        )
-
-    trace = traced()
-    rows = [(up_to, traced(up_to)) for up_to in manager.ceilings(op, mode=side, settings=own)]
+    *rows, (_, trace) = manager.rows(
+        op, mode=side, engine=engine, settings=own, without_layer=not engine
+    )
     return {
         "mode": mode,
         "order": [str(token) for token in trace.order],
@@ -205,10 +201,8 @@ def _origin(settings: Settings, op: str, mode: Mode) -> str:
     """Where the order comes from: the op's own list, or the preference."""
     listed = settings.get(f"{ORDER_PREFIX}{op}")
     order = listed and listed.value
-    if listed and isinstance(order, OpOrder):
-        tokens = order.eager if mode == "eager" else order.compiled
-        if tokens:
-            return f"{listed.key}, {listed.origin}"
+    if listed and isinstance(order, OpOrder) and order.rows(mode):
+        return f"{listed.key}, {listed.origin}"
     prefer = settings["prefer"]
     return f"prefer={prefer.value}, {prefer.origin}"
 

@@ -345,6 +345,11 @@ class OpSpec:
         given = zip(self.parameters, arguments, strict=True)
         return {name: arg for name, arg in given if name in self.by_token and arg is not None}
 
+    def tokens(self, arguments: Iterable[Any]) -> Any:
+        """How many tokens one call has: the rows of the first of its `arguments` that has one for
+        each token; in a graph that may be a symbol. 0 where none has."""
+        return next((arg.shape[0] for arg in self.with_rows(arguments).values()), 0)
+
     def variant_for(self, arguments: Mapping[str, Any]) -> Variant:
         """The variant whose left-out parameters are all None in `arguments`."""
         for variant in self.variants:

@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import FunctionType
 from typing import Any, cast
 
 from ..contracts import OpSpec
+from ..contracts.outputs import Exact
 from ..errors import AllFailedError, CallError
 from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl, parameters_of
+from ..settings.policy import Rows
 from ..text import spelt
-from .record import Record, Skipped
+from .record import Guard, Record, Skipped
+from .resolver import STOCK
 
 __all__ = [
     "NEEDS_LAYER",
     "Chain",
-    "Counting",
     "call_guard",
     "method_guard",
     "refusal",
-    "uncounted",
+    "uncontracted",
 ]
 
 NEEDS_LAYER = (
@@ -38,22 +38,14 @@ NEEDS_LAYER = (
 )
 
 
-Counting = Callable[[Callable[..., Any], str, str], Callable[..., Any]]
-"""(what is called, op, the id of its first candidate) -> the same, counted or not."""
-
-
-def uncounted(bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
-    """The `Counting` of who counts nothing."""
-    return bound
-
-
-@dataclass(frozen=True)
 class Call:
-    """One call in the contract's form. Ops without a contract may carry keywords."""
+    """One call: the layer or None, and the contract's arguments.
 
-    args: tuple[Any, ...]
-    layer: object = None
-    keywords: Mapping[str, Any] | None = None
+    Those of an op without contract may be given by name.
+    """
+
+    def __init__(self, layer: object, /, *args: Any, **keywords: Any) -> None:
+        self.layer, self.args, self.keywords = layer, args, keywords
 
 
 @dataclass(frozen=True)
@@ -62,30 +54,37 @@ class Chain:
 
     Args:
         op: the op's name.
-        impls: the candidates, first choice first; not empty.
-        spec: the contract, or None for an op that only plugins name.
+        rows: the candidates by the size of a call, first choice first; no row is empty. Only an op
+            with a contract has several rows.
+        spec: the contract, or what stands for it (`uncontracted`).
         strict: the first failure is raised and nothing else is tried.
         record: what keeps count and knows what is demoted.
         grants: parameters whose owner lets an implementation overwrite them; others are copied.
         bare: nothing is put around the first candidate, and it is not counted: for code that a
-            compiler traces, and for vLLM's own.
-        rows: (ceiling, chain): the candidates of calls of at most so many tokens, by ascending
-            ceilings; these here are then those of larger calls. Only ops with a contract have any.
+            compiler traces. A row that begins with vLLM's own form is bare in any case.
     """
 
     op: str
-    impls: tuple[OpImpl, ...]
-    spec: OpSpec | None
+    rows: Rows[tuple[OpImpl, ...]]
+    spec: OpSpec
     strict: bool
     record: Record
     grants: frozenset[str] = frozenset()
     bare: bool = False
-    rows: tuple[tuple[int, Chain], ...] = ()
 
-    def granting(self, grants: frozenset[str]) -> Chain:
-        """The same chain, and its rows, with other grants."""
-        rows = tuple((ceiling, chain.granting(grants)) for ceiling, chain in self.rows)
-        return dataclasses.replace(self, grants=grants, rows=rows)
+    @property
+    def impls(self) -> tuple[OpImpl, ...]:
+        """The candidates of the largest calls; where size does not matter, of every call."""
+        return self.rows[-1][1]
+
+    @property
+    def is_by_size(self) -> bool:
+        """Whether calls of different sizes have different candidates."""
+        return len(self.rows) > 1
+
+    def of(self, *impls: OpImpl, bare: bool = False) -> Chain:
+        """The same op with these candidates, for calls of every size."""
+        return dataclasses.replace(self, rows=((None, impls),), bare=bare)
 
     def refuse(self, verdict: object, call: Call) -> Any:
         """Go on after the first candidate's `supports` said no."""
@@ -129,23 +128,17 @@ class Chain:
 
     def _attempt(self, impl: OpImpl, call: Call) -> tuple[str | None, Any]:
         """A later candidate: (refusal, None) or (None, result). Overwrites only what is granted."""
-        keywords = call.keywords or {}
         if impl.needs_layer and call.layer is None:
             return NEEDS_LAYER, None
-        asked = self.asked(impl)
+        asked = asked_for(impl, self.spec)
         if asked is not None:
-            verdict = asked(*call.args, **keywords)
+            verdict = asked(*call.args, **call.keywords)
             if verdict is not True:
                 return refusal(verdict), None
+        args = self._safe(impl, call)
         if impl.needs_layer:
-            return None, impl.fn(call.layer, *self._for_layer(self._safe(impl, call)), **keywords)
-        return None, impl.fn(*self._safe(impl, call), **keywords)
-
-    def asked(self, impl: OpImpl) -> Callable[..., object] | None:
-        """Who says whether `impl` takes a call; None where it takes any."""
-        if self.spec is not None:
-            return asked_for(impl, self.spec)
-        return None if impl.needs_layer else impl.supports
+            args = [call.layer, *self._for_layer(args)]
+        return None, impl.fn(*args, **call.keywords)
 
     def _safe(self, impl: OpImpl, call: Call) -> Sequence[Any]:
         """The arguments, with copies of what `impl` may overwrite and nobody granted."""
@@ -154,7 +147,7 @@ class Chain:
             return call.args
         return [
             _copy(arg) if name in copied and arg is not None else arg
-            for name, arg in zip(self.names, call.args, strict=False)
+            for name, arg in zip(self.spec.parameters, call.args, strict=False)
         ]
 
     def _judge(self, impl: OpImpl, outcome: Exception | str, call: Call, *, last: bool) -> None:
@@ -183,11 +176,9 @@ class Chain:
 
     def _consumed(self, impl: OpImpl, call: Call) -> frozenset[str]:
         """The arguments of this call that `impl` may overwrite."""
-        return self.spec.consumed(impl.consumes, call.args) if self.spec else impl.consumes
+        return self.spec.consumed(impl.consumes, call.args)
 
     def _blame_caller(self, call: Call, outcome: Exception | str) -> None:
-        if self.spec is None:
-            return
         try:
             mistake = self.spec.check(*call.args)
         except Exception as error:  # arguments so odd that even the check trips over them
@@ -196,93 +187,113 @@ class Chain:
             cause = outcome if isinstance(outcome, Exception) else None
             raise CallError(self.op, *mistake, cause=cause)
 
-    def _for_layer(self, args: Sequence[Any]) -> list[Any]:
-        provided = self.spec.from_layer if self.spec else {}
-        names = self.names or ("",) * len(args)
-        return [arg for name, arg in zip(names, args, strict=True) if name not in provided]
-
-    @cached_property
-    def parameters(self) -> tuple[inspect.Parameter, ...] | None:
-        """The op's parameters, or None for an op without contract that takes anything."""
-        if self.spec is not None:
-            return tuple(self.spec.signature.parameters.values())
-        first = self.impls[0]
-        parameters = parameters_of(first.fn)
-        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        if parameters is None or any(p.kind is not plain for p in parameters):
-            return None
-        return parameters[1:] if first.needs_layer else parameters
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the op's parameters."""
-        return tuple(p.name for p in self.parameters or ())
+    def _for_layer(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments that a layer does not provide."""
+        provided = self.spec.from_layer
+        if not provided:
+            return args
+        given = zip(self.spec.parameters, args, strict=True)
+        return [arg for name, arg in given if name not in provided]
 
 
-def call_guard(chain: Chain, *, counting: Counting = uncounted) -> Callable[..., Any]:
+def uncontracted(op: str, impl: OpImpl) -> OpSpec:
+    """What stands for the contract of an op that only plugins name: it checks nothing.
+
+    Its parameters are those of the first implementation, where a call can give each of them by
+    position and by name. It has none where nobody states them: such an op takes anything.
+
+    Args:
+        op: the op's name.
+        impl: its first implementation.
+    """
+    told = (parameters_of(impl.fn) or ())[impl.needs_layer :]
+    # Generated code uses names of its own that begin with an underscore.
+    if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.name.startswith("_") for p in told):
+        told = ()
+
+    def oracle(*args: Any) -> None:
+        return None
+
+    oracle.__name__ = op
+    oracle.__signature__ = inspect.Signature(told)  # type: ignore[attr-defined]
+    return OpSpec(
+        oracle,
+        variants=(),
+        fake=oracle,
+        check=oracle,
+        samples=lambda *_: (),
+        served=lambda *_: (),
+        by_token=frozenset(),
+        bad_inputs=lambda *_: (),
+        dtypes=("float32",),
+        outputs=(Exact(),),
+    )
+
+
+def call_guard(chain: Chain) -> Callable[..., Any]:
     """The op as a plain function of the contract's parameters: the implementation and one `try`.
 
     Args:
-        chain: the candidates. Where there are rows, each call goes by its own token count.
-        counting: what counts the calls, each row's by its own first candidate.
+        chain: the candidates. Where there are rows, each call goes by its own token count, and is
+            counted under the first candidate of its row, if the record counts calls.
     """
-    return _written(chain, None, counting)
+    return _written(chain, None)
 
 
-def method_guard(chain: Chain, *, counting: Counting = uncounted) -> Callable[..., Any]:
+def method_guard(chain: Chain) -> Callable[..., Any]:
     """The op as a method: the layer, then the contract's parameters that it does not provide.
 
     What the layer provides is read at each call: its weights may be replaced.
 
     Args:
-        chain, counting: as for `call_guard`.
+        chain: as for `call_guard`.
     """
-    return _written(chain, chain.spec.from_layer if chain.spec else {}, counting)
+    return _written(chain, chain.spec.from_layer)
 
 
 Provided = Mapping[str, Callable[[Any], Any]]
 """What a layer provides: parameter -> how it is read."""
 
 
-def _written(chain: Chain, provided: Provided | None, counting: Counting) -> Callable[..., Any]:
+def _written(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
     """The guard in the plain form, or as a method of what provides `provided`."""
-    if not chain.rows:
-        guard = _compile(chain, provided)
-        return guard if chain.bare else counting(guard, chain.op, chain.impls[0].impl_id)
-    rows = [(ceiling, _written(row, provided, counting)) for ceiling, row in chain.rows]
-    rest = _written(dataclasses.replace(chain, rows=()), provided, counting)
-    return _by_size(chain, provided, rows, rest)
+    scope: dict[str, Any] = {}
+    heads = _heads(chain.spec, provided, scope)
+    guards: list[tuple[int | None, Callable[..., Any]]] = []
+    for ceiling, impls in chain.rows:
+        row = chain.of(*impls, bare=chain.bare or impls[0].impl_id == STOCK.impl_id)
+        guard = _compile(row, provided, heads, dict(scope))
+        if not row.bare:
+            guard = chain.record.counting(guard, chain.op, impls[0].impl_id)
+        guards.append((ceiling, guard))
+    return _by_size(chain, tuple(guards), heads, scope) if chain.is_by_size else guards[0][1]
 
 
 def _by_size(
     chain: Chain,
-    provided: Provided | None,
-    rows: Sequence[tuple[int, Callable[..., Any]]],
-    rest: Callable[..., Any],
+    guards: Rows[Callable[..., Any]],
+    heads: Mapping[str, str],
+    scope: dict[str, Any],
 ) -> Callable[..., Any]:
     """A function that hands each call to the guard of its token count, written out as source."""
-    assert chain.spec is not None and chain.parameters is not None
-    scope: dict[str, Any] = {"_rest": rest}
-    heads = _heads(chain, provided, scope)
-    given = ", ".join(["_layer"] * (provided is not None) + [name for name, _ in heads])
+    given = ", ".join(heads)
     lines = [
-        f"def _guard({', '.join(['_layer'] * (provided is not None) + [h for _, h in heads])}):",
         "    try:",
         f"        _tokens = {_tokens(chain.spec)}.shape[0]",
         "    except Exception:  # no tensor: the guard of any row says what is wrong with the call",
-        f"        return _rest({given})",
+        f"        return _row{len(guards) - 1}({given})",
     ]
-    for number, (ceiling, guard) in enumerate(rows):
+    for number, (ceiling, guard) in enumerate(guards):
         scope[f"_row{number}"] = guard
-        lines += [f"    if _tokens <= {ceiling}:", f"        return _row{number}({given})"]
-    return _executed(chain, [*lines, f"    return _rest({given})"], scope)
+        condition = "" if ceiling is None else f"if _tokens <= {ceiling}: "
+        lines += [f"    {condition}return _row{number}({given})"]
+    return _executed(chain, heads, lines, scope)
 
 
 def _tokens(spec: OpSpec) -> str:
-    """The argument that tells a call's token count, as source: the first that has one row per token
-    and is given."""
-    names = [name for name in spec.parameters if name in spec.by_token]
+    """The argument that tells a call's token count, as source: what `OpSpec.tokens` takes."""
     nullable = _nullable(spec)
+    names = [name for name in spec.parameters if name in spec.by_token]
     always = next((n for n, name in enumerate(names) if name not in nullable), len(names) - 1)
     source = names[always]
     for name in reversed(names[:always]):
@@ -290,134 +301,88 @@ def _tokens(spec: OpSpec) -> str:
     return source
 
 
-def _heads(chain: Chain, provided: Provided | None, scope: dict[str, Any]) -> list[tuple[str, str]]:
-    """(name, how it stands in the head) of each parameter of a guard; defaults go to `scope`."""
-    nullable = _nullable(chain.spec)
-    heads: list[tuple[str, str]] = []
+def _heads(spec: OpSpec, provided: Provided | None, scope: dict[str, Any]) -> dict[str, str]:
+    """A guard's parameters: each as the guard hands it on -> as it stands in the guard's head.
+
+    Defaults go to `scope`.
+    """
+    if not spec.parameters:  # it takes anything
+        heads = {"*_args": "*_args", "**_keywords": "**_keywords"}
+        return heads if provided is None else {"_layer": "_layer", **heads}
+    nullable = _nullable(spec) if provided is not None else frozenset()
+    heads = {}
     defaults_so_far = True  # a default may only be followed by defaults
-    for p in reversed(chain.parameters or ()):
-        if p.name in (provided or {}):
+    for p in reversed((*spec.signature.parameters.values(),)):
+        if (name := p.name) in (provided or {}):
             continue
-        default = p.default
-        if default is p.empty and provided is not None and p.name in nullable:
-            default = None
-        if default is p.empty or not defaults_so_far:
-            defaults_so_far = False
-            heads.insert(0, (p.name, p.name))
-        else:
-            scope[f"_default_{p.name}"] = default
-            heads.insert(0, (p.name, f"{p.name}=_default_{p.name}"))
-    return heads
+        default = None if p.default is p.empty and name in nullable else p.default
+        defaults_so_far &= default is not p.empty
+        heads[name] = name
+        if defaults_so_far:
+            scope[f"_default_{name}"] = default
+            heads[name] += f"=_default_{name}"
+    if provided is not None:
+        heads["_layer"] = "_layer"
+    return dict(reversed(heads.items()))
 
 
-def _executed(chain: Chain, lines: Sequence[str], scope: dict[str, Any]) -> FunctionType:
-    """The function `_guard` of a source, named and documented as the op."""
-    exec("\n".join(lines), scope)
+def _executed(
+    chain: Chain, heads: Mapping[str, str], lines: Sequence[str], scope: dict[str, Any]
+) -> FunctionType:
+    """The function of a guard's head and body, named and documented as the op."""
+    exec("\n".join([f"def _guard({', '.join(heads.values())}):", *lines]), scope)
     guard = cast("FunctionType", scope["_guard"])
     guard.__name__ = guard.__qualname__ = chain.op
     guard.__code__ = guard.__code__.replace(co_name=chain.op, co_qualname=chain.op)
-    if chain.spec is not None:
-        guard.__doc__ = chain.spec.oracle.__doc__
+    guard.__doc__ = chain.spec.oracle.__doc__
     guard.__module__ = __name__
     return guard
 
 
-def _compile(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
+def _compile(
+    chain: Chain, provided: Provided | None, heads: Mapping[str, str], scope: dict[str, Any]
+) -> Callable[..., Any]:
     """Write the guard for the first candidate out as source, as `dataclasses` does, and compile.
 
-    `provided` is what a layer provides, for the method form; None for the plain one.
+    Args:
+        chain: the candidates, of one row.
+        provided: what a layer provides, for the method form; None for the plain one.
+        heads, scope: what `_heads` gave.
     """
-    is_method = provided is not None
-    provided = provided or {}
-    if chain.parameters is None or not all(_is_plain(p.name) for p in chain.parameters):
-        return _guard_of_anything(chain, is_method)
     first = chain.impls[0]
-    taken = [p for p in chain.parameters if p.name not in provided]
-    scope: dict[str, Any] = {
-        "_fn": first.fn,
-        "_Call": Call,
-        "_copy": _copy,
-        "_supports": chain.asked(first),
-        "_chain": chain,
-    }
-    heads = [head for _, head in _heads(chain, provided if is_method else None, scope)]
-    for name, read in provided.items():
-        scope[f"_read_{name}"] = read
+    read = {f"_read_{name}": how for name, how in (provided or {}).items()}
+    scope |= {"_Call": Call, "_copy": _copy, **read}
     values = {
-        p.name: f"_read_{p.name}(_layer)" if p.name in provided else p.name
-        for p in chain.parameters
+        name: f"_read_{name}(_layer)" if name in (provided or {}) else name
+        for name in chain.spec.parameters or [name for name in heads if name != "_layer"]
     }
     everything = ", ".join(values.values())
     safe = dict(values)
     for name in (first.consumes - chain.grants) & values.keys():
-        needed = {name} | (chain.spec.consumed_with[name] if chain.spec else set())
+        needed = {name} | chain.spec.consumed_with[name]
         given = " and ".join(f"{values[p]} is not None" for p in sorted(needed))
         safe[name] = f"_copy({values[name]}) if {given} else {values[name]}"
     if first.needs_layer:
-        invoke = f"_fn({', '.join(['_layer', *(safe[p.name] for p in taken)])})"
-    else:
-        invoke = f"_fn({', '.join(safe.values())})"
-    lines = [f"def _guard({', '.join(['_layer'] * is_method + heads)}):"]
+        safe = {"_layer": "_layer"} | {name: safe[name] for name in values if name in heads}
+    invoke = f"return _fn({', '.join(safe.values())})"
+    call = f"_Call({'None' if provided is None else '_layer'}, {everything})"
+    recover = ["    except Exception as _error:", f"        return _chain.recover(_error, {call})"]
     if chain.bare:
-        lines += [f"    return {invoke}"]
+        lines = [f"    {invoke}"]
+    elif asked_for(first, chain.spec) is None:
+        lines = ["    try:", f"        {invoke}", *recover]
     else:
-        call = f"_Call(({everything},), {'_layer' if is_method else None})"
-        asks = chain.asked(first) is not None
-        lines += _guarded(invoke, call, asks=everything if asks else None)
-    guard = _executed(chain, lines, scope)
-    chain.record.guards.add(guard)
-    if not chain.bare:
-        chain.record.watch(chain.op, guard)
-    return guard
-
-
-def _guarded(invoke: str, call: str, *, asks: str | None) -> list[str]:
-    """The body of a guard: the first candidate, and what to call when it raises or refuses.
-
-    `asks` are the arguments to ask `supports` with, or None.
-    """
-    lines = ["    try:"]
-    if asks is not None:
-        lines += [
-            f"        _verdict = _supports({asks})",
+        lines = [
+            "    try:",
+            f"        _verdict = _supports({everything})",
             "        if _verdict is True:",
-            f"            return {invoke}",
+            f"            {invoke}",
+            *recover,
+            f"    return _chain.refuse(_verdict, {call})",
         ]
-    else:
-        lines += [f"        return {invoke}"]
-    lines += [
-        "    except Exception as _error:",
-        f"        return _chain.recover(_error, {call})",
-    ]
-    if asks is not None:
-        lines += [f"    return _chain.refuse(_verdict, {call})"]
-    return lines
-
-
-def _guard_of_anything(chain: Chain, is_method: bool) -> Callable[..., Any]:
-    """The guard of an op without contract whose parameters nobody states, or whose names of
-    parameters could be mistaken for those that generated code uses itself."""
-    first = chain.impls[0]
-    signature = inspect.Signature(chain.parameters) if chain.parameters is not None else None
-    demoted = chain.record.demoted(chain.op)
-
-    def guard(*args: Any, **keywords: Any) -> Any:
-        layer, args = (args[0], args[1:]) if is_method else (None, args)
-        if signature is not None:
-            bound = signature.bind(*args, **keywords)
-            bound.apply_defaults()
-            args, keywords = bound.args, bound.kwargs
-        call = Call(args, layer, keywords)
-        if first.impl_id in demoted:
-            return chain.recover(Skipped(), call)
-        try:
-            refusal, result = chain._attempt(first, call)
-        except Exception as error:
-            return chain.recover(error, call)
-        return result if refusal is None else chain.refuse(refusal, call)
-
-    guard.__name__ = chain.op
-    return guard
+    scope["_switch"] = guard = Guard(chain, scope)
+    chain.record.watch(guard)
+    return _executed(chain, heads, lines, scope)
 
 
 def _copy(argument: Any) -> Any:
@@ -425,15 +390,8 @@ def _copy(argument: Any) -> Any:
     return argument.clone() if argument.is_contiguous() else argument.contiguous()
 
 
-def _is_plain(name: str) -> bool:
-    """Whether a parameter's name means the same in generated code, and nothing else there."""
-    return not name.startswith("_") and unicodedata.normalize("NFKC", name) == name
-
-
-def _nullable(spec: OpSpec | None) -> frozenset[str]:
+def _nullable(spec: OpSpec) -> frozenset[str]:
     """The parameters that may be None: those that some torch schema of the op leaves out."""
-    if spec is None:
-        return frozenset()
     return frozenset(
         name for v in spec.variants for name in set(spec.parameters) - set(v.parameters)
     )

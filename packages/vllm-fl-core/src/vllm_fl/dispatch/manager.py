@@ -22,13 +22,13 @@ from ..plugins.plugin import Plugin
 from ..plugins.registry import EMPTY, OpRegistry
 from ..plugins.types import BackendImplKind, OpImpl
 from ..settings.loading import Settings
-from ..settings.policy import Mode, SelectionPolicy
+from ..settings.policy import Mode, Rows, SelectionPolicy
 from ..settings.values import ORDER_PREFIX, wrong
 from .absent import check_contract, check_named, nothing_for, unknown
 from .context import chosen, override
-from .guard import NEEDS_LAYER, Chain, call_guard, method_guard
+from .guard import NEEDS_LAYER, Chain, call_guard, method_guard, uncontracted
 from .record import Record
-from .resolver import Trace, resolve
+from .resolver import STOCK, Trace, resolve
 from .startup import Startup, read_settings, start, try_settings
 
 __all__ = ["OpManager", "set_global_policy"]
@@ -82,6 +82,7 @@ class OpManager(OlderManager):
         """Drop what was resolved; the next call of each op resolves anew."""
         # Tables are replaced, never emptied: a thread that reads one meanwhile sees a whole table.
         self._tables: dict[SelectionPolicy | None, dict[object, Bound]] = {None: {}}
+        self._record.counts = "calls" if self._startup and self._startup.settings.debug else ""
         self.epoch += 1
 
     # What there is.
@@ -231,6 +232,26 @@ class OpManager(OlderManager):
         check_contract(op, snapshot, self._plugins)
         return trace
 
+    def rows(
+        self,
+        op: str,
+        *,
+        mode: Mode = "eager",
+        settings: Settings | None = None,
+        policy: SelectionPolicy | None = None,
+        **more: Any,
+    ) -> Rows[Trace]:
+        """The traces of `op` by the size of a call: (ceiling, trace), the last for all larger ones.
+
+        Args:
+            op: the op's name.
+            mode, settings, policy, more: as for `trace`, whose errors and those of `ceilings` it
+                raises.
+        """
+        ceilings = self.ceilings(op, mode=mode, settings=settings, policy=policy)
+        given = {"mode": mode, "settings": settings, "policy": policy, **more}
+        return tuple((n, self.trace(op, tokens=n, **given)) for n in (*ceilings, None))
+
     def check_contracts(self) -> None:
         """Check that every implementation that an engine could run has a contract.
 
@@ -326,25 +347,20 @@ class OpManager(OlderManager):
         self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
     ) -> Chain:
         policy = self.effective_policy()
-        spec = self._registry.snapshot().contracts.get(op)
-
-        def resolved(tokens: int | None) -> Chain:
-            trace = self.trace(op, policy=policy, without_layer=without_layer, tokens=tokens)
+        rows: list[tuple[int | None, tuple[OpImpl, ...]]] = []
+        for ceiling, trace in self.rows(op, policy=policy, without_layer=without_layer):
             log.debug("%s", trace)
-            chain = partial(Chain, spec=spec, strict=policy.strict, record=self._record)
             try:
-                impls = self._candidates(trace)
+                impls = tuple(self._candidates(trace))
             except NoImplementationError as error:
-                if tokens is None:
+                if ceiling is None:
                     raise
                 # A row that engines leave to vLLM: it is no obstacle to calls of other sizes.
-                return chain(op, (_raising(op, error),), bare=True)
-            if tokens is None:
-                self._record.announce(op, impls[0])
-            return chain(op, tuple(impls), grants=grants)
-
-        rows = tuple((ceiling, resolved(ceiling)) for ceiling in self.ceilings(op, policy=policy))
-        return dataclasses.replace(resolved(None), rows=rows)
+                impls = (_raising(op, error),)
+            rows.append((ceiling, impls))
+        self._record.announce(op, impls[0])
+        spec = self._registry.snapshot().contracts.get(op) or uncontracted(op, impls[0])
+        return Chain(op, tuple(rows), spec, policy.strict, self._record, grants)
 
     def _bound(self, op: str) -> Bound:
         policy = override.get()
@@ -354,7 +370,7 @@ class OpManager(OlderManager):
             bound = tables.get(policy, {}).get(op)
             if bound is None:
                 chain = self._chain(op, without_layer=True)
-                bound = call_guard(chain, counting=self._counted)
+                bound = call_guard(chain)
                 self._table(tables, policy)[op] = bound
             return bound
 
@@ -366,11 +382,6 @@ class OpManager(OlderManager):
         if policy not in tables and len(tables) > POLICIES_AT_MOST:
             del tables[next(each for each in tables if each is not None)]
         return tables.setdefault(policy, {})
-
-    def _counted(self, bound: Bound, op: str, impl_id: str) -> Bound:
-        if self._startup and self._startup.settings.debug:
-            return self._record.counting(bound, op, impl_id)
-        return bound
 
     # Calling.
 
@@ -422,7 +433,7 @@ class OpManager(OlderManager):
             method = table.get(key)
             if method is None:
                 chain = self._chain(op, without_layer=False, grants=grants)
-                method = table[key] = method_guard(chain, counting=self._counted)
+                method = table[key] = method_guard(chain)
         return MethodType(method, instance)
 
     # Changing.
@@ -511,7 +522,7 @@ def _raising(op: str, error: NoImplementationError) -> OpImpl:
     def nothing(*args: Any) -> Any:
         raise NoImplementationError(error.message, op=op, rejected=error.rejected)
 
-    return OpImpl(op, "stock.vllm", BackendImplKind.REFERENCE, nothing)
+    return OpImpl(op, STOCK.impl_id, BackendImplKind.REFERENCE, nothing)
 
 
 def set_global_policy(policy: SelectionPolicy | None) -> None:

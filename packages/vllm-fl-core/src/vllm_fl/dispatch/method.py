@@ -8,6 +8,7 @@ from typing import Any
 
 from ..plugins.types import BackendImplKind, OpImpl, parameters_of
 from .context import Binder, current_binder
+from .resolver import STOCK
 
 __all__ = ["PLAN", "dispatch_method"]
 
@@ -97,16 +98,18 @@ class dispatch_method:
         return method
 
     def _as_candidate(self, instance: Any) -> OpImpl | None:
-        """The base class's method as a candidate for sizes that are stock, or what stands for it
-        where it has other parameters; None where there is none."""
+        """The base class's method as a candidate for sizes that are stock; None without one.
+
+        A layer whose parameters are not the op's, or whose attributes mean something else, has
+        `_leave` in its stead.
+        """
         cls: type = type(instance)
         forward = _with_layer(self.owner, cls, self.name) if self.owner is not None else None
         if forward is None:
             return None
-        if self.adapt or self.stand_in:
-            forward = _leave
+        forward = _leave if self.adapt or self.stand_in else forward
         kind = BackendImplKind.REFERENCE
-        return OpImpl(self.op, "stock.vllm", kind, forward, consumes=self.grants)
+        return OpImpl(self.op, STOCK.impl_id, kind, forward, consumes=self.grants)
 
     def _is_kept(self, plan: Binder) -> bool:
         """Whether the user leaves this one layer class to vLLM."""
@@ -134,7 +137,11 @@ def _with_layer(owner: type, cls: type, name: str) -> Callable[..., Any] | None:
 
 
 class _Left(Exception):
-    """A call whose size is stock, in a layer whose parameters are not the op's."""
+    """A call whose size is stock, in a layer whose parameters are not the op's.
+
+    Only the bound op knows the size, and only the layer's own call has the arguments of the layer's
+    method. Between them is what `adapt` made, which an exception passes through unnoticed.
+    """
 
 
 def _leave(*_: Any) -> Any:

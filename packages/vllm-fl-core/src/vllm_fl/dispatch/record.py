@@ -6,17 +6,21 @@ import functools
 import logging
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..logs import SAID_AT_MOST
+from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl
 from ..text import quote
 from .resolver import describe
 
-__all__ = ["Record", "Skipped"]
+if TYPE_CHECKING:
+    from .guard import Chain
+
+__all__ = ["Guard", "Record", "Skipped"]
 
 Key = tuple[str, str]
 """(op, impl id)."""
@@ -39,6 +43,27 @@ def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] 
     return replace(impl, fn=fn, supports=supports)
 
 
+class Guard:
+    """A compiled guard as its record has it: what it calls can change while callers keep it.
+
+    The guard's code reads what it calls from its own table of globals: it looks up nothing else.
+
+    Args:
+        chain: the candidates, of one row, for which it was compiled.
+        scope: that table. The names that change are `_chain`, `_fn` and `_supports`.
+    """
+
+    def __init__(self, chain: Chain, scope: dict[str, Any]) -> None:
+        self.chain, self._scope = chain, scope
+
+    def run(self, chain: Chain, *, skips: bool = False) -> None:
+        """Call the first candidate of `chain` from now on; where it `skips` that, the others."""
+        first = chain.impls[0]
+        self._scope["_chain"] = chain
+        self._scope["_fn"] = _skipped if skips else first.fn
+        self._scope["_supports"] = _skipped if skips else asked_for(first, chain.spec)
+
+
 class Record:
     """Counts, says each thing once, and knows what is demoted.
 
@@ -54,6 +79,9 @@ class Record:
         self, log: logging.Logger, decide: Callable[[str, str, str], bool] | None = None
     ) -> None:
         self._log, self._decide = log, decide
+        self.counts: Literal["", "calls", "tracings"] = ""
+        """Calls are not counted, or each of them is, or how often a compiler traces one: it leaves
+        no call of traced code behind. An opaque operator is never traced."""
         self.fallbacks: Counter[Key] = Counter()
         """Calls that this later candidate took over."""
         self.refusals: Counter[Key] = Counter()
@@ -64,9 +92,13 @@ class Record:
         """Calls that went to this implementation from another, less those that went from it."""
         self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
         """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
-        self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.guards: weakref.WeakSet[Guard] = weakref.WeakSet()
         """Every guard that was compiled for it, bare ones too, which a demotion does not switch."""
-        self._guards: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+        self.inlined: Counter[tuple[str, Hashable, str]] = Counter()
+        """(op, range of token counts, impl id) -> how often its code took an operator's place in a
+        graph; nothing where vLLM had all compiled code in its cache."""
+        self.stayed: Counter[tuple[str, Hashable]] = Counter()
+        """(op, range of token counts) -> in how many places of graphs the operator stayed."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.is_aside = False
@@ -154,18 +186,20 @@ class Record:
         for table in (*counted, self._announced, self._said):
             table.clear()
 
-    def watch(self, op: str, guard: Callable[..., Any]) -> None:
+    def watch(self, guard: Guard) -> None:
         """Keep `guard` to its first candidate for as long as that is not demoted."""
-        self._guards[op].add(guard)
-        self._switch(op, guard)
+        self.guards.add(guard)
+        self._run(guard, guard.chain)
 
     @contextmanager
     def replacing(
         self,
         instead: Callable[[OpImpl], Callable[..., Any]],
         asking: Callable[[OpImpl], Callable[..., Any] | None] = lambda impl: impl.supports,
+        *,
+        at_most: int | None = None,
     ) -> Iterator[None]:
-        """Inside the block every guard calls `instead(impl)` in the place of each candidate.
+        """Inside the block every guard calls `instead(impl)` in the place of its candidates.
 
         Afterwards the guards are what they were. Inside, nothing may be demoted, and no other
         thread may call them.
@@ -173,28 +207,28 @@ class Record:
         Args:
             instead: a candidate -> a function of the parameters that the candidate's has.
             asking: a candidate -> what is asked in the place of its `supports`.
+            at_most: of so many of the first candidates; None: of each.
         """
-        scopes = [guard.__globals__ for guard in list(self.guards)]
-        names = "_chain", "_fn", "_supports"
-        before = [(scope, [scope[name] for name in names]) for scope in scopes]
+        guards = list(self.guards)
         try:
-            for scope, (chain, fn, supports) in before:
-                impls = tuple(_calling(impl, instead(impl), asking(impl)) for impl in chain.impls)
-                scope["_chain"] = replace(chain, impls=impls)
-                scope["_fn"] = fn if fn is _skipped else impls[0].fn
-                scope["_supports"] = supports if supports is _skipped else chain.asked(impls[0])
+            for guard in guards:
+                own = guard.chain.impls
+                others = (_calling(i, instead(i), asking(i)) for i in own[:at_most])
+                impls = *others, *(() if at_most is None else own[at_most:])
+                self._run(guard, guard.chain.of(*impls, bare=guard.chain.bare))
             yield
         finally:
-            for scope, values in before:
-                scope.update(zip(names, values, strict=True))
+            for guard in guards:
+                self._run(guard, guard.chain)
 
-    def _switch(self, op: str, *guards: Any) -> None:
-        for guard in guards or list(self._guards[op]):
-            scope = guard.__globals__
-            first: OpImpl = scope["_chain"].impls[0]
-            skips = first.impl_id in self._demoted[op]
-            scope["_fn"] = _skipped if skips else first.fn
-            scope["_supports"] = _skipped if skips else scope["_chain"].asked(first)
+    def _switch(self, op: str) -> None:
+        for guard in list(self.guards):
+            if guard.chain.op == op:
+                self._run(guard, guard.chain)
+
+    def _run(self, guard: Guard, chain: Chain) -> None:
+        skips = not chain.bare and chain.impls[0].impl_id in self._demoted[chain.op]
+        guard.run(chain, skips=skips)
 
     # What happened.
 
@@ -245,22 +279,16 @@ class Record:
             self._log.info("Op '%s' switched from '%s' to %s", op, before, describe(impl))
         self._announced[op] = impl.impl_id
 
-    def counting(
-        self, bound: Callable[..., Any], op: str, impl_id: str, *, traced: bool = False
-    ) -> Callable[..., Any]:
-        """`bound` with its calls counted.
-
-        Args:
-            bound: what is called.
-            op, impl_id: what the calls are counted under.
-            traced: count how often a compiler traces it, since no call of traced code is left.
-        """
+    def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
+        """`bound`, with its calls counted under `op` and `impl_id` as `counts` says."""
+        if not self.counts:
+            return bound
 
         def count() -> int:
             self._asked[op, impl_id] += 1
             return 0
 
-        if traced:
+        if self.counts == "tracings":
             from torch._dynamo import assume_constant_result
 
             count = assume_constant_result(count)  # runs while Dynamo traces

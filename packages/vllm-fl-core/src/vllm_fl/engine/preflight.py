@@ -375,7 +375,7 @@ class Form:
     @cached_property
     def _rows(self) -> int:
         """How many rows the pool has."""
-        return next(map(len, self.spec.with_rows(self.samples[0].args).values()))
+        return int(self.spec.tokens(self.samples[0].args))
 
     def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
         tokens = None

@@ -15,7 +15,7 @@ from ..dispatch.guard import Chain
 from ..plugins.types import OpImpl
 from .opaque import is_inlined
 
-__all__ = ["MOST", "Range", "choice", "edges", "lowers", "sole"]
+__all__ = ["MOST", "Range", "choice", "edges", "sole"]
 
 MOST = 3
 """How many ranges a model is compiled for on account of orders by size: each is compiled anew."""
@@ -67,22 +67,13 @@ def sole(chain: Chain, sizes: Range) -> OpImpl | None:
         chain: the op's candidates, by rows.
         sizes: the token counts of the calls.
     """
-    firsts = {}
-    below = 0
-    for ceiling, row in chain.rows:
-        if below < sizes.last and sizes.first <= ceiling:
-            firsts[row.impls[0].impl_id] = row.impls[0]
-        below = ceiling
-    if below < sizes.last:
-        firsts[chain.impls[0].impl_id] = chain.impls[0]
-    impls = list(firsts.values())
-    return impls[0] if len(impls) == 1 else None
-
-
-def lowers(chain: Chain, largest: int) -> bool:
-    """Whether the code of some row could be inlined, if the row were a range of its own."""
-    ceilings = [0, *(ceiling for ceiling, _ in chain.rows), largest]
-    return any(choice(chain, Range(low + 1, high)) for low, high in pairwise(ceilings))
+    firsts, below = {}, 0
+    for ceiling, (first, *_) in chain.rows:
+        up_to = sizes.last if ceiling is None else ceiling
+        if below < sizes.last and sizes.first <= up_to:
+            firsts[first.impl_id] = first
+        below = up_to
+    return next(iter(firsts.values())) if len(firsts) == 1 else None
 
 
 def edges(chains: Iterable[Chain], largest: int) -> tuple[int, ...]:
@@ -99,8 +90,8 @@ def edges(chains: Iterable[Chain], largest: int) -> tuple[int, ...]:
     Returns:
         The last token count of each range but the last; empty where nothing can be inlined.
     """
-    able = [chain for chain in chains if lowers(chain, largest)]
-    ceilings = sorted({n for chain in able for n, _ in chain.rows if n < largest})
+    able = [chain for chain in chains if any(is_inlined(first) for _, (first, *_) in chain.rows)]
+    ceilings = sorted({n for chain in able for n, _ in chain.rows if n and n < largest})
     rows = [Range(low + 1, high) for low, high in pairwise([0, *ceilings, largest])]
 
     def inlined(split: tuple[int, ...]) -> int:

@@ -17,16 +17,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 
 from ..contracts import OpSpec
-from ..dispatch.guard import Chain
 from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
-from .opaque import is_opaque
+from .opaque import computes
 from .plan import Plan
 from .verification import contract_args
 from .wanted import MEASURED, parts, wanted_here
@@ -138,7 +138,7 @@ class Shadow:
         self._on_device: list[tuple[Key, list[torch.Tensor]]] = []
         """What this step's comparisons gave."""
         for op, entry in plan.entries.items():
-            why = (left or {}).get(op) or _left(plan.contracts[op]) if entry.impl else ""
+            why = (left or {}).get(op) or _left(plan.contracts[op]) if entry.impls else ""
             if why:
                 self.left[op] = why
 
@@ -159,19 +159,8 @@ class Shadow:
         self._at.clear()
         self._on_device.clear()
         self._every = max(1, -(-self._most // CALLS))
-        guards = [
-            (guard, compared)
-            for guard in list(self.plan.record.guards)
-            if (compared := self._beside(guard.__globals__["_chain"])) is not None
-        ]
-        own = [(guard, guard.__globals__["_fn"]) for guard, _ in guards]
-        try:
-            for guard, compared in guards:
-                guard.__globals__["_fn"] = compared
+        with self.plan.record.replacing(self._beside, at_most=1):
             yield
-        finally:
-            for guard, fn in own:
-                guard.__globals__["_fn"] = fn
         self._most = max(self._most, self._at.total())
         self._turns.update(self._at.keys())
         for key, calls in self._at.items():
@@ -220,21 +209,16 @@ class Shadow:
             "too_large": dict(self.too_large),
         }
 
-    def _beside(self, chain: Chain) -> Callable[..., Any] | None:
-        """What a guard calls in place of its first candidate; None where it keeps that.
-
-        An opaque operator has a guard inside it, and that one compares.
-        """
-        first, spec, entry = chain.impls[0], chain.spec, self.plan.entries.get(chain.op)
-        if spec is None or entry is None or chain.op in self.left:
-            return None
-        planned = next((impl for impl in entry.impls if impl.impl_id == first.impl_id), None)
-        if planned is None or (chain.bare and (entry.by_row or is_opaque(planned))):
-            return None
+    def _beside(self, impl: OpImpl) -> Callable[..., Any]:
+        """What the guards call in the place of `impl`."""
+        op = impl.op_name
+        if op in self.left or not computes(self.plan.entries.get(op), impl):
+            return impl.fn
+        spec = self.plan.contracts[op]
 
         def compared(*args: Any) -> Any:
-            call = self._kept(first, spec, args)
-            result = first.fn(*args)
+            call = self._kept(impl, spec, args)
+            result = impl.fn(*args)
             if call is not None:
                 self._compare(spec, call, result)
             return result
@@ -247,7 +231,7 @@ class Shadow:
         """What is needed to compare a call later; None where it is not compared."""
         try:
             whole = contract_args(spec, impl, args)
-            tokens = _tokens(spec, whole)
+            tokens = spec.tokens(whole)
             if not tokens:
                 return None
             key = spec.name, impl.impl_id, 1 << (tokens - 1).bit_length()
@@ -300,8 +284,8 @@ class _Call:
     @classmethod
     def of(cls, key: Key, spec: OpSpec, args: tuple[Any, ...], turn: int) -> _Call:
         """_TooLarge where there is too much to compare; of many rows those whose turn it is."""
-        by_token = [_is_by_token(spec, *given) for given in _named(spec, args)]
-        tokens, rows = _tokens(spec, args), slice(None)
+        tokens, rows = spec.tokens(args), slice(None)
+        by_token = [name in spec.with_rows(args) for name in spec.parameters]
         if tokens > ROWS and not spec.whole_batch:
             stride = -(-tokens // ROWS)
             rows = slice(turn % stride, None, stride)
@@ -325,33 +309,16 @@ class _Call:
 
     def _scale(self, spec: OpSpec) -> torch.Tensor | float:
         """The magnitude of each row's numbers, at least 1."""
-        largest: torch.Tensor | None = None
-        for name, arg in _named(spec, self.args):
-            if not _is_by_token(spec, name, arg):
-                continue
-            if arg.is_floating_point() and arg.numel():
-                wide = arg.double().abs().nan_to_num_(0.0, 0.0, 0.0)
-                top = wide.reshape(len(arg), -1).amax(1)
-                largest = top if largest is None else torch.maximum(largest, top)
-        return 1.0 if largest is None else largest.clamp(min=1.0)
+        wide = [
+            arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(len(arg), -1).amax(1)
+            for arg in spec.with_rows(self.args).values()
+            if arg.is_floating_point() and arg.numel()
+        ]
+        return reduce(torch.maximum, wide).clamp(min=1.0) if wide else 1.0
 
 
 class _TooLarge(Exception):
     """A call of which more would have to be computed than there may be room for."""
-
-
-def _named(spec: OpSpec, args: tuple[Any, ...]) -> Iterable[tuple[str, Any]]:
-    return zip(spec.parameters, args, strict=True)
-
-
-def _is_by_token(spec: OpSpec, name: str, arg: Any) -> bool:
-    """Whether an argument is a tensor with a row for each token."""
-    return isinstance(arg, torch.Tensor) and name in spec.by_token and arg.ndim > 0
-
-
-def _tokens(spec: OpSpec, args: tuple[Any, ...]) -> int:
-    """A call's token count; 0 where nothing says it."""
-    return next((len(arg) for name, arg in _named(spec, args) if _is_by_token(spec, name, arg)), 0)
 
 
 def _left(spec: OpSpec) -> str:

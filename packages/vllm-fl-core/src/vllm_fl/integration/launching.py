@@ -100,7 +100,7 @@ class TracedForms(InductorPass):  # type: ignore[misc]
         site, sizes = self.sites[operator.name()], ranges.now(self.config)
         place, spec = site.place, site.chain.spec
         assert impl is not None and impl.traced is not None and spec is not None
-        run = place.route(self.plan.counting(impl.traced, site.op, impl.impl_id))
+        run = place.route(self.plan.record.counting(impl.traced, site.op, impl.impl_id))
 
         def code(given: Mapping[str, Any]) -> list[Any]:
             copies = {name: given[name].clone() for name in written(operator)}

@@ -9,8 +9,7 @@ Imported where vLLM makes its pass manager, which is in a worker that compiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ..dispatch.guard import Chain
-from ..engine.opaque import inlined, ordered, tokens_of
+from ..engine.opaque import Site, inlined, ordered
 from ..engine.plan import Plan
 from ..engine.ranges import Range, choice
 from ..engine.traced import functional
@@ -44,21 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["RangeLowering"]
 
 log = get_logger("engine")
-
-
-@dataclass(frozen=True)
-class Site:
-    """An operator that a graph may have, and what may take its place.
-
-    Args:
-        chain: the candidates, by rows.
-        tokens: the operator's arguments -> how many tokens the call has.
-        inlined: an implementation -> a function of the operator's parameters that runs it alone.
-    """
-
-    chain: Chain
-    tokens: Callable[[Sequence[Any]], Any]
-    inlined: Callable[[OpImpl], Callable[..., Any]]
 
 
 class RangeLowering(InductorPass):  # type: ignore[misc]
@@ -100,7 +84,9 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
     def _note(self, chain: Chain, sizes: Range, stay: Sequence[fx.Node]) -> None:
         """Keep count of operators that stay, and name those that one choice would have served."""
         impl = choice(chain, sizes)
-        is_news = ranges.left(self.plan, chain.op, sizes, len(stay))
+        stayed, key = self.plan.record.stayed, (chain.op, sizes)
+        is_news = bool(stay) and not stayed[key]
+        stayed[key] += len(stay)
         if impl is None or not is_news or all(self._choice(node) for node in stay):
             return
         log.warning(
@@ -148,50 +134,40 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
                 quote(error),
             )
         else:
-            ranges.inlined(self.plan, site.chain.op, self._now[0], impl.impl_id)
+            self.plan.record.inlined[site.chain.op, self._now[0], impl.impl_id] += 1
 
 
-def _in_graphs(plan: Plan) -> Mapping[Any, Site]:
+def _in_graphs(plan: Plan) -> dict[Any, Site]:
     """The operators that stand in traced graphs for layers' ops."""
-
-    def site(operator: Any) -> Site:
-        return Site(
-            operator.chain, operator.tokens, lambda impl: operator.inlined(impl, plan.counting)
-        )
-
-    return {
-        target: site(operator)
-        for target, operator in ordered().items()
-        if operator.chain.record is plan.record
-    }
+    return {target: site for target, site in ordered().items() if site.chain.record is plan.record}
 
 
-def _in_ir(plan: Plan) -> Mapping[Any, Site]:
+def _in_ir(plan: Plan) -> dict[Any, Site]:
     """The ops of vLLM's IR, which it would lower to our provider afterwards."""
     found: dict[Any, Site] = {}
     for op, of_op in ir_ops().items():
-        if plan.is_stock(op) or not plan.entries[op].by_row:
+        if plan.is_stock(op) or not plan.entries[op].ceilings:
             continue
         chain = chain_of(plan, op, of_op)
         for place in of_op:
             from vllm import ir
 
             ir_op = getattr(ir.ops, place.name)
-            found[ir_op.torch_op] = _ir_site(plan, chain, place.route, ir_op)
+            found[ir_op.torch_op] = _ir_site(chain, place.route, ir_op)
     return found
 
 
-def _ir_site(plan: Plan, chain: Chain, route: Callable[..., Any], ir_op: Any) -> Site:
-    def complete(args: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(ir_op.apply_arg_defaults(args))
+def _ir_site(chain: Chain, route: Callable[..., Any], ir_op: Any) -> Site:
+    def with_defaults(run: Callable[..., Any]) -> Callable[..., Any]:
+        routed = route(run)
+        return lambda *args: routed(*ir_op.apply_arg_defaults(args))
 
-    tokens = route(lambda *args: tokens_of(chain, args))
-
-    def with_defaults(impl: OpImpl) -> Callable[..., Any]:
-        run = route(inlined(chain, impl, plan.counting))
-        return lambda *args: run(*complete(args))
-
-    return Site(chain, lambda args: tokens(*complete(args)), with_defaults)
+    tokens = with_defaults(lambda *args: chain.spec.tokens(args))
+    return Site(
+        chain,
+        lambda args: tokens(*args),
+        lambda impl: with_defaults(inlined(chain, impl)),
+    )
 
 
 def _value(arg: Any) -> Any:

@@ -147,7 +147,7 @@ def _build(vllm_config: VllmConfig) -> None:
 
     config = _alone(vllm_config)
     # Its layers bind to nothing, and its attention is vLLM's: no plugin is asked.
-    attention = PlanEntry(ATTENTION, Trace(ATTENTION, "eager", (), ()), "nothing runs")
+    attention = PlanEntry(ATTENTION, ((None, Trace(ATTENTION, "eager", (), ())),), "nothing runs")
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(building(Plan("eager", {ATTENTION: attention})))

@@ -8,10 +8,8 @@ of its own to vLLM (`compile_sizes`), as its ranges cannot end there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from ..contracts.binding import LayerPlace
 from ..dispatch.guard import Chain
@@ -27,22 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "compiled",
-    "inlined",
     "is_compiled_by_range",
-    "left",
     "now",
     "planned",
     "report",
-    "seen",
     "split",
     "told",
 ]
-
-_seen: WeakKeyDictionary[Plan, Counter[tuple[str, Range, str]]] = WeakKeyDictionary()
-"""Plan -> (op, range, impl id) -> how often its code took an operator's place in a graph."""
-
-_left: WeakKeyDictionary[Plan, Counter[tuple[str, Range]]] = WeakKeyDictionary()
-"""Plan -> (op, range) -> in how many places of graphs the operator stayed."""
 
 
 def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
@@ -67,13 +56,12 @@ def _chains(plan: Plan) -> dict[str, Chain]:
     for op, place in places(installed_bindings(), LayerPlace):
         grants[op] = grants.get(op, frozenset()) | frozenset(place.grants)
     for op, entry in plan.entries.items():
-        if not entry.by_row or plan.mode != "compiled":
+        if not entry.ceilings or plan.mode != "compiled":
             continue
         if op in in_ir:
             found[op] = chain_of(plan, op, in_ir[op])
         elif op in grants:
             chain = plan.chain(op, grants[op], last=stock_form(op, own.get(op)))
-            assert chain.spec is not None
             if not all(mutated(chain, variant) for variant in chain.spec.variants):
                 found[op] = chain
     return found
@@ -172,7 +160,7 @@ def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
 
 def report(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[dict[str, Any]]]:
     """Op -> what is planned for each range, and what became of it, as `vllm_fl_report` says."""
-    counts, stayed = seen(plan), Counter(_left.get(plan, ()))
+    counts, stayed = plan.record.inlined, plan.record.stayed
     return {
         op: [
             {
@@ -186,24 +174,3 @@ def report(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[dict[str, Any]
         ]
         for op, chosen in planned(plan, vllm_config).items()
     }
-
-
-def inlined(plan: Plan, op: str, sizes: Range, impl_id: str) -> None:
-    """Note that an implementation's code has taken an operator's place in a graph."""
-    _seen.setdefault(plan, Counter())[op, sizes, impl_id] += 1
-
-
-def left(plan: Plan, op: str, sizes: Range, places: int) -> bool:
-    """Note in how many places of a graph an operator stays; whether it had in none of the range."""
-    counts = _left.setdefault(plan, Counter())
-    is_news = places > 0 and not counts[op, sizes]
-    counts[op, sizes] += places
-    return is_news
-
-
-def seen(plan: Plan) -> Counter[tuple[str, Range, str]]:
-    """(op, range, impl id) -> in how many places its code was put into graphs of the plan's engine.
-
-    Empty where vLLM had all compiled code in its cache.
-    """
-    return Counter(_seen.get(plan, ()))

@@ -93,13 +93,12 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
 
 def _asked(chain: Chain) -> Iterator[OpImpl]:
     """The candidates of all rows, vLLM's own form apart."""
-    for one in (chain, *(row for _, row in chain.rows)):
-        yield from (impl for impl in one.impls if not one.bare and impl.impl_id != STOCK.impl_id)
+    every = (impl for _, impls in chain.rows for impl in impls)
+    return (impl for impl in every if impl.impl_id != STOCK.impl_id)
 
 
 def _refusal(chain: Chain, impl: OpImpl, values: Any) -> str:
     """Why an implementation takes no such call; empty if it may."""
-    assert chain.spec is not None  # only ops with a contract have places
     try:
         verdict = verdict_of(impl, chain.spec, values)
     except Exception:  # it is asked about tensors without memory: the call itself will tell

@@ -110,7 +110,7 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
             )
         else:
             assert left is not None  # as `__call__` has found
-            ranges.inlined(self.plan, self.op, sizes, left.impl_id)
+            self.plan.record.inlined[self.op, sizes, left.impl_id] += 1
 
     def _run_code(self, operator: Any, given: Mapping[str, Any]) -> Sequence[Any]:
         """What the operator's code returns for these arguments.

@@ -24,6 +24,7 @@ from ..engine.warmup import warm_counts
 from ..errors import StartError
 from ..logs import get_logger
 from ..plugins.types import OpImpl
+from ..settings.policy import at_size
 from ..text import quote
 from . import probe, serving
 from .places import installed_bindings
@@ -120,7 +121,7 @@ class Preflight:
         if self.how != "verify" or not entries:
             return frozenset()
         largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
-        counts = {*probe.COUNTS, *(n for entry in entries for n, _ in entry.by_row)}
+        counts = {*probe.COUNTS, *(n for entry in entries for n in entry.ceilings)}
         return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
     def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], str]]:
@@ -206,15 +207,10 @@ class Preflight:
         if sizes is None or not is_opaque(impl):
             return []
         largest = sizes.tokens[-1]
-        ceilings = [ceiling for ceiling, _ in entry.by_row]
-        every = warm_counts(largest, self.facts.captured, ceilings)
-        rows = zip((0, *ceilings), (*entry.by_row, (largest, entry.candidates)), strict=True)
         return [
             n
-            for below, (ceiling, impls) in rows
-            if [i for i in impls if isinstance(i, OpImpl)][:1] == [impl]
-            for n in every
-            if below < n <= ceiling
+            for n in warm_counts(largest, self.facts.captured, entry.ceilings)
+            if [i for i in at_size(entry.candidates, n) if isinstance(i, OpImpl)][:1] == [impl]
         ]
 
     def _captured_tokens(self, plan: Plan, impl: OpImpl) -> int:
@@ -550,7 +546,7 @@ def _further_counts(
     if sizes is None:
         return frozenset()
     largest = sizes.tokens[-1]
-    ceilings = (n for op, _ in refused for n, _ in plan.entries[op].by_row)
+    ceilings = (n for op, _ in refused for n in plan.entries[op].ceilings)
     return frozenset((largest, *(n for n in ceilings if n < largest)))
 
 

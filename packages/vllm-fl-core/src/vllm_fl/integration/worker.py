@@ -104,7 +104,7 @@ class PlannedWorker:
         """Open the device, and let the ranks agree on what they exchange tensors through."""
         facts = facts_of(self.vllm_config)
         groups = communicator.Groups(facts) if facts.communicator is not None else None
-        if groups is not None and not groups.entry.communicators:
+        if groups is not None and not groups.communicators:
             groups = None
         with communicator.made_by(groups):
             opened = super().init_device()  # type: ignore[misc]
@@ -439,8 +439,8 @@ def _warn_of_foreign_layers(plan: Plan) -> None:
     for layer in layer_table() if foreign else ():
         entry = plan.entries.get(layer.op)
         # Of the traces, since the entry itself has no candidates under a note that names the owner.
-        traces = (entry.trace, *(trace for _, trace in entry.rows)) if entry else ()
-        chosen = [t.selected for t in traces if isinstance(t.selected, OpImpl)]
+        firsts = [trace.selected for _, trace in entry.rows] if entry else []
+        chosen = [impl for impl in firsts if isinstance(impl, OpImpl)]
         if layer.cls in foreign and chosen:
             impl = chosen[0]
             log.warning(
@@ -592,7 +592,7 @@ def _say_what_is_taken_whole(plan: Plan, inlined: Container[str]) -> None:
     ops = [
         op
         for op, entry in plan.entries.items()
-        if plan.mode == "compiled" and entry.by_row and meets_a_compiler(table.get(op))
+        if plan.mode == "compiled" and entry.ceilings and meets_a_compiler(table.get(op))
         if op not in inlined
     ]
     if ops:

@@ -6,10 +6,14 @@ Values only. Where they come from is `loading`; what they lead to is `resolver`.
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_args
 
 from ..older import outdated
 from ..plugins.types import BackendImplKind, Impl
@@ -25,10 +29,14 @@ __all__ = [
     "Rows",
     "SelectionPolicy",
     "Token",
+    "at_size",
     "ceiling_of",
     "closest",
     "is_by_size",
+    "joined",
 ]
+
+T = TypeVar("T")
 
 Mode = Literal["eager", "compiled"]
 """How the engine runs a model. Calls from a script are eager."""
@@ -112,8 +120,24 @@ def _meant(text: str) -> str:
 REST = "rest"
 """The key of the row for calls of more tokens than every ceiling."""
 
-Rows = tuple[tuple[int, tuple[Token, ...]], ...]
-"""(ceiling, order): the order of calls of at most so many tokens, by ascending ceilings."""
+Rows = tuple[tuple[int | None, T], ...]
+"""Values by the size of a call: (ceiling, the value for calls of at most so many tokens).
+
+Ceilings ascend. The last one is None: its value is that of all larger calls. Where size does not
+matter, there is that row alone.
+"""
+
+
+def at_size(rows: Rows[T], tokens: int | None) -> T:
+    """The value for a call of so many tokens; None is more than every ceiling."""
+    size = math.inf if tokens is None else tokens
+    return next(value for ceiling, value in rows if ceiling is None or size <= ceiling)
+
+
+def joined(rows: Rows[T], alike: Callable[[T, T], bool] = operator.eq) -> Rows[T]:
+    """The rows without those whose next larger calls have the same."""
+    found = (row for row, following in pairwise(rows) if not alike(row[1], following[1]))
+    return (*found, *rows[-1:])
 
 
 @dataclass(frozen=True)
@@ -121,46 +145,40 @@ class OpOrder:
     """The listed tokens of one op: only these are tried, in this order.
 
     Args:
-        eager, compiled: the tokens of each mode; None where the list leaves the mode open. Where
-            a mode has rows, these are the tokens of calls beyond the last ceiling.
+        eager, compiled: the tokens of each mode, by the size of a call; empty where the list leaves
+            the mode open.
         pinned: written by the user, so that no `prefer` re-sorts it.
-        eager_rows, compiled_rows: the orders of smaller calls, by their ceilings in tokens.
 
     Raises:
-        ValueError: ceilings that are no integers, below 1 or not ascending, rows without an order
-            for the rest, or a row without tokens.
+        ValueError: ceilings that are no integers, below 1 or not ascending, rows without one for
+            all larger calls, or a row without tokens.
     """
 
-    eager: tuple[Token, ...] | None
-    compiled: tuple[Token, ...] | None
+    eager: Rows[tuple[Token, ...]]
+    compiled: Rows[tuple[Token, ...]]
     pinned: bool = True
-    eager_rows: Rows = ()
-    compiled_rows: Rows = ()
 
     def __post_init__(self) -> None:
-        for rest, rows in ((self.eager, self.eager_rows), (self.compiled, self.compiled_rows)):
-            if rows and not rest:
+        for rows in filter(None, (self.eager, self.compiled)):
+            is_whole = rows[-1][0] is None
+            ceilings = [ceiling for ceiling, _ in (rows[:-1] if is_whole else rows)]
+            for before, ceiling in pairwise([0, *ceilings]):
+                _after(ceiling, before)
+            if not is_whole:
                 raise ValueError(f"orders by size need {REST!r}: the order of every larger call")
-            before = 0
             for ceiling, tokens in rows:
-                before = _after(ceiling, before)
                 if not tokens:
-                    raise ValueError(f"the order of calls of at most {ceiling} tokens is empty")
+                    raise ValueError(f"the order of {_row_key(ceiling)} is empty")
 
-    def tokens(self, mode: Mode) -> tuple[Token, ...] | None:
-        """The tokens of one mode, or None where the list leaves it open; of rows, the rest's."""
+    def rows(self, mode: Mode) -> Rows[tuple[Token, ...]]:
+        """The tokens of one mode by the size of a call; empty where the list leaves it open."""
         return self.eager if mode == "eager" else self.compiled
-
-    def rows(self, mode: Mode) -> Rows:
-        """(ceiling, tokens) of one mode's orders by size, ascending; none where size is all one."""
-        return self.eager_rows if mode == "eager" else self.compiled_rows
 
     @property
     def every(self) -> tuple[Token, ...]:
         """Every token of the list, once, whatever its mode and row."""
-        rows = (tokens for _, tokens in (*self.eager_rows, *self.compiled_rows))
-        lists = (self.eager or (), self.compiled or (), *rows)
-        return tuple(dict.fromkeys(token for tokens in lists for token in tokens))
+        rows = (*self.eager, *self.compiled)
+        return tuple(dict.fromkeys(token for _, tokens in rows for token in tokens))
 
     @classmethod
     def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
@@ -184,8 +202,7 @@ class OpOrder:
             sides = {mode: _side(side) for mode, side in value.items()}
         else:
             sides = dict.fromkeys(get_args(Mode), _side(value))
-        eager, compiled = (sides.get(mode, (None, ())) for mode in get_args(Mode))
-        return cls(eager[0], compiled[0], pinned, eager_rows=eager[1], compiled_rows=compiled[1])
+        return cls(sides.get("eager", ()), sides.get("compiled", ()), pinned)
 
     def preferring(self, kind: str) -> OpOrder:
         """This order, each row of it, with the preferred kind first, otherwise as it stands;
@@ -196,46 +213,40 @@ class OpOrder:
         def front(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
             return tuple(sorted(tokens, key=lambda token: token.preference != kind))
 
-        def each(rows: Rows) -> Rows:
-            return tuple((ceiling, front(tokens)) for ceiling, tokens in rows)
-
-        return dataclasses.replace(
-            self,
-            eager=self.eager and front(self.eager),
-            compiled=self.compiled and front(self.compiled),
-            eager_rows=each(self.eager_rows),
-            compiled_rows=each(self.compiled_rows),
+        eager, compiled = (
+            tuple((ceiling, front(tokens)) for ceiling, tokens in rows)
+            for rows in (self.eager, self.compiled)
         )
+        return dataclasses.replace(self, eager=eager, compiled=compiled)
 
     def plain(self, mode: Mode) -> list[str] | dict[str, list[str]] | None:
         """One mode's order as `of` reads it, in JSON-able data; None where it is left open."""
-        tokens, rows = self.tokens(mode), self.rows(mode)
-        if tokens is None:
-            return None
-        rest = [*map(str, tokens)]
-        if not rows:
-            return rest
-        return {f"<={ceiling}": [*map(str, row)] for ceiling, row in rows} | {REST: rest}
+        rows = {_row_key(ceiling): [*map(str, tokens)] for ceiling, tokens in self.rows(mode)}
+        return rows if len(rows) > 1 else rows.get(REST)
 
     @property
     def written(self) -> Any:
         """The whole order as `of` reads it, in JSON-able data: of both modes at once where they are
         alike, and of none that is left open."""
         sides = {mode: side for mode in get_args(Mode) if (side := self.plain(mode)) is not None}
-        alike = self.plain("eager") == self.plain("compiled")
-        return sides["eager"] if alike and sides else sides
+        return sides["eager"] if self.eager == self.compiled and sides else sides
 
     def __str__(self) -> str:
-        if self.plain("eager") == self.plain("compiled"):
-            return self._text("eager")
-        return f"eager {self._text('eager')}, compiled {self._text('compiled')}"
+        if self.eager == self.compiled:
+            return _text(self.eager)
+        return f"eager {_text(self.eager)}, compiled {_text(self.compiled)}"
 
-    def _text(self, mode: Mode) -> str:
-        tokens, rows = self.tokens(mode), self.rows(mode)
-        if tokens is None:
-            return "(default order)"
-        each = [f"<={ceiling} {'|'.join(map(str, row))}, " for ceiling, row in rows]
-        return f"{''.join(each)}{'rest ' * bool(rows)}{'|'.join(map(str, tokens))}"
+
+def _text(rows: Rows[tuple[Token, ...]]) -> str:
+    each = [(_row_key(ceiling), "|".join(map(str, tokens))) for ceiling, tokens in rows]
+    if len(each) == 1:
+        return each[0][1]
+    return ", ".join(map(" ".join, each)) or "(default order)"
+
+
+def _row_key(ceiling: int | None) -> str:
+    """The key of a row: `<=16`, or `rest`."""
+    return REST if ceiling is None else f"<={ceiling}"
 
 
 def is_by_size(value: Mapping[Any, object]) -> bool:
@@ -262,7 +273,7 @@ def ceiling_of(key: object, before: int = 0) -> int:
     return _after(int(found[1]), before)
 
 
-def _after(ceiling: int, before: int) -> int:
+def _after(ceiling: Any, before: Any) -> int:
     """`ceiling`, where it may follow `before`."""
     if isinstance(ceiling, bool) or not isinstance(ceiling, int) or ceiling < 1:
         raise ValueError(
@@ -277,23 +288,18 @@ def _after(ceiling: int, before: int) -> int:
     return ceiling
 
 
-def _side(value: object) -> tuple[tuple[Token, ...], Rows]:
-    """(the tokens, or those of the rest; the rows) of one mode."""
+def _side(value: object) -> Rows[tuple[Token, ...]]:
+    """The rows of one mode."""
     if not isinstance(value, Mapping):
-        return _tokens(value), ()
+        return ((None, _tokens(value)),)
     if not is_by_size(value):
         raise ValueError(
             "expected a token, a list of tokens, or '<=N' and rest for orders by size, got "
             f"{', '.join(map(str, value)) or 'nothing'}"
         )
-    rows: list[tuple[int, tuple[Token, ...]]] = []
-    for key, tokens in value.items():
-        if key != REST:
-            ceiling = ceiling_of(key, rows[-1][0] if rows else 0)
-            rows.append((ceiling, _tokens(tokens)))
-    if REST not in value:
-        raise ValueError(f"orders by size need {REST!r}: the order of every larger call")
-    return _tokens(value[REST]), tuple(rows)
+    rows = [(ceiling_of(key), _tokens(tokens)) for key, tokens in value.items() if key != REST]
+    rest = [(None, _tokens(value[REST]))] if REST in value else []
+    return (*rows, *rest)
 
 
 def _tokens(value: object) -> tuple[Token, ...]:
@@ -335,7 +341,7 @@ class SelectionPolicy:
                 + closest(str(self.prefer), KINDS)
             )
         orders = {op: OpOrder.of(order) for op, order in sorted(dict(self.per_op_order).items())}
-        object.__setattr__(self, "per_op_order", _FrozenDict(orders))
+        object.__setattr__(self, "per_op_order", MappingProxyType(orders))
         object.__setattr__(self, "strict", bool(self.strict))
         if self.allow_vendors is not None:
             object.__setattr__(self, "allow_vendors", _names("allow_vendors", self.allow_vendors))
@@ -360,12 +366,12 @@ class SelectionPolicy:
     def listed(self, op: str, mode: Mode = "eager") -> OpOrder | None:
         """The list that orders `op` in this mode, or None where the default order holds."""
         order = self.per_op_order.get(op)
-        return order if order is not None and order.tokens(mode) else None
+        return order if order is not None and order.rows(mode) else None
 
     def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
         """The token counts up to which calls of `op` have an order of their own, ascending."""
         listed = self.listed(op, mode)
-        return tuple(ceiling for ceiling, _ in listed.rows(mode)) if listed else ()
+        return tuple(n for n, _ in listed.rows(mode) if n is not None) if listed else ()
 
     def order(
         self,
@@ -385,12 +391,10 @@ class SelectionPolicy:
                 than every ceiling.
         """
         listed = self.listed(op, mode)
-        for ceiling, row in listed.rows(mode) if listed else ():
-            if tokens is not None and tokens <= ceiling:
-                return row
+        if listed is not None:
+            return at_size(listed.rows(mode), tokens)
         defaults = ENGINE_ORDERS if engine else DEFAULT_ORDERS
-        rest = listed and listed.tokens(mode)
-        return rest or tuple(Token.parse(kind) for kind in defaults[self.prefer])
+        return tuple(Token.parse(kind) for kind in defaults[self.prefer])
 
     def preferring(self, kind: str) -> SelectionPolicy:
         """This policy with another preference, as a higher layer than its lists sets it."""
@@ -417,7 +421,8 @@ class SelectionPolicy:
     def per_op_order_dict(self) -> dict[str, list[str]]:
         """Deprecated: op -> the tokens of its list, in eager mode; see `per_op_order`."""
         outdated("SelectionPolicy.per_op_order_dict", "per_op_order")
-        return {op: [*map(str, order.eager or ())] for op, order in self.per_op_order.items()}
+        listed = {op: order.eager[-1:] for op, order in self.per_op_order.items()}
+        return {op: [str(t) for _, tokens in rest for t in tokens] for op, rest in listed.items()}
 
     def get_per_op_order(self, op: str) -> list[str] | None:
         """Deprecated: the tokens of `op`'s list, or None without one; see `order`."""
@@ -455,18 +460,6 @@ class SelectionPolicy:
             allowed = ", ".join(sorted(self.allow_vendors)) or "none"
             return f"allow_vendors lists {allowed}"
         return None
-
-
-class _FrozenDict(dict[str, OpOrder]):
-    """A dict inside a frozen value: reading only."""
-
-    def _refuse(self, *_: object, **__: object) -> None:
-        raise TypeError("a SelectionPolicy is frozen; make another with dataclasses.replace")
-
-    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, OpOrder]]]:
-        return (_FrozenDict, (dict(self),))
 
 
 def _names(what: str, value: Iterable[str]) -> frozenset[str]:

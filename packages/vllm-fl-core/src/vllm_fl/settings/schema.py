@@ -240,7 +240,7 @@ class Settings(Mapping[str, Setting]):
             below = entries.get(key, Setting(key, None, variable=PER_OP))
             base = self.policy.order(op, pinned.table.mode, engine=True)
             order = pinned.order(op, base, self.policy.per_op_order.get(op))
-            if order.rows(pinned.table.mode):
+            if len(order.rows(pinned.table.mode)) > 1:
                 replaced = ((below.value, below.origin),) if below.value is not None else ()
                 entries[key] = dataclasses.replace(
                     below,

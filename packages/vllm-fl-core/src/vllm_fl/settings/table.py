@@ -1,7 +1,7 @@
 """The table that `vllm-fl tune` writes: per op and token count what was measured and what won.
 
-A value and its file, no more: who measures it is `vllm-fl tune`; whom it binds is decided where
-settings are read.
+A value and its file, no more: `vllm-fl tune` measures it, and `engine/tables.py` decides whether it
+applies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from .policy import Mode, OpOrder, Rows, Token
+from .policy import Mode, OpOrder, Token, joined
 from .values import read_text, wrong
 
 __all__ = [
@@ -62,8 +62,8 @@ class Figure:
         copy_share: the share of the device's copy bandwidth that the call reaches; None where the
             bytes that it moves are not known.
         slower: in which of the forms it is slower than the default, and the ratio there, since how
-            often a model calls which form is not known; or that it is slower to launch, at sizes of
-            which no graph is captured. Who is serves no row; empty otherwise.
+            often a model calls each form is not known; or that it is slower to launch, at sizes of
+            which no graph is captured. A slower implementation gets no row. Empty otherwise.
         rejected: why it was not timed: wrong, with its worst element, or refused; empty otherwise.
     """
 
@@ -232,19 +232,12 @@ class Pinned:
             base: the op's order in an engine of this mode without the table.
             without: the list that the op has without the table, or None.
         """
-        rows: list[tuple[int, tuple[Token, ...]]] = []
-        for row in self.table.ops[op].rows:
-            tokens = _tokens_of(row, base)
-            if rows and rows[-1][1] == tokens:
-                rows.pop()
-            rows.append((row.up_to, tokens))
-        if rows and rows[-1][1] == base:
-            rows.pop()
-        order = OpOrder(None, None, pinned=False) if without is None else without
-        given: Rows = tuple(rows)
+        measured = [(row.up_to, _tokens_of(row, base)) for row in self.table.ops[op].rows]
+        order = OpOrder((), (), pinned=False) if without is None else without
+        rows = joined((*measured, (None, base)))
         if self.table.mode == "eager":
-            return dataclasses.replace(order, eager=base, eager_rows=given)
-        return dataclasses.replace(order, compiled=base, compiled_rows=given)
+            return dataclasses.replace(order, eager=rows)
+        return dataclasses.replace(order, compiled=rows)
 
     def to_json(self) -> dict[str, Any]:
         """It as plain JSON data, without its figures."""

@@ -10,7 +10,7 @@ from typing import cast, get_args
 
 from ..plugins.types import Impl, SettingSpec
 from .files import Layer
-from .policy import ENGINE_ORDERS, Mode, OpOrder, Token
+from .policy import ENGINE_ORDERS, Mode, OpOrder, Rows, Token
 from .schema import Declared, Setting, pairs
 from .values import ORDER_PREFIX, wrong
 
@@ -154,22 +154,21 @@ def _united_order(
     default: Sequence[str],
 ) -> Setting:
     """The order of one op, for each of the engine's modes."""
-    sides: dict[Mode, tuple[Token, ...] | None] = {}
+    sides: dict[Mode, Rows[tuple[Token, ...]]] = {}
     modes_of: dict[tuple[Token, Token], list[str]] = {}
     for mode in cast("tuple[Mode, ...]", get_args(Mode)):
         lists: list[Listed] = []
         excluded: set[str] = set()
         for distribution, setting in each:
-            tokens = cast("OpOrder", setting.value).tokens(mode)
             own = [impl for owner, impl in impls if owner == distribution]
-            if tokens is not None:
+            for _, tokens in cast("OpOrder", setting.value).rows(mode):  # one: no file has more
                 mine = frozenset(t for t in tokens if any(t.matches(impl) for impl in own))
                 lists.append(Listed(tokens, mine))
                 excluded |= {i.impl_id for i in own if not any(t.matches(i) for t in mine)}
         order, disputed = unite_orders(lists, default)
         if len(lists) > 1:
             order = _without(order, excluded, [impl for _, impl in impls])
-        sides[mode] = order or None
+        sides[mode] = ((None, order),) if order else ()
         for pair in disputed:
             modes_of.setdefault(pair, []).append(mode)
     disagreements = (

@@ -95,14 +95,9 @@ def _said(
         if token.kind != "stock" and not any(token.matches(impl) for impl in impls)
     }
 
-    def is_lost(tokens: tuple[Token, ...] | None) -> bool:
-        idle = {*absent, *barred}
-        return bool(impls and tokens) and all(token in idle for token in tokens or ())
-
-    listed: list[tuple[Mode, int | None, tuple[Token, ...] | None]]
-    listed = [(m, None, order.tokens(m)) for m in modes if order.tokens(m)]
-    listed += [(mode, ceiling, row) for mode in modes for ceiling, row in order.rows(mode)]
-    lost = [(mode, ceiling) for mode, ceiling, tokens in listed if is_lost(tokens)]
+    idle = {*absent, *barred}
+    listed = [(mode, ceiling, row) for mode in modes for ceiling, row in order.rows(mode)]
+    lost = [(mode, n) for mode, n, tokens in listed if impls and idle.issuperset(tokens)]
     failed = {token for token in absent if token.name and has_failed(token.name, op)}
     if failed:  # the op ends with an error: no other code runs in its place
         lost = []
@@ -123,7 +118,7 @@ def _said(
     where = ""
     if len(lost) < len(listed):
         mode, ceiling = lost[0]
-        if order.rows(mode):
+        if len(order.rows(mode)) > 1:
             where = f" for calls of at most {ceiling} tokens" if ceiling else " for larger calls"
         if any((each, ceiling) not in lost for each, _, _ in listed):
             where += f" in {mode} mode"

@@ -132,8 +132,8 @@ def _compiled(
 def _wrapped(subject: Subject, grants: frozenset[str], last: OpImpl | None = None) -> OpImpl:
     """The implementation as operators of torch.library, as a compiled plan has it."""
     op, specs = subject.spec.name, {subject.spec.name: subject.spec}
-    plan = Plan("compiled", {op: PlanEntry(op, subject.manager().trace(op))}, contracts=specs)
-    return opaque_op(plan.chain(op, grants, last=last), plan.counting)
+    plan = Plan("compiled", {op: PlanEntry(op, subject.manager().rows(op))}, contracts=specs)
+    return opaque_op(plan.chain(op, grants, last=last))
 
 
 def _oracle(subject: Subject) -> OpImpl:

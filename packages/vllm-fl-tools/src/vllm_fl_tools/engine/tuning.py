@@ -403,7 +403,8 @@ class OpTuning:
     def _made(self, contender: Contender, impl: OpImpl, form: Form) -> _Ways:
         op = self.spec.name
         trace = Trace(op, self.mode, (), (Candidate(impl, "selected", "measured"),))
-        plan = Plan(self.mode, {op: PlanEntry(op, trace)}, strict=True, contracts={op: self.spec})
+        entry = PlanEntry(op, ((None, trace),))
+        plan = Plan(self.mode, {op: entry}, strict=True, contracts={op: self.spec})
         if self.mode == "compiled" and self._is_traced(contender):
             function = plan.as_compiled(op, impl)
             return self._compiled(function, form), function

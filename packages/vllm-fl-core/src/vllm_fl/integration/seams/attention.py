@@ -77,7 +77,7 @@ def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
         return {}
     return {
         (ATTENTION, impl.impl_id): problem
-        for impl in plan.entries[ATTENTION].attention[:1]
+        for impl in plan.entries[ATTENTION].classes(AttentionImpl)[:1]
         if (problem := _class_of(impl, request)[1])
     }
 
@@ -97,8 +97,9 @@ def choose(
         AllFailedError: strict mode, and the planned backend refuses this layer.
     """
     entry = plan.entries[ATTENTION]
+    backends = entry.classes(AttentionImpl)
     if selected_backend is not None:
-        if entry.attention:
+        if backends:
             log.info(
                 "Op '%s': vLLM was told to take %s for a layer, which stands against '%s'",
                 ATTENTION,
@@ -108,7 +109,7 @@ def choose(
         return None
     request = _layer_request(attn_selector_config, num_heads)
     causes: list[tuple[str, BaseException | str]] = []
-    for impl in entry.attention:
+    for impl in backends:
         reason = _refusal(impl, request)
         if reason is None:
             path, reason = _class_of(impl, request)

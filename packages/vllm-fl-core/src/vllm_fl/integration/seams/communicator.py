@@ -114,14 +114,14 @@ class Groups:
         self.compares = facts.settings.preflight != "off"
         manager = get_default_manager()
         out = refusals(facts) | unmeasured(facts, manager.registry.snapshot())
-        trace = manager.trace(
+        rows = manager.rows(
             COMMUNICATOR,
             mode=facts.mode,
             engine=True,
             settings=facts.settings,
             demoted={impl_id: why for (op, impl_id), why in out.items() if op == COMMUNICATOR},
         )
-        self.entry = PlanEntry(COMMUNICATOR, trace)
+        self.communicators = PlanEntry(COMMUNICATOR, rows).classes(CommunicatorImpl)
         self.faults: dict[tuple[str, str], Fault] = {}
         self.served: dict[str, str] = {}
         self.seconds = 0.0
@@ -135,7 +135,7 @@ class Groups:
         """
         start = time.monotonic()
         name = arguments.get("unique_name", "")
-        for impl in self.entry.communicators:
+        for impl in self.communicators:
             communicator = self._verified(impl, arguments)
             if communicator is not None:
                 self.served[name] = impl.impl_id

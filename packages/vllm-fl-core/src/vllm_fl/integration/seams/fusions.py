@@ -18,10 +18,12 @@ from weakref import WeakKeyDictionary
 
 from ...contracts.binding import FusionPlace, OperatorPlace
 from ...dispatch.guard import Chain
+from ...dispatch.resolver import STOCK
 from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...logs import get_logger
+from ...plugins.types import OpImpl
 from ...text import quote
 from ..places import installed_bindings, places, stock_form
 from ..serving import plan_now
@@ -174,11 +176,14 @@ def by_range(plan: Plan) -> dict[str, tuple[FusionPlace, Chain]]:
 
 def taken_whole(chain: Chain) -> Chain:
     """The chain with candidates that no compiler looks into, but for vLLM's own form alone."""
-    rows = tuple((ceiling, taken_whole(row)) for ceiling, row in chain.rows)
-    if chain.bare:
-        return dataclasses.replace(chain, rows=rows)
-    impls = tuple(dataclasses.replace(impl, traceable=False) for impl in chain.impls)
-    return dataclasses.replace(chain, impls=impls, rows=rows)
+
+    def whole(impls: tuple[OpImpl, ...]) -> tuple[OpImpl, ...]:
+        if impls[0].impl_id == STOCK.impl_id:
+            return impls
+        return tuple(dataclasses.replace(impl, traceable=False) for impl in impls)
+
+    rows = tuple((ceiling, whole(impls)) for ceiling, impls in chain.rows)
+    return dataclasses.replace(chain, rows=rows)
 
 
 def left(plan: Plan) -> dict[str, str]:
@@ -281,7 +286,7 @@ def operator_of(plan: Plan, chain: Chain) -> Any:
     """
     from torch.fx import symbolic_trace
 
-    calls = symbolic_trace(opaque_op(chain, plan.counting, plan.place).fn).graph.nodes
+    calls = symbolic_trace(opaque_op(chain, plan.place).fn).graph.nodes
     return next(call.target for call in calls if call.op == "call_function")
 
 

@@ -189,17 +189,14 @@ def _direct(plan: Plan, op: str, place: IrPlace, ours: Callable[..., Any]) -> Ca
     """
     from vllm import ir
 
-    entry = plan.entries[op]
-    sizes = [(ceiling, bool(impls)) for ceiling, impls in entry.by_row]
-    rest = bool(entry.candidates)
-    if rest and all(is_ours for _, is_ours in sizes):
+    is_stock = plan.stock_at(op)
+    if is_stock is None:
         return ours
     ir_op = getattr(ir.ops, place.name)
     behind = _behind.setdefault(plan, {})  # not the plan itself, which these functions hang on
 
     def by_size(*args: Any, **named: Any) -> Any:
-        tokens = (args[0] if args else next(iter(named.values()))).shape[0]
-        if next((is_ours for ceiling, is_ours in sizes if tokens <= ceiling), rest):
+        if not is_stock((args[0] if args else next(iter(named.values()))).shape[0]):
             return ours(*args, **named)
         for name in behind.get(place.name, ()):
             impl = ir_op.impls[name]
@@ -214,9 +211,11 @@ def _direct(plan: Plan, op: str, place: IrPlace, ours: Callable[..., Any]) -> Ca
 def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
     """The op by the contract's parameters, as compiled code calls it."""
     first = chain.impls[0]
-    if chain.rows or is_opaque(first):
-        return opaque_op(chain, plan.counting, plan.place, rest_is_inlined=by_range)
-    return dataclasses.replace(first, fn=_pure(plan.counting(first.fn, chain.op, first.impl_id)))
+    if chain.is_by_size or is_opaque(first):
+        return opaque_op(chain, plan.place, rest_is_inlined=by_range)
+    return dataclasses.replace(
+        first, fn=_pure(plan.record.counting(first.fn, chain.op, first.impl_id))
+    )
 
 
 def _pure(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -247,7 +247,7 @@ def served(plan: Plan, model: Any) -> dict[str, Served]:
             type(getattr(module, "base_layer", None)) is cls for module in modules.values()
         )
         for module in ours if plan.counts_calls else ():
-            module.forward = plan.counting(module.forward, name, impl.impl_id)
+            module.forward = plan.record.counting(module.forward, name, impl.impl_id)
         found[name] = Served(len(ours), stock, wrapped)
         if stock:
             text = (
