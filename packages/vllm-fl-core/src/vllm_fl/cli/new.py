@@ -6,15 +6,16 @@ import argparse
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.startup import known_platforms
 from ..settings.policy import closest
 from ..settings.values import PLATFORMS, normalise_platform
-from ._show import UsageError, print_json, say
+from ._show import UsageError, answer, say
 
 __all__ = ["add_arguments", "run", "template_ops"]
 
@@ -78,12 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
         _write(name, ops, platform, folder)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error}") from error
-    if arguments.json:
-        print_json(name=name, platform=platform or name, ops=ops, folder=str(folder))
-    else:
-        say(f"Wrote {folder}. Next:\n  cd {folder}")
-        say("  pip install -e '.[testing]' && python -m pytest")
+    facts = {"name": name, "platform": platform or name, "ops": ops, "folder": str(folder)}
+    answer(facts, _show, as_json=arguments.json)
     return 0
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    say(f"Wrote {facts['folder']}. Next:\n  cd {facts['folder']}")
+    say("  pip install -e '.[testing]' && python -m pytest")
 
 
 def _problem(name: str, parent: Path, folder: Path) -> str | None:
