@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_fl.cli.common import UsageError, answer, print_table, say
 
-from ._coverage import Phase, Whose, attribute, named, sums
+from ._coverage import Whose, attribute, named, sums
 from ._engines import Engine, check_model, planned, running
 
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
@@ -168,26 +168,7 @@ def _judged(
     learnt, measured = told.pop("learnt"), told.pop("measured")
     tokens = phase["batch"] if phase["kind"] == "decode" else phase["prompt_tokens"]
     found = attribute(Whose(places, report, tokens), learnt, measured)
-    return {
-        **told,
-        "of": "operators" if measured is None else "kernels",
-        "steps": found.steps,
-        "rows": [row.told() for row in found.rows],
-        "total_us": found.total,
-        "busy_us": found.busy,
-        "profiled_us": found.profiled,
-        "remainder_us": phase["step_us"] - found.busy,
-        "reached": _share(found),
-        "problem": found.problem,
-    }
-
-
-def _share(phase: Phase) -> dict[str, float]:
-    """How much of the time contracts reach: by `yes`, `partly`, `no` and `?`."""
-    found: dict[str, float] = {}
-    for row in phase.rows:
-        found[row.owner.reached] = found.get(row.owner.reached, 0.0) + row.share
-    return found
+    return {**told, **found, "remainder_us": phase["step_us"] - found["busy_us"]}
 
 
 def _show(facts: Mapping[str, Any]) -> None:
