@@ -13,8 +13,8 @@ import pytest
 
 import vllm_fl
 from vllm_fl import cli, errors
-from vllm_fl.cli._codes import codes, page, title
-from vllm_fl.cli._finding import BROKEN, CODES, code_of
+from vllm_fl.cli.doctor import BROKEN, CODES, code_of
+from vllm_fl.cli.explain import codes, page, title
 from vllm_fl.errors import InvalidSettingError, MissingFileError, PluginError, VllmFLError
 from vllm_fl.plugins.finding import Finding
 

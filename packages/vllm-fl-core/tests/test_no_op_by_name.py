@@ -20,7 +20,6 @@ EXCEPTIONS = {
     ("plugins/types.py", "rms_norm"): EXAMPLE,
     ("settings/values.py", "rms_norm"): EXAMPLE,
     ("testing/families.py", "rms_norm"): "what Gemma's norms provide, beside a model's other sizes",
-    ("cli/new.py", "rms_norm"): "the example in the template's README",
 }
 """(module, op) -> why its name may stand there. Docstrings, comments and the template of a vendor's
 package are not looked at."""

@@ -17,8 +17,7 @@ from vllm_fl.plugins.types import BackendImplKind, OpImpl
 __all__ = ["CAUGHT_BY", "MUTANTS", "OPS", "Mutant", "sound"]
 
 PACKAGE = "vllm_fl.templates.backend.src.vllm_fl_acme.impl"
-MODULES = {op: module for module, ops in template_ops().items() for op in ops}
-OPS = tuple(MODULES)
+OPS = tuple(template_ops())
 SILU, GELU, NORM, ROTARY = "silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding"
 
 
@@ -64,7 +63,7 @@ def sound(op: str, **fields: Any) -> OpImpl:
 
 def _source(op: str) -> str:
     template = resources.files("vllm_fl").joinpath("templates", "backend", "src", "vllm_fl_acme")
-    return template.joinpath("impl", f"{MODULES[op]}.py").read_text("utf-8")
+    return template.joinpath("impl", f"{op}.py").read_text("utf-8")
 
 
 def _impl(op: str, source: str, **fields: Any) -> OpImpl:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from commands import Command, Distribution, Done, Plugin, numbers
 
+from vllm_fl import Finding
 from vllm_fl.cli import _environment, _installed
 from vllm_fl.cli._environment import torch_build
-from vllm_fl.cli._finding import Finding, contained
+from vllm_fl.cli.doctor import contained
 
 FOUR = """
 def gelu_and_mul(x, approximate="none"): ...
@@ -203,7 +204,6 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("variables", "idle", "because"),
         [
-            ({"FLAGCX_PATH": "/opt/cx"}, "FLAGCX_PATH=/opt/cx", "FlagCX"),
             (
                 {"USE_FLAGGEMS": "0", "VLLM_FL_FLAGOS_BLACKLIST": "mm"},
                 "USE_FLAGGEMS=0",
@@ -454,9 +454,9 @@ class TestInstalled:
     @pytest.mark.parametrize(
         ("lines", "build"),
         [
-            ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None", "CUDA 13.0"),
+            ("cuda: str | None = '13.0'\nhip: str | None = None", "CUDA 13.0"),
             ("cuda = None\nhip = '6.4'", "ROCm 6.4"),
-            ("cuda: Optional[str] = None\nhip: Optional[str] = None", "CPU"),
+            ("cuda: str | None = None\nhip: str | None = None", "CPU"),
         ],
     )
     def test_the_build_of_torch_is_read_without_importing_it(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import Command, Distribution, Plugin
 
-from vllm_fl.cli import _replaced
+from vllm_fl.cli import explain
 from vllm_fl.contracts import contracts
 from vllm_fl.plugins.loading import known_contracts
 
@@ -158,8 +158,8 @@ def test_a_layer_that_another_plugin_replaces(
 ) -> None:
     """tests/engine asks a real vLLM."""
     plugin(TWO)
-    monkeypatch.setattr(_replaced, "find_spec", lambda name: name)
-    monkeypatch.setattr(_replaced, "PROBE", ANSWER)
+    monkeypatch.setattr(explain, "find_spec", lambda name: name)
+    monkeypatch.setattr(explain, "PROBE", ANSWER)
     question = ("explain", "silu_and_mul", "--mode", "eager")
     nobody = {"layers": [], "error": None}
     assert fl(*question, "--json").json()["replaced"] == nobody
@@ -170,7 +170,7 @@ def test_a_layer_that_another_plugin_replaces(
     assert f"layer SiluAndMul is {owner}, not vllm-fl's" in fl(*question).out
     assert fl(*question, "--json", VLLM_PLUGINS="fl,other").json()["replaced"] == nobody
     assert owner not in fl("explain", "silu_and_mul", "--mode", "script").out
-    monkeypatch.setattr(_replaced, "PROBE", "raise OSError('libacme.so.3')")
+    monkeypatch.setattr(explain, "PROBE", "raise OSError('libacme.so.3')")
     done = fl(*question)
     assert done.status == 0
     assert "is not known: vLLM's plugins could not be loaded: OSError: libacme.so.3" in done.out
@@ -354,7 +354,7 @@ def test_a_whole_layer_of_vllms(fl: Command, plugin: Plugin) -> None:
         assert view["selected"] == "vendor.acme"
         assert [c["impl_id"] for c in view["candidates"]] == ["vendor.acme", "stock.vllm"]
     shown = fl("explain", "RowParallelLinear").out
-    assert "a whole layer of vLLM's" in shown and "It is not verified." in shown
+    assert "a whole layer of vLLM's" in shown and "which is not verified" in shown
     orders = {"VLLM_FL_PER_OP": "RowParallelLinear=stock"}
     left = fl("explain", "RowParallelLinear", "--mode", "eager", "--json", **orders).json()
     assert left["modes"][0]["selected"] == "stock.vllm"
@@ -364,5 +364,5 @@ def test_a_whole_layer_of_vllms(fl: Command, plugin: Plugin) -> None:
         left["reason"]
         for left in fl("verify", "--json", "--op", "RowParallelLinear").json()["not_run"]
     ]
-    assert reason == "a whole layer is a class, not one computation"
+    assert reason == "it is a class for vLLM, not one computation"
     assert "RowParallelLinear" not in fl("explain", "rms_norm").out

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from commands import SOUND, Command, Plugin
 
-from vllm_fl.cli._settings_file import text_of
-from vllm_fl.cli._show import UsageError
+from vllm_fl.cli.common import UsageError
+from vllm_fl.cli.policy import text_of
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import ITEMS, Setting, Settings
 from vllm_fl.settings.table import Pinned, Table, TunedOp
@@ -146,7 +146,7 @@ def test_what_was_merged_and_from_where(fl: Command, two: list[Path]) -> None:
     assert rows["strict"]["disagreements"]
     assert "merged" not in rows["prefer"]
     plain = fl("policy", VLLM_FL_PLATFORM="acme").out
-    assert "op_backends.silu_and_mul is made of the files of several backends:" in plain
+    assert "op_backends.silu_and_mul is made of the policy files of several backends:" in plain
     assert "They disagree: " in plain
     settled = fl("policy", VLLM_FL_PLATFORM="acme", VLLM_FL_CONFIG=str(two[0])).out
     assert "They disagree" not in settled

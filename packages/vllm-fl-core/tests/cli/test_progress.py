@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
-import time
 
 import pytest
 from commands import Command, Plugin
 
-from vllm_fl.cli import _progress, _show, _watch
-from vllm_fl.cli._watch import Watch
+from vllm_fl.cli import _progress, _show
+from vllm_fl.cli._progress import Watch
 
 STALLS = """
 import vllm_fl.cli._progress as _
@@ -112,37 +112,30 @@ def test_what_a_verb_is_at_is_said_until_it_is_done(
     ]
 
 
-def test_a_run_that_is_watched_tells_by_itself(
+def test_a_unit_that_takes_long_is_named_though_its_end_is_told_elsewhere(
     told: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with _progress.progress("verify"), Watch(1, 60.0, lambda: None) as watch:
-        told.clear()
-        capsys.readouterr()
-        watch.begin("rms_norm")
-        assert not told.wait(0.2)
+    watch = Watch(7, 60.0, lambda: None)
+    with _progress.progress("tune"):
+        watch.at("rms_norm, 64 tokens", 3)
+        assert told.wait(60)
+    assert "vllm-fl tune: [3/7] rms_norm, 64 tokens (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])
-def test_a_unit_that_takes_long_is_named_though_its_end_is_told_elsewhere(
-    on_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_unit_has_a_line_of_its_own_on_a_terminal(
+    told: threading.Event,
+    on_terminal: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_watch, "EVERY", 0.05)
+    monkeypatch.setattr(_progress, "BEAT", 3600.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
     watch = Watch(7, 60.0, lambda: None)
-    watch._on_terminal = on_terminal
-    with watch:
-        watch.at("rms_norm, 64 tokens", 3)
-        time.sleep(0.4)
-    first, *_ = capsys.readouterr().err.splitlines()
-    assert first.startswith("[3/7] rms_norm, 64 tokens (")
-
-
-def test_and_not_where_it_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    watch = Watch(7, 60.0, lambda: None)
-    watch._on_terminal, watch._start = True, watch._start - 100
-    with watch:
-        watch.at("rms_norm, 64 tokens", 3)
-        time.sleep(0.6)
-    assert capsys.readouterr().err == ""
+    with _progress.progress("verify"):
+        watch.begin("rms_norm")
+        watch.at("rope", 5)
+    assert len(lines(capsys.readouterr().err, "verify")) == on_terminal
 
 
 def test_nothing_is_left_of_a_verb_that_fails(fl: Command) -> None:

@@ -176,4 +176,4 @@ def test_a_page_of_it(coverage: Any, fl: Command, tmp_path: Path) -> None:
     told["phases"][0]["rows"][0]["us"] = "many"
     (tmp_path / "odd.json").write_text(json.dumps({"schema": 1, "coverage": told}))
     odd = fl("report", "odd.json", "--html", "page.html")
-    assert odd.status == 2 and "coverage.phases[0].rows[0].us: expected float" in odd.err
+    assert odd.status == 2 and "odd.json: it is not whole, or was changed by hand" in odd.err

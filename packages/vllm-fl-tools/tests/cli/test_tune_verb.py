@@ -16,8 +16,7 @@ import pytest
 import torch
 from commands import HEAD, Command, Plugin
 
-from vllm_fl.cli import _report
-from vllm_fl.cli.common import UsageError
+from vllm_fl.cli.common import ReportFile, UsageError
 from vllm_fl.settings.table import Row, Table, read_table
 from vllm_fl_tools.cli import _part, _tuning, tune
 from vllm_fl_tools.engine import tuning
@@ -240,7 +239,7 @@ class TestThreads:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
-            patch.setattr(_report.ReportFile, "write", full)
+            patch.setattr(ReportFile, "write", full)
             assert fl("tune", *QUICK, "--tokens", "8", "--out", "t.json").status == 1
         own = torch.get_num_threads()
         monkeypatch.setattr(tune, "worker_threads", lambda: own + 1)
@@ -363,9 +362,9 @@ class TestInterrupted:
         log = tmp_path / "log"
         code = (
             "import sys\n"
-            "from vllm_fl.cli import _watch, main\nfrom vllm_fl_tools.cli import tune\n"
+            "from vllm_fl.cli import _progress, main\nfrom vllm_fl_tools.cli import tune\n"
             "from vllm_fl_tools.engine import tuning\n"
-            "_watch.GRACE = 1.0\n"
+            "_progress.GRACE = 1.0\n"
             "tuning.cold_bytes = lambda device: 1024\n"
             "tune.worker_threads = lambda: None\n"
             "sys.exit(main(sys.argv[1:]))"
@@ -425,7 +424,7 @@ class TestGoingOn:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
-            patch.setattr(_report.ReportFile, "write", full)
+            patch.setattr(ReportFile, "write", full)
             assert fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json").status == 1
         clocked().CALLS.clear()
         return here / "t.json.part"
@@ -501,7 +500,7 @@ class TestFullDisk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
-            patch.setattr(_report.ReportFile, "write", full)
+            patch.setattr(ReportFile, "write", full)
             done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.json")
         assert (done.status, done.out) == (1, "")
         assert "t.json cannot be written: No space left on device" in done.err

@@ -6,12 +6,12 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import SettingsError, UnknownOpError, VllmFLError
 from ..plugins.installed import CORE
+from ..plugins.loading import known_contracts
 from ..text import INDENTED, clean
-from ._completion import complete, is_asked_for
 from ._progress import progress
 from ._show import UsageError, answering, say
 from ._verbs import ELSEWHERE, brought, load, missing
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(words: Sequence[str]) -> int:
     """Run the verb that the words of a command line name."""
     parser = _parser(words)
-    complete(parser)
+    _complete(parser)
     arguments, more = parser.parse_known_args(words)
     if more and not arguments.takes_more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -70,7 +70,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     there = brought()
-    asked = words[0] if words and not is_asked_for() else ""
+    asked = words[0] if words and not _is_shell() else ""
     if asked in ELSEWHERE and asked not in there:
         raise missing(asked)
     for name in [asked] if asked in there else there:
@@ -118,3 +118,34 @@ def _status_of(answer: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         say("vllm-fl: interrupted", error=True)
         return INTERRUPTED
+
+
+def _is_shell() -> bool:
+    """Whether it is the shell that asks."""
+    return "_ARGCOMPLETE" in os.environ
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell and end the process, if it was the shell that asked."""
+    if not _is_shell():  # spares every other run the import
+        return
+    import argcomplete
+
+    for action in _actions(parser):
+        if action.metavar == "OP":
+            action.completer = _ops  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                yield from _actions(verb)
+
+
+def _ops(**_: object) -> list[str]:
+    """The ops of distributions that bring contracts alone; no other plugin is loaded while somebody
+    types."""
+    return [*known_contracts().contracts]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import select
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any, NoReturn
 
 from ..errors import SettingsError, VllmFLError
@@ -70,43 +72,49 @@ def _once(
     work: Callable[[], dict[str, Any]], ended: dict[str, str], tick: Callable[[str], None]
 ) -> tuple[tuple[str, Any] | None, str, str]:
     """One child: (what it answers or None, how it ended, what it ran then)."""
+    fork = multiprocessing.get_context("fork")
+    reader, writer = fork.Pipe(duplex=False)
     with (
+        reader,
         tempfile.TemporaryFile()
         if not hasattr(os, "memfd_create")
-        else open(os.memfd_create("vllm-fl-running"), "r+b", buffering=0) as notes
+        else open(os.memfd_create("vllm-fl-running"), "r+b", buffering=0) as notes,
     ):
-        reader, writer = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            os.close(reader)
-            breadcrumb.keep_in(notes.fileno())
-            calling.ENDED.update(ended)
-            _answer(work, writer)
-        os.close(writer)
+        child = fork.Process(target=_answer, args=(work, writer, notes.fileno(), ended))
+        child.start()
+        writer.close()
         try:
-            text, end = _wait(pid, reader, notes.fileno(), tick)
+            text = _wait(child, reader, notes.fileno(), tick)
+        except BaseException:
+            child.kill()
+            raise
         finally:
-            os.close(reader)
+            child.join()
         crumb = breadcrumb.read(os.pread(notes.fileno(), breadcrumb.LARGEST, 0))
-    try:
-        kind, value = json.loads(text)
-    except ValueError:
-        return None, end, crumb.what if crumb is not None else ""
-    return (kind, value), end, ""
+    if text:
+        return json.loads(text), "", ""
+    code = child.exitcode or 0
+    end = f"ended the process with status {code}"
+    if code < 0:
+        end = f"ended the process by signal {signal.Signals(-code).name}"
+    if text is None:
+        end = f"did not come back within {PATIENCE:.0f} s"
+    return None, end, crumb.what if crumb is not None else ""
 
 
-def _answer(work: Callable[[], dict[str, Any]], writer: int) -> NoReturn:
+def _answer(
+    work: Callable[[], dict[str, Any]], writer: Connection, notes: int, ended: dict[str, str]
+) -> NoReturn:
     """In the child: work, write the answer, and end without running plugins' exit handlers."""
+    breadcrumb.keep_in(notes)
+    calling.ENDED.update(ended)
     try:
         try:
             answer: tuple[str, Any] = ("found", work())
         except VllmFLError as error:
             kind = "settings" if isinstance(error, SettingsError) else "error"
             answer = (kind, {"message": error.message, "code": error.code})
-        with open(writer, "w", encoding="utf-8") as out:
-            json.dump(answer, out)
+        writer.send_bytes(json.dumps(answer).encode())
     except BaseException:
         traceback.print_exc()
     finally:
@@ -114,43 +122,31 @@ def _answer(work: Callable[[], dict[str, Any]], writer: int) -> NoReturn:
         os._exit(0)
 
 
-def _wait(pid: int, reader: int, notes: int, tick: Callable[[str], None]) -> tuple[str, str]:
-    """(what the child wrote, how it ended). One that hangs in a plugin is ended."""
-    data, before, since, told = b"", b"", time.monotonic(), False
-    ended: int | None = None
-    killed = False
-    try:
-        while True:
-            ready, _, _ = select.select([reader], [], [], BEAT)
-            chunk = os.read(reader, 65536) if ready else None
-            data += chunk or b""
-            if chunk == b"":
-                break
-            if ended is not None and not ready:
-                break  # a process that the plugin left behind holds the pipe
-            if ended is None:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                ended = status if done else None
-            now = os.pread(notes, breadcrumb.LARGEST, 0)
-            if now != before:
-                before, since, told = now, time.monotonic(), False
-            crumb = breadcrumb.read(now)
-            tick(crumb.what if crumb is not None else "")
-            took = time.monotonic() - since
-            if crumb is not None and took > breadcrumb.SLOW and not told:
-                told = True
-                say(f"vllm-fl: {crumb.what} has been running for {took:.0f} s", error=True)
-            if crumb is not None and took > PATIENCE:
-                killed = True
-                break
-    finally:
-        if ended is None:
-            if killed or sys.exc_info()[0] is not None:
-                os.kill(pid, signal.SIGKILL)
-            ended = os.waitpid(pid, 0)[1]
-    if killed:
-        return "", f"did not come back within {PATIENCE:.0f} s"
-    code = os.waitstatus_to_exitcode(ended)
-    if code < 0:
-        return data.decode(), f"ended the process by signal {signal.Signals(-code).name}"
-    return data.decode(), f"ended the process with status {code}"
+def _wait(
+    child: ForkProcess, reader: Connection, notes: int, tick: Callable[[str], None]
+) -> bytes | None:
+    """What the child answers: nothing where it ended, None where it hangs in a plugin: it is ended.
+
+    A process that a plugin left behind may hold the pipe.
+    """
+    before, since, told = b"", time.monotonic(), False
+    while True:
+        now = os.pread(notes, breadcrumb.LARGEST, 0)
+        if now != before:
+            before, since, told = now, time.monotonic(), False
+        crumb = breadcrumb.read(now)
+        tick(crumb.what if crumb is not None else "")
+        took = time.monotonic() - since
+        if crumb is not None and took > breadcrumb.SLOW and not told:
+            told = True
+            say(f"vllm-fl: {crumb.what} has been running for {took:.0f} s", error=True)
+        if crumb is not None and took > PATIENCE:
+            child.kill()
+            return None
+        if reader.poll(BEAT):
+            try:
+                return reader.recv_bytes()
+            except EOFError:
+                return b""
+        if child.exitcode is not None and not reader.poll():
+            return b""

@@ -14,7 +14,6 @@ from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
 __all__ = ["find_disagreements", "find_idle", "find_unknown", "warned"]
 
 CHECK = "settings"
-FLAGCX = "vllm-fl-flagcx"
 OOT_LISTS = ("oot_whitelist", "oot_blacklist")
 
 
@@ -45,12 +44,6 @@ def find_idle(
                 f"{settings['enabled'].named} makes vllm-fl step aside entirely.",
                 f"unset {Settings.enabled.variable}, or the others",
             )
-    if not any(plugin.owner.distribution == FLAGCX for plugin in plugins):
-        yield from idle(
-            ["flagcx_path"],
-            f"Only {FLAGCX} uses FlagCX, and it is not installed; collectives are vLLM's own.",
-            f"pip install {FLAGCX}, or unset FLAGCX_PATH",
-        )
     if settings.pinned is None:
         yield from idle(
             ["table_unaccepted"],

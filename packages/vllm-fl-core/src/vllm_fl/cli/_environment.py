@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Collection
@@ -51,16 +51,11 @@ with warnings.catch_warnings(record=True) as caught:
     import torch
     facts["version"] = str(torch.__version__)
     facts["cuda"] = torch.version.cuda
-    facts["hip"] = torch.version.hip
-    facts["cuda_available"] = torch.cuda.is_available()
-    if facts["cuda_available"]:
-        facts["devices"] = [
-            torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())
-        ]
-    npu = getattr(torch, "npu", None)
-    facts["npu_available"] = bool(npu is not None and npu.is_available())
-    if facts["npu_available"]:
-        facts["devices"] = [npu.get_device_name(n) for n in range(npu.device_count())]
+    for kind in ("cuda", "npu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            count = range(module.device_count())
+            facts["devices"] = [module.get_device_name(n) for n in count]
 facts["warnings"] = [str(w.message) for w in caught if "driver" in str(w.message)]
 for name in sys.argv[1:]:
     try:
@@ -102,21 +97,15 @@ def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
 
 
 def torch_build() -> str | None:
-    """`CPU`, `CUDA 13.0`, `ROCm 6.4`, read from torch's files without importing it; None without.
+    """`CPU`, `CUDA 13.0`, `ROCm 6.4`, by torch's version file without the rest; None without torch.
 
     Raises:
-        OSError, SyntaxError: torch's version file is not as torch writes it.
+        Exception: the file is not as torch writes it; whatever it raises.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    module = ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
-    facts: dict[str, Any] = {}
-    for node in module.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        value = getattr(node, "value", None)
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
-            facts[target.id] = value.value
+    facts = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     if facts.get("cuda"):
         return f"CUDA {facts['cuda']}"
     return f"ROCm {facts['hip']}" if facts.get("hip") else "CPU"
@@ -127,8 +116,8 @@ def torch_facts() -> dict[str, Any]:
     """What torch says of itself and its devices, asked in a process of its own.
 
     Returns:
-        `version`, `cuda`, `hip`, `cuda_available`, `npu_available`, `devices`, `warnings`,
-        `broken` {a package of BESIDE_TORCH: its error}; or `error` alone.
+        `version`, `cuda`, `warnings`, `broken` {a package of BESIDE_TORCH: its error}, and
+        `devices` where there is one; or `error` alone.
     """
     beside = [name for name in BESIDE_TORCH if find_spec(name) is not None]
     try:

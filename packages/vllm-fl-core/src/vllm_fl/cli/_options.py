@@ -1,19 +1,22 @@
-"""Options that several verbs have: a device, names of what is installed, a number of seconds."""
+"""Options that several verbs have: a device, names of what is installed, seconds, a file."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..files import Draft
 from ..settings.policy import closest
 from ._show import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_known", "device_of", "positive_seconds"]
+__all__ = ["ReportFile", "check_known", "device_of", "positive_seconds"]
 
 
 def check_known(what: str, asked: Sequence[str] | None, known: Collection[str]) -> None:
@@ -67,3 +70,42 @@ def positive_seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
     return seconds
+
+
+class ReportFile:
+    """A file that appears whole, or not at all.
+
+    The room for it is made at once, beside the final place. Use as a context: leaving it without
+    `write` leaves nothing behind.
+
+    Args:
+        path: where the report goes; an older one there is replaced.
+        option: the option that names it, for errors.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+
+    def __init__(self, path: str, option: str = "--report") -> None:
+        self.path = Path(os.path.realpath(path))  # a link's target is replaced, not the link
+        try:
+            if self.path.exists():
+                if not self.path.is_file():
+                    raise UsageError(f"{option} {path}: is not a regular file")
+                if not os.access(self.path, os.W_OK):
+                    raise UsageError(f"{option} {path}: may not be written")
+            self._draft = Draft(self.path)
+        except OSError as error:
+            raise UsageError(
+                f"{option} {path}: cannot be written: {error.strerror}; nothing was run"
+            ) from error
+
+    def __enter__(self) -> ReportFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._draft.__exit__()
+
+    def write(self, text: str) -> None:
+        """Put `text` there. Raises OSError, as for a disk that is full."""
+        self._draft.put(text.encode(), lasting=True)

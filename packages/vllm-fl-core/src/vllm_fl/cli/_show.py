@@ -10,13 +10,22 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from ..errors import VllmFLError
 from ..text import clean, scrub
 
-__all__ = ["UsageError", "answering", "folded", "last_said", "print_json", "print_table", "say"]
+__all__ = [
+    "UsageError",
+    "answer",
+    "answering",
+    "folded",
+    "last_said",
+    "print_json",
+    "print_table",
+    "say",
+]
 
 SCHEMA = 1
 
@@ -33,15 +42,29 @@ class UsageError(VllmFLError):
 
 
 @contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """In the block, only our answers go to standard output; logs of vLLM or a compiler do not."""
+def answering(to: TextIO | None = None) -> Iterator[None]:
+    """In the block, only our answers go to standard output; logs of vLLM or a compiler do not.
+
+    Args:
+        to: where answers go; None: to standard output.
+    """
     global _answers
-    before, _answers = _answers, sys.stdout
+    before, _answers = _answers, to or sys.stdout
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
         _answers = before
+
+
+def answer(
+    facts: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None], *, as_json: bool
+) -> None:
+    """The answer of a verb, from one value: as JSON, or as `show` prints it for people."""
+    if as_json:
+        print_json(**facts)
+    else:
+        show(facts)
 
 
 def print_json(**content: Any) -> None:

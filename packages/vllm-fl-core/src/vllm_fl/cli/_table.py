@@ -11,7 +11,7 @@ from ..settings.table import DEFAULT, Figure, Pinned, TunedOp
 from ._options import device_of
 from ._show import UsageError, print_table, say
 
-__all__ = ["as_json", "obstacle", "say_figures", "summary"]
+__all__ = ["as_json", "say_figures"]
 
 FIGURES = [
     "tokens",
@@ -25,7 +25,7 @@ FIGURES = [
 ]
 
 
-def obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
+def _obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
     """Why the table has no effect on this machine, or None; of a model it says nothing."""
     if settings.pinned is None:
         return None
@@ -37,7 +37,7 @@ def obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
     return table.differs(here(table, snapshot, device, serves=False)) or unaccepted(settings)
 
 
-def summary(pinned: Pinned) -> str:
+def _summary(pinned: Pinned) -> str:
     """What the table was measured for, one line."""
     table = pinned.table
     verdict = table.accepted
@@ -59,6 +59,7 @@ def as_json(
         return None
     table = pinned.table
     content: dict[str, Any] = {
+        "summary": _summary(pinned),
         "file": pinned.file,
         "digest": pinned.digest,
         "model": table.model,
@@ -69,20 +70,22 @@ def as_json(
         "accepted": table.accepted is not None and table.accepted.accepted,
     }
     if op is None:
-        return content | {"rows": {each: _rows(tuned) for each, tuned in table.ops.items()}}
+        idle = [each for each in table.ops if settings.policy.names(each)]
+        rows = {each: _rows(tuned) for each, tuned in table.ops.items()}
+        return content | {"rows": rows, "idle": idle}
     tuned = table.ops.get(op)
     if tuned is None:
         return content | {"rows": [], "figures": [], "obstacle": "it does not name the op"}
-    why = obstacle(settings, snapshot) or left_out(table, snapshot).get(op)
+    why = _obstacle(settings, snapshot) or left_out(table, snapshot).get(op)
     if why is None and settings.policy.names(op):
         why = "a list of yours orders the op"
     figures = [_figure(tuned, figure) for figure in tuned.figures]
     return content | {"rows": _rows(tuned), "figures": figures, "obstacle": why}
 
 
-def say_figures(told: dict[str, Any], pinned: Pinned) -> None:
+def say_figures(told: dict[str, Any]) -> None:
     """What the table says of one op, as `as_json` tells it."""
-    say(f"\n{summary(pinned)}.")
+    say(f"\n{told['summary']}.")
     if told["obstacle"]:
         say(f"It does not order this op here: {told['obstacle']}.")
     elif all(row["impl"] == DEFAULT for row in told["rows"]):

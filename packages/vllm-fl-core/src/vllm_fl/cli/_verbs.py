@@ -12,18 +12,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
 from ..errors import VllmFLError
-from ..plugins.installed import (
-    CORE,
-    Distribution,
-    EntryPoint,
-    canonical,
-    entry_points,
-    identity,
-)
+from ..plugins.installed import CORE, canonical, entry_points, identity
 from ..text import quote
 from ._show import UsageError, say
 
@@ -41,10 +35,7 @@ OWN = (
     "policy",
     "verify",
 )
-"""Core's own verbs, which are there without its metadata, too: `doctor` says that it is gone."""
-
-BARE = Distribution("vllm_fl_core.dist-info", "")
-"""Core without metadata."""
+"""Core's own verbs. They need no metadata: where it is gone, `doctor` says so."""
 
 TOOLS = "vllm-fl-tools"
 
@@ -84,15 +75,11 @@ class Verb:
 
 
 def brought() -> dict[str, list[Any]]:
-    """The name of each verb -> the entry points that bring it, in the order of `sys.path`."""
-    found: dict[str, list[Any]] = {}
+    """The name of each verb -> others' entry points that bring it, in the order of `sys.path`."""
+    found: dict[str, list[Any]] = {name: [] for name in OWN}
     for entry in entry_points(GROUP):
-        found.setdefault(entry.name, []).append(entry)
-    for name in OWN:
-        if not any(map(_is_cores, found.get(name, ()))):
-            found.setdefault(name, []).append(
-                EntryPoint(name, f"{__package__}.{name}", GROUP, BARE)
-            )
+        if canonical(identity(entry.dist)[0]) != CORE:
+            found.setdefault(entry.name, []).append(entry)
     return dict(sorted(found.items()))
 
 
@@ -107,31 +94,26 @@ def missing(name: str) -> UsageError:
 
 
 def load(name: str, entries: Sequence[Any]) -> Verb:
-    """The verb that these entry points bring.
+    """The verb of this name: core's, or that of these entry points.
 
     Raises:
         VerbError: two distributions bring it and neither is core, its module cannot be imported,
             or that is no verb.
     """
-    owners = {_owner(entry): entry for entry in reversed(entries)}
-    entry = next((entry for entry in entries if _is_cores(entry)), None)
-    if entry is None:
-        if len(owners) > 1:
-            raise VerbError(
-                f"`vllm-fl {name}` is brought by {' and by '.join(sorted(owners))}, and runs for "
-                "neither: uninstall one of them",
-                verb=name,
-                distribution=", ".join(sorted(owners)),
-            )
-        entry = entries[0]
-    owner = _owner(entry)
-    if others := sorted({*owners} - {owner}):
-        say(
-            f"vllm-fl: {' and '.join(others)} would bring the verb {name!r}, too; it is {CORE}'s",
-            error=True,
+    owners = sorted({_owner(entry) for entry in entries})
+    told = " and ".join(owners)
+    if name in OWN and owners:
+        say(f"vllm-fl: {told} would bring the verb {name!r}, too; it is {CORE}'s", error=True)
+    elif len(owners) > 1:
+        raise VerbError(
+            f"`vllm-fl {name}` is brought by {' and by '.join(owners)}, and runs for neither: "
+            "uninstall one of them",
+            verb=name,
+            distribution=", ".join(owners),
         )
+    owner = CORE if name in OWN else told
     try:
-        module = entry.load()
+        module = import_module(f"{__package__}.{name}") if name in OWN else entries[0].load()
     except VllmFLError:  # such as one of another version: it says all
         raise
     except KeyboardInterrupt:
@@ -149,7 +131,7 @@ def load(name: str, entries: Sequence[Any]) -> Verb:
     ]
     if lacking:
         raise VerbError(
-            f"`vllm-fl {name}` of {owner} is no verb: {entry.value} has no "
+            f"`vllm-fl {name}` of {owner} is no verb: {getattr(module, '__name__', name)} has no "
             f"{' and no '.join(lacking)}. Update or uninstall that distribution; the other verbs "
             "work",
             verb=name,
@@ -158,10 +140,6 @@ def load(name: str, entries: Sequence[Any]) -> Verb:
     heading = str(getattr(module, "__doc__", None) or f"from {owner}").splitlines()[0]
     summary = heading.removeprefix(f"`vllm-fl {name}`: ").rstrip(".")
     return Verb(summary, module.add_arguments, module.run)
-
-
-def _is_cores(entry: Any) -> bool:
-    return canonical(identity(entry.dist)[0]) == CORE
 
 
 def _owner(entry: Any) -> str:

@@ -6,12 +6,10 @@ command's. `vllm_fl.cli._verbs` says what a verb is.
 
 from __future__ import annotations
 
-from ._options import check_known, device_of, positive_seconds
-from ._progress import doing
-from ._report import ReportFile
-from ._show import SCHEMA, UsageError, print_json, print_table, say
+from ._options import ReportFile, check_known, device_of, positive_seconds
+from ._progress import TookTooLong, Watch, doing
+from ._show import SCHEMA, UsageError, answer, print_json, print_table, say
 from ._verbs import VerbError
-from ._watch import TookTooLong, Watch
 
 __all__ = [
     "SCHEMA",
@@ -20,6 +18,7 @@ __all__ = [
     "UsageError",
     "VerbError",
     "Watch",
+    "answer",
     "check_known",
     "device_of",
     "doing",

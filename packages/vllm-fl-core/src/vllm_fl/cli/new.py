@@ -6,47 +6,39 @@ import argparse
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.startup import known_platforms
-from ..plugins.loading import known_contracts
 from ..settings.policy import closest
 from ..settings.values import PLATFORMS, normalise_platform
-from ._show import UsageError, print_json, say
+from ._show import UsageError, answer, say
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "template_ops"]
 
 RESERVED = ("core", "default", "fl", "flagos", "impl", "reference", "stock", "vendor", "vllm")
 """Tokens of the policy, and names of our own."""
 
 TEMPLATE = files("vllm_fl") / "templates" / "backend"
-"""A whole package of the vendor `acme`."""
+"""A whole package of the vendor `acme`, for a device of its own."""
 
-MARK = re.compile(r"\s*(?:#|<!--) \[\[ ([\w ]+) \]\](?: -->)?")
-"""A line of the template: what follows, to `end`, is for these ops, or for a device of one's own or
-somebody's platform."""
+IMPL = "src/vllm_fl_acme/impl"
+"""The folder of it that has a module for each op, of the op's name."""
+
+EACH = re.compile(r".*\beach_op\b.*\n")
+"""A line of the template that is there once for each op."""
 
 TORCH_DEVICES = {"ascend": "npu"}
 """Platform -> torch's name of its devices, where that is another."""
 
 
-@cache
-def template_ops() -> Mapping[str, tuple[str, ...]]:
-    """The template's modules, and the ops in each: the functions that bear a contract's name."""
-    found = {}
-    for path in (TEMPLATE / "src" / "vllm_fl_acme" / "impl").iterdir():
-        if path.name.endswith(".py"):
-            functions = re.findall(r"^def (\w+)\(", path.read_text("utf-8"), re.M)
-            known = known_contracts().contracts
-            if ops := tuple(name for name in functions if name in known):
-                found[path.name.removesuffix(".py")] = ops
-    return MappingProxyType(dict(sorted(found.items())))
+def template_ops() -> list[str]:
+    """The ops that the template has in plain PyTorch."""
+    names = (path.name for path in (TEMPLATE / IMPL).iterdir())
+    return sorted(name.removesuffix(".py") for name in names if name[0] != "_")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops",
         metavar="OP,OP",
+        default=",".join(template_ops()),
         help="the ops that it brings, of those that have a plain form to start from (default: all "
-        f"of these: {', '.join(_ops())})",
+        "of these: %(default)s)",
     )
     parser.add_argument(
         "--dir",
@@ -73,41 +66,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Package:
-    """What is written: the vendor's name, the ops, and whose platform, or None for its own."""
-
-    name: str
-    ops: tuple[str, ...]
-    platform: str | None
-
-
 def run(arguments: argparse.Namespace) -> int:
     """UsageError, and nothing is written, when the name or the folder will not do."""
     name, parent = arguments.name, arguments.dir
     folder = parent / f"vllm-fl-{name}"
-    asked = arguments.ops
-    ops = tuple(dict.fromkeys(_ops() if asked is None else map(str.strip, asked.split(","))))
+    ops = list(dict.fromkeys(map(str.strip, arguments.ops.split(","))))
     platform = None if arguments.platform is None else normalise_platform(arguments.platform)
     problem = _problem(name, parent, folder) or _unknown(ops, platform)
-    if problem is None:
-        try:
-            _write(Package(name, ops, platform), parent, folder)
-        except OSError as error:
-            problem = f"{folder} cannot be written: {error}"
     if problem is not None:
         raise UsageError(problem)
-    if arguments.json:
-        print_json(name=name, platform=platform or name, ops=list(ops), folder=str(folder))
-    else:
-        say(f"Wrote {folder}. Next:\n  cd {folder}")
-        say("  pip install -e '.[testing]' && python -m pytest")
+    try:
+        _write(name, ops, platform, folder)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error}") from error
+    facts = {"name": name, "platform": platform or name, "ops": ops, "folder": str(folder)}
+    answer(facts, _show, as_json=arguments.json)
     return 0
 
 
-def _ops() -> list[str]:
-    """The ops that the template has."""
-    return sorted(op for ops in template_ops().values() for op in ops)
+def _show(facts: Mapping[str, Any]) -> None:
+    say(f"Wrote {facts['folder']}. Next:\n  cd {facts['folder']}")
+    say("  pip install -e '.[testing]' && python -m pytest")
 
 
 def _problem(name: str, parent: Path, folder: Path) -> str | None:
@@ -126,95 +105,55 @@ def _problem(name: str, parent: Path, folder: Path) -> str | None:
 
 
 def _unknown(ops: Sequence[str], platform: str | None) -> str | None:
+    known = template_ops()
     for op in ops:
-        named = known_contracts().contracts
-        if op not in named:
-            return f"--ops: no contract names {op!r}.{closest(op, named)} " + (
-                f"Known: {', '.join(_ops())}"
-            )
-        if op not in _ops():
+        if op not in known:
             return (
-                f"--ops: there is no plain form of {op!r} to start from. Known: "
-                f"{', '.join(_ops())}. Make the package with these or some of them, and write a "
-                f"function and an OpImpl of {op!r} beside them: vllm-fl explain {op} prints its "
-                "contract"
+                f"--ops: there is no plain form of {op!r} to start from.{closest(op, known)} "
+                f"Known: {', '.join(known)}. Another op that has a contract is a further module "
+                "beside them: vllm-fl explain OP prints its contract"
             )
     if platform is not None and platform not in PLATFORMS:
-        known = known_platforms(get_default_manager().registry.plugins)
-        if platform not in known:
+        platforms = known_platforms(get_default_manager().registry.plugins)
+        if platform not in platforms:
             return (
                 f"--platform {platform!r} is not a platform of vLLM's or of an installed plugin's."
-                f"{closest(platform, known)} Known: {', '.join(known)}. For a device of your own "
-                "leave it out"
+                f"{closest(platform, platforms)} Known: {', '.join(platforms)}. For a device of "
+                "your own leave it out"
             )
     return None
 
 
-def _write(package: Package, parent: Path, folder: Path) -> None:
+def _write(name: str, ops: Sequence[str], platform: str | None, folder: Path) -> None:
     """Write all of it beside its place, then rename: a failure leaves nothing behind."""
-    with tempfile.TemporaryDirectory(prefix=".vllm-fl-new-", dir=parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".vllm-fl-new-", dir=folder.parent) as scratch:
         written = Path(scratch) / "package"
+        left_out = {f"{IMPL}/{op}.py" for op in template_ops() if op not in ops}
         with as_file(TEMPLATE) as template:
             for source in sorted(template.rglob("*")):
-                inside = source.relative_to(template)
-                if source.is_dir() or "__pycache__" in inside.parts:
+                inside = source.relative_to(template).as_posix()
+                if source.is_dir() or "__pycache__" in inside or inside in left_out:
                     continue
-                has = template_ops().get(inside.stem)
-                if has and not {*has} & {*package.ops}:
-                    continue
-                place = re.sub(r"(^|/)dot_", r"\1.", _named(package.name, inside.as_posix()))
-                target = written / place
+                target = written / _named(name, re.sub(r"(^|/)dot_", r"\1.", inside))
                 target.parent.mkdir(parents=True, exist_ok=True)
-                text = _tailored(package, source.read_text("utf-8"))
-                target.write_text(_named(package.name, text), "utf-8")
+                text = _tailored(source.read_text("utf-8"), ops, platform)
+                target.write_text(_named(name, text), "utf-8")
         os.rename(written, folder)
 
 
-def _tailored(package: Package, text: str) -> str:
+def _tailored(text: str, ops: Sequence[str], platform: str | None) -> str:
     """The template's text for these ops on this platform; its name is still `acme`."""
-    chosen = {*package.ops, "own" if package.platform is None else "platform"}
-    left_out = [op for op in _ops() if op not in package.ops]
-    kept, keeps = [], True
-    for line in text.splitlines():
-        if mark := MARK.fullmatch(line):
-            words = {*mark[1].split()}
-            keeps = words == {"end"} or bool(words & chosen)
-        elif keeps and not any(
-            line.startswith(f"  {op}:") or re.fullmatch(rf'    "(supports_)?{op}",', line)
-            for op in left_out
-        ):
-            kept.append(line)
-    modules = [m for m, ops in template_ops().items() if {*ops} & {*package.ops}]
-    edits = {
-        _listed([op for ops in template_ops().values() for op in ops]): _listed(package.ops),
-        "explain rms_norm": f"explain {package.ops[0]}",
-        f"import {', '.join(template_ops())}": f"import {', '.join(modules)}",
-        _united(template_ops()): _united(modules),
-    }
-    if package.platform is not None:
-        edits |= {
-            "[vendor, flagos, reference]": "[vendor:acme, stock, vendor, flagos, reference]",
-            'DEVICE = "cpu"': f'DEVICE = "{TORCH_DEVICES.get(package.platform, package.platform)}"',
-            'platform == "acme"': f'platform == "{package.platform}"',
-            "the platform `acme`": f"the platform `{package.platform}`",
-            "on Acme's hardware": f"of Acme for the platform {package.platform}",
-            "that has the device: `runs-on: [self-hosted, acme]`": "that has the device",
-        }
-    text = "\n".join(kept).strip("\n") + "\n" if kept else ""
-    for old, new in edits.items():
+    text = EACH.sub(lambda line: "".join(line[0].replace("each_op", op) for op in ops), text)
+    if platform is None:
+        return text
+    for old, new in {
+        "[vendor, flagos, reference]": "[vendor:acme, stock, vendor, flagos, reference]",
+        'DEVICE = "cpu"': f'DEVICE = "{TORCH_DEVICES.get(platform, platform)}"',
+        'platform == "acme"': f'platform == "{platform}"',
+        "the platform `acme`": f"the platform `{platform}`",
+    }.items():
         text = text.replace(old, new)
-    return re.sub(r"\n{4,}", "\n\n\n", text)
-
-
-def _listed(ops: Sequence[str]) -> str:
-    """The ops as a sentence names them."""
-    quoted = [f"`{op}`" for op in ops]
-    return " and ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
-
-
-def _united(modules: Iterable[str]) -> str:
-    """The OPS of the modules as `register_ops` unites them."""
-    return f"[{', '.join(f'*{module}.OPS' for module in modules)}]"
+    return text
 
 
 def _named(name: str, text: str) -> str:

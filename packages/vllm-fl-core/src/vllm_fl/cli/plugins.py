@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..dispatch import get_default_manager
@@ -12,7 +12,7 @@ from ..plugins.loading import unmatched
 from ..plugins.plugin import Plugin
 from ..text import clean
 from ._child import surviving
-from ._show import print_json, print_table, say
+from ._show import answer, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,21 +23,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when a plugin failed, was refused an id, or sets what is the user's to set; when
     VLLM_FL_PLUGINS matches nothing; or when another distribution owns what is ours."""
     found = surviving(_look)
-    rows, warnings, others = found["plugins"], found["warnings"], found["rivals"]
-    if arguments.json:
-        print_json(plugins=rows, warnings=warnings, rivals=others)
-    else:
-        if rows:
-            show(rows)
-        if not found["backends"]:
-            say("No backend is installed. Try: pip install vllm-fl-reference")
-        for row in rows:
-            if row["error"]:
-                say(clean(row["error"]), error=True)
-        for line in (*warnings, *others):
-            say(clean(line), error=True)
-    failed = any(row["error"] for row in rows) or found["remarks"] or found["nothing_matches"]
-    return 1 if others or failed else 0
+    answer(found, _show, as_json=arguments.json)
+    failed = any(row["error"] for row in found["plugins"])
+    return 1 if failed or found["rivals"] or found["remarks"] or found["nothing_matches"] else 0
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    if facts["plugins"]:
+        show(facts["plugins"])
+    if not facts["backends"]:
+        say("No backend is installed. Try: pip install vllm-fl-reference")
+    errors = [row["error"] for row in facts["plugins"] if row["error"]]
+    for line in (*errors, *facts["warnings"], *facts["rivals"]):
+        say(clean(line), error=True)
 
 
 def _look() -> dict[str, Any]:

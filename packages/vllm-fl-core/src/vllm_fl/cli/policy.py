@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..dispatch import get_default_manager
 from ..logs import quiet
 from ..settings.policy import OpOrder
 from ..settings.schema import CONFIG, Setting, Settings
-from ..text import HIDDEN, is_secret
+from ..settings.values import ORDER_PREFIX
+from ..text import HIDDEN, clean, is_secret
 from . import _table
-from ._report import ReportFile
-from ._settings_file import in_environment, text_of
-from ._show import UsageError, print_json, print_table, say
+from ._options import ReportFile
+from ._show import UsageError, answer, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,22 +37,24 @@ def run(arguments: argparse.Namespace) -> int:
     assert settings is not None
     if arguments.write:
         return _write(settings, arguments)
-    rows = as_rows(settings)
-    table = _table.as_json(settings, manager.registry.snapshot())
-    files = list(settings["platform_files"].value)  # type: ignore[call-overload]
-    if arguments.json:
-        print_json(
-            platform=settings.platform,
-            platform_files=files,
-            settings=rows,
-            table=table,
-            unchecked=list(settings.unchecked),
-            unowned=list(settings.unowned),
-            warnings=list(settings.warnings),
-        )
-        return 0
-    say(f"Platform: {settings.platform} ({settings['platform'].origin})")
-    say(f"Platform files: {', '.join(files) or 'none'}")
+    facts = {
+        "platform": settings.platform,
+        "platform_files": list(settings["platform_files"].value),  # type: ignore[call-overload]
+        "settings": as_rows(settings),
+        "table": _table.as_json(settings, manager.registry.snapshot()),
+        "unchecked": list(settings.unchecked),
+        "unowned": list(settings.unowned),
+        "warnings": list(settings.warnings),
+    }
+    answer(facts, _show, as_json=arguments.json)
+    return 0
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    rows = facts["settings"]
+    (platform,) = (row for row in rows if row["key"] == "platform")
+    say(f"Platform: {facts['platform']} ({platform['origin']})")
+    say(f"Platform files: {', '.join(facts['platform_files']) or 'none'}")
     print_table(
         ["setting", "value", "origin", "overrides"],
         [
@@ -68,44 +70,101 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for row in rows:
         if "merged" in row:
-            say(f"{row['key']} is made of the files of several backends:")
-            for each in row["merged"]:
-                say(f"  {each['origin']}: {_text(each['value'])}")
-            for sentence in row["disagreements"]:
-                say(f"  They disagree: {sentence}.")
-    if table and settings.pinned is not None:
-        summary = _table.summary(settings.pinned)
-        say(f"{summary}. `vllm-fl doctor` says whether it holds on this machine. Its rows:")
+            say_merged(row["key"], row)
+    if table := facts["table"]:
+        say(f"{table['summary']}. `vllm-fl doctor` says whether it holds on this machine.")
         for op, of_op in table["rows"].items():
             each = ", ".join(f"up to {row['up_to']} tokens {row['impl']}" for row in of_op)
-            idle = " (a list of yours orders the op)" * settings.policy.names(op)
+            idle = " (a list of yours orders the op)" * (op in table["idle"])
             say(f"  {op}: {each or 'none'}{idle}")
-    if settings.unowned:
+    if facts["unowned"]:
         say("Settings that belong to no loaded plugin: they are kept, unchecked, and do nothing:")
-        for name in settings.unowned:
-            say(f"  {name}")
-    unknown = [name for name in settings.unchecked if name not in settings.unowned]
-    if unknown:
+        say("\n".join(f"  {name}" for name in facts["unowned"]))
+    if unknown := [name for name in facts["unchecked"] if name not in facts["unowned"]]:
         say("Names that nobody here could check, or that nobody installed knows:")
-        for name in unknown:
-            say(f"  {name}")
-    for warning in settings.warnings:
+        say("\n".join(f"  {name}" for name in unknown))
+    for warning in facts["warnings"]:
         say(f"Warning: {warning}")
-    return 0
 
 
 def _write(settings: Settings, arguments: argparse.Namespace) -> int:
     """Write the settings, and say what else counts beside the file."""
-    text, beside = text_of(settings), in_environment(settings)
+    text, beside = text_of(settings), _in_environment(settings)
     with ReportFile(arguments.write, "--write") as file:
         file.write(text)
-    if arguments.json:
-        print_json(file=str(file.path), environment=beside)
-        return 0
-    say(f"{file.path}: use it with {CONFIG}={file.path}")
-    for variable in beside:
-        say(f"A file cannot hold {variable}: set it beside the file.")
+    facts = {"file": str(file.path), "environment": beside}
+    answer(facts, _show_written, as_json=arguments.json)
     return 0
+
+
+def _show_written(facts: Mapping[str, Any]) -> None:
+    say(f"{facts['file']}: use it with {CONFIG}={facts['file']}")
+    for variable in facts["environment"]:
+        say(f"A file cannot hold {variable}: set it beside the file.")
+
+
+def text_of(settings: Settings) -> str:
+    """YAML of every setting that a file can hold and that is not the default.
+
+    Raises:
+        UsageError: a setting that holds here cannot be said by a file of the user's.
+    """
+    import yaml
+
+    said: dict[str, Any] = {}
+    orders: dict[str, Any] = {}
+    for key, setting in settings.items():
+        spec = settings.declared.get(key)
+        if isinstance(setting.value, OpOrder):
+            op = key.removeprefix(ORDER_PREFIX)
+            orders[op] = _order(setting, setting.value, settings)
+        elif spec is not None and spec.in_file and setting.value != spec.default:
+            if is_secret(key):
+                raise UsageError(f"--write: {key} looks like a secret, which no file is given")
+            value = setting.value
+            said[key] = list(value) if isinstance(value, tuple) else value
+        elif key in settings.unowned and not setting.origin.startswith("environment "):
+            raise UsageError(f"--write: no loaded plugin owns {key} ({setting.origin})")
+    if settings.table is not None:
+        said["table"] = os.path.abspath(settings.table)  # a file's own is relative to its folder
+    if orders:
+        said["op_backends"] = orders
+    lines = [
+        "# Written by `vllm-fl policy --write`: what held then, wherever it came from.",
+        f"# {CONFIG} names this file, which then replaces variables and platform files.",
+        "# Settings that are not here have their defaults.",
+    ]
+    if variables := _in_environment(settings):
+        lines += [
+            "# A file cannot hold these: set them beside it.",
+            *(f"#   {v}" for v in variables),
+        ]
+    body = yaml.safe_dump(said, sort_keys=False, allow_unicode=True) if said else ""
+    return "\n".join([*lines, "", body])
+
+
+def _in_environment(settings: Settings) -> list[str]:
+    """The variables that count beside a file, as `NAME=value`; of a secret the name alone."""
+    found = []
+    for setting in settings.values():
+        spec = settings.declared.get(setting.key)
+        variable = setting.origin.removeprefix("environment ")
+        if setting.key == Settings.config.key or (spec is not None and spec.in_file):
+            continue
+        if variable != setting.origin and not isinstance(setting.value, OpOrder):
+            found.append(variable if is_secret(variable) else clean(setting.named))
+    return found
+
+
+def _order(setting: Setting, order: OpOrder, settings: Settings) -> Any:
+    """An order as a file has it; a file's lists are the user's, which win over much."""
+    op = setting.key.removeprefix(ORDER_PREFIX)
+    if not order.pinned and settings.pinned is not None and op in settings.pinned.table.ops:
+        raise UsageError(
+            f"--write: the table {settings.table} orders {op}, over {setting.origin}; in a file of "
+            "yours that list would win over the table"
+        )
+    return order.written
 
 
 def as_rows(settings: Settings) -> list[dict[str, Any]]:
@@ -131,6 +190,15 @@ def merged_from(setting: Setting) -> dict[str, Any]:
         "merged": _each(setting.key, setting.merged),
         "disagreements": list(setting.disagreements),
     }
+
+
+def say_merged(what: str, told: dict[str, Any]) -> None:
+    """The same for people."""
+    say(f"{what} is made of the policy files of several backends:")
+    for each in told["merged"]:
+        say(f"  {each['origin']}: {_text(each['value'])}")
+    for sentence in told["disagreements"]:
+        say(f"  They disagree: {sentence}.")
 
 
 def _each(key: str, values: Iterable[tuple[object, str]]) -> list[dict[str, Any]]:

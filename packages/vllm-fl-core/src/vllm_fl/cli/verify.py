@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import io
 import math
-import os
 import platform
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -27,13 +27,12 @@ from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..integration.places import all_bindings
 from ..plugins.forms import verdict_of
-from ..plugins.types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
+from ..plugins.types import Impl, OpImpl
 from ..text import quote, scrub
 from ._environment import device_facts, distributions
-from ._options import check_known, device_of, positive_seconds
-from ._report import ReportFile
-from ._show import UsageError, print_json, print_table, say
-from ._watch import TookTooLong, Watch
+from ._options import ReportFile, check_known, device_of, positive_seconds
+from ._progress import TookTooLong, Watch
+from ._show import UsageError, answer, answering, print_table, say
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
 
         def tell() -> None:
-            (print_json if arguments.json else _show)(**found)
+            answer(found, _show, as_json=arguments.json)
 
         def cut_short(why: str) -> None:
             """Tell of what was done. A report is left as it was: it would look like a whole one."""
@@ -127,13 +126,10 @@ def run(arguments: argparse.Namespace) -> int:
         def stuck() -> None:
             stack.close()
             cut_short(f"{watch.running} does not come back and cannot be given up")
-            for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
-                stream.flush()
-            os._exit(1)  # the main thread is inside of the call
 
         watch = Watch(len(work.units), arguments.timeout, stuck)
         try:
-            with watch, redirect_stdout(sys.stderr):  # a kernel's own output is no result
+            with redirect_stdout(sys.stderr):  # a kernel's own output is no result
                 work.run(watch)
         except KeyboardInterrupt:
             cut_short("interrupted")
@@ -141,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
         tell()
         if report is not None:
             try:
-                report.write(_markdown(found))
+                report.write(_report(found))
             except OSError as error:
                 say(f"vllm-fl: --report {report.path}: {error}; the results are above", error=True)
                 return 1
@@ -162,12 +158,8 @@ def _choose(
         if (ops and impl.op_name not in ops) or (impls and impl.impl_id not in impls):
             continue
         verdict = impl.availability()
-        if isinstance(impl, AttentionImpl):
-            reason = "an attention backend is a class, not one computation"
-        elif isinstance(impl, CommunicatorImpl):
-            reason = "a communicator is a class, which takes several ranks to run"
-        elif isinstance(impl, LayerImpl):
-            reason = "a whole layer is a class, not one computation"
+        if not isinstance(impl, OpImpl):
+            reason = "it is a class for vLLM, not one computation"
         elif impl.op_name not in snapshot.contracts:
             reason = "no contract names its op"
         elif verdict is not True:
@@ -436,7 +428,7 @@ def _details(results: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"{r['op']} {r['impl_id']}: {what}: {found['reason']} ({r['dtype']})"
 
 
-def _not_run(found: dict[str, Any]) -> Iterator[str]:
+def _not_run(found: Mapping[str, Any]) -> Iterator[str]:
     for entry in found["not_run"]:
         yield f"{entry['op']} {entry['impl_id']}: {entry['reason']}"
     if not found["results"]:
@@ -455,7 +447,7 @@ LEGEND = (
 )
 
 
-def _heading(found: dict[str, Any]) -> str:
+def _heading(found: Mapping[str, Any]) -> str:
     environment = found["environment"]
     device = environment["device"]
     versions = ", ".join(f"{name} {v}" for name, v in environment["distributions"].items())
@@ -466,7 +458,7 @@ def _heading(found: dict[str, Any]) -> str:
     )
 
 
-def _show(**found: Any) -> None:
+def _show(found: Mapping[str, Any]) -> None:
     say(_heading(found))
     if found["results"]:
         print_table(HEADINGS, _rows(found["results"]))
@@ -479,26 +471,9 @@ def _show(**found: Any) -> None:
         say(f"  {line}")
 
 
-def _markdown(found: dict[str, Any]) -> str:
-    lines = ["# Verification", "", _cell(_heading(found)), ""]
-    if found["results"]:
-        lines += [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
-        lines += [_line(map(_cell, row)) for row in _rows(found["results"])]
-        lines += ["", LEGEND]
-    if details := list(_details(found["results"])):
-        lines += ["", "## What was not ok", "", *(f"- {_cell(line)}" for line in details)]
-    if left := list(_not_run(found)):
-        lines += ["", "## Not run", "", *(f"- {_cell(line)}" for line in left)]
-    return scrub("\n".join(lines)) + "\n"
-
-
-def _line(cells: Any) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _cell(text: str) -> str:
-    """Text that Markdown shows as it is."""
-    text = " ".join(text.split())
-    for mark in "\\`*_|<>[]":
-        text = text.replace(mark, f"\\{mark}")
-    return text
+def _report(found: Mapping[str, Any]) -> str:
+    """The same as Markdown: a block of text, in which no word of others is markup."""
+    text = io.StringIO()
+    with answering(text):
+        _show(found)
+    return f"# Verification\n\n~~~~text\n{scrub(text.getvalue())}~~~~\n"

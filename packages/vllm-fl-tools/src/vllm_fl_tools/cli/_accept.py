@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import ReportFile, UsageError, print_json, print_table, say
@@ -30,8 +29,9 @@ from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.table import DEFAULT as UNCHANGED
 from vllm_fl.settings.table import Table, Verdict, read_table
 
+from ..engine.timing import quartiles
 from ..integration.workload import Visit
-from ._engines import Engine, running
+from ._engines import Engine, check_model, running
 from ._part import ended_by_signal
 
 __all__ = ["add_arguments", "judged", "run"]
@@ -130,8 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if model is None:
         raise UsageError("--accept takes --model DIR: it serves the model")
-    if not (Path(model) / "config.json").is_file():
-        raise UsageError(f"--model {model}: it has no config.json")
+    check_model(model)
     if rounds < STARTS:
         raise UsageError(f"--rounds {rounds}: at least {STARTS}")
     for op in filter(load_settings().policy.names, table.ops):
@@ -162,48 +161,44 @@ def run(arguments: argparse.Namespace) -> int:
 
 def judged(served: Served) -> Verdict:
     """The verdict on what the engines did."""
-    quartiles = {phase: _quartiles(_ratios(served, phase)) for phase in served.phases}
+    of_phase = {phase: quartiles(_ratios(served, phase)) for phase in served.phases}
     figures: dict[str, float] = {"rounds": len(next(iter(served.seconds.values())))}
-    for phase, (low, median, high) in quartiles.items():
+    for phase, (low, median, high) in of_phase.items():
         figures |= {f"{phase}: ratio": median, f"{phase}: low": low, f"{phase}: high": high}
-    below = {phase: of for phase, of in quartiles.items() if of[1] < LEAST}
-    slower = [
-        f"{phase} at {median:.3f} of the default's speed (quartiles {low:.3f} to {high:.3f})"
-        for phase, (low, median, high) in below.items()
-    ]
-    if len({*served.digests}) > 1:
-        reason = f"two starts made different plans ({', '.join(served.digests)})"
-    elif any(tokens != served.tokens[0] for tokens in served.tokens):
-        reason = "two starts answered the same prompts with different tokens"
-    elif slower:
-        reason = f"slower: {', '.join(slower)}"
-        if unsure := [phase for phase, (*_, high) in below.items() if high >= 1.0]:
-            reason += (
-                f"; the rounds differ too much to be sure of it in {', '.join(unsure)}: a quieter "
-                "machine, or more --rounds, may tell"
-            )
-    else:
-        least = min(median for _, median, _ in quartiles.values())
+    fault = _fault(served, of_phase)
+    if fault is None:
+        least = min(median for _, median, _ in of_phase.values())
         reason = f"reproduced, and at every phase at least {least:.3f} of the default's speed"
         if served.idle:
             told = ", ".join(f"{op} ({why})" for op, why in served.idle.items())
             reason += f"; without effect in this engine: {told}"
-        return Verdict(True, reason, _now(), figures)
-    return Verdict(False, reason, _now(), figures)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Verdict(fault is None, fault or reason, now, figures)
+
+
+def _fault(served: Served, of_phase: Mapping[str, tuple[float, float, float]]) -> str | None:
+    """Why the table is not accepted, if it is not."""
+    if len({*served.digests}) > 1:
+        return f"two starts made different plans ({', '.join(served.digests)})"
+    if any(tokens != served.tokens[0] for tokens in served.tokens):
+        return "two starts answered the same prompts with different tokens"
+    below = {phase: of for phase, of in of_phase.items() if of[1] < LEAST}
+    slower = [
+        f"{phase} at {median:.3f} of the default's speed (quartiles {low:.3f} to {high:.3f})"
+        for phase, (low, median, high) in below.items()
+    ]
+    reason = f"slower: {', '.join(slower)}"
+    if unsure := [phase for phase, (*_, high) in below.items() if high >= 1.0]:
+        reason += (
+            f"; the rounds differ too much to be sure of it in {', '.join(unsure)}: a quieter "
+            "machine, or more --rounds, may tell"
+        )
+    return reason if below else None
 
 
 def _ratios(served: Served, phase: str) -> list[float]:
     pairs = zip(served.seconds[DEFAULT, phase], served.seconds[TABLED, phase], strict=True)
     return [default / tabled for default, tabled in pairs]
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, median, high
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _show(served: Served, verdict: Verdict) -> None:
@@ -238,7 +233,9 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
             digests.append(str(report["digest"]))
             idle |= _idle(table, report["ops"])
             if start == 0:
-                phases = _that_fit({**PHASES, **_beyond_graphs(engines)}, engines)
+                length = min(engine.length for engine in engines.values())
+                every = {**PHASES, **_beyond_graphs(engines)}  # those whose prompt, and a token
+                phases = {n: v for n, v in every.items() if v.prompt_tokens < length}  # more, fit
                 warm = {name: _warmed_up(engine, phases) for name, engine in engines.items()}
                 phases = _fitted(phases, warm)
             for engine in engines.values():
@@ -281,12 +278,6 @@ def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
     largest = max(engine.graph_tokens for engine in engines.values())
     tokens = min(2 * largest, *(engine.length - 1 for engine in engines.values()))
     return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1)} if largest else {}
-
-
-def _that_fit(phases: Mapping[str, Visit], engines: Mapping[str, Engine]) -> dict[str, Visit]:
-    """The phases whose prompts, and a token more, the engines take."""
-    length = min(engine.length for engine in engines.values())
-    return {name: visit for name, visit in phases.items() if visit.prompt_tokens < length}
 
 
 def _check(name: str, engine: Engine, table: Table) -> None:

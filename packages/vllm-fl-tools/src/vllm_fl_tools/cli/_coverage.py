@@ -6,11 +6,12 @@ Nothing here imports torch or vLLM. What profiles look like is in `integration/p
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Owner", "Phase", "Row", "Whose", "attribute", "named", "sums"]
+__all__ = ["Owner", "Whose", "attribute", "named", "sums"]
 
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
@@ -55,54 +56,8 @@ class Owner:
     why: str = ""
 
 
-@dataclass
-class Row:
-    """One line of the table, by step.
-
-    Args:
-        owner: whose time it is.
-        us: of a step.
-        calls: of a step: kernels on a device, operators on a CPU.
-        share: of all rows.
-        kernels: the longest of them: name -> µs of a step.
-    """
-
-    owner: Owner
-    us: float = 0.0
-    calls: float = 0.0
-    share: float = 0.0
-    kernels: dict[str, float] = field(default_factory=dict)
-
-    def told(self) -> dict[str, Any]:
-        """For JSON."""
-        longest = sorted(self.kernels.items(), key=lambda kernel: -kernel[1])[:KERNELS]
-        figures = {"us": self.us, "calls": self.calls, "share": self.share}
-        return {**asdict(self.owner), **figures, "kernels": dict(longest)}
-
-
 KERNELS = 5
 """How many kernels of a row are named."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What one kind of step spends its time on.
-
-    Args:
-        rows: the longest first.
-        total: µs of a step in all rows.
-        busy: µs of a step in which the device ran at least one kernel; on a CPU as `total`.
-        steps: how many were profiled.
-        profiled: µs of a step under the profiler; 0 where a device has the time.
-        problem: why there is nothing, or nothing more.
-    """
-
-    rows: tuple[Row, ...]
-    total: float
-    busy: float
-    steps: int
-    profiled: float
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,38 +197,60 @@ def _layer(name: str) -> str:
     return name.removeprefix(LAYER_LABEL) if name.startswith(LAYER_LABEL) else ""
 
 
-def attribute(whose: Whose, learnt: Mapping[str, Any], measured: Mapping[str, Any] | None) -> Phase:
-    """The table of one kind of step.
+def attribute(
+    whose: Whose, learnt: Mapping[str, Any], measured: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What one kind of step spends its time on, as JSON data.
 
     Args:
         whose: finds owners.
         learnt: what was seen of labelled steps without captured graphs.
         measured: what was seen of steps as they serve; None where the device is the host itself,
             whose operators are in `learnt`.
+
+    Returns:
+        `of`, what was seen: operators or kernels; `steps`, how many were profiled; `rows`, the
+        longest first, each the fields of an `Owner`, `us` and `calls` of a step, its `share` of all
+        rows, and the longest `kernels` {name: µs of a step}; `total_us`, of a step in all rows;
+        `busy_us`, in which the device ran at least one kernel, on a CPU as `total_us`;
+        `profiled_us`, of a step under the profiler, 0 where a device has the time; `reached`, the
+        share by whether a contract reaches it; `problem`, why there is nothing, or nothing more.
     """
     seen = learnt if measured is None else measured
+    of = "operators" if measured is None else "kernels"
     problem = learnt["problem"] or seen["problem"]
-    steps = seen["steps"]
-    if problem or not steps or not learnt["steps"]:
+    steps = 0 if problem or not learnt["steps"] else seen["steps"]
+    rows: dict[Owner, dict[str, Any]] = {}
+    if steps:
+        found = _on_host(whose, learnt) if measured is None else _on_device(whose, learnt, measured)
+        for owner, name, us, calls in found:
+            row = rows.setdefault(owner, {"us": 0.0, "calls": 0.0, "kernels": Counter()})
+            row["us"] += us / steps
+            row["calls"] += calls / steps
+            row["kernels"][name] += us / steps
+    total = sum(row["us"] for row in rows.values())
+    if not steps:
         problem = problem or "the engine took no such step"
-        return Phase((), 0.0, 0.0, 0, 0.0, problem)
-    found = _on_host(whose, learnt) if measured is None else _on_device(whose, learnt, measured)
-    rows: dict[Owner, Row] = {}
-    for owner, name, us, calls in found:
-        row = rows.setdefault(owner, Row(owner))
-        row.us += us / steps
-        row.calls += calls / steps
-        row.kernels[name] = row.kernels.get(name, 0.0) + us / steps
-    total = sum(row.us for row in rows.values())
-    if not total:
+    elif not total:
         what = "operator" if measured is None else "kernel of the device"
         problem = f"PyTorch's profiler saw no {what}; it may have been built without that device"
-    for row in rows.values():
-        row.share = row.us / total if total else 0.0
-    busy = total if measured is None else measured["busy"] / steps
-    ordered = sorted((row for row in rows.values() if row.us), key=lambda row: -row.us)
-    profiled = learnt["step_us"] if measured is None else 0.0
-    return Phase(tuple(ordered), total, busy, steps, profiled, problem)
+    told: list[dict[str, Any]] = []
+    reached: Counter[str] = Counter()
+    for owner, row in sorted(rows.items(), key=lambda row: -row[1]["us"]):
+        if row["us"]:
+            share, longest = row["us"] / total, dict(row["kernels"].most_common(KERNELS))
+            told.append({**asdict(owner), **row, "share": share, "kernels": longest})
+            reached[owner.reached] += share
+    return {
+        "of": of,
+        "steps": steps,
+        "rows": told,
+        "total_us": total,
+        "busy_us": measured["busy"] / steps if measured is not None and steps else total,
+        "profiled_us": learnt["step_us"] if measured is None and steps else 0.0,
+        "reached": dict(reached),
+        "problem": problem,
+    }
 
 
 Found = Iterator[tuple[Owner, str, float, float]]

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import UsageError, doing, say
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import VllmFLError
 from vllm_fl.plugins.breadcrumb import ending
+from vllm_fl.settings.schema import Settings
 from vllm_fl.text import clean
 
-__all__ = ["Engine", "EngineError", "has_weights", "running"]
+__all__ = ["Engine", "EngineError", "check_model", "has_weights", "planned", "running"]
 
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.integration.workload")
 
@@ -87,6 +90,25 @@ class Engine:
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def check_model(model: str) -> None:
+    """Raise UsageError where a folder holds no model."""
+    if not (Path(model) / "config.json").is_file():
+        raise UsageError(f"--model {model}: it has no config.json")
+
+
+def planned() -> Startup:
+    """What an engine would start with here.
+
+    Raises:
+        UsageError: vllm-fl steps aside: there is no plan.
+    """
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    if manager.startup is None or not manager.startup.settings.enabled:
+        raise UsageError(f"{Settings.enabled.variable} is off: there is no plan to look into")
+    return manager.startup
 
 
 def has_weights(model: str) -> bool:

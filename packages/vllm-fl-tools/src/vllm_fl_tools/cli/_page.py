@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from vllm_fl.cli.common import UsageError
 from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
-from vllm_fl.text import clean
+from vllm_fl.text import clean, quote
 
 from . import _plots
 from ._coverage import named, sums
-from ._measured import Measured
 from ._plots import Look, Point
 from ._style import STYLE
 
-__all__ = ["page"]
-
+__all__ = ["Measured", "page"]
 
 COMPARED = (
     "Of those that beat the default, the one with the fewest µs in its finals, the further rounds "
@@ -30,28 +31,54 @@ class Markup(str):
     """Text that is HTML already. All other text is escaped where it is put in."""
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One file.
+
+    Args:
+        name: what the page calls it: the file's name, numbered where two have the same.
+        kind: `table`, `verification` or `coverage`.
+        content: a `Table`, or what `verify --json` or `coverage --json` printed.
+    """
+
+    name: str
+    kind: str
+    content: Any
+
+
 def page(measured: Sequence[Measured]) -> str:
-    """The page of these files, in their order; the same for the same files.
+    """The page of these files, those of one kind together; the same for the same files.
 
     Raises:
-        UsageError: there is something to draw, and matplotlib is missing.
+        UsageError: one is not whole; or there is something to draw, and matplotlib is missing.
     """
-    tables = [(f"t{n}", m.name, m.table) for n, m in enumerate(measured, 1) if m.table is not None]
-    runs = [(f"t{n}", m.name, m.run) for n, m in enumerate(measured, 1) if m.run is not None]
-    covered = [
-        (f"t{n}", m.name, m.coverage) for n, m in enumerate(measured, 1) if m.coverage is not None
-    ]
+    tables = [(one.name, one.content) for one in measured if one.kind == "table"]
     if tables:
         _plots.require()
-    look = _plots.looks([impl for _, _, table in tables for impl in _impls(table)])
-    title = "Measured choice" if tables else "Verification" if runs else "Coverage"
-    ends = [_el("h1", title), _contents(tables, runs, covered)]
+    look = _plots.looks([impl for _, table in tables for impl in _impls(table)])
+    parts: dict[str, list[Markup]] = {kind: [] for kind in SECTIONS}
+    rows = []
+    for number, one in enumerate(measured, 1):
+        key = f"t{number}"
+        try:
+            what, verdict, section = SECTIONS[one.kind](key, one.content, look)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{one.name}: it is not whole, or was changed by hand: {quote(error)}; write it "
+                "anew"
+            ) from error
+        rows.append((_link(key, one.name), f"{one.kind}: {what}", verdict))
+        parts[one.kind].append(_el("section", _el("h2", one.name, id=key), *section))
+    comparison = list(_comparison(tables))
+    title = {"table": "Measured choice", "verification": "Verification", "coverage": "Coverage"}
     body = [
-        *ends,
-        *(_table_section(key, name, table, look) for key, name, table in tables),
-        *_comparison([(name, table) for _, name, table in tables]),
-        *(_run_section(key, name, run) for key, name, run in runs),
-        *(_coverage_section(key, name, told) for key, name, told in covered),
+        _el("h1", next(title[kind] for kind, sections in parts.items() if sections)),
+        _table("files", "What is on this page", ("file", "what it is", "verdict"), rows),
+        *(_el("p", _link("comparison", "Comparison of the tables")) for _ in comparison),
+        *parts["table"],
+        *comparison,
+        *parts["verification"],
+        *parts["coverage"],
     ]
     return (
         "<!DOCTYPE html>\n"
@@ -65,39 +92,15 @@ def page(measured: Sequence[Measured]) -> str:
     )
 
 
-Told = tuple[str, str, dict[str, Any]]
-"""(a section's key, the file's name, what is in it)."""
-
-
-def _contents(
-    tables: Sequence[tuple[str, str, Table]], runs: Sequence[Told], covered: Sequence[Told]
-) -> Markup:
-    rows = [
-        (_link(key, name), f"table: {t.model}, {t.mode}, {t.dtype}", _verdict_badge(t))
-        for key, name, t in tables
-    ]
-    for key, name, run in runs:
-        bad = sum(r["samples"]["wrong"] + r["samples"]["raised"] for r in run["results"])
-        emulated = run["environment"]["emulated"]
-        on = f"emulated: {emulated}" if emulated else run["environment"]["device"]["name"]
-        verdict = _badge("bad", f"{bad} wrong") if bad else _badge("good", "none wrong")
-        if not (run["results"] and run.get("complete", True)):
-            verdict = _join(verdict, " ", _badge("bad", "not all of it was run"))
-        rows.append((_link(key, name), f"verification, {on}", verdict))
-    for key, name, told in covered:
-        rows.append((_link(key, name), f"coverage: {_of_coverage(told)}", _coverage_badge(told)))
-    links = [_link("comparison", "Comparison of the tables")] if _shared_ops(tables) else []
-    return _join(
-        _table("files", "What is on this page", ("file", "what it is", "verdict"), rows),
-        *(_el("p", link) for link in links),
-    )
+Section = tuple[str, Markup, list[Markup]]
+"""What a file says it is of, the verdict, and the elements of its section."""
 
 
 # ---------------------------------------------------------------------------------------------
 # A table
 
 
-def _table_section(key: str, name: str, table: Table, look: Mapping[str, Look]) -> Markup:
+def _table_section(key: str, table: Table, look: Mapping[str, Look]) -> Section:
     facts = {
         "model": table.model or "–",
         "mode": table.mode,
@@ -110,41 +113,31 @@ def _table_section(key: str, name: str, table: Table, look: Mapping[str, Look]) 
         _op_section(f"{key}-{n}", op, table.ops[op], look)
         for n, op in enumerate(sorted(table.ops), 1)
     ]
-    return _el(
-        "section",
-        _el("h2", name, id=key),
-        _verdict(table),
-        _el(
-            "div",
-            _pairs(f"{key}-for", "Measured for", facts),
-            _pairs(f"{key}-with", "Measured with: all of this must be the same", table.identity),
-            class_="beside",
-        ),
+    verdict, told = _verdict(table)
+    same = "Measured with: all of this must be the same"
+    pairs = _pairs(f"{key}-for", "Measured for", facts), _pairs(f"{key}-with", same, table.identity)
+    section = [
+        _el("p", verdict, f" {told}", class_="verdict"),
+        _el("div", *pairs, class_="beside"),
         _el("h3", "What serves, by tokens"),
         _el("p", _marks(_impls(table), look), class_="legend"),
         _overview(key, table, look),
         *ops,
-    )
+    ]
+    return f"{table.model}, {table.mode}, {table.dtype}", verdict, section
 
 
-def _verdict_badge(table: Table) -> Markup:
-    if table.accepted is None:
-        return _badge("open", "not yet accepted")
-    return _badge("good", "accepted") if table.accepted.accepted else _badge("bad", "not accepted")
-
-
-def _verdict(table: Table) -> Markup:
-    badge = _verdict_badge(table)
-    if table.accepted is None:
-        told = (
-            " It acts only when it is told to; vllm-fl tune --accept FILE --model DIR serves a "
+def _verdict(table: Table) -> tuple[Markup, str]:
+    found = table.accepted
+    if found is None:
+        return _badge("open", "not yet accepted"), (
+            "It acts only when it is told to; vllm-fl tune --accept FILE --model DIR serves a "
             "model with it."
         )
-        return _el("p", badge, told, class_="verdict")
-    found = table.accepted
     figures = ", ".join(f"{name} {value:g}" for name, value in sorted(found.figures.items()))
     more = f" ({figures})" if figures else ""
-    return _el("p", badge, f" {found.reason}{more}, {found.date}", class_="verdict")
+    badge = _badge("good", "accepted") if found.accepted else _badge("bad", "not accepted")
+    return badge, f"{found.reason}{more}, {found.date}"
 
 
 def _overview(key: str, table: Table, look: Mapping[str, Look]) -> Markup:
@@ -382,14 +375,10 @@ def _drawn(value: float | None) -> bool:
 # Several tables
 
 
-def _shared_ops(tables: Sequence[tuple[str, str, Table]]) -> list[str]:
-    ops = [op for _, _, table in tables for op in table.ops]
-    return sorted({op for op in ops if ops.count(op) > 1})
-
-
 def _comparison(tables: Sequence[tuple[str, Table]]) -> Iterator[Markup]:
     """The ops that more than one table holds: what serves in each, and its time."""
-    shared = _shared_ops([("", name, table) for name, table in tables])
+    held_by = Counter(op for _, table in tables for op in table.ops)
+    shared = sorted(op for op, number in held_by.items() if number > 1)
     if not shared:
         return
     names = [name for name, _ in tables]
@@ -446,7 +435,7 @@ def _against(held: Sequence[tuple[str, TunedOp]], tokens: int) -> str:
 # A verification
 
 
-def _run_section(key: str, name: str, run: Mapping[str, Any]) -> Markup:
+def _run_section(key: str, run: Mapping[str, Any], look: Mapping[str, Look]) -> Section:
     environment = run["environment"]
     device = environment["device"]
     facts = {
@@ -456,7 +445,11 @@ def _run_section(key: str, name: str, run: Mapping[str, Any]) -> Markup:
         **environment["distributions"],
         "date": run["date"],
     }
-    parts = [_el("h2", name, id=key)]
+    bad = sum(r["samples"]["wrong"] + r["samples"]["raised"] for r in run["results"])
+    verdict = _badge("bad", f"{bad} wrong") if bad else _badge("good", "none wrong")
+    if not (run["results"] and run.get("complete", True)):
+        verdict = _join(verdict, " ", _badge("bad", "not all of it was run"))
+    parts = []
     if environment["emulated"]:
         told = f" {environment['emulated']}. No such hardware was used."
         parts.append(_el("p", _badge("open", "emulated"), told, class_="verdict"))
@@ -489,7 +482,8 @@ def _run_section(key: str, name: str, run: Mapping[str, Any]) -> Markup:
         rows = [(r["op"], r["impl_id"], r["reason"]) for r in run["not_run"]]
         headings = ("op", "implementation", "reason")
         parts.append(_table(f"{key}-not-run", "Not run", headings, rows))
-    return _el("section", *parts)
+    emulated = environment["emulated"]
+    return f"emulated: {emulated}" if emulated else device["name"], verdict, parts
 
 
 def _state(result: Mapping[str, Any]) -> Markup:
@@ -535,18 +529,11 @@ def _findings(results: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]
 # A coverage
 
 
-def _of_coverage(told: Mapping[str, Any]) -> str:
-    return f"{told['model']}, {told['mode']}, {told['device']}"
-
-
-def _coverage_badge(told: Mapping[str, Any]) -> Markup:
-    if any(phase["problem"] for phase in told["phases"]):
-        return _badge("bad", "not all of it was seen")
+def _coverage_section(key: str, told: Mapping[str, Any], look: Mapping[str, Look]) -> Section:
     shares = (f"{p['name']} {p['reached'].get('yes', 0):.0%}" for p in told["phases"])
-    return _badge("open", f"reached: {', '.join(shares)}")
-
-
-def _coverage_section(key: str, name: str, told: Mapping[str, Any]) -> Markup:
+    verdict = _badge("open", f"reached: {', '.join(shares)}")
+    if any(phase["problem"] for phase in told["phases"]):
+        verdict = _badge("bad", "not all of it was seen")
     facts = {
         "model": told["model"],
         "mode": told["mode"],
@@ -554,7 +541,7 @@ def _coverage_section(key: str, name: str, told: Mapping[str, Any]) -> Markup:
         "vLLM's arguments": " ".join(told["arguments"]) or "–",
         "digest": told["digest"],
     }
-    parts = [_el("h2", name, id=key), _pairs(f"{key}-of", "Seen in this engine", facts)]
+    parts = [_pairs(f"{key}-of", "Seen in this engine", facts)]
     for number, phase in enumerate(told["phases"], 1):
         parts.append(_el("h3", phase["name"]))
         if phase["problem"]:
@@ -568,7 +555,7 @@ def _coverage_section(key: str, name: str, told: Mapping[str, Any]) -> Markup:
             rows = [_coverage_row(row) for row in phase["rows"]]
             parts.append(_table(f"{key}-{number}", caption, headings, rows))
             parts += [_el("p", line) for line in sums(phase)]
-    return _el("section", *parts)
+    return f"{told['model']}, {told['mode']}, {told['device']}", verdict, parts
 
 
 def _coverage_row(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -583,6 +570,13 @@ def _coverage_row(row: Mapping[str, Any]) -> tuple[str, ...]:
         row["why"] or "–",
     )
 
+
+SECTIONS: Mapping[str, Callable[[str, Any, Mapping[str, Look]], Section]] = {
+    "table": _table_section,
+    "verification": _run_section,
+    "coverage": _coverage_section,
+}
+"""Kind of file -> what makes its section."""
 
 # ---------------------------------------------------------------------------------------------
 # HTML

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError
+from vllm_fl.cli.common import UsageError, say
 from vllm_fl.files import open_to_append
 
 __all__ = ["INTERRUPTED", "PartFile", "ended_by_signal"]
@@ -72,21 +72,24 @@ class PartFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def resume(self, heading: Mapping[str, Mapping[str, str]]) -> tuple[list[dict[str, Any]], str]:
-        """Go on where a run with the same heading stopped, else begin anew.
+    def resume(self, heading: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
+        """Go on where a run with the same heading stopped; else say why not, and begin anew.
 
         Args:
             heading: what the work is for, facts by name under a few titles.
 
         Returns:
-            (the lines of the run that stopped, or none; in what that run differed, or nothing).
+            The lines of the run that stopped, or none.
         """
-        if self.found and (difference := _difference(self.found[0], heading)) is None:
-            return self.found[1:], ""
-        told = difference if self.found else ""
+        if self.found:
+            difference = _difference(self.found[0], heading)
+            if difference is None:
+                return self.found[1:]
+            why = f"{self.path} is of another run ({difference}); begun anew"
+            say(f"vllm-fl: {why}", error=True)
         self._whole = 0
         self.append(heading)
-        return [], told or ""
+        return []
 
     def append(self, told: Mapping[str, Any]) -> None:
         """Add a line. Raises OSError, as for a disk that is full."""

@@ -175,14 +175,15 @@ def _draw(axes, tokens: Sequence[int], line: Sequence[Point], look: Look) -> Non
         markersize=4.5,
         markeredgewidth=0,
     )
-    spread = {t: (p.low, p.high) for t, p in at.items() if p.low is not None and p.high is not None}
-    if spread:
-        low, high = ([spread.get(t, (math.nan,) * 2)[n] for t in tokens] for n in (0, 1))
-        axes.fill_between(tokens, low, high, color=colour, alpha=0.22, linewidth=0)
-        alone = [t for n, t in enumerate(tokens) if t in spread and not _beside(tokens, n, spread)]
-        ends = list(zip(*(spread[t] for t in alone), strict=True))
-        if ends:
-            axes.vlines(alone, *ends, color=colour, linewidth=1)
+    spread = [(p.value - (p.low or p.value), (p.high or p.value) - p.value) for p in line]
+    axes.errorbar(
+        [p.tokens for p in line],
+        [p.value for p in line],
+        yerr=[*zip(*spread, strict=True)],
+        fmt="none",
+        ecolor=colour,
+        elinewidth=1,
+    )
     rings = [p for p in line if p.serves]
     axes.plot(
         [p.tokens for p in rings],
@@ -196,33 +197,24 @@ def _draw(axes, tokens: Sequence[int], line: Sequence[Point], look: Look) -> Non
     )
 
 
-def _beside(tokens: Sequence[int], number: int, spread: Mapping[int, object]) -> bool:
-    """Whether a band leads to this place from the one before or after it."""
-    return any(0 <= n < len(tokens) and tokens[n] in spread for n in (number - 1, number + 1))
-
-
 def _scale(axes, tokens: Sequence[int], lines: Mapping[str, Sequence[Point]], log: bool) -> None:  # type: ignore[no-untyped-def]
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log", base=2)
     exponents = range(math.floor(math.log2(tokens[0])), math.ceil(math.log2(tokens[-1])) + 1)
-    step = 1 + len(exponents) // 8
+    ticks = [2**n for n in exponents[:: 1 + len(exponents) // 8]]
     axes.set_xlim(tokens[0] / 1.3, tokens[-1] * 1.3)
-    axes.xaxis.set_major_locator(FixedLocator([2.0**n for n in exponents[::step]]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    if not log:
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g} %"))
-        return
-    axes.set_yscale("log")
-    values = [p.value for line in lines.values() for p in line]
-    if values:
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    if log:
+        axes.set_yscale("log")
+        values = [p.value for line in lines.values() for p in line]
         decades = math.log10(max(values) / min(values))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2 else (1,)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axes.margins(y=0.12)
+        axes.margins(y=0.12)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:g}" if log else "{x:g} %")
+    axes.minorticks_off()
 
 
 def _colour(number: int) -> str:
@@ -230,7 +222,7 @@ def _colour(number: int) -> str:
 
 
 def _embedded(svg: str, key: str) -> str:
-    """The `<svg>` element alone, without metadata: with variables for colours, and smaller."""
+    """The `<svg>` element alone: no metadata, variables for colours, and shorter numbers."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.S)
     svg = re.sub(r"<(metadata|style).*?</\1>\s*", "", svg, flags=re.S)
@@ -247,13 +239,6 @@ def _embedded(svg: str, key: str) -> str:
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")
     svg = re.sub(r"\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), svg)
-    svg = re.sub(r"(?<=[;:]) ", "", svg)
-    svg = re.sub(r"(font-size:9px;)?font-family:'DejaVu Sans'[^;]*;", "", svg)  # the page has one
-    svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
-    svg = re.sub(r'<path d="[^"]*" style="fill:none"/>', "", svg)  # the figure's frame
-    svg = re.sub(r"\s*\n\s*", "\n", svg)
-    while (shorter := re.sub(r"<(g|defs)>\s*</\1>\s*", "", svg)) != svg:
-        svg = shorter
     return svg.strip()
 
 

@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+__all__ = ["COLOURS", "STYLE"]
 
-__all__ = ["DARK", "LIGHT", "STYLE"]
-
-LIGHT = {
-    "--paper": "#ffffff",
-    "--raised": "#f3f5f8",
-    "--ink": "#1b1f24",
-    "--muted": "#57606a",
-    "--grid": "#dfe3e8",
-    "--link": "#0a58b0",
-    "--good": "#0b5a2e",
-    "--good-back": "#dcf3e4",
-    "--bad": "#9b1420",
-    "--bad-back": "#fde3e4",
-    "--open": "#6b4700",
-    "--open-back": "#fbeecb",
-    "--s0": "#1a48cf",
-    "--s1": "#9e2a05",
-    "--s2": "#0a6f5b",
-    "--s3": "#d150b1",
-    "--s4": "#af8e21",
-    "--s5": "#3b1a56",
+COLOURS = {
+    "--paper": ("#ffffff", "#14171b"),
+    "--raised": ("#f3f5f8", "#1e2329"),
+    "--ink": ("#1b1f24", "#e8eaed"),
+    "--muted": ("#57606a", "#a5adb6"),
+    "--grid": ("#dfe3e8", "#343b43"),
+    "--link": ("#0a58b0", "#7db8ff"),
+    "--good": ("#0b5a2e", "#8be0ab"),
+    "--good-back": ("#dcf3e4", "#12381f"),
+    "--bad": ("#9b1420", "#ffb0b4"),
+    "--bad-back": ("#fde3e4", "#4c161b"),
+    "--open": ("#6b4700", "#f3d37a"),
+    "--open-back": ("#fbeecb", "#40320c"),
+    "--s0": ("#1a48cf", "#80c9ff"),
+    "--s1": ("#9e2a05", "#e27631"),
+    "--s2": ("#0a6f5b", "#36929a"),
+    "--s3": ("#d150b1", "#b75fff"),
+    "--s4": ("#af8e21", "#ffff32"),
+    "--s5": ("#3b1a56", "#b3d99f"),
 }
-DARK = {
-    "--paper": "#14171b",
-    "--raised": "#1e2329",
-    "--ink": "#e8eaed",
-    "--muted": "#a5adb6",
-    "--grid": "#343b43",
-    "--link": "#7db8ff",
-    "--good": "#8be0ab",
-    "--good-back": "#12381f",
-    "--bad": "#ffb0b4",
-    "--bad-back": "#4c161b",
-    "--open": "#f3d37a",
-    "--open-back": "#40320c",
-    "--s0": "#80c9ff",
-    "--s1": "#e27631",
-    "--s2": "#36929a",
-    "--s3": "#b75fff",
-    "--s4": "#ffff32",
-    "--s5": "#b3d99f",
-}
-"""Colours: text on its ground has a contrast of 4.5 or more, lines of plots of 3 or more. The
-series `--s…` are far apart also for readers who see no red or no green."""
+"""Colours in light and in dark: text on its ground has a contrast of 4.5 or more, lines of plots of
+3 or more. The series `--s…` are far apart also for readers who see no red or no green."""
 
-
-def _variables(colours: Mapping[str, str]) -> str:
-    return ":root{" + ";".join(f"{name}:{value}" for name, value in colours.items()) + "}"
-
+_VARIABLES = ";".join(f"{name}:light-dark({','.join(pair)})" for name, pair in COLOURS.items())
 
 STYLE = f"""
-{_variables(LIGHT)}
-@media screen and (prefers-color-scheme:dark){{{_variables(DARK)}}}
-:root{{color-scheme:light dark}}
+:root{{color-scheme:light dark;{_VARIABLES}}}
 *{{box-sizing:border-box}}
 body{{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif}}
 main{{max-width:78rem;margin:0 auto;padding:1rem}}
@@ -101,6 +74,7 @@ figcaption{{font-size:.875rem;color:var(--muted);text-align:center}}
 svg{{display:block;width:100%;height:auto;font:9px system-ui,sans-serif}}
 svg *{{stroke-linejoin:round;stroke-linecap:butt}}
 @media print{{
+:root{{color-scheme:light}}
 @page{{margin:12mm}}
 body{{font-size:9pt}}
 main{{max-width:none;padding:0}}

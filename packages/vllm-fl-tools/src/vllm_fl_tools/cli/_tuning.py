@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +29,7 @@ from vllm_fl.plugins.calling import rejections
 from vllm_fl.plugins.registry import Owner
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import Mode
-from vllm_fl.settings.table import DEFAULT, Table, TunedOp
+from vllm_fl.settings.table import DEFAULT, Row, Table, TunedOp
 from vllm_fl.text import quote
 
 from ._part import PartFile
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from ..engine.timing import Measured
     from ..engine.tuning import Contender, OpTuning
 
-__all__ = ["STOCK", "Subject", "Work"]
+__all__ = ["STOCK", "InGraphs", "Subject", "Work", "rows_by_op"]
 
 STOCK = "stock"
 """vLLM's own form of an op, in tables and options."""
@@ -82,6 +80,117 @@ class Subject:
         own = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
         own = {name: value for name, value in own.items() if name not in ("more", "tokens")}
         return {name: value for name, value in {**own, **sizes.more}.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class InGraphs:
+    """Where the calls of one op stand in the graphs that an engine compiles.
+
+    Args:
+        subject: what the engine serves.
+        bindings: of every op.
+        op: its name.
+        contenders: who is compared.
+    """
+
+    subject: Subject
+    bindings: Mapping[str, Binding]
+    op: str
+    contenders: Sequence[Contender]
+
+    @property
+    def binding(self) -> Binding:
+        """The op's own."""
+        return self.bindings.get(self.op, Binding())
+
+    @property
+    def traced(self) -> frozenset[str]:
+        """Whose calls stand in the graph that a compiler traces of the model.
+
+        What a layer runs does, and what stands for an operator of PyTorch's. Operators and
+        functions that vLLM's own code calls inside an operator do not, nor do layers that it calls
+        there. Of an op that one of vLLM's passes finds, vLLM's form without that pass does.
+        """
+        if self.binding.between_graphs:
+            return frozenset()
+        if self._places(LayerPlace, IrPlace, GraphPlace):
+            return frozenset(contender.name for contender in self.contenders)
+        return frozenset({STOCK} if self._places(FusionPlace) else ())
+
+    @property
+    def launched(self) -> frozenset[str]:
+        """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""
+        if not self._is_found_by_range:
+            return frozenset()
+        traced = (c for c in self.contenders if all(impl.traced is not None for impl in c.impls))
+        return frozenset(contender.name for contender in traced)
+
+    @property
+    def bound_to_all(self) -> frozenset[str]:
+        """Who serves every size or none, where a graph is compiled for all sizes.
+
+        That is whose code a compiler takes into the model's graph, and not as one operator; and
+        vLLM's own form where the graph has it, by whatever kernel. It is that form, too, where a
+        place of the op does not tell a call's size (`tokens`): at the sizes that a row leaves to
+        vLLM, each call would be converted to the contract's and back for nothing. Where it does, a
+        call that is left to vLLM costs the host a few microseconds, in which Python is asked.
+        """
+        from vllm_fl.engine.opaque import is_opaque
+
+        if self.subject.mode != "compiled":
+            return frozenset()
+        code = {c.name for c in self.contenders if not any(map(is_opaque, c.impls))}
+        all_tell = all(place.tokens for place in self._places(OperatorPlace, FunctionPlace))
+        return self.traced & (code | {STOCK}) | (frozenset() if all_tell else {STOCK})
+
+    @property
+    def is_by_range(self) -> bool:
+        """Whether an engine inlines the op by range of sizes, or a pass finds it so.
+
+        Not on a CPU, whose model vLLM traces and compiles once; nor where an operator writes over
+        its arguments, but in vLLM's IR; nor where another op's own form, as that of experts, may
+        call the op's operator.
+        """
+        if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
+            return False
+        if self._places(IrPlace):
+            return True
+        has_vllm = any(contender.name == STOCK for contender in self.contenders)
+        if self._places(GraphPlace):
+            return has_vllm
+        if self._places(FusionPlace):
+            return has_vllm and self._is_found_by_range
+        absent = self.subject.absent
+        is_called = any(b.calls_operators and o not in absent for o, b in self.bindings.items())
+        if is_called and self._places(OperatorPlace):
+            return False
+        layers = self._places(LayerPlace)
+        granted = {name for place in layers for name in place.grants}
+        impls = [impl for contender in self.contenders for impl in contender.impls]
+        return bool(layers) and not any(impl.consumes & granted for impl in impls)
+
+    @property
+    def _is_found_by_range(self) -> bool:
+        from vllm_fl.integration.seams import fusions
+
+        return any(map(fusions.is_by_range, self._places(FusionPlace)))
+
+    def _places(self, *kinds: type) -> list[Any]:
+        return [place for place in self.binding.places if isinstance(place, kinds)]
+
+
+def rows_by_op(
+    found: Sequence[tuple[InGraphs, Sequence[Measured]]],
+) -> Iterator[tuple[Row, ...]]:
+    """The rows of each op: all ops stand in the same graphs, which are split at the same sizes."""
+    from vllm_fl.engine.ranges import MOST
+
+    from ..engine.timing import best_edges, rows_of
+
+    inlined = [(measured, op.bound_to_all) for op, measured in found if op.is_by_range]
+    edges = best_edges(inlined, MOST)
+    for op, measured in found:
+        yield rows_of(measured, op.bound_to_all, edges if op.is_by_range else ())
 
 
 class Work:
@@ -183,6 +292,7 @@ class Work:
         elif len(kept) < 2:
             why = f"{default} is its only candidate"
         else:
+            graphs = InGraphs(subject, self._bindings, op, kept)
             tuning = OpTuning(
                 spec,
                 kept,
@@ -194,9 +304,9 @@ class Work:
                 seed=random.SystemRandom().randrange(1 << 32),
                 clock=CLOCK,
                 captured=subject.captured,
-                traced=self._traced(op, kept),
-                launched=self._launched(op, kept),
-                between_graphs=self._is_between_graphs(op),
+                traced=graphs.traced,
+                launched=graphs.launched,
+                between_graphs=graphs.binding.between_graphs,
                 products=self._products,
             )
             if tuning.forms:
@@ -292,9 +402,6 @@ class Work:
             part.append({"op": op, "tokens": tokens, "hung": name})
             told = f"{op}, {tokens} tokens: {name} does not come back and cannot be given up"
             say(f"vllm-fl: {told}; the same command goes on without it", error=True)
-            for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
-                stream.flush()
-            os._exit(1)
 
         watch = Watch(self.units, limit, stuck)
 
@@ -307,26 +414,25 @@ class Work:
             except TookTooLong as error:
                 raise TimeoutError(f"given up after {limit:g} s") from error
 
-        with watch:
-            for op, tuning in self._tunings.items():
-                tuning.over = over
-                for tokens in self.subject.tokens:
-                    running[:2] = op, tokens
-                    known = self._hung.get((op, tokens))
-                    if (op, tokens) not in self._found:
-                        watch.at(f"{op}, {tokens} tokens", self.done + 1)
-                        found = self._kept(part, op, partial(tuning.measure, tokens, known))
-                        progress.tell(op, found)
-                for tokens in reversed(self.subject.tokens):
-                    running[:2] = op, tokens
-                    found = self._found[op, tokens]
-                    if found.promoted != DEFAULT and not found.again:
-                        watch.at(f"{op}, {tokens} tokens again", self.done)
-                        self._kept(part, op, partial(tuning.measure_again, found))
-                        progress.tell_again(op, found)
-                tuning.forget()
-                if self.subject.mode == "compiled":
-                    torch._dynamo.reset()
+        for op, tuning in self._tunings.items():
+            tuning.over = over
+            for tokens in self.subject.tokens:
+                running[:2] = op, tokens
+                known = self._hung.get((op, tokens))
+                if (op, tokens) not in self._found:
+                    watch.at(f"{op}, {tokens} tokens", self.done + 1)
+                    found = self._kept(part, op, partial(tuning.measure, tokens, known))
+                    progress.tell(op, found)
+            for tokens in reversed(self.subject.tokens):
+                running[:2] = op, tokens
+                found = self._found[op, tokens]
+                if found.promoted != DEFAULT and not found.again:
+                    watch.at(f"{op}, {tokens} tokens again", self.done)
+                    self._kept(part, op, partial(tuning.measure_again, found))
+                    progress.tell_again(op, found)
+            tuning.forget()
+            if self.subject.mode == "compiled":
+                torch._dynamo.reset()
 
     def _units(self) -> Iterator[tuple[str, int]]:
         return ((op, tokens) for op in self._tunings for tokens in self.subject.tokens)
@@ -340,23 +446,6 @@ class Work:
         self._found[op, found.tokens] = found
         return found
 
-    def _traced(self, op: str, contenders: Sequence[Contender]) -> frozenset[str]:
-        """Whose calls stand in the graph that a compiler traces of the model.
-
-        What a layer runs does, and what stands for an operator of PyTorch's. Operators and
-        functions that vLLM's own code calls inside an operator do not, nor do layers that it calls
-        there; and of an op that one of vLLM's passes finds, what vLLM computes without that pass
-        does.
-        """
-        if self._is_between_graphs(op):
-            return frozenset()
-        places = self._binding(op).places
-        if any(isinstance(place, LayerPlace | IrPlace | GraphPlace) for place in places):
-            return frozenset(contender.name for contender in contenders)
-        if any(isinstance(place, FusionPlace) for place in places):
-            return frozenset({STOCK})
-        return frozenset()
-
     def _products(self, tokens: int) -> float:
         """How long the device takes for the matrix products of a layer, µs; 0 where it was not
         measured. Each is a form of the op, and stands in a layer once."""
@@ -369,100 +458,24 @@ class Work:
     def _binding(self, op: str) -> Binding:
         return self._bindings.get(op, Binding())
 
-    def _is_between_graphs(self, op: str) -> bool:
-        return self._binding(op).between_graphs
-
-    def _launched(self, op: str, contenders: Sequence[Contender]) -> frozenset[str]:
-        """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""
-        from vllm_fl.integration.seams import fusions
-
-        places = self._binding(op).places
-        if not any(isinstance(p, FusionPlace) and fusions.is_by_range(p) for p in places):
-            return frozenset()
-        traced = (c for c in contenders if all(impl.traced is not None for impl in c.impls))
-        return frozenset(contender.name for contender in traced)
-
-    def _bound_to_all(self, op: str, tuning: OpTuning) -> frozenset[str]:
-        """Who serves every size or none, where a graph is compiled for all sizes.
-
-        That is whose code a compiler takes into the model's graph, and not as one operator; and
-        vLLM's own form where the graph has it, by whatever kernel. It is that form, too, where a
-        place of the op does not tell a call's size (`tokens`): at the sizes that a row leaves to
-        vLLM, each call would be converted to the contract's and back for nothing. Where it does, a
-        call that is left to vLLM costs the host a few microseconds, in which Python is asked.
-        """
-        from vllm_fl.engine.opaque import is_opaque
-
-        if self.subject.mode != "compiled":
-            return frozenset()
-        traced = self._traced(op, tuning.contenders)
-        code = {c.name for c in tuning.contenders if not any(map(is_opaque, c.impls))}
-        places = self._binding(op).places
-        all_tell = all(p.tokens for p in places if isinstance(p, OperatorPlace | FunctionPlace))
-        own = traced & {STOCK} if all_tell else {STOCK}
-        return frozenset({*own, *(code & traced)})
-
-    def _measured(self, op: str) -> list[Measured]:
-        return [self._found[op, tokens] for tokens in self.subject.tokens]
-
-    def _is_by_range(self, op: str, tuning: OpTuning) -> bool:
-        """Whether an engine inlines the op by range of sizes, or a pass finds it so.
-
-        Not on a CPU, whose model vLLM traces and compiles once; nor where an operator writes over
-        its arguments, but in vLLM's IR; nor where another op's own form, as that of experts, may
-        call the op's operator.
-        """
-        from vllm_fl.integration.seams import fusions
-
-        absent = self.subject.absent
-        if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
-            return False
-        places = self._binding(op).places
-        if any(isinstance(place, IrPlace) for place in places):
-            return True
-        has_vllm = any(contender.name == STOCK for contender in tuning.contenders)
-        if any(isinstance(place, GraphPlace) for place in places):
-            return has_vllm
-        fused = [place for place in places if isinstance(place, FusionPlace)]
-        if fused:
-            return has_vllm and any(map(fusions.is_by_range, fused))
-        is_called = any(b.calls_operators and o not in absent for o, b in self._bindings.items())
-        if is_called and any(isinstance(place, OperatorPlace) for place in places):
-            return False
-        layers = [place for place in places if isinstance(place, LayerPlace)]
-        granted = {name for place in layers for name in place.grants}
-        impls = [impl for contender in tuning.contenders for impl in contender.impls]
-        return bool(layers) and not any(impl.consumes & granted for impl in impls)
-
-    def _edges(self) -> tuple[int, ...]:
-        """Where to split the numbers of tokens: all ops stand in the same graphs."""
-        from vllm_fl.engine.ranges import MOST
-
-        from ..engine.timing import best_edges
-
-        ops = [
-            (self._measured(op), self._bound_to_all(op, tuning))
-            for op, tuning in self._tunings.items()
-            if self._is_by_range(op, tuning)
-        ]
-        return best_edges(ops, MOST)
-
     def table(self) -> Table:
         """What came of it."""
         from vllm_fl.engine.identity import contract_digest
 
-        from ..engine.timing import rows_of
-
         subject, heading = self.subject, self.heading
+        found = [
+            (
+                InGraphs(subject, self._bindings, op, tuning.contenders),
+                [self._found[op, tokens] for tokens in subject.tokens],
+            )
+            for op, tuning in self._tunings.items()
+        ]
         ops = {}
-        edges = self._edges()
-        for op, tuning in self._tunings.items():
-            measured = self._measured(op)
+        for (graphs, measured), rows in zip(found, rows_by_op(found), strict=True):
+            tuning = self._tunings[graphs.op]
             figures = tuple(figure for one in measured for figure in one.figures())
             digest = contract_digest(tuning.spec)
-            by_range = edges if self._is_by_range(op, tuning) else ()
-            rows = rows_of(measured, self._bound_to_all(op, tuning), by_range)
-            ops[op] = TunedOp(digest, tuning.default, rows, figures)
+            ops[graphs.op] = TunedOp(digest, tuning.default, rows, figures)
         return Table(
             heading["identity"],
             subject.mode,

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, doing, print_json, print_table, say
+from vllm_fl.cli.common import UsageError, answer, doing, print_table, say
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.plugins.types import BackendImplKind
 from vllm_fl.settings.schema import CONFIG, Settings
@@ -38,7 +38,7 @@ from ._bisecting import (
     Finding,
     Start,
 )
-from ._engines import Engine, has_weights, running
+from ._engines import Engine, check_model, has_weights, planned, running
 from ._part import INTERRUPTED, PartFile, ended_by_signal
 
 PART = "vllm-fl-bisect.part"
@@ -81,19 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when something is named, or an engine fails."""
     model, against = arguments.model, arguments.against
-    if not (Path(model) / "config.json").is_file():
-        raise UsageError(f"--model {model}: it has no config.json")
+    check_model(model)
     if not has_weights(model):
         raise UsageError(
             f"--model {model}: it has no weights, and random ones would not be the same in float32"
         )
     if against not in (STOCK, REFERENCE) and not Path(against).is_file():
         raise UsageError(f"--against {against}: expected stock, reference or a policy file")
-    manager = get_default_manager()
-    manager.ensure_initialized()
-    if manager.startup is None or not manager.startup.settings.enabled:
-        raise UsageError(f"{Settings.enabled.variable} is off: there is no plan to look into")
-    impls = manager.registry.snapshot().impls_by_op.values()
+    settings = planned().settings
+    impls = get_default_manager().registry.snapshot().impls_by_op.values()
     plain = any(impl.kind is BackendImplKind.REFERENCE for of_op in impls for impl in of_op)
     if against == REFERENCE and not plain:
         raise UsageError("--against reference: no plugin that is loaded brings plain forms of ops")
@@ -111,10 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         part = stack.enter_context(PartFile(Path(PART), "bisect"))
         stack.enter_context(ended_by_signal())
-        known, difference = part.resume(_heading(model, against, text))
-        if difference:
-            say(f"vllm-fl: {PART} is of another run ({difference}); begun anew", error=True)
-        elif known:
+        known = part.resume(_heading(model, against, text, settings))
+        if known:
             say(f"vllm-fl: the answers of {len(known)} engines taken over from {PART}", error=True)
         engines = stack.enter_context(_engines(model, against, length + NEW_TOKENS))
         bisection = Bisection(engines, draw, part.append, known)
@@ -125,7 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
             say(f"vllm-fl: interrupted: {told}; the same command goes on there", error=True)
             return INTERRUPTED
         part.remove()
-    _tell(finding, arguments, time.monotonic() - started)
+    facts = {"model": model, "against": against, **_facts(finding)}
+    answer({**facts, "seconds": time.monotonic() - started}, _show, as_json=arguments.json)
     return 1 if finding.culprits or finding.elsewhere else 0
 
 
@@ -181,16 +176,15 @@ def _encoded(model: str, texts: list[str]) -> list[list[int]]:
         raise UsageError(f"--model {model}: its tokenizer cannot be used: {why}") from error
 
 
-def _heading(model: str, against: str, text: str | None) -> dict[str, dict[str, str]]:
+def _heading(
+    model: str, against: str, text: str | None, settings: Settings
+) -> dict[str, dict[str, str]]:
     """What the engines' answers are good for."""
     import torch
 
     from vllm_fl.engine.identity import identity
 
-    manager = get_default_manager()
-    assert manager.startup is not None  # the default manager finds its own plugins
-    settings = manager.startup.settings
-    known = manager.registry.snapshot()
+    known = get_default_manager().registry.snapshot()
     owners = (*known.owners.values(), *known.authors.values())
     policy = "" if against in (STOCK, REFERENCE) else _read(against, "--against")
     return {
@@ -288,78 +282,75 @@ def _mixed(left: Mapping[str, str], folder: str) -> dict[str, str]:
     return {**environment, variable: str(mixed)}
 
 
-def _tell(finding: Finding, arguments: argparse.Namespace, seconds: float) -> None:
-    if arguments.json:
-        print_json(
-            model=arguments.model,
-            against=arguments.against,
-            errors={
-                kind: {phase: _finite(value) for phase, value in of_kind.items()}
-                for kind, of_kind in finding.errors.items()
-            },
-            **_measured(finding.excess),
-            limit=LIMIT,
-            ops=dict(finding.ops),
-            new_tokens=NEW_TOKENS,
-            culprits=[
-                {
-                    "ops": dict(culprit.ops),
-                    **_measured(culprit.excess),
-                    "layers": culprit.layers,
-                    "shared": dict(culprit.shared),
-                    "remark": culprit.remark,
-                }
-                for culprit in finding.culprits
-            ],
-            elsewhere=finding.elsewhere,
-            engines=finding.engines,
-            seconds=seconds,
-        )
-        return
-    headings = ("log-probabilities, against float32", "prefill", "decode")
-    print_table(
-        headings,
-        [
-            (f"median error of the {kind}", *(f"{value:.2e}" for value in of_kind.values()))
+def _facts(finding: Finding) -> dict[str, Any]:
+    """The finding as JSON data."""
+    return {
+        "errors": {
+            kind: {phase: _finite(value) for phase, value in of_kind.items()}
             for kind, of_kind in finding.errors.items()
+        },
+        **_excess(finding.excess),
+        "limit": LIMIT,
+        "ops": dict(finding.ops),
+        "new_tokens": NEW_TOKENS,
+        "culprits": [
+            {
+                "ops": dict(culprit.ops),
+                **_excess(culprit.excess),
+                "layers": culprit.layers,
+                "shared": dict(culprit.shared),
+                "remark": culprit.remark,
+            }
+            for culprit in finding.culprits
+        ],
+        "elsewhere": finding.elsewhere,
+        "engines": finding.engines,
+    }
+
+
+def _excess(excess: Excess) -> dict[str, float | None]:
+    return {"times": _finite(excess.times), "far": excess.far, "far_allowed": excess.allowed}
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    print_table(
+        ("log-probabilities, against float32", "prefill", "decode"),
+        [
+            (f"median error of the {kind}", *(f"{_shown(value):.2e}" for value in phases.values()))
+            for kind, phases in facts["errors"].items()
         ],
     )
-    differing = ", ".join(f"{op} ({impl})" for op, impl in finding.ops.items())
+    differing = ", ".join(f"{op} ({impl})" for op, impl in facts["ops"].items())
     say(f"\nPlan and baseline differ in {differing or 'no op'}.")
-    excess = finding.excess
     told = (
-        f"the plan's median error is {excess.times:.2f} times the baseline's ({LIMIT} are allowed)"
+        f"the plan's median error is {_shown(facts['times']):.2f} times the baseline's "
+        f"({facts['limit']} are allowed), and {_far(facts)}"
     )
-    told += f", and {_far(excess)}"
-    took = f"{finding.engines} engines, {seconds:.0f} s."
-    if not finding.culprits and not finding.elsewhere:
+    took = f"{facts['engines']} engines, {facts['seconds']:.0f} s."
+    if not facts["culprits"] and not facts["elsewhere"]:
         say(f"Noise: {told}. {took}")
         return
     say(f"The difference is no noise: {told}.")
-    for culprit in finding.culprits:
-        ops = " and ".join(f"{op} ({impl})" for op, impl in culprit.ops.items())
-        alone = "only together" if len(culprit.ops) > 1 else "by itself"
-        say(f"{ops}: {culprit.excess.times:.2f} times, {_far(culprit.excess)}, {alone}")
-        for layers in culprit.layers or ():
-            say(f"  {_of_layers(layers, culprit.shared)}")
-        if culprit.remark:
-            say(f"  {culprit.remark}")
-    if finding.elsewhere:
+    for culprit in facts["culprits"]:
+        ops = " and ".join(f"{op} ({impl})" for op, impl in culprit["ops"].items())
+        alone = "only together" if len(culprit["ops"]) > 1 else "by itself"
+        say(f"{ops}: {_shown(culprit['times']):.2f} times, {_far(culprit)}, {alone}")
+        for layers in culprit["layers"] or ():
+            say(f"  {_of_layers(layers, culprit['shared'])}")
+        if culprit["remark"]:
+            say(f"  {culprit['remark']}")
+    if facts["elsewhere"]:
         say("The plan is that far off even with every op left that the two differ in: it is no op.")
     say(took)
 
 
-def _measured(excess: Excess) -> dict[str, float | None]:
-    return {
-        "times": _finite(excess.times),
-        "far": excess.far,
-        "far_allowed": excess.allowed,
-    }
+def _far(told: Mapping[str, Any]) -> str:
+    tokens = "1 token is" if told["far"] == 1 else f"{told['far']} tokens are"
+    return f"{tokens} far off ({told['far_allowed']} may be)"
 
 
-def _far(excess: Excess) -> str:
-    tokens = "1 token is" if excess.far == 1 else f"{excess.far} tokens are"
-    return f"{tokens} far off ({excess.allowed} may be)"
+def _shown(value: float | None) -> float:
+    return math.inf if value is None else value
 
 
 def _of_layers(layers: tuple[str, ...], shared: Mapping[str, int]) -> str:

@@ -10,15 +10,12 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, print_json, print_table, say
-from vllm_fl.dispatch import get_default_manager
-from vllm_fl.settings.schema import Settings
+from vllm_fl.cli.common import UsageError, answer, print_table, say
 
-from ._coverage import Phase, Whose, attribute, named, sums
-from ._engines import Engine, running
+from ._coverage import Whose, attribute, named, sums
+from ._engines import Engine, check_model, planned, running
 
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 
@@ -67,17 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when a kind of step shows nothing, or the engine fails."""
     model = arguments.model
-    if not (Path(model) / "config.json").is_file():
-        raise UsageError(f"--model {model}: it has no config.json")
+    check_model(model)
     batches = _counts("--batch", arguments.batch)
     (prompt,) = _counts("--prompt-tokens", arguments.prompt_tokens, single=True)
     (steps,) = _counts("--steps", arguments.steps, single=True)
     if any(given.partition("=")[0].replace("_", "-") == TAKEN for given in arguments.more):
         raise UsageError(f"{TAKEN}: this command gives the engine one of its own; leave it out")
-    manager = get_default_manager()
-    manager.ensure_initialized()
-    if manager.startup is None or not manager.startup.settings.enabled:
-        raise UsageError(f"{Settings.enabled.variable} is off: there is no plan to look at")
+    planned()
     with (
         tempfile.TemporaryDirectory() as caches,
         running(
@@ -110,10 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         "plan": report["ops"],
         "phases": [_judged(phase, places, report) for phase in phases],
     }
-    if arguments.json:
-        print_json(coverage=told)
-    else:
-        _show(told)
+    answer({"coverage": told}, _show, as_json=arguments.json)
     return 1 if any(phase["problem"] for phase in told["phases"]) else 0
 
 
@@ -178,29 +168,11 @@ def _judged(
     learnt, measured = told.pop("learnt"), told.pop("measured")
     tokens = phase["batch"] if phase["kind"] == "decode" else phase["prompt_tokens"]
     found = attribute(Whose(places, report, tokens), learnt, measured)
-    return {
-        **told,
-        "of": "operators" if measured is None else "kernels",
-        "steps": found.steps,
-        "rows": [row.told() for row in found.rows],
-        "total_us": found.total,
-        "busy_us": found.busy,
-        "profiled_us": found.profiled,
-        "remainder_us": phase["step_us"] - found.busy,
-        "reached": _share(found),
-        "problem": found.problem,
-    }
+    return {**told, **found, "remainder_us": phase["step_us"] - found["busy_us"]}
 
 
-def _share(phase: Phase) -> dict[str, float]:
-    """How much of the time contracts reach: by `yes`, `partly`, `no` and `?`."""
-    found: dict[str, float] = {}
-    for row in phase.rows:
-        found[row.owner.reached] = found.get(row.owner.reached, 0.0) + row.share
-    return found
-
-
-def _show(told: Mapping[str, Any]) -> None:
+def _show(facts: Mapping[str, Any]) -> None:
+    told = facts["coverage"]
     ranks = f", rank 0 of {told['ranks']}" if told["ranks"] > 1 else ""
     say(f"{told['model']}: {told['mode']}, {told['device']}{ranks}, digest {told['digest']}")
     for phase in told["phases"]:

@@ -6,16 +6,20 @@ It runs nothing, so that it works on a machine without the device too.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import ReportFile, UsageError, print_json, say
+from vllm_fl.cli.common import SCHEMA, ReportFile, UsageError, answer, say
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.settings.values import read_text
+from vllm_fl.settings.table import MAX_BYTES, read_table
 
 from ._flashinfer_bench import Dataset, write
-from ._measured import Measured, read
-from ._page import page
+from ._page import Measured, page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 0 when what was asked for was written."""
     if not (arguments.html or arguments.flashinfer_bench):
         raise UsageError("report: say where it goes: --html OUT, --flashinfer-bench DIR, or both")
-    measured = read(arguments.files)
+    measured = _read(arguments.files)
     told: dict[str, Any] = {"files": [{"name": m.name, "kind": m.kind} for m in measured]}
     with ExitStack() as stack:
         if arguments.html:
@@ -49,14 +53,47 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.html:
             out.write(text)
             told |= {"html": str(out.path), "bytes": len(text.encode())}
-    if arguments.json:
-        print_json(**told)
-        return 0
-    if arguments.html:
-        say(f"{told['html']}: {told['bytes'] / 1e6:.2f} MB of {len(measured)} files")
-    if arguments.flashinfer_bench:
-        _show(told["flashinfer_bench"])
+    answer(told, _show, as_json=arguments.json)
     return 0
+
+
+def _read(paths: Sequence[str]) -> list[Measured]:
+    """The files in order.
+
+    Raises:
+        SettingsError: one cannot be read, or is a table that is not whole.
+        UsageError: one is none of these.
+    """
+    names: Counter[str] = Counter()
+    found = []
+    for path in paths:
+        name = Path(path).name
+        names[name] += 1
+        shown = name if names[name] == 1 else f"{name} ({names[name]})"
+        found.append(Measured(shown, *_known(path)))
+    return found
+
+
+def _known(path: str) -> tuple[str, Any]:
+    """What kind of file it is, and what it holds."""
+    text = read_text(path, "report", path, most=MAX_BYTES)
+    try:
+        data = json.loads(text)
+        why = f"it holds a {type(data).__name__}"
+    except (ValueError, RecursionError) as error:
+        data, why = None, f"it is no whole JSON: {error}"
+    if isinstance(data, dict):
+        if "vllm_fl_table" in data:
+            return "table", read_table(path, key="report", origin=path)
+        if data.get("schema") == SCHEMA and "coverage" in data:
+            return "coverage", data["coverage"]
+        if data.get("schema") == SCHEMA and "results" in data:
+            return "verification", data
+        why = f"it has schema {data.get('schema')!r:.60}, and no results of these"
+    raise UsageError(
+        f"{path}: is neither a table that `vllm-fl tune` wrote nor the output of "
+        f"`vllm-fl verify --json` or `vllm-fl coverage --json`: {why}"
+    )
 
 
 def _export(measured: Sequence[Measured], path: str) -> dict[str, Any]:
@@ -66,8 +103,8 @@ def _export(measured: Sequence[Measured], path: str) -> dict[str, Any]:
     contracts = manager.registry.snapshot().contracts
     dataset = Dataset()
     for one in measured:
-        if one.table is not None:
-            dataset.add(one.table, contracts)
+        if one.kind == "table":
+            dataset.add(one.content, contracts)
         else:
             dataset.left_out.append((one.name, f"a {one.kind} has no times by tokens"))
     target = write(dataset, path)
@@ -79,7 +116,10 @@ def _export(measured: Sequence[Measured], path: str) -> dict[str, Any]:
     }
 
 
-def _show(told: dict[str, Any]) -> None:
-    say(f"{told['path']}: {told['definitions']} Definitions, {told['traces']} Traces")
-    for one in told["left_out"]:
-        say(f"  left out: {one['name']}: {one['reason']}")
+def _show(facts: Mapping[str, Any]) -> None:
+    if "html" in facts:
+        say(f"{facts['html']}: {facts['bytes'] / 1e6:.2f} MB of {len(facts['files'])} files")
+    if told := facts.get("flashinfer_bench"):
+        say(f"{told['path']}: {told['definitions']} Definitions, {told['traces']} Traces")
+        for one in told["left_out"]:
+            say(f"  left out: {one['name']}: {one['reason']}")

@@ -127,11 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
         stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
         try:
-            lines, difference = part.resume(work.heading)
-            if difference:
-                why = f"{part.path} is of another run ({difference}); begun anew"
-                say(f"vllm-fl: {why}", error=True)
-            elif lines:
+            lines = part.resume(work.heading)
+            if lines:
                 work.take_over(lines)
                 told = f"{work.done} of {work.units} taken over from {part.path}"
                 say(f"vllm-fl: {told}", error=True)

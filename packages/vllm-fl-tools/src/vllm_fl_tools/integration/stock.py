@@ -42,25 +42,22 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
         device: the engine's.
     """
     _import_kernels()
-    natives: list[OpImpl | None] = []
     granted = frozenset(
         name
         for place in binding.places
         if isinstance(place, OperatorPlace)
         for name in place.grants
     )
-    for place in binding.places:
-        if isinstance(place, LayerPlace | GraphPlace):
-            natives.append(stock_form(op, place.native))
-        elif isinstance(place, FusionPlace):
-            natives.append(stock_form(op, place.native, granted))
+    natives = [
+        stock_form(op, place.native, granted if isinstance(place, FusionPlace) else frozenset())
+        for place in binding.places
+        if isinstance(place, LayerPlace | GraphPlace | FusionPlace)
+    ]
     on_cpu: list[OpImpl | None] = []
     kernels: list[OpImpl | None] = []
     for place in binding.places:
-        form = _opaque(op, place, device)
-        if form is not None:
-            used = isinstance(place, OperatorPlace) and place.on_cpu
-            (on_cpu if device.type == "cpu" and used else kernels).append(form)
+        used = device.type == "cpu" and isinstance(place, OperatorPlace) and place.on_cpu
+        (on_cpu if used else kernels).append(_opaque(op, place, device))
     if mode == "compiled":
         ordered = [*natives, *on_cpu, *kernels]
     elif any(isinstance(place, FusionPlace | GraphPlace) for place in binding.places):
@@ -93,7 +90,7 @@ def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., 
 
 def _opaque(op: str, place: object, device: torch.device) -> OpImpl | None:
     """The form that is a kernel or a function of vLLM's, which no compiler looks into."""
-    own: Callable[..., object] | None = None
+    own: Callable[..., object] | None
     if isinstance(place, OperatorPlace):
         own = operators.own(place, device)
     elif isinstance(place, FunctionPlace):

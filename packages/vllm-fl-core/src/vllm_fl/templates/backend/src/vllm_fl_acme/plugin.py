@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
-from .impl import activation, normalization, rotary
+from . import impl
 
 POLICY = Path(__file__).with_name("acme.yaml")
 
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The ops as `vendor.acme`."""
-    return [*activation.OPS, *normalization.OPS, *rotary.OPS]
+    """The op of each module in `impl` that has one, as `vendor.acme`."""
+    names = [found.name for found in iter_modules(impl.__path__, f"{impl.__name__}.")]
+    return [module.IMPL for module in map(import_module, names) if hasattr(module, "IMPL")]
 
 
 @hookimpl
 def policy(platform: str) -> PolicyDefaults | None:
-    """The order per op on Acme's hardware; nothing for another platform."""
+    """The order per op on the platform `acme`; nothing for another one."""
     return PolicyDefaults(POLICY) if platform == "acme" else None

@@ -8,7 +8,7 @@ from vllm_fl import Availability, OpImpl
 
 from . import VENDOR, available, elsewhere, unsuitable
 
-__all__ = ["OPS", "rms_norm", "supports_rms_norm"]
+__all__ = ["IMPL", "rms_norm", "supports_rms_norm"]
 
 
 def rms_norm(
@@ -59,15 +59,11 @@ def supports_rms_norm(
     return unsuitable("x", x) or True
 
 
-OPS = (
-    # [[ rms_norm ]]
-    OpImpl(
-        "rms_norm",
-        *VENDOR,
-        rms_norm,
-        "acme",
-        available=available,
-        supports=supports_rms_norm,
-    ),
-    # [[ end ]]
+IMPL = OpImpl(
+    "rms_norm",
+    *VENDOR,
+    rms_norm,
+    "acme",
+    available=available,
+    supports=supports_rms_norm,
 )

@@ -8,7 +8,7 @@ from vllm_fl import Availability, OpImpl
 
 from . import VENDOR, available, elsewhere, unsuitable
 
-__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
+__all__ = ["IMPL", "rotary_embedding", "supports_rotary_embedding"]
 
 
 def rotary_embedding(
@@ -68,15 +68,11 @@ def _turn(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, interleaved: bool) 
     return out
 
 
-OPS = (
-    # [[ rotary_embedding ]]
-    OpImpl(
-        "rotary_embedding",
-        *VENDOR,
-        rotary_embedding,
-        "acme",
-        available=available,
-        supports=supports_rotary_embedding,
-    ),
-    # [[ end ]]
+IMPL = OpImpl(
+    "rotary_embedding",
+    *VENDOR,
+    rotary_embedding,
+    "acme",
+    available=available,
+    supports=supports_rotary_embedding,
 )
