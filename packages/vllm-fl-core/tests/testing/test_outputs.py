@@ -11,6 +11,7 @@ from sample_ops import FOLDER, RIGHT, WRONG, impl_of, sample_contracts
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import compare_all
 from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.plugins.types import OpImpl
@@ -45,7 +46,9 @@ def compared(impl: OpImpl) -> dict[str, tuple[str, str]]:
 def fault(
     impl: OpImpl, dtype: torch.dtype = torch.bfloat16, seconds: float = 0.2, **options: Any
 ) -> str | None:
-    found = find_faults([impl], dtype, CPU, SIZES, seed=1, seconds=seconds, **options).faults
+    found = find_faults(
+        Request([Role(impl)], dtype, CPU, SIZES, seed=1, seconds=seconds, **options)
+    ).faults
     return next((why for why, _ in found.values()), None)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..contracts import ModelSizes, OpSpec, Sample
 from ..contracts.batches import STANDING_COUNTS
-from ..engine.preflight import as_provided
+from ..engine.trials import as_provided
 from ..logs import get_logger
 from ..text import quote
 
