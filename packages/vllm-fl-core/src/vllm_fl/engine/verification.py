@@ -21,6 +21,7 @@ from .guarded import Guarded, guarded
 from .wanted import closed, parts, wanted_of, worst
 
 __all__ = [
+    "REFUSED_LATE",
     "Comparison",
     "Fault",
     "LayerFactory",
@@ -43,6 +44,12 @@ __all__ = [
 
 LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
 """(contract, the arguments that its layer provides) -> a layer that provides them."""
+
+
+REFUSED_LATE = (
+    "it refuses a call after it has written into its arguments, which the next candidate is given"
+)
+"""Why a refusal is a fault."""
 
 
 class Fault(Exception):
@@ -239,8 +246,7 @@ def called(
         got = answer(fn, impl, spec, call.args)
     except Refusal as refusal:
         if call.disturbance(frozenset()) is not None:
-            why = "it refuses a call after it has written into its arguments"
-            raise Fault(f"{why}, which the next candidate is given", refusal.__cause__) from refusal
+            raise Fault(REFUSED_LATE, refusal.__cause__) from refusal
         raise
     with attempt("comparing its result raised", refuses=()):
         problem = misplaced(got, shapes, call, consumed, packed)
