@@ -18,6 +18,7 @@ from vllm_fl.contracts.batches import POOL
 from vllm_fl.engine.determinism import (
     BY_CONTRACT,
     NO_ROWS,
+    STANDS,
     Determinism,
     determinism_of,
     find_variant,
@@ -130,6 +131,11 @@ def test_one_that_overwrites_its_arguments_is_given_fresh_ones() -> None:
 
 def test_unknown_sizes_are_not_measured() -> None:
     assert told(of(sound), None) == Determinism(None, None, "the sizes of its calls are not known")
+
+
+def test_what_stands_is_not_measured_whatever_sizes_are_known() -> None:
+    spec = contracts()["causal_conv1d"]
+    assert told(oracle(spec)) == Determinism(None, None, STANDS)
 
 
 def oracle(spec: OpSpec) -> OpImpl:

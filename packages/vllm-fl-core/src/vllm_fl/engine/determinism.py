@@ -37,7 +37,15 @@ if TYPE_CHECKING:
     from ..plugins.registry import RegistrySnapshot
     from .facts import EngineFacts
 
-__all__ = ["BY_CONTRACT", "NO_ROWS", "Determinism", "determinism_of", "find_variant", "unmeasured"]
+__all__ = [
+    "BY_CONTRACT",
+    "NO_ROWS",
+    "STANDS",
+    "Determinism",
+    "determinism_of",
+    "find_variant",
+    "unmeasured",
+]
 
 log = get_logger("engine")
 

@@ -239,7 +239,6 @@ def called(
         Fault: it raised, wrote what it must not, or its result has another form.
     """
     looked_at = looked_at or call
-    shapes = spec.fake(*call.args)
     consumed = spec.consumed(impl.consumes, call.args)
     looked_at.remember()
     try:
@@ -248,6 +247,7 @@ def called(
         if call.disturbance(frozenset()) is not None:
             raise Fault(REFUSED_LATE, refusal.__cause__) from refusal
         raise
+    shapes = spec.fake(*call.args)  # not before: its memory would be missing in the call
     with attempt("comparing its result raised", refuses=()):
         problem = misplaced(got, shapes, call, consumed, packed)
     if problem := problem or misuse(looked_at, consumed, impl, spec):
