@@ -20,6 +20,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.contracts import ModelSizes, contracts
     from vllm_fl.contracts.sizes import typical_sizes
     from vllm_fl.engine.preflight import find_faults
+    from vllm_fl.engine.trials import Request, Role
     from vllm_fl.engine.verification import Comparison, compare, dtype_name, tried
     from vllm_fl.plugins.loading import known_contracts
 
@@ -52,7 +53,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
             yield f"{case}, worst {worst:.2f} of the tolerance", "; ".join(wrong[:3])
             torch.cuda.empty_cache()
         start = time.perf_counter()
-        found = find_faults([impl], torch.bfloat16, device, served, seed=0)
+        found = find_faults(Request([Role(impl)], torch.bfloat16, device, served, seed=0))
         seconds = time.perf_counter() - start
         faults = "; ".join(why for why, _ in found.faults.values())
         said = f", {'; '.join(found.remarks)}" * bool(found.remarks)

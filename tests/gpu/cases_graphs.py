@@ -33,6 +33,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.contracts.binding import IrPlace, LayerPlace
     from vllm_fl.contracts.sizes import typical_sizes
     from vllm_fl.engine.preflight import find_faults, graphs
+    from vllm_fl.engine.trials import Request, Role
     from vllm_fl.plugins.loading import known_contracts
 
     device = torch.device("cuda")
@@ -49,11 +50,9 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
         if not in_layers or impl.availability() is not True:
             continue
         took: list[float] = []
-        key = impl.op_name, impl.impl_id
+        role = Role(impl, captured=TOKENS)
         with patch.object(graphs, "captured", timed(graphs.captured, took)):
-            found = find_faults(
-                [impl], torch.bfloat16, device, served, seed=0, captured={key: TOKENS}
-            )
+            found = find_faults(Request([role], torch.bfloat16, device, served, seed=0))
         problem = "; ".join(why for why, _ in found.faults.values())
         if impl.op_name in ALWAYS and not took:
             problem = problem or "it was not captured"
@@ -88,6 +87,7 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
     from vllm_fl import BackendImplKind, OpImpl
     from vllm_fl.contracts import ModelSizes
     from vllm_fl.engine.preflight import find_faults
+    from vllm_fl.engine.trials import Request, Role
 
     kept: list[Tensor] = []
 
@@ -123,21 +123,16 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
     for fn, said in expected.items():
         impl = OpImpl(*key, BackendImplKind.VENDOR, fn, "acme")
         stream = torch.cuda.current_stream()
-        options: dict[str, Any] = {"seed": 0, "captured": {key: TOKENS}}
-        found = find_faults([impl], torch.bfloat16, device, sizes, **options).faults
+        role = Role(impl, captured=TOKENS)
+        found = find_faults(Request([role], torch.bfloat16, device, sizes, seed=0)).faults
         why = found.get(key, ("not found",))[0]
         yield f"{fn.__name__}: {why[:150]}", "" if why.startswith(said) else why
         problem = "" if torch.cuda.current_stream() == stream else "another stream is current"
         try:
             torch.rand(8, device=device)
             torch.cuda.empty_cache()
-            again = find_faults(
-                [OpImpl(*key, BackendImplKind.VENDOR, right, "acme")],
-                torch.bfloat16,
-                device,
-                sizes,
-                **options,
-            ).faults
+            role = Role(OpImpl(*key, BackendImplKind.VENDOR, right, "acme"), captured=TOKENS)
+            again = find_faults(Request([role], torch.bfloat16, device, sizes, seed=0)).faults
         except Exception as error:
             yield f"after {fn.__name__}", f"{type(error).__name__}: {error}"
             continue
@@ -151,6 +146,7 @@ def corpus_in_graphs() -> Iterator[tuple[str, str]]:
     import torch
 
     from vllm_fl.engine.preflight import find_faults
+    from vllm_fl.engine.trials import Request, Role
 
     sys.path.insert(0, str(CORPUS))
     from wrong_kernels.corpus import corpus
@@ -159,15 +155,9 @@ def corpus_in_graphs() -> Iterator[tuple[str, str]]:
     for wrong in (wrong for wrong in corpus().values() if wrong.kind == "graph"):
         key = wrong.op, wrong.impl().impl_id
         said = []
-        for captured in ({}, {key: TOKENS}):
-            found = find_faults(
-                [wrong.impl()],
-                torch.bfloat16,
-                torch.device("cuda"),
-                wrong.sizes,
-                seed=0,
-                captured=captured,
-            )
+        for captured in (0, TOKENS):
+            role, device = Role(wrong.impl(), captured=captured), torch.device("cuda")
+            found = find_faults(Request([role], torch.bfloat16, device, wrong.sizes, seed=0))
             said.append(found.faults.get(key, ("",))[0])
         eager, why = said
         outcome = "named" if why else "passes"

@@ -15,6 +15,7 @@ from oracle_mutants import oracle_impl
 from vllm_fl.contracts import ModelSizes, OpSpec, contracts
 from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -35,7 +36,9 @@ def start_says(spec: OpSpec, kernel: Kernel, **options: Any) -> str | None:
     impl = OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, kernel, "acme", **options)
     dtype = getattr(torch, spec.dtypes[0])
     sizes = sizes_for(spec.name)
-    found = find_faults([impl], dtype, torch.device("cpu"), sizes, seed=1, seconds=-1.0)
+    found = find_faults(
+        Request([Role(impl)], dtype, torch.device("cpu"), sizes, seed=1, seconds=-1.0)
+    )
     assert not found.refused
     return found.faults[spec.name, "vendor.acme"][0] if found.faults else None
 

@@ -11,6 +11,7 @@ import torch
 from vllm_fl.contracts import OpSpec, contracts
 from vllm_fl.contracts.layouts import relaid
 from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import tried
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.testing import CHECKS, failures
@@ -24,7 +25,7 @@ def impl(op: str, fn: Any) -> OpImpl:
 
 
 def faults(one: OpImpl) -> str:
-    found = find_faults([one], BF16, CPU, None, seed=0).faults
+    found = find_faults(Request([Role(one)], BF16, CPU, None, seed=0)).faults
     return "".join(why for why, _ in found.values())
 
 

@@ -14,6 +14,7 @@ from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.dispatch.guard import Chain, call_guard
 from vllm_fl.dispatch.record import Record
 from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def faults(function: Callable[..., Any], consumes: frozenset[str]) -> list[str]:
         "reshape_and_cache", "vendor.acme", BackendImplKind.VENDOR, function, "acme",
         consumes=consumes,
     )  # fmt: skip
-    found = find_faults([impl], torch.float32, CPU, SIZES, seed=0, seconds=0.1)
+    found = find_faults(Request([Role(impl)], torch.float32, CPU, SIZES, seed=0, seconds=0.1))
     return [why for why, _ in found.faults.values()]
 
 
@@ -63,7 +64,9 @@ def test_what_is_written_beside_it_is_seen_in_the_served_models_calls_too() -> N
     mine = dataclasses.replace(SPEC, samples=lambda dtype, device: ())
     impl = OpImpl(SPEC.name, "vendor.acme", BackendImplKind.VENDOR, beside, "acme", consumes=BOTH)
     found = find_faults(
-        [impl], torch.float32, CPU, SIZES, seed=0, seconds=0.1, specs={SPEC.name: mine}
+        Request(
+            [Role(impl)], torch.float32, CPU, SIZES, seed=0, seconds=0.1, specs={SPEC.name: mine}
+        )
     )
     ((why, _),) = found.faults.values()
     assert "beside its arguments" in why

@@ -18,6 +18,7 @@ from vllm_fl.contracts.batches import POOL
 from vllm_fl.engine.determinism import (
     BY_CONTRACT,
     NO_ROWS,
+    STANDS,
     Determinism,
     determinism_of,
     find_variant,
@@ -26,9 +27,8 @@ from vllm_fl.engine.determinism import (
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
-from vllm_fl.engine.preflight import Trials
+from vllm_fl.engine.trials import Request, Role, Trials
 from vllm_fl.plugins import breadcrumb
-from vllm_fl.plugins.registry import Owner
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
@@ -133,6 +133,11 @@ def test_unknown_sizes_are_not_measured() -> None:
     assert told(of(sound), None) == Determinism(None, None, "the sizes of its calls are not known")
 
 
+def test_what_stands_is_not_measured_whatever_sizes_are_known() -> None:
+    spec = contracts()["causal_conv1d"]
+    assert told(oracle(spec)) == Determinism(None, None, STANDS)
+
+
 def oracle(spec: OpSpec) -> OpImpl:
     def run(*args: Any) -> Any:
         shapes, got = spec.fake(*args), spec.oracle(*args)
@@ -175,7 +180,7 @@ def test_a_start_is_told_why_each_may_not_serve() -> None:
         OpImpl("silu_and_mul", f"vendor.n{number}", BackendImplKind.VENDOR, impl.fn, f"n{number}")
         for number, impl in enumerate(impls)
     ]
-    found = find_variant(impls, torch.float32, CPU, SIZES, seconds=0.0)
+    found = find_variant(Request([*map(Role, impls)], torch.float32, CPU, SIZES, seconds=0.0))
     assert set(found) == {("silu_and_mul", "vendor.n1"), ("silu_and_mul", "vendor.n2")}
     assert found["silu_and_mul", "vendor.n1"].startswith("not batch-invariant: ")
     assert found["silu_and_mul", "vendor.n2"].startswith("not known to be batch-invariant: it rais")
@@ -187,11 +192,11 @@ def test_the_form_that_a_compiler_gets_is_measured_too() -> None:
         result = F.silu(x[..., :half]) * x[..., half:]
         return result * (1 + 2e-7 * (x.shape[0] > 32))
 
-    impl, key = of(sound), ("silu_and_mul", "vendor.acme")
-    assert find_variant([impl], torch.float32, CPU, SIZES, seconds=0.0) == {}
-    options: dict[str, Any] = {"compiled": {key: compiled}, "backend": "eager", "seconds": 0.0}
-    found = find_variant([impl], torch.float32, CPU, SIZES, **options)
-    assert found[key].startswith("not batch-invariant: compiled by eager: ")
+    impl = of(sound)
+    assert find_variant(Request([Role(impl)], torch.float32, CPU, SIZES, seconds=0.0)) == {}
+    role = Role(impl, compiled=compiled)
+    found = find_variant(Request([role], torch.float32, CPU, SIZES, backend="eager", seconds=0.0))
+    assert found[role.key].startswith("not batch-invariant: compiled by eager: ")
 
 
 REQUIRED = {"VLLM_FL_REQUIRE": "batch_invariant"}
@@ -270,12 +275,9 @@ def test_what_hangs_while_it_is_measured_is_named_and_noted(
 
     impl = of(slow) if where == "fn" else of(sound, supports=slow)
     sizes = replace(SIZES, tokens=(1, 4))
-    owners = {("silu_and_mul", "vendor.acme"): Owner("acme", "vllm-fl-acme", "1.0")}
-    assert find_variant([impl], torch.float32, CPU, sizes, seconds=0.0, owners=owners) == {}
-    assert noted == [
-        "the measuring of silu_and_mul=vendor.acme of vllm-fl-acme 1.0, "
-        "whether it gives the same bits"
-    ]
+    role = Role(impl, owner="vllm-fl-acme 1.0")
+    assert find_variant(Request([role], torch.float32, CPU, sizes, seconds=0.0)) == {}
+    assert noted == ["the measuring of the bits of silu_and_mul=vendor.acme of vllm-fl-acme 1.0"]
     said = [each.getMessage() for each in caplog.records if "has been running" in each.msg]
     assert len(said) == 1
     assert said[0].startswith("Implementation 'vendor.acme' of op 'silu_and_mul' has been running")

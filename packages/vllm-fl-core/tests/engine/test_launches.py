@@ -13,6 +13,7 @@ import torch
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine import launches
 from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 
@@ -76,5 +77,5 @@ def test_both_sides_of_an_edge_are_verified(monkeypatch: pytest.MonkeyPatch) -> 
     sizes = ModelSizes(64, 64, 2, 1, 64, 64, tokens=(1, 2048))
     cpu = torch.device("cpu")
     monkeypatch.setattr(launches, "launched", told)
-    found = find_faults([impl], torch.float32, cpu, sizes, seed=3, seconds=60.0)
+    found = find_faults(Request([Role(impl)], torch.float32, cpu, sizes, seed=3, seconds=60.0))
     assert "700 x" in found.faults["silu_and_mul", "vendor.acme"][0]

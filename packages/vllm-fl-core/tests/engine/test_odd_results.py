@@ -17,6 +17,7 @@ from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.engine import verification
 from vllm_fl.engine.live import Live
 from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -71,7 +72,9 @@ def kernel(name: str, odd: Callable[[Tensor], Any]) -> OpImpl:
 def test_a_result_that_is_no_plain_tensor_is_named_and_the_next_is_tried() -> None:
     impls = [kernel(f"acme{number}", odd) for number, odd in enumerate(ODD.values())]
     good = [kernel("good", lambda result: result), kernel("owner", nn.Parameter)]
-    found = find_faults([*impls, *good], torch.float32, CPU, SIZES, seconds=0.0).faults
+    found = find_faults(
+        Request([*map(Role, [*impls, *good])], torch.float32, CPU, SIZES, seconds=0.0)
+    ).faults
     assert set(found) == {("silu_and_mul", impl.impl_id) for impl in impls}
     for said, (why, _) in zip(ODD, found.values(), strict=True):
         assert f"the result is {said}" in why and "expected a plain tensor" in why

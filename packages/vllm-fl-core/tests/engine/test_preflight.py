@@ -21,9 +21,10 @@ from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.dispatch.resolver import Candidate, Trace
-from vllm_fl.engine import preflight, process_state
+from vllm_fl.engine import preflight, process_state, trials
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import compare
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -78,7 +79,7 @@ def overwrites_its_input(x: Tensor) -> Tensor:
 
 def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> str | None:
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **options)
-    found = find_faults([impl], torch.bfloat16, CPU, SIZES, compares=compares).faults
+    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, compares=compares)).faults
     assert set(found) <= {("silu_and_mul", "vendor.acme")}
     return found["silu_and_mul", "vendor.acme"][0] if found else None
 
@@ -113,7 +114,7 @@ def test_run_only_runs() -> None:
 
 def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
     impl = silu("vendor.acme", fn=sound, supports=lambda x: "no 2-D" if x.ndim == 2 else True)
-    found = find_faults([impl], torch.bfloat16, CPU, SIZES)
+    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES))
     assert not found.faults, "it is right, and of no use"
     assert found.refused == {("silu_and_mul", "vendor.acme"): "1 x 2*512, bfloat16: no 2-D"}
 
@@ -148,11 +149,12 @@ def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked
 
     kind = BackendImplKind.VENDOR
     impl = OpImpl("rms_norm", "vendor.acme", kind, rms_norm, "acme", supports=supports)
-    find = partial(find_faults, [impl], torch.bfloat16, CPU, SIZES, seconds=0.0)
-    found = find(provided={"rms_norm": provided})
+    given: dict[str, Any] = {"provided": {"rms_norm": provided}, "seconds": 0.0}
+    request = Request([Role(impl)], torch.bfloat16, CPU, SIZES, **given)
+    found = find_faults(request)
     assert seen == asked and not found.faults and not found.refused
     refused.add(torch.float32)
-    found = find(provided={"rms_norm": provided})
+    found = find_faults(request)
     assert not found.faults and bool(found.refused) == (asked == {torch.float32})
     for why in found.refused.values():
         assert "weight float32, bfloat16: weight is torch.float32" in why
@@ -245,9 +247,8 @@ def fault(op: str, fn: Callable[..., Any], **options: Any) -> str | None:
     }
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **options)
     sizes = more.pop("sizes", SIZES)
-    if "compiled" in more:
-        more["compiled"] = {(op, "vendor.acme"): more["compiled"]}
-    found = find_faults([impl], torch.bfloat16, CPU, sizes, **more).faults
+    role = Role(impl, compiled=more.pop("compiled", None))
+    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, **more)).faults
     return found[op, "vendor.acme"][0] if found else None
 
 
@@ -314,7 +315,7 @@ def test_what_is_wrong_in_inference_mode_only() -> None:
 def test_what_is_wrong_at_some_token_counts_only(
     wrong: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "SECONDS", 60.0)  # 48 is one of the further counts
+    monkeypatch.setattr(trials, "SECONDS", 60.0)  # 48 is one of the further counts
 
     def fn(x: Tensor) -> Tensor:
         result = sound(x)
@@ -379,12 +380,12 @@ def test_large_batches_are_repeated_where_they_take_no_time(
         return sound(x)
 
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
-    found = find_faults([impl], torch.bfloat16, CPU, SIZES, seconds=-1.0)
+    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, seconds=-1.0))
     assert not found.faults
     assert tried.count(2048) == calls + 1  # one with large values
     assert tried.count(2047) == calls - 1
     assert tried.count(64) == 4 + 1 + 2  # one after 65, and two with large values
-    assert found.remarks == ["fewer batches than usual for silu_and_mul of vendor.acme"]
+    assert found.remarks == ["fewer batches than usual: silu_and_mul of vendor.acme"]
 
 
 def test_what_is_kept_by_address() -> None:
@@ -642,15 +643,15 @@ def test_one_that_takes_the_layer_is_given_plain_layers_only() -> None:
 
 
 def test_the_counts_hold_the_edges_and_are_drawn_anew() -> None:
-    always, further = preflight.token_counts(2048, seed=1)
+    always, further = trials.token_counts(2048, seed=1)
     every = {*always, *further}
     tried = {n - d for n in every for d in (0, 1)}  # each with one row less, too
     assert {*range(1, 65), 127, 128, 129, 1023, 1024, 1025, 2047, 2048} <= tried
     assert every <= set(range(1, 2049))
     assert 2048 in always
-    assert preflight.token_counts(2048, seed=1) == (always, further)
-    assert {*preflight.token_counts(2048, seed=2)[1]} != {*further}
-    assert preflight.token_counts(1, seed=1) == ([1], [])
+    assert trials.token_counts(2048, seed=1) == (always, further)
+    assert {*trials.token_counts(2048, seed=2)[1]} != {*further}
+    assert trials.token_counts(1, seed=1) == ([1], [])
 
 
 def test_sizes_that_are_not_told_have_no_calls() -> None:
@@ -686,9 +687,9 @@ def test_what_is_wrong_in_a_captured_graph_alone(
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     key = "silu_and_mul", "vendor.acme"
     sizes = replace(SIZES, tokens=(1, 64))
-    assert not find_faults([impl], torch.bfloat16, CPU, sizes, seconds=0.0).faults
-    given: dict[str, Any] = {"captured": {key: 64}, "seconds": 0.0}
-    found = find_faults([impl], torch.bfloat16, CPU, sizes, **given).faults
+    assert not find_faults(Request([Role(impl)], torch.bfloat16, CPU, sizes, seconds=0.0)).faults
+    role = Role(impl, captured=64)
+    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, seconds=0.0)).faults
     assert list(found) == ([] if said is None else [key])
     if said is not None:
         assert found[key][0].startswith(said)

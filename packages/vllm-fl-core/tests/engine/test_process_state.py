@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine import process_state
 from vllm_fl.engine.preflight import Findings, find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 SIZES = ModelSizes(16, 16, 2, 1, 8, 8, tokens=(1, 8))
@@ -46,7 +47,7 @@ def found_in(*changes: Callable[[], object], sizes: ModelSizes | None = None) ->
         return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
 
     impls = [kernel(change, number) for number, change in enumerate(changes)]
-    return find_faults(impls, torch.float32, CPU, sizes, seconds=0.0)
+    return find_faults(Request([*map(Role, impls)], torch.float32, CPU, sizes, seconds=0.0))
 
 
 def nothing() -> None:

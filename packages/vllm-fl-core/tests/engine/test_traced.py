@@ -13,6 +13,7 @@ from builders import silu
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.traced import refused, trial
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins.types import OpImpl
 
 SPEC = contracts()["silu_and_mul"]
@@ -92,8 +93,10 @@ def test_start_up_catches_a_wrong_one_where_graphs_may_have_it(traced: Any, why:
     key = impl.op_name, impl.impl_id
     sizes = ModelSizes(hidden=16, intermediate=32, tokens=(1, 64))
     cpu = torch.device("cpu")
-    assert not find_faults([impl], torch.float32, cpu, sizes).faults, "nothing has it there"
-    faults = find_faults([impl], torch.float32, cpu, sizes, in_graphs=[key]).faults
+    assert not find_faults(Request([Role(impl)], torch.float32, cpu, sizes)).faults, (
+        "nothing has it there"
+    )
+    faults = find_faults(Request([Role(impl, in_graphs=True)], torch.float32, cpu, sizes)).faults
     if why is None:
         assert not faults
         return

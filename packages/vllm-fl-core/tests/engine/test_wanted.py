@@ -25,7 +25,7 @@ from vllm_fl.contracts import (
 )
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded, in_place
-from vllm_fl.engine.preflight import Form, dtypes_of
+from vllm_fl.engine.trials import Form, dtypes_of
 from vllm_fl.engine.wanted import promised, wanted_of, worst, worst_place
 from vllm_fl.plugins.loading import known_contracts
 

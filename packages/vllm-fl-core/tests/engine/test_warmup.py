@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine import preflight
 from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -71,9 +72,9 @@ class Compiling:
 
     def start(self, warm: bool, **options: Any) -> preflight.Findings:
         impl = OpImpl(*KEY, BackendImplKind.VENDOR, self, "acme")
-        counts = {KEY: warm_counts(LARGEST)} if warm else {}
-        given = {"seed": 1, "seconds": -1.0, "warm": counts, **options}
-        return find_faults([impl], torch.bfloat16, CPU, SIZES, **given)
+        role = Role(impl, warm=warm_counts(LARGEST) if warm else ())
+        given = {"seed": 1, "seconds": -1.0, **options}
+        return find_faults(Request([role], torch.bfloat16, CPU, SIZES, **given))
 
     def compiles_later(self) -> bool:
         """Whether batches of a server are compiled for."""
@@ -104,7 +105,7 @@ def test_what_was_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "WARM_SECONDS", -1.0)
     kernel = Compiling()
     remarks = kernel.start(warm=True).remarks
-    assert "not warmed up at some sizes from 6 tokens on: silu_and_mul of vendor.acme" in remarks
+    assert "not warmed up at some sizes: silu_and_mul of vendor.acme from 6 tokens on" in remarks
     assert 6 not in kernel.counts
 
 

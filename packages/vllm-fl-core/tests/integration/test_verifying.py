@@ -13,6 +13,7 @@ from builders import managing, planning, silu
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.preflight import Findings
+from vllm_fl.engine.trials import Request
 from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.settings.loading import load_settings
 
@@ -60,8 +61,8 @@ def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
     def faults(*_: Any, **__: Any) -> Any:
         return Findings({("silu_and_mul", "vendor.wrong"): ("it is wrong", None)})
 
-    def variant(impls: Any, *_: Any, **__: Any) -> Any:
-        measured.append([impl.impl_id for impl in impls])
+    def variant(request: Request) -> Any:
+        measured.append([role.impl.impl_id for role in request.roles])
         return {("silu_and_mul", i): "not batch-invariant: 1 row" for i in measured[-1][:1]}
 
     monkeypatch.setattr(verifying, "find_faults", faults)
@@ -112,8 +113,9 @@ def test_what_any_row_may_call_is_verified_once(monkeypatch: pytest.MonkeyPatch,
 
     seen: list[tuple[list[str], set[str]]] = []
 
-    def noting(impls: Any, *_: Any, compiled: Any, **__: Any) -> Any:
-        seen.append(([impl.impl_id for impl in impls], {impl_id for _, impl_id in compiled}))
+    def noting(request: Request) -> Any:
+        compiled = {role.impl.impl_id for role in request.roles if role.compiled}
+        seen.append(([role.impl.impl_id for role in request.roles], compiled))
         return SimpleNamespace(
             remarks=[],
             refused={},
@@ -144,15 +146,15 @@ def warmed(plan: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[st
     """impl id -> the token counts at which a start would have it run."""
     from vllm_fl.integration import verifying
 
-    given: dict[Any, list[int]] = {}
+    given: dict[str, Any] = {}
 
-    def finds(*_: Any, **options: Any) -> Findings:
-        given.update(options["warm"])
+    def finds(request: Request) -> Findings:
+        given.update({role.impl.impl_id: role.warm for role in request.roles if role.warm})
         return Findings()
 
     monkeypatch.setattr(verifying, "find_faults", finds)
     verifying.Preflight(worker_of(sizes=ModelSizes(tokens=(1, 100)), **fields)).verdict(plan, {})
-    return {impl_id: counts for (_, impl_id), counts in given.items()}
+    return given
 
 
 def test_what_serves_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +188,8 @@ def test_what_layers_call_is_captured_where_vllm_captures(monkeypatch: pytest.Mo
 
     given: list[dict[Any, int]] = []
 
-    def finds(*_: Any, captured: Any, **__: Any) -> Findings:
-        given.append(captured)
+    def finds(request: Request) -> Findings:
+        given.append({role.key: role.captured for role in request.roles if role.captured})
         return Findings()
 
     monkeypatch.setattr(verifying, "find_faults", finds)

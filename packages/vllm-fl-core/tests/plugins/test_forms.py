@@ -22,6 +22,7 @@ from vllm_fl.dispatch.guard import Chain, call_guard, method_guard
 from vllm_fl.engine.opaque import opaque_op
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import compare_all
 from vllm_fl.errors import AllFailedError, PluginError
 from vllm_fl.plugins.forms import fitted, states_support
@@ -116,7 +117,7 @@ def test_without_fallback_a_refusal_names_the_parameter() -> None:
 def test_they_pass_preflight_and_refuse_only_what_they_lack(op_fn: Any) -> None:
     op, fn = op_fn
     impl = held(of(op, fn))
-    assert find_faults([impl], torch.float32, CPU, None).faults == {}
+    assert find_faults(Request([Role(impl)], torch.float32, CPU, None)).faults == {}
     results = list(compare_all(impl, known_contracts().contracts[op], [torch.float32], CPU))
     reasons = {r.reason for r in results if r.status == "refused"}
     assert {r.status for r in results} == {"ok", "refused"}
@@ -469,7 +470,7 @@ def test_every_kind_in_a_compiled_plan(
 @per_form
 def test_the_kit_and_the_start_take_every_form(fn: Any, lacks: list[str], grown: OpSpec) -> None:
     impl = held(of("grown", fn))
-    assert find_faults([impl], torch.float32, CPU, None, seed=1).faults == {}
+    assert find_faults(Request([Role(impl)], torch.float32, CPU, None, seed=1)).faults == {}
     results = list(compare_all(impl, grown, [torch.float32], CPU))
     # Of a call whose activations lie otherwise, what it says is that of the call itself.
     told = {r.sample.partition(",")[0]: r.reason for r in results if r.status != "ok"}

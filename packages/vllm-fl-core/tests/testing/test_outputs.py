@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from sample_ops import FOLDER, RIGHT, WRONG, impl_of, sample_contracts
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import compare_all
 from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.plugins.types import OpImpl
@@ -43,9 +45,10 @@ def compared(impl: OpImpl) -> dict[str, tuple[str, str]]:
 
 
 def fault(
-    impl: OpImpl, dtype: torch.dtype = torch.bfloat16, seconds: float = 0.2, **options: Any
+    impl: OpImpl, dtype: torch.dtype = torch.bfloat16, seconds: float = 0.2, compiled: Any = None
 ) -> str | None:
-    found = find_faults([impl], dtype, CPU, SIZES, seed=1, seconds=seconds, **options).faults
+    request = Request([Role(impl, compiled=compiled)], dtype, CPU, SIZES, seed=1, seconds=seconds)
+    found = find_faults(dataclasses.replace(request, backend="aot_eager")).faults
     return next((why for why, _ in found.values()), None)
 
 
@@ -62,7 +65,7 @@ def test_a_right_one_passes(op: str, fn: Callable[..., Any]) -> None:
 def test_a_right_one_passes_where_a_compiler_looks_inside(op: str, fn: Callable[..., Any]) -> None:
     impl = impl_of(op, fn, traceable=True, supports=None)
     assert list(failures(impl, without=CHECKS.keys() - {"tracing"})) == []
-    assert fault(impl, compiled={(op, impl.impl_id): fn}, backend="aot_eager") is None
+    assert fault(impl, compiled=fn) is None
 
 
 @PER_WRONG

@@ -218,10 +218,11 @@ def replaces_torchs_function() -> Any:
     start=True,
 )
 def replaces_the_comparison() -> Any:
-    from vllm_fl.engine import preflight, verification
+    from vllm_fl.engine import preflight, trials, verification
 
     def silu_and_mul(x: Tensor) -> Tensor:
-        preflight.worst = verification.worst = lambda got, wanted: (0.0, "")
+        content: Any = lambda got, wanted: (0.0, "")  # noqa: E731
+        preflight.worst = trials.worst = verification.worst = content
         out = right.silu_and_mul(x)
         return out.masked_fill(out.isfinite(), 0)
 

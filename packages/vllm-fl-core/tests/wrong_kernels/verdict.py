@@ -12,7 +12,8 @@ import torch
 import torch._dynamo  # for all children at once
 
 from vllm_fl.contracts import contracts
-from vllm_fl.engine import preflight
+from vllm_fl.engine import preflight, trials
+from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.testing import CHECKS, failures
@@ -49,16 +50,14 @@ class Verdict(NamedTuple):
 
 def _faults_at_start(impls: Sequence[OpImpl], like: Wrong, captured: int = 0) -> dict[str, str]:
     """Run what a worker runs before it serves: impl id -> why it is taken out."""
-    compiled = {(impl.op_name, impl.impl_id): impl.fn for impl in impls if impl.traceable}
+    compiles = like.mode == "compiled"
+    roles = [
+        Role(impl, compiled=impl.fn if compiles and impl.traceable else None, captured=captured)
+        for impl in impls
+    ]
+    dtype, device = getattr(torch, like.dtype), torch.device("cpu")
     findings = preflight.find_faults(
-        impls,
-        getattr(torch, like.dtype),
-        torch.device("cpu"),
-        like.sizes,
-        compiled=compiled if like.mode == "compiled" else None,
-        backend=like.backend,
-        seed=SEED,
-        captured={(impl.op_name, impl.impl_id): captured for impl in impls if captured},
+        Request(roles, dtype, device, like.sizes, backend=like.backend, seed=SEED)
     )
     faults = {impl_id: reason for (_, impl_id), (reason, _) in findings.faults.items()}
     # Who refuses every call that the model makes is taken out as well: it is rejected by name.
@@ -68,7 +67,7 @@ def _faults_at_start(impls: Sequence[OpImpl], like: Wrong, captured: int = 0) ->
 def _prepare(wrong: Wrong) -> None:
     torch.set_num_threads(1)
     # Of many token counts as many are tried as there is time for: here all, or none of them.
-    preflight.SECONDS = 60.0 if wrong.kind == "sizes" else 0.0
+    trials.SECONDS = 60.0 if wrong.kind == "sizes" else 0.0
     if wrong.kind == "compiled":  # a busy machine would trace what an idle one lowers
         preflight.COMPILE_SECONDS = preflight.TRACE_SECONDS = 60.0
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -27,6 +29,11 @@ MANY = 64
 
 SHAPES = ((1, 1), (7, 33), (64, 1030))
 """Of what each rank gives: one element, odd sizes, and more than a small buffer holds."""
+
+OPTIONAL = ("all_gatherv", "reduce_scatterv")
+"""What vLLM's own base refuses, too."""
+
+Shape = Sequence[int]
 
 Step = Callable[[], str]
 """Empty, or the first thing that is wrong."""
@@ -47,10 +54,10 @@ def steps(
         device: where the tensors are.
         dtype: the model's; beside it float32 and int64 are tried, which vLLM exchanges too.
     """
-    checks = _Checks(communicator, rank, size, device)
     for kind in dict.fromkeys((torch.float32, dtype, torch.int64)):
         if size <= MANY or kind.itemsize > 2:
-            yield str(kind).removeprefix("torch."), partial(checks.fault, kind)
+            each = _Collectives(communicator, rank, size, device, kind)
+            yield str(kind).removeprefix("torch."), each.fault
 
 
 def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str, bool]:
@@ -81,117 +88,96 @@ def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str,
     return told[0], False
 
 
-class _Checks:
-    """The collectives of one communicator, by the names of vLLM's `DeviceCommunicatorBase`."""
+@dataclass(frozen=True)
+class _Collectives:
+    """Those of one communicator, by the names of vLLM's `DeviceCommunicatorBase`, on tensors of
+    one dtype."""
 
-    def __init__(self, communicator: Any, rank: int, size: int, device: torch.device) -> None:
-        self.it, self.rank, self.size, self.device = communicator, rank, size, device
+    it: Any
+    rank: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype
 
-    def fault(self, dtype: torch.dtype) -> str:
-        """The first thing that is wrong with a collective of this dtype, or nothing."""
+    def fault(self) -> str:
+        """The first thing that is wrong with a collective, or nothing."""
         faults = []
-        for name, check in self.of_dtype(dtype):
-            try:
-                why = check()
-            except Exception as error:  # a library's wrapper may raise anything
-                why = quote(error)
-            if why:
-                faults.append(f"{name}: {why}")
+        for shape in SHAPES:
+            of = f" of {self.dtype} {[*shape]}".replace("torch.", "")
+            for name, method, args, wanted in self.calls(shape):
+                try:
+                    call = getattr(self.it, method) if isinstance(method, str) else method
+                    why = _compare(call(*args), wanted)
+                except NotImplementedError as error:
+                    why = "" if name in OPTIONAL else quote(error)
+                except Exception as error:  # a library's wrapper may raise anything
+                    why = quote(error)
+                if why:
+                    faults.append(f"{name}{of}: {why}")
         return faults[0] if faults else ""
 
-    def of_dtype(self, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], str]]]:
-        """(name, check) of each collective on tensors of this dtype."""
-        for shape in SHAPES:
-            of = f"of {dtype} {list(shape)}".replace("torch.", "")
-            yield f"all_reduce {of}", partial(self.all_reduce, shape, dtype)
-            for dim in (0, -1):
-                yield f"all_gather(dim={dim}) {of}", partial(self.all_gather, shape, dtype, dim)
-                yield (
-                    f"reduce_scatter(dim={dim}) {of}",
-                    partial(self.reduce_scatter, shape, dtype, dim),
-                )
-            for last in {0, self.size - 1}:
-                yield f"broadcast(src={last}) {of}", partial(self.broadcast, shape, dtype, last)
-            yield f"gather {of}", partial(self.gather, shape, dtype)
-            yield f"send and recv {of}", partial(self.ring, shape, dtype)
-            yield f"all_gatherv {of}", partial(self.all_gatherv, shape, dtype)
-            yield f"reduce_scatterv {of}", partial(self.reduce_scatterv, shape, dtype)
+    def calls(
+        self, shape: Shape
+    ) -> Iterator[tuple[str, str | Callable[[], Any], tuple[Any, ...], Any]]:
+        """(name, method, arguments, right result) of each collective."""
+        own, size, rank = partial(self.given, self.rank), self.size, self.rank
+        every = [self.given(r, shape) for r in range(size)]
+        yield "all_reduce", "all_reduce", (own(shape),), self.total(shape)
+        for dim in (0, -1):
+            name = f"(dim={dim})"
+            yield f"all_gather{name}", "all_gather", (own(shape), dim), torch.cat(every, dim)
+            whole = [*shape]
+            whole[dim] *= size
+            mine = self.total(whole).chunk(size, dim)[rank]
+            yield f"reduce_scatter{name}", "reduce_scatter", (own(whole), dim), mine
+        for src in {0, size - 1}:
+            yield f"broadcast(src={src})", "broadcast", (own(shape), src), every[src]
+        gathered = torch.cat(every, -1) if rank == 0 else None
+        yield "gather", "gather", (own(shape), 0, -1), gathered
+        yield "send and recv", partial(self.ring, shape), (), every[rank - 1]
+        # Ranks give unlike numbers of rows, as replicas with unlike batches do.
+        sizes = [1 + r % 3 for r in range(size)]
+        parts = [self.given(r, (rows, *shape[1:])) for r, rows in enumerate(sizes)]
+        both = torch.cat(parts)
+        yield "all_gatherv", "all_gatherv", (parts[rank], 0, sizes), both
+        yield "all_gatherv", "all_gatherv", ([parts[rank]] * 2, 0, sizes), [both, both]
+        whole = [sum(sizes), *shape[1:]]
+        mine = self.total(whole).split(sizes)[rank]
+        yield "reduce_scatterv", "reduce_scatterv", (own(whole), 0, sizes), mine
 
-    def given(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def given(self, rank: int, shape: Shape) -> torch.Tensor:
         """What a rank gives: -1 to 4, which differs between neighbours."""
         count = int(torch.Size(shape).numel())
         whole = torch.arange(count, device=self.device) % 3 - 1 + rank % 4
-        return whole.to(dtype).reshape(shape)
+        return whole.to(self.dtype).reshape(*shape)
 
-    def total(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def total(self, shape: Shape) -> torch.Tensor:
         """The sum of what all ranks give."""
-        whole = sum(self.given(r, shape, torch.int64) for r in range(self.size))
-        assert isinstance(whole, torch.Tensor)
-        return whole.to(dtype)
-
-    def own(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self.given(self.rank, shape, dtype)
-
-    def all_reduce(self, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        return _compare(self.it.all_reduce(self.own(shape, dtype)), self.total(shape, dtype))
-
-    def all_gather(self, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> str:
-        wanted = torch.cat([self.given(r, shape, dtype) for r in range(self.size)], dim)
-        return _compare(self.it.all_gather(self.own(shape, dtype), dim), wanted)
-
-    def reduce_scatter(self, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> str:
-        whole = list(shape)
-        whole[dim] *= self.size
-        wanted = self.total(tuple(whole), dtype).chunk(self.size, dim)[self.rank]
-        return _compare(self.it.reduce_scatter(self.own(tuple(whole), dtype), dim), wanted)
-
-    def broadcast(self, shape: tuple[int, ...], dtype: torch.dtype, src: int) -> str:
-        return _compare(
-            self.it.broadcast(self.own(shape, dtype), src), self.given(src, shape, dtype)
+        return torch.stack([self.given(r, shape) for r in range(self.size)]).sum(
+            0, dtype=self.dtype
         )
 
-    def gather(self, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        got = self.it.gather(self.own(shape, dtype), 0, -1)
-        if self.rank != 0:
-            return "" if got is None else "a rank that gathers nothing got a result"
-        wanted = torch.cat([self.given(r, shape, dtype) for r in range(self.size)], -1)
-        return _compare(got, wanted)
+    def ring(self, shape: Shape) -> Any:
+        """What comes from the rank before, while the next one is sent to.
 
-    def ring(self, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        """To the next rank, from the one before: even ranks send first, as both calls block."""
-        before = (self.rank - 1) % self.size
+        Even ranks send first, as both calls block.
+        """
         received = None
         for sends in (True, False) if self.rank % 2 == 0 else (False, True):
             if sends:
-                self.it.send(self.own(shape, dtype), (self.rank + 1) % self.size)
+                self.it.send(self.given(self.rank, shape), (self.rank + 1) % self.size)
             else:
-                received = self.it.recv(torch.Size(shape), dtype, before)
-        return _compare(received, self.given(before, shape, dtype))
-
-    def all_gatherv(self, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        """Ranks give unlike numbers of rows, as replicas with unlike batches do."""
-        sizes = [1 + r % 3 for r in range(self.size)]
-        parts = [self.given(r, (rows, *shape[1:]), dtype) for r, rows in enumerate(sizes)]
-        try:
-            got = self.it.all_gatherv(parts[self.rank], 0, sizes)
-            pair = self.it.all_gatherv([parts[self.rank], parts[self.rank]], 0, sizes)
-        except NotImplementedError:
-            return ""  # vLLM's own base refuses it, too
-        wanted = torch.cat(parts)
-        return next(filter(None, (_compare(each, wanted) for each in (got, *pair))), "")
-
-    def reduce_scatterv(self, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        sizes = [1 + r % 3 for r in range(self.size)]
-        whole = (sum(sizes), *shape[1:])
-        try:
-            got = self.it.reduce_scatterv(self.own(whole, dtype), 0, sizes)
-        except NotImplementedError:
-            return ""
-        return _compare(got, self.total(whole, dtype).split(sizes)[self.rank])
+                before = (self.rank - 1) % self.size
+                received = self.it.recv(torch.Size(shape), self.dtype, before)
+        return received
 
 
-def _compare(got: Any, wanted: torch.Tensor) -> str:
+def _compare(got: Any, wanted: Any) -> str:
     """What is wrong with a result: what it is, its shape, dtype, or the number of elements."""
+    if isinstance(wanted, list):
+        return next(filter(None, starmap(_compare, zip(got, wanted, strict=True))), "")
+    if wanted is None:
+        return "" if got is None else "a rank that gathers nothing got a result"
     if not isinstance(got, torch.Tensor):
         return f"it returned {type(got).__name__}, not a tensor"
     form, right = (f"{each.dtype} {list(each.shape)}" for each in (got, wanted))

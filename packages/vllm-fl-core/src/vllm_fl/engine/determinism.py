@@ -7,38 +7,47 @@ served model's own sizes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..contracts import Exact, ModelSizes, OpSpec
+from ..contracts import Exact, OpSpec
 from ..contracts.batches import POOL
+from ..errors import AllFailedError
 from ..logs import get_logger
 from ..plugins import breadcrumb
-from ..plugins.forms import verdict_of
-from ..plugins.loading import known_contracts
 from ..plugins.types import OpImpl
-from ..text import quote
 from .guarded import bits, rows_of
-from .preflight import Form, Provided, Trials, dtypes_of, release, token_counts
-from .verification import LayerFactory, as_call, dtype_name, refusal_of, synchronise
+from .trials import Form, Request, Role, Trials, lowered, token_counts
+from .verification import (
+    Fault,
+    LayerFactory,
+    Refusal,
+    answer,
+    as_call,
+    attempt,
+    dtype_name,
+)
 from .wanted import parts, promised
 
 if TYPE_CHECKING:
-    from ..plugins.registry import Owner, RegistrySnapshot
+    from ..plugins.registry import RegistrySnapshot
     from .facts import EngineFacts
 
-__all__ = ["BY_CONTRACT", "NO_ROWS", "Determinism", "determinism_of", "find_variant", "unmeasured"]
+__all__ = [
+    "BY_CONTRACT",
+    "NO_ROWS",
+    "STANDS",
+    "Determinism",
+    "determinism_of",
+    "find_variant",
+    "unmeasured",
+]
 
 log = get_logger("engine")
-
-SECONDS = 2.0
-"""How long further token counts are tried, for all implementations of a start together."""
 
 BY_CONTRACT = "its contract leaves no bit open"
 """Why an op that only moves numbers needs no measuring beyond its comparison with the oracle."""
@@ -48,8 +57,11 @@ NO_ROWS = (
     "depend on the batch"
 )
 
-LAX = nullcontext()
-"""In the place of a watch where nobody waits."""
+STANDS = "its batches cannot be rearranged, so that no row is seen in two of them"
+"""Why an op is not measured of which the tokens of a batch belong together."""
+
+UNKNOWN = "the sizes of its calls are not known"
+"""Why an op is not measured of which the model tells too little."""
 
 Bits = Sequence[torch.Tensor | None]
 
@@ -119,11 +131,10 @@ def determinism_of(
     layer_for: LayerFactory | None = None,
     counts: Sequence[int] | None = None,
     seconds: float = 0.0,
-    watch: breadcrumb.Watchdog | None = None,
 ) -> Determinism:
     """Call it with the same rows in many batches, and compare the bits of each row.
 
-    It must be right: an exception of its own is passed on.
+    It must be right. What it raises all the same is the reason for which it was not measured.
 
     Args:
         impl: the implementation.
@@ -134,38 +145,20 @@ def determinism_of(
         layer_for: as for `as_call`.
         counts: the token counts to try; None takes those of verification at start.
         seconds: how long further ones are tried then, beyond those that always are.
-        watch: names in the log what takes long; None where nobody waits.
     """
     spec = trials.spec
     if not trials.forms:
-        return Determinism(None, None, "the sizes of its calls are not known")
-    measured = _Measured(impl, trials, call or as_call(impl, spec, layer_for), watch)
-    by_rows = not spec.whole_batch or spec.ignores_repeats
-    with torch.inference_mode():
-        served = [form for form in trials.forms if measured.is_served(form)]
-        if not served:
-            return Determinism(None, None, "it refuses the model's own sizes")
-        for form in served:
-            if problem := measured.other_run(form):
-                return Determinism(False, False if by_rows else None, problem)
-        if not by_rows:
-            reason = BY_CONTRACT if _is_exact(spec) else NO_ROWS
-            return Determinism(True, True if _is_exact(spec) else None, reason)
-        least = 1 if call is None else 2
-        always, further = (
-            [count for count in some if count >= least]
-            for some in (
-                token_counts(trials.largest, trials.seed) if counts is None else (counts, ())
-            )
-        )
-        deadline = time.monotonic() + seconds
-        for number, count in enumerate((*always, *further)):
-            if number >= len(always) and time.monotonic() > deadline:
-                break
-            for form in trials.forms:
-                if problem := measured.other_batch(form, count):
-                    return Determinism(True, False, problem)
-    return Determinism(True, True)
+        return Determinism(None, None, STANDS if spec.stands else UNKNOWN)
+    usual = (counts, ()) if counts is not None else token_counts(trials.largest, trials.seed)
+    least = 1 if call is None else 2
+    always, further = ([count for count in some if count >= least] for some in usual)
+    function = call or as_call(impl, spec, layer_for)
+    try:
+        with breadcrumb.Watchdog(log) as watch, torch.inference_mode():
+            measured = _Measured(impl, trials, function, watch)
+            return measured.told(always, further, seconds)
+    except Fault as fault:
+        return Determinism(None, None, fault.why)
 
 
 class _Measured:
@@ -176,39 +169,48 @@ class _Measured:
         impl: OpImpl,
         trials: Trials,
         call: Callable[..., Any],
-        watch: breadcrumb.Watchdog | None,
+        watch: breadcrumb.Watchdog,
     ) -> None:
         self.impl, self.trials, self.call, self.watch = impl, trials, call, watch
-        self._whole: dict[str, Bits | None] = {}
+        self.pool = torch.arange(min(POOL, trials.largest), device=trials.device)
         for form in trials.forms:
             form.switch(large=False)
+        self.whole = {form.name: self.bits(form, self.pool) for form in trials.forms}
+        """The bits of every row of a form's pool, in one batch; None where it refuses that."""
 
-    def is_served(self, form: Form) -> bool:
-        """Whether it takes the pool of this form."""
-        return self.whole(form) is not None
-
-    def whole(self, form: Form) -> Bits | None:
-        """The bits of every row of the pool, in one batch; None where it refuses that."""
-        if form.name not in self._whole:
-            self._whole[form.name] = self.bits(form, self._rows)
-        return self._whole[form.name]
-
-    @property
-    def _rows(self) -> torch.Tensor:
-        size = min(POOL, self.trials.largest)
-        return torch.arange(size, device=self.trials.device)
+    def told(self, always: Sequence[int], further: Sequence[int], seconds: float) -> Determinism:
+        """What it is by batches of so many tokens: of `further` ones while time is left."""
+        spec, forms = self.trials.spec, self.trials.forms
+        served = [form for form in forms if self.whole[form.name] is not None]
+        if not served:
+            return Determinism(None, None, "it refuses the model's own sizes")
+        by_rows = not spec.whole_batch or spec.ignores_repeats
+        for form in served:
+            if problem := self.other_run(form):
+                return Determinism(False, False if by_rows else None, problem)
+        if not by_rows:
+            is_exact = _is_exact(spec)
+            return Determinism(True, is_exact or None, BY_CONTRACT if is_exact else NO_ROWS)
+        deadline = time.monotonic() + seconds
+        for number, count in enumerate((*always, *further)):
+            if number >= len(always) and time.monotonic() > deadline:
+                break
+            for form in forms:
+                if problem := self.other_batch(form, count):
+                    return Determinism(True, False, problem)
+        return Determinism(True, True)
 
     def other_run(self, form: Form) -> str:
         """What differs between two calls of one batch, or nothing."""
-        again, whole = self.bits(form, self._rows), self.whole(form)
+        again, whole = self.bits(form, self.pool), self.whole[form.name]
         if again is not None and whole is not None and not any(map(_differing, again, whole)):
             return ""
-        return f"the same call gave other bits ({self._where(form, len(self._rows))})"
+        return f"the same call gave other bits ({self._where(form, len(self.pool))})"
 
     def other_batch(self, form: Form, count: int) -> str:
         """What differs between rows in batches of `count` and those of the pool, or nothing."""
-        whole, where = self.whole(form), self._where(form, count)
-        size = len(self._rows)
+        whole, where = self.whole[form.name], self._where(form, count)
+        size = len(self.pool)
         for salt in range(4 if count <= 4 else 2):
             rows = self.trials.rows(count, salt)
             got = self.bits(form, rows)
@@ -238,19 +240,16 @@ class _Measured:
         line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
         where = f"{self._where(form, len(rows))}, whether it gives the same bits"
         names = self.impl.impl_id, self.impl.op_name
+        refuses = (NotImplementedError, AllFailedError)  # as a chain does, which is compiled
         try:
-            with self.watch.over(line, *names, breadcrumb.SLOW, where) if self.watch else LAX:
-                if verdict_of(self.impl, spec, laid.args) is not True:
-                    return None
-                got = self.call(*laid.args)
-                synchronise(self.trials.device)
-        except Exception as error:
-            if refusal_of(error):
-                return None
-            raise
-        if spec.whole_batch:
-            got = promised(spec, got, laid.args)
-        return [None if part is None else _bits(part) for part in parts(got)]
+            with self.watch.over(line, *names, breadcrumb.SLOW, where):
+                got = answer(self.call, self.impl, spec, laid.args, refuses=refuses)
+        except Refusal:
+            return None
+        with attempt("its result cannot be compared:", refuses=()):
+            if spec.whole_batch:
+                got = promised(spec, got, laid.args)
+            return [None if part is None else _bits(part) for part in parts(got)]
 
     def _where(self, form: Form, count: int) -> str:
         return f"{count} x {form.name}, {dtype_name(self.trials.dtype)}"
@@ -271,87 +270,35 @@ def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
     return int((differs.flatten(1).any(1) if differs.ndim > 1 else differs).sum())
 
 
-def find_variant(
-    impls: Iterable[OpImpl],
-    dtype: torch.dtype,
-    device: torch.device,
-    sizes: ModelSizes | None,
-    *,
-    compiled: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType({}),
-    backend: str = "inductor",
-    layer_for: LayerFactory | None = None,
-    seed: int = 0,
-    specs: Mapping[str, OpSpec] | None = None,
-    seconds: float = SECONDS,
-    provided: Mapping[str, Provided] = MappingProxyType({}),
-    owners: Mapping[tuple[str, str], Owner] = MappingProxyType({}),
-) -> dict[tuple[str, str], str]:
+def find_variant(request: Request) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why it may not serve where only batch-invariant implementations may.
 
     Args:
-        impls: right implementations of ops that can be measured.
-        dtype: the model's dtype.
-        device: the worker's device.
-        sizes: the model's sizes; None where its configuration does not tell them.
-        compiled: (op, impl id) -> the form that a compiler gets, of those that are compiled: it is
-            lowered and measured, too.
-        backend: what lowers it.
-        layer_for: as for `as_call`.
-        seed: for the token counts and orders that are drawn.
-        specs: the contracts by op; None takes those of the distributions that bring contracts
-            and nothing else.
-        seconds: how long further token counts are tried, for all implementations together.
-        provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
-        owners: (op, impl id) -> who brought it, for the note that is left by a process which a
-            kernel ends.
+        request: right implementations of ops that can be measured. Compiled forms are measured,
+            too.
     """
-    impls, found = list(impls), {}
-    if not impls:
-        return {}
-    specs = known_contracts().contracts if specs is None else specs
-    of_op: dict[str, list[Trials]] = {}
-    with breadcrumb.Watchdog(log) as watch:
-        for impl in impls:
-            key = impl.op_name, impl.impl_id
-            spec = specs[impl.op_name]
-            if impl.op_name not in of_op:
-                kinds = dtypes_of(spec, dtype)
-                given = provided.get(impl.op_name, ())
-                of_op[impl.op_name] = [
-                    Trials(spec, kind, device, sizes, seed, given) for kind in kinds
-                ]
-            forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
-            if key in compiled:
-                torch._dynamo.reset()
-                lowered = torch.compile(
-                    compiled[key], fullgraph=True, dynamic=True, backend=backend
-                )
-                forms.append((f"compiled by {backend}: ", lowered))
-            owner = owners[key].name if key in owners else ""
-            whose = owner and f" of {owner}"
-            what = f"the measuring of {key[0]}={key[1]}{whose}, whether it gives the same bits"
-            for trials, (how, call) in product(of_op[impl.op_name], forms):
-                try:
-                    with breadcrumb.running(what, owner, named=False):
-                        told = determinism_of(
-                            impl,
-                            trials,
-                            call=call,
-                            layer_for=layer_for,
-                            seconds=seconds / len(impls),
-                            watch=watch,
-                        )
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:  # a plugin may raise anything, SystemExit included
-                    told = Determinism(None, None, f"it raised {quote(error)}")
-                if told.batches is not True:
-                    is_known = told.batches is False
-                    verb = "not batch-invariant" if is_known else "not known to be batch-invariant"
-                    found[key] = f"{verb}: {how}{told.reason}"
-                    break
-    if compiled:
-        torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
-    of_op.clear()
-    release(device)
+    found: dict[tuple[str, str], str] = {}
+    if not request.roles:
+        return found
+    with request.trials() as trials:
+        for role in request.roles:
+            if why := _variance(request, role, trials[role.impl.op_name]):
+                found[role.key] = why
     return found
+
+
+def _variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
+    """Why an implementation may not serve, or nothing."""
+    forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
+    if role.compiled is not None:
+        form = lowered(role.compiled, request.backend)
+        forms.append((f"compiled by {request.backend}: ", form))
+    given: dict[str, Any] = {"layer_for": request.layer_for, "seconds": request.share}
+    for each, (how, call) in product(trials, forms):
+        with role.running("the measuring of the bits"):
+            told = determinism_of(role.impl, each, call=call, **given)
+        if told.batches is not True:
+            is_known = told.batches is False
+            verb = "not batch-invariant" if is_known else "not known to be batch-invariant"
+            return f"{verb}: {how}{told.reason}"
+    return ""

@@ -26,7 +26,17 @@ from ..text import quote
 from .guarded import Guarded, in_place, taken
 from .opaque import computes
 from .plan import Plan
-from .verification import contract_args, dtype_name, misplaced, misuse, synchronise
+from .verification import (
+    REFUSED_LATE,
+    Fault,
+    Refusal,
+    attempt,
+    contract_args,
+    dtype_name,
+    misplaced,
+    misuse,
+    synchronise,
+)
 from .wanted import parts, wanted_of, worst, worst_place
 
 __all__ = ["Live"]
@@ -176,11 +186,8 @@ class Live:
     def _asking(self, impl: OpImpl) -> Callable[..., Any] | None:
         """What the guards ask in the place of the `supports` of `impl`."""
         entry, supports = self.plan.entries.get(impl.op_name), impl.supports
-        if (
-            supports is None
-            or entry is None
-            or impl.impl_id not in {i.impl_id for i in entry.impls}
-        ):
+        planned = {i.impl_id for i in entry.impls} if entry else set()
+        if supports is None or impl.impl_id not in planned:
             return supports  # there is none, or it is that of vLLM's own form
 
         def asked(*args: Any) -> Any:
@@ -225,25 +232,21 @@ class Live:
             self.left_out.setdefault(spec.name, why)
             with self._watched(impl):
                 return impl.fn(*given)
-        self._spent += time.monotonic() - begun
+        result, problem = None, ""
         try:
-            result, problem = self._run(spec, impl, given, before)
-        except _LeftOut as why:
-            # The other ranks wait for this forward, so that it goes on.
-            self.left_out.setdefault(spec.name, str(why))
-            self._short.add(key)
-            return _zeros(before.shapes)
-        begun = time.monotonic()
-        if not problem:
-            try:
+            result = self._run(impl, given, before)
+            with attempt("comparing its result raised", refuses=()):
                 problem = self._problem(spec, impl, result, before)
-            except Exception as error:
-                if self._lacked_memory(error):
-                    self.left_out.setdefault(spec.name, NO_MEMORY)
+        except Fault as fault:
+            if self._lacked_memory(fault.error):
+                self.left_out.setdefault(spec.name, NO_MEMORY)
+                if result is not None:
                     return result
-                # A result that is a tensor by name alone.
-                problem = f"comparing its result raised {quote(error)}"
-        self._spent += time.monotonic() - begun
+                # The other ranks wait for this forward, so that it goes on.
+                self._short.add(key)
+                return _zeros(before.shapes)
+            problem = fault.why
+        self._spent += time.monotonic() - begun - self._watch.seconds
         self.compared += 1
         if not problem:
             return result
@@ -285,30 +288,26 @@ class Live:
             self._growth[spec.name] = _growth(spec)
         return float(max(1.0, _largest(spec, args)) ** self._growth[spec.name])
 
-    def _run(
-        self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...], before: _Before
-    ) -> tuple[Any, str]:
-        """(its result, what it raised in words)."""
+    def _run(self, impl: OpImpl, given: tuple[Any, ...], before: _Before) -> Any:
+        """The result of a call.
+
+        Raises:
+            NotImplementedError: it refuses the call.
+            Fault: it raised something else, or refuses after it has written.
+        """
         self._running = True
         try:
-            with self._watched(impl):
-                result = impl.fn(*given)
-                synchronise(self.device)
-            return result, ""
-        except NotImplementedError:
+            with self._watched(impl), attempt("it raised", before.call.args):
+                return impl.fn(*given)
+        except Refusal as refusal:
             if before.call.disturbance(frozenset()) is not None:
-                return None, "it refuses a call after it has written into its arguments"
-            raise
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a plugin may raise anything, SystemExit included
-            if self._lacked_memory(error):
-                raise _LeftOut(NO_MEMORY) from error
-            return None, f"it raised {quote(error)}"
+                raise Fault(REFUSED_LATE) from refusal
+            assert refusal.__cause__ is not None
+            raise refusal.__cause__ from None
         finally:
             self._running = False
 
-    def _lacked_memory(self, error: BaseException) -> bool:
+    def _lacked_memory(self, error: BaseException | None) -> bool:
         marks = ("out of memory", "can't allocate memory", "not enough memory")
         return self.scarce and (
             isinstance(error, MemoryError)
@@ -332,12 +331,12 @@ class Live:
         _, problem = worst(got if isinstance(result, tuple) else got[0], wanted)
         if not problem:
             return ""
-        found = worst_place(got, wanted)
-        if found is None:
-            return f"it is wrong: {problem}"
-        (row, *others), mine, exact = found[0] or (0,), *found[1:]
-        at = (row if rows is None else int(rows[row]), *others)
-        return f"it is wrong: {problem}, which is {mine:.6g} instead of {exact:.6g} at {at}"
+        told = f"it is wrong: {problem}"
+        if (found := worst_place(got, wanted)) is not None:
+            (row, *others), mine, exact = found[0] or (0,), *found[1:]
+            at = (row if rows is None else int(rows[row]), *others)
+            told += f", which is {mine:.6g} instead of {exact:.6g} at {at}"
+        return told
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -71,22 +72,14 @@ class _Piece(NamedTuple):
         return self.draw is not None
 
 
-class _Untold:
-    """What is known of something whose getter raised."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Untold)
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __str__(self) -> str:
-        return "what its getter cannot tell"
+class _Untold(str):
+    """In the place of a value whose getter raised."""
 
 
-UNTOLD = _Untold()
+UNTOLD = _Untold("what its getter cannot tell")
 
 
+@dataclass
 class State:
     """What was set at one time, and who has changed it since.
 
@@ -96,10 +89,9 @@ class State:
         blamed: the names of what the kernel changed that was called since.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-        self.others: set[str] = set()
-        self.blamed: set[str] = set()
+    values: dict[str, Any]
+    others: set[str] = field(default_factory=set)
+    blamed: set[str] = field(default_factory=set)
 
 
 def state_of(device: torch.device) -> State:
@@ -277,22 +269,6 @@ def _set_modes(now: Callable[[], tuple[Any, ...]], then: tuple[Any, ...]) -> Non
         mode.__enter__()
 
 
-def _set_anomaly(mode: tuple[bool, bool]) -> None:
-    torch.set_anomaly_enabled(*mode)
-
-
-def _cwd() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # it was removed
-        return None
-
-
-def _set_cwd(path: str | None) -> None:
-    if path is not None:
-        os.chdir(path)
-
-
 SIGNALS = tuple(signal.valid_signals())
 
 
@@ -314,13 +290,7 @@ def _loggers() -> dict[logging.Logger, Any]:
     known = logging.root.manager.loggerDict.copy().items()
     ours = [each for name, each in known if name.startswith("vllm")]
     return {
-        each: (
-            each.disabled,
-            each.level,
-            each.propagate,
-            tuple(each.filters),
-            tuple(each.handlers),
-        )
+        each: (each.disabled, each.level, each.propagate, (*each.filters,), (*each.handlers,))
         for each in (logging.root, *ours)
         if isinstance(each, logging.Logger)
     }
@@ -335,16 +305,10 @@ def _set_loggers(loggers: dict[logging.Logger, Any]) -> None:
         each.filters[:], each.handlers[:] = filters, handlers
 
 
-def _umask() -> str | None:
+def _umask() -> str:
     """Without setting it, as os.umask does: a file of another thread would have the wrong mode."""
     lines = Path("/proc/self/status").read_text("ascii", errors="replace").splitlines()
-    told = next((line for line in lines if line.startswith("Umask:")), None)
-    return told.split()[1] if told else None
-
-
-def _set_umask(mask: str | None) -> None:
-    if mask is not None:
-        os.umask(int(mask, 8))
+    return next(line.split()[1] for line in lines if line.startswith("Umask:"))
 
 
 def _of_torch_c(name: str, get: str, put: str) -> Iterator[_Piece]:
@@ -422,7 +386,7 @@ _PIECES: tuple[_Piece, ...] = (
     _Piece(
         "torch's anomaly mode",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        _set_anomaly,
+        partial(_set_each, torch.set_anomaly_enabled),
     ),
     _Piece(
         "autocast",
@@ -446,14 +410,14 @@ _PIECES: tuple[_Piece, ...] = (
         logging.disable,
     ),
     _Piece("vLLM's loggers", _loggers, _set_loggers),
-    _Piece("the working directory", _cwd, _set_cwd),
+    _Piece("the working directory", os.getcwd, os.chdir),
     _Piece("the signal handlers", _handlers, _set_handlers),
     _Piece(
         "the CPUs that it may run on",
         lambda: os.sched_getaffinity(0),
         lambda cpus: os.sched_setaffinity(0, cpus),
     ),
-    _Piece("the umask", _umask, _set_umask),
+    _Piece("the umask", _umask, lambda mask: os.umask(int(mask, 8))),
     _Piece(
         "the number of files that may be open",
         lambda: resource.getrlimit(resource.RLIMIT_NOFILE),

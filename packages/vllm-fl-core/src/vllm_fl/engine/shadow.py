@@ -29,7 +29,7 @@ from ..text import quote
 from .opaque import computes
 from .plan import Plan
 from .verification import contract_args
-from .wanted import MEASURED, parts, wanted_here
+from .wanted import MEASURED, paired, parts, wanted_here
 
 __all__ = ["Shadow", "Tally"]
 
@@ -297,15 +297,9 @@ class _Call:
 
     def measured(self, spec: OpSpec, result: Any) -> list[torch.Tensor]:
         """As `Wanted.measured`, of all outputs; nothing where there is nothing to compare."""
-        results, at = parts(result), 0
-        found: list[torch.Tensor] = []
-        for want in wanted_here(spec, self.args, self._scale(spec)):
-            end = at + (want.results if want is not None else 1)
-            mine = [r if r is None or not r.ndim else r[self.rows] for r in results[at:end]]
-            at = end
-            if want is not None and not want.is_empty(mine):
-                found += want.measured([part.detach() for part in mine])
-        return found
+        rows = tuple(r if r is None or not r.ndim else r[self.rows] for r in parts(result))
+        wanted = wanted_here(spec, self.args, self._scale(spec))
+        return [each for want, mine, _ in paired(rows, wanted) for each in want.measured(mine)]
 
     def _scale(self, spec: OpSpec) -> torch.Tensor | float:
         """The magnitude of each row's numbers, at least 1."""

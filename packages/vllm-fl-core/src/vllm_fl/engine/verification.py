@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,9 +21,16 @@ from .guarded import Guarded, guarded
 from .wanted import closed, parts, wanted_of, worst
 
 __all__ = [
+    "REFUSED_LATE",
     "Comparison",
+    "Fault",
     "LayerFactory",
+    "Refusal",
+    "accept",
+    "answer",
     "as_call",
+    "attempt",
+    "called",
     "compare",
     "compare_all",
     "contract_args",
@@ -36,6 +44,60 @@ __all__ = [
 
 LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
 """(contract, the arguments that its layer provides) -> a layer that provides them."""
+
+
+REFUSED_LATE = (
+    "it refuses a call after it has written into its arguments, which the next candidate is given"
+)
+"""Why a refusal is a fault."""
+
+
+class Fault(Exception):
+    """An implementation must not serve.
+
+    Args:
+        why: what it did.
+        error: what it raised, if it did.
+    """
+
+    def __init__(self, why: str, error: BaseException | None = None) -> None:
+        super().__init__(why)
+        self.why, self.error = why, error
+
+
+class Refusal(Exception):
+    """An implementation takes no such call; the text says why."""
+
+
+@contextmanager
+def attempt(
+    did: str,
+    args: Iterable[Any] = (),
+    *,
+    refuses: type[BaseException] | tuple[type[BaseException], ...] = NotImplementedError,
+) -> Iterator[None]:
+    """Foreign code runs in the block: whatever it raises becomes a verdict.
+
+    Args:
+        did: what an exception means, before its text: `it raised`.
+        args: a call's arguments. Their devices are waited for, so that a fault there is this
+            call's.
+        refuses: by which exceptions it refuses the call.
+
+    Raises:
+        Refusal: it refuses the call.
+        Fault: it raised something else. Only an interrupt is passed on.
+    """
+    try:
+        yield
+        for device in {arg.device for arg in args if isinstance(arg, torch.Tensor)}:
+            synchronise(device)
+    except (Fault, Refusal, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a plugin may raise anything, SystemExit and panics included
+        if isinstance(error, refuses) and (why := refusal_of(error)):
+            raise Refusal(why) from error
+        raise Fault(f"{did} {quote(error)}", error) from error
 
 
 @dataclass(frozen=True)
@@ -135,33 +197,93 @@ def compare(
         off = partial(worst, wanted=wanted_of(spec, sample))
     given = dict(zip(spec.parameters, sample.args, strict=True))
     call = guarded(given, spec.by_token) if memory is None else memory.rewritten(given)
-    shapes = spec.fake(*call.args)
-    consumed = spec.consumed(impl.consumes, call.args)
-    call.remember()
-    who = "its supports"
+    packed = not sample.relaid if packed is None else packed
+    share = math.nan
     try:
-        verdict = verdict_of(impl, spec, call.args)
-        if verdict is not True:
-            return Comparison(*fixed, "refused", reason=str(verdict))
-        who = "it"
-        got = as_call(impl, spec, layer_for)(*call.args)
-        for device in {arg.device for arg in call.args if isinstance(arg, torch.Tensor)}:
-            synchronise(device)  # a kernel's fault is this sample's
-        packed = not sample.relaid if packed is None else packed
-        problem, share = misplaced(got, shapes, call, consumed, packed), math.nan
-        if not problem:
-            who = "comparing its result"
+        got = called(as_call(impl, spec, layer_for), impl, spec, call, packed=packed)
+        with attempt("comparing its result raised", refuses=()):
             share, problem = off(closed(got, sample))
-        problem = problem or misuse(call, consumed, impl, spec)
-    except NotImplementedError as error:
-        return Comparison(*fixed, "refused", reason=str(error) or "NotImplementedError")
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a plugin may raise anything, SystemExit and panics included
-        return Comparison(*fixed, "raised", reason=f"{who} raised {quote(error)}", error=error)
-    if problem:
-        return Comparison(*fixed, "wrong", share, problem)
+        if problem:
+            raise Fault(problem)
+    except Refusal as refusal:
+        return Comparison(*fixed, "refused", reason=str(refusal))
+    except Fault as fault:
+        status = "wrong" if fault.error is None else "raised"
+        return Comparison(*fixed, status, share, fault.why, fault.error)
     return Comparison(*fixed, "ok", share)
+
+
+def called(
+    fn: Callable[..., Any],
+    impl: OpImpl,
+    spec: OpSpec,
+    call: Guarded,
+    *,
+    looked_at: Guarded | None = None,
+    packed: bool = True,
+) -> Any:
+    """The result of one call, of which all but the numbers is right.
+
+    Args:
+        fn: the implementation as a function of the contract's parameters.
+        impl: the implementation.
+        spec: its op's contract.
+        call: the arguments.
+        looked_at: those of the arguments whose memory is looked at after the call; None for all.
+            A call that is refused must not have written into the others either, since they were
+            remembered.
+        packed: whether results must be contiguous.
+
+    Raises:
+        Refusal: it refuses the call.
+        Fault: it raised, wrote what it must not, or its result has another form.
+    """
+    looked_at = looked_at or call
+    consumed = spec.consumed(impl.consumes, call.args)
+    looked_at.remember()
+    try:
+        got = answer(fn, impl, spec, call.args)
+    except Refusal as refusal:
+        if call.disturbance(frozenset()) is not None:
+            raise Fault(REFUSED_LATE, refusal.__cause__) from refusal
+        raise
+    shapes = spec.fake(*call.args)  # not before: its memory would be missing in the call
+    with attempt("comparing its result raised", refuses=()):
+        problem = misplaced(got, shapes, call, consumed, packed)
+    if problem := problem or misuse(looked_at, consumed, impl, spec):
+        raise Fault(problem)
+    return got
+
+
+def answer(
+    fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
+) -> Any:
+    """What `fn` gives for a call that the implementation's `supports` takes.
+
+    Args:
+        fn, impl, spec: as for `called`.
+        args: the call's.
+        how: as for `attempt`.
+
+    Raises:
+        Refusal, Fault: as `attempt`.
+    """
+    accept(impl, spec, args)
+    with attempt("it raised", args, **how):
+        return fn(*args)
+
+
+def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> None:
+    """Ask the implementation's `supports` about a call.
+
+    Raises:
+        Refusal: it does not take the call.
+        Fault: it raised.
+    """
+    with attempt("its supports raised"):
+        verdict = verdict_of(impl, spec, args)
+    if verdict is not True:
+        raise Refusal(str(verdict))
 
 
 def compare_all(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -17,6 +17,7 @@ __all__ = [
     "MEASURED",
     "Wanted",
     "closed",
+    "paired",
     "parts",
     "promised",
     "wanted_here",
@@ -122,30 +123,31 @@ class _Near(Wanted):
 
     def share(self, mine: torch.Tensor) -> tuple[float, int]:
         """(worst share, elements beyond the tolerance)."""
-        exact = self.exact
-        shares = (mine.to(exact.dtype) - exact).abs_().div_(self.allowed)
-        top = float(shares.max())
+        top = float((mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed).max())
         if top <= 1.0:
             return top, 0
         # Only now is it worth a second look at NaN, infinity, and zero where there is no room.
-        same = (mine == exact.to(mine.dtype)) | (mine.isnan() & exact.isnan())
-        shares = shares.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(same, 0.0)
+        shares = self.shares(mine)
         return float(shares.max()), int((shares > 1.0).sum())
+
+    def shares(self, mine: torch.Tensor) -> torch.Tensor:
+        """How far off each element is; NaN and infinity only where they are wrong."""
+        off = (mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed)
+        return off.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(self._same(mine), 0.0)
+
+    def _same(self, mine: torch.Tensor) -> torch.Tensor:
+        return (mine == self.exact.to(mine.dtype)) | (mine.isnan() & self.exact.isnan())
 
     def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         (mine,), exact = results, self.exact
-        is_nan = mine.isnan()
-        same = (mine == exact.to(mine.dtype)) | (is_nan & exact.isnan())
-        off = (mine.to(exact.dtype) - exact).abs_()
-        shares = (off / self.allowed).nan_to_num_(nan=math.inf, posinf=math.inf)
-        worst = shares.masked_fill_(same, 0.0).amax()
         squared = (
             numbers.nan_to_num(0.0, 0.0, 0.0).square().sum(dtype=torch.float64)
-            for numbers in (off, exact)
+            for numbers in (mine.to(exact.dtype) - exact, exact)
         )
         # Greater, of truth values: the first and not the second.
-        wrong = ((which > same).sum(dtype=torch.float64) for which in (is_nan, mine.isinf()))
-        return [torch.stack([worst.double(), *squared, *wrong])]
+        wrong = (which > self._same(mine) for which in (mine.isnan(), mine.isinf()))
+        worst, counts = self.shares(mine).amax().double(), (each.sum().double() for each in wrong)
+        return [torch.stack([worst, *squared, *counts])]
 
     def _is_fine(self) -> bool:
         return self.dtype in (torch.float32, torch.float64)
@@ -165,7 +167,7 @@ class _Same(Wanted):
         self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
     ) -> tuple[float, str]:
         mine, exact = _comparable(results[0].to(self.exact.device)), self.exact
-        differs = (mine != exact) & ~((mine != mine) & (exact != exact))  # NaN is NaN
+        differs = self._differs(mine)
         count = int(differs.sum())
         if not count:
             return 0.0, ""
@@ -176,12 +178,15 @@ class _Same(Wanted):
         return math.inf, f"{names[0]}: {count} of {total} elements differ, {first}"
 
     def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        mine, exact = _comparable(results[0]), self.exact
-        differs = (mine != exact) & ~((mine != mine) & (exact != exact))
+        mine = _comparable(results[0])
+        differs = self._differs(mine)
         worst = torch.where(differs.any(), math.inf, 0.0).double()
         nothing = torch.zeros_like(worst)
         wrong = ((which & differs).sum().double() for which in (mine.isnan(), mine.isinf()))
         return [torch.stack([worst, nothing, nothing, *wrong])]
+
+    def _differs(self, mine: torch.Tensor) -> torch.Tensor:
+        return (mine != self.exact) & ~((mine != mine) & (self.exact != self.exact))  # NaN is NaN
 
     def on(self, device: torch.device) -> Self:
         return self._each(lambda tensor: tensor.to(device))
@@ -520,16 +525,9 @@ def worst(
         wanted: what each output must be.
         places: which tokens of a batch their rows are, for the message; None for all.
     """
-    largest, at, results = 0.0, 0, parts(got)
-    for want in wanted:
-        end = at + (want.results if want is not None else 1)
-        mine, names = results[at:end], [f"result {index}" for index in range(at, end)]
-        at = end
-        if want is None or want.is_empty(mine):
-            continue
-        if not isinstance(got, tuple):
-            names = ["the result"]
-        share, problem = want.off([part.detach() for part in mine], names, places)
+    largest = 0.0
+    for want, mine, names in paired(got, wanted):
+        share, problem = want.off(mine, names, places)
         if problem:
             return share, problem
         largest = max(largest, share)
@@ -546,21 +544,32 @@ def worst_place(
         got: the results, with as many rows as the wanted ones.
         wanted: what each output must be.
     """
-    at, results = 0, parts(got)
-    for want in wanted:
-        found = results[at : at + (want.results if want is not None else 1)]
-        at += len(found)
-        if want is None or want.is_empty(found) or not want.off(found, ("",) * len(found), None)[1]:
+    for want, results, names in paired(got, wanted):
+        if not want.off(results, names, None)[1]:
             continue
         if not isinstance(want, _Near):
             return None
-        mine = found[0].to(want.exact.device, want.exact.dtype)
-        shares = (mine - want.exact).abs() / want.allowed
-        same = (mine == want.exact) | (mine.isnan() & want.exact.isnan())
-        shares = shares.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
+        mine = results[0].to(want.exact.device, want.exact.dtype)
+        shares = want.shares(mine)
         place = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
         return place, float(mine[place]), float(want.exact[place])
     return None
+
+
+def paired(
+    got: Any, wanted: Iterable[Wanted | None]
+) -> Iterator[tuple[Wanted, list[torch.Tensor], list[str]]]:
+    """What each output must be, its results and what messages call them, where there is something
+    to compare."""
+    at, results = 0, parts(got)
+    for want in wanted:
+        end = at + (want.results if want is not None else 1)
+        mine = results[at:end]
+        if want is not None and not want.is_empty(mine):
+            is_one = not isinstance(got, tuple)
+            names = ["the result" if is_one else f"result {index}" for index in range(at, end)]
+            yield want, [part.detach() for part in mine], names
+        at = end
 
 
 def parts(result: Any) -> tuple[Any, ...]:

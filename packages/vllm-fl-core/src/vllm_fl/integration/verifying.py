@@ -18,8 +18,9 @@ from ..engine.facts import EngineFacts
 from ..engine.live import Live
 from ..engine.opaque import is_opaque
 from ..engine.plan import Plan, PlanEntry
-from ..engine.preflight import find_faults, release
+from ..engine.preflight import find_faults
 from ..engine.tables import Standing, standing
+from ..engine.trials import Request, Role, release
 from ..engine.warmup import warm_counts
 from ..errors import StartError
 from ..logs import get_logger
@@ -96,14 +97,13 @@ class Preflight:
         """This rank's verdict. It never raises: the other ranks wait for it."""
         try:
             reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
-            found, rejections = self._found(plan)
+            found, refused, variant = self._found(plan)
             reasons |= found
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             log.exception("vllm-fl could not verify the plan")
             return Verdict(self.rank, failure=quote(error), facts=contents)
-        refused = {key: why for key, why in rejections.items() if why.startswith(REFUSES)}
         failure = _strict_failure(plan, reasons | refused)
         return Verdict(
             self.rank,
@@ -111,7 +111,7 @@ class Preflight:
             failure,
             contents,
             counts=self._live_counts(plan),
-            rejections=rejections,
+            rejections=refused | variant,
         )
 
     def _live_counts(self, plan: Plan) -> frozenset[int]:
@@ -124,79 +124,58 @@ class Preflight:
         counts = {*probe.COUNTS, *(n for entry in entries for n in entry.ceilings)}
         return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
-    def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], str]]:
-        """(op, impl id) -> why it must not serve, of every candidate that may take over a call:
-        its faults; and of those without, that they refuse all calls of this model, or what keeps
-        them out where only batch-invariant ones may serve."""
+    def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], ...]:
+        """(op, impl id) -> why it must not serve, of every candidate that may take over a call.
+
+        Three of them: its faults; of those without, that they refuse all calls of this model; and
+        what keeps them out where only batch-invariant ones may serve.
+        """
         if self.how == "off":
-            return {}, {}
-        chosen, compiled, warm, captured, in_graphs = [], {}, {}, {}, set()
+            return {}, {}, {}
+        roles: list[Role] = []
+        owners = get_default_manager().registry.snapshot().owners
         table = installed_bindings()
         found_by_passes = {op for op, _, _ in fusions.operators(plan)}
         for op, entry in plan.entries.items():
+            meets = meets_a_compiler(table.get(op))
             for impl in entry.impls:
-                is_traced = plan.mode == "compiled" and meets_a_compiler(table.get(op))
-                is_compiled = is_traced and impl in entry.firsts
+                key, is_first = (op, impl.impl_id), impl in entry.firsts
+                is_compiled = plan.mode == "compiled" and meets and is_first
                 counts = self._warm_counts(entry, impl)
-                in_layers = meets_a_compiler(table.get(op)) and impl in entry.firsts
-                tokens = self._captured_tokens(plan, impl) if in_layers else 0
-                key = op, impl.impl_id, is_compiled, bool(counts), bool(tokens)
-                if key in self._passed:
+                tokens = self._captured_tokens(plan, impl) if meets and is_first else 0
+                passed = *key, is_compiled, bool(counts), bool(tokens)
+                if passed in self._passed:
                     continue
-                self._passed.add(key)
-                chosen.append(impl)
-                if is_compiled:
-                    by_range = self.facts.by_range
-                    compiled[op, impl.impl_id] = plan.as_compiled(op, impl, inlined=by_range)
-                if counts:
-                    warm[op, impl.impl_id] = counts
-                if tokens:
-                    captured[op, impl.impl_id] = tokens
-                if op in found_by_passes and impl in entry.firsts and impl.traced is not None:
-                    in_graphs.add((op, impl.impl_id))
+                self._passed.add(passed)
+                by_range = self.facts.by_range
+                compiled = plan.as_compiled(op, impl, inlined=by_range) if is_compiled else None
+                in_graphs = op in found_by_passes and is_first and impl.traced is not None
+                owner = owners[key].name if key in owners else ""
+                roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs))
         assert self.facts.dtype is not None  # a worker has a model
-        found = find_faults(
-            chosen,
+        request = Request(
+            roles,
             self.facts.dtype,
             self.device,
             self.facts.sizes,
-            backend=self.facts.lowering(self.device),
             compares=self.how == "verify",
-            compiled=compiled,
+            backend=self.facts.lowering(self.device),
             layer_for=layer_for,
             seed=self.seed,
-            owners=get_default_manager().registry.snapshot().owners,
             specs=plan.contracts,
-            warm=warm,
-            captured=captured,
-            in_graphs=in_graphs,
             provided=self.facts.provided,
         )
+        found = find_faults(request)
         self.remarks += found.remarks
         self.smaller |= found.smaller
         asks = self.facts.wants_invariance
-        variant = find_variant(
-            [
-                impl
-                for impl in chosen
-                if asks and (impl.op_name, impl.impl_id) not in found.faults | found.refused
-            ],
-            self.facts.dtype,
-            self.device,
-            self.facts.sizes,
-            backend=self.facts.lowering(self.device),
-            compiled=compiled,
-            layer_for=layer_for,
-            seed=self.seed,
-            specs=plan.contracts,
-            provided=self.facts.provided,
-            owners=get_default_manager().registry.snapshot().owners,
+        right = [role for role in roles if role.key not in found.faults | found.refused]
+        variant = find_variant(dataclasses.replace(request, roles=right if asks else ()))
+        return (
+            {key: reason for key, (reason, _) in found.faults.items()},
+            {key: f"{REFUSES} ({why})" for key, why in found.refused.items()},
+            {key: f"{asks}, and it is {why}" for key, why in variant.items()},
         )
-        faults = {key: reason for key, (reason, _) in found.faults.items()}
-        rejections = {key: f"{REFUSES} ({why})" for key, why in found.refused.items()}
-        return faults, rejections | {
-            key: f"{asks}, and it is {why}" for key, why in variant.items()
-        }
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
         """The token counts at which `impl` must have run before it serves: none for a later choice.

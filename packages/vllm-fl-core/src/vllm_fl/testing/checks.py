@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from functools import partial
+from typing import Any
 
 import torch
 
 from ..contracts import Sample
 from ..engine import process_state
 from ..engine.determinism import Determinism, determinism_of
-from ..engine.preflight import Trials
+from ..engine.trials import Request, Role, Trials
 from ..engine.verification import Comparison, compare
 from ..errors import AllFailedError, CallError, PluginError
 from ..plugins.forms import states_support
@@ -126,10 +127,7 @@ def same_bits(subject: Subject, dtype: str) -> Determinism:
     """Whether the calls of a served model give the same bits in another run and another batch."""
     tokens = subject.sizes.tokens
     trials = Trials(subject.spec, _torch(dtype), subject.device, subject.all_sizes, seed=0)
-    try:
-        return determinism_of(subject.impl, trials, counts=tokens)
-    except (Exception, SystemExit) as error:  # other checks are there to fail it
-        return Determinism(None, None, f"it raised {quote(error)}")
+    return determinism_of(subject.impl, trials, counts=tokens)
 
 
 def refusals(subject: Subject, dtype: str, sample: str) -> None:
@@ -226,16 +224,10 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
     from ..engine.preflight import find_faults
 
     serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
-    found = find_faults(
-        [subject.impl],
-        _torch(dtype),
-        subject.device,
-        subject.all_sizes,
-        seed=0,
-        specs={subject.spec.name: subject.spec},
-        seconds=0.5,
-        profiled=True,
-    )
+    sizes, specs = subject.all_sizes, {subject.spec.name: subject.spec}
+    options: dict[str, Any] = {"seed": 0, "specs": specs, "seconds": 0.5, "profiled": True}
+    roles = [Role(subject.impl)]
+    found = find_faults(Request(roles, _torch(dtype), subject.device, sizes, **options))
     faults = {key: why for key, (why, _) in found.faults.items()} | found.refused
     expect(not faults, f"an engine would demote it at start: {faults}")
 

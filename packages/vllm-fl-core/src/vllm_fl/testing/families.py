@@ -13,7 +13,7 @@ from typing import Any
 
 from ..contracts import ModelSizes, OpSpec, Sample
 from ..contracts.batches import STANDING_COUNTS
-from ..engine.preflight import as_provided
+from ..engine.trials import as_provided
 from ..logs import get_logger
 from ..text import quote
 
@@ -25,7 +25,6 @@ __all__ = [
     "families_of",
     "served_dtype",
     "smaller",
-    "table",
 ]
 
 log = get_logger("testing")
@@ -302,13 +301,3 @@ def smaller(specs: Mapping[str, OpSpec]) -> dict[str, str]:
             name, some = next(iter(phrases.items()))
             found[op] = f"{'; '.join(some)} (of {name})"
     return found
-
-
-def table(specs: Mapping[str, OpSpec]) -> str:
-    """`smaller` as a table in Markdown.
-
-    Args:
-        specs: the contracts by op.
-    """
-    lines = [f"| `{op}` | {phrase} |" for op, phrase in smaller(specs).items()]
-    return "\n".join(["| op | what is tried, and of which model |", "|---|---|", *lines])

@@ -63,26 +63,6 @@ class OpConformance:
             [pytest.param(case, id=str(case), marks=marks) for case in suite.cases[check]],
         )
 
-    def test_availability(self, case: Case) -> None:
-        """It runs here, or says why not."""
-        self._run(case)
-
-    def test_declaration(self, case: Case) -> None:
-        """Parameters, and what it consumes, are the contract's."""
-        self._run(case)
-
-    def test_values(self, case: Case) -> None:
-        """The sample's result is the oracle's; no argument is overwritten or shared undeclared."""
-        self._run(case)
-
-    def test_bad_inputs(self, case: Case) -> None:
-        """`call_op` raises a CallError that names the argument, and demotes nothing."""
-        self._run(case)
-
-    def test_call_op(self, case: Case) -> None:
-        """`call_op` leaves inputs intact, whatever the implementation consumes."""
-        self._run(case)
-
     def test_determinism(self, case: Case, record_property: Callable[[str, object], None]) -> None:
         """The same inputs give the same bits. Whether a row does in any batch is recorded.
 
@@ -93,38 +73,6 @@ class OpConformance:
         found = same_bits(_suite(type(self)).subjects[case.op], case.dtype)
         told = f"{found.batches}: {found.reason}" if found.reason else found.batches
         record_property("batch_invariant", told)
-
-    def test_refusals(self, case: Case) -> None:
-        """`supports` gives True or a reason, by dtype, layout and device, not by value or batch."""
-        self._run(case)
-
-    def test_serving(self, case: Case) -> None:
-        """It accepts at least one call of a served model."""
-        self._run(case)
-
-    def test_preflight(self, case: Case) -> None:
-        """An engine that starts with it does not demote it."""
-        self._run(case)
-
-    def test_families(self, case: Case) -> None:
-        """Calls of public models, each with few tokens, within the tolerance of the oracle."""
-        self._run(case)
-
-    def test_tracing(self, case: Case) -> None:
-        """It compiles whole, once for every batch size, with the right numbers."""
-        self._run(case)
-
-    def test_opcheck(self, case: Case) -> None:
-        """As an operator of torch.library it keeps its schema and its fake."""
-        self._run(case)
-
-    def test_fork(self, case: Case) -> None:
-        """A forked child gives the same bits, in time."""
-        self._run(case)
-
-    def test_spawn(self, case: Case) -> None:
-        """A fresh process gives the same bits, in time."""
-        self._run(case)
 
     def test_engine(self, case: Case, request: pytest.FixtureRequest) -> None:
         """vLLM serves a tiny model with it."""
@@ -161,6 +109,19 @@ class OpConformance:
             pytest.xfail(f"{xfail.reason} ({error})")
         if xfail is not None:
             pytest.fail(f"passes or is refused, but xfails.toml excepts {xfail}: remove it", False)
+
+
+def _test(check: str) -> Callable[[OpConformance, Case], None]:
+    def test(self: OpConformance, case: Case) -> None:
+        self._run(case)
+
+    test.__name__, test.__doc__ = f"test_{check}", CHECKS[check].function.__doc__
+    return test
+
+
+for _check in CHECKS:  # each a test of its own, so that a name selects it
+    if not hasattr(OpConformance, f"test_{_check}"):
+        setattr(OpConformance, f"test_{_check}", _test(_check))
 
 
 class _Suite:

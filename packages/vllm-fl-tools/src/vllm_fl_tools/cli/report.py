@@ -15,8 +15,8 @@ from typing import Any
 
 from vllm_fl.cli.common import SCHEMA, ReportFile, UsageError, answer, say
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.settings.values import read_text
 from vllm_fl.settings.table import MAX_BYTES, read_table
+from vllm_fl.settings.values import read_text
 
 from ._flashinfer_bench import Dataset, write
 from ._page import Measured, page

@@ -26,7 +26,7 @@ from vllm_fl.dispatch.resolver import Candidate, Trace
 from vllm_fl.engine.guarded import Guarded, rows_of
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
-from vllm_fl.engine.preflight import Form, Trials
+from vllm_fl.engine.trials import Form, Trials
 from vllm_fl.engine.verification import LayerFactory, as_call, compare, refusal_of
 from vllm_fl.plugins.forms import asked_for
 from vllm_fl.plugins.types import OpImpl

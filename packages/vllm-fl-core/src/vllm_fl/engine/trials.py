@@ -1,0 +1,418 @@
+"""What implementations are verified with: calls of the served model, in batches of many sizes.
+
+A `Request` says what is verified and for which model. It makes the `Trials` of each op: the
+contract's own samples, and a `Form` for each kind of call that the model makes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..contracts import ModelSizes, OpSpec, Sample
+from ..contracts.batches import POOL, STANDING_COUNTS, Order
+from ..contracts.batches import rows as drawn_rows
+from ..plugins import breadcrumb
+from ..plugins.loading import known_contracts
+from ..plugins.types import OpImpl
+from .guarded import Guarded, bits, guarded, handed_over, poisoned, taken
+from .verification import LayerFactory, dtype_name, tried
+from .wanted import Wanted, parts, wanted_of, worst
+
+__all__ = [
+    "Form",
+    "Provided",
+    "Request",
+    "Role",
+    "Trials",
+    "as_provided",
+    "dtypes_of",
+    "lowered",
+    "release",
+    "token_counts",
+]
+
+SECONDS = 2.0
+"""What all implementations of a start together may cost beyond the counts that are always tried;
+each has an equal share, and what goes beyond it is left out."""
+
+Provided = Sequence[Mapping[str, torch.dtype]]
+"""The dtypes of what layers provide, by parameter: each set of them once."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """One implementation, and how it will serve.
+
+    Args:
+        impl: the implementation.
+        owner: who brought it, for the note that is left by a process which a kernel ends.
+        compiled: the implementation as it is handed to the compiler, a function of the contract's
+            parameters; None where the model will not be compiled with it.
+        warm: the token counts at which it must have run once before it serves, in the order of
+            their weight.
+        captured: the token count at which vLLM will capture it in a graph; 0 for none.
+        in_graphs: whether compiled graphs may have its traced form.
+    """
+
+    impl: OpImpl
+    owner: str = ""
+    compiled: Callable[..., Any] | None = None
+    warm: Sequence[int] = ()
+    captured: int = 0
+    in_graphs: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(op, impl id)."""
+        return self.impl.op_name, self.impl.impl_id
+
+    def running(self, what: str) -> AbstractContextManager[None]:
+        """The block runs its code for `what`, which is noted for the next process."""
+        whose = self.owner and f" of {self.owner}"
+        noted = f"{what} of {self.impl.op_name}={self.impl.impl_id}{whose}"
+        return breadcrumb.running(noted, self.owner, named=False)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is verified, and for which model.
+
+    Args:
+        roles: every implementation that may take over a call.
+        dtype: the model's dtype.
+        device: the worker's device.
+        sizes: the model's sizes; None where its configuration does not tell them.
+        compares: whether results are compared with the oracle; otherwise they must only run.
+        backend: what lowers compiled forms: `inductor`, or `aot_eager`, which traces only.
+        layer_for: who makes the layer for an implementation that needs one; None takes the
+            contract's stand-in.
+        seed: for what is drawn; it is logged.
+        specs: the contracts by op; by default those of the distributions that bring contracts and
+            nothing else.
+        seconds: how long further token counts are tried, for all implementations together.
+        provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
+        profiled: whether a profile tells at how many tokens other kernels are launched, beside
+            Triton: not for a process that serves afterwards.
+    """
+
+    roles: Sequence[Role]
+    dtype: torch.dtype
+    device: torch.device
+    sizes: ModelSizes | None
+    compares: bool = True
+    backend: str = "inductor"
+    layer_for: LayerFactory | None = None
+    seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 32))
+    specs: Mapping[str, OpSpec] = field(default_factory=lambda: known_contracts().contracts)
+    seconds: float = field(default_factory=lambda: SECONDS)
+    provided: Mapping[str, Provided] = field(default_factory=dict)
+    profiled: bool = False
+
+    @property
+    def share(self) -> float:
+        """The seconds of each implementation for further token counts."""
+        return self.seconds / max(1, len(self.roles))
+
+    @contextmanager
+    def trials(self) -> Iterator[dict[str, list[Trials]]]:
+        """Inside the block, op -> what its implementations are tried with, in each dtype of its.
+
+        Nothing of them is left afterwards, nor of what was compiled.
+        """
+        made = {}
+        for op in dict.fromkeys(role.impl.op_name for role in self.roles):
+            fixed, given = (self.device, self.sizes, self.seed), self.provided.get(op, ())
+            kinds = dtypes_of(self.specs[op], self.dtype)
+            made[op] = [Trials(self.specs[op], kind, *fixed, given) for kind in kinds]
+        yield made
+        if any(role.compiled for role in self.roles):
+            torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
+        made.clear()
+        release(self.device)
+
+
+def lowered(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """The function as this backend compiles it: one graph for every number of tokens."""
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True, dynamic=True, backend=backend)
+
+
+def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
+    """In which an op is run for a model of `dtype`: that, or every one of an op of integers alone.
+
+    None where the op has other floating dtypes only: the model's calls are none of its contract.
+    """
+    if dtype_name(dtype) in spec.dtypes:
+        return [dtype]
+    known = [getattr(torch, name) for name in spec.dtypes]
+    return [] if any(kind.is_floating_point for kind in known) else known
+
+
+def token_counts(largest: int, seed: int) -> tuple[list[int], list[int]]:
+    """(counts that are always tried, further ones that are tried while time is left).
+
+    Each is tried with one row less, too. So both sides of a power of two are among them.
+
+    Args:
+        largest: the largest batch, in tokens.
+        seed: for those that are drawn anew.
+    """
+    rng = random.Random(seed)
+    always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, largest}
+    always.add(rng.randint(1, largest))
+    powers = [1 << n for n in range(largest.bit_length() + 1)]
+    edges = {p + d for p in powers for d in (0, 1)} - always
+    drawn = {p + p // 2 + 1 for p in powers} | {rng.randint(1, largest) for _ in range(8)}
+    others = {*range(1, 65), *drawn} - always - edges
+    # Small batches cost little and are what decoding has; of large ones, the edges come first.
+    small, large = [n for n in others if n <= 512], [n for n in others if n > 512]
+    rng.shuffle(large)
+    further = [*sorted(edges), *sorted(small), *large]
+    return sorted(n for n in always if n <= largest), [n for n in further if 1 <= n <= largest]
+
+
+class Form:
+    """One kind of call of the served model: a pool of rows with ordinary values, and one with large
+    ones, in one layout."""
+
+    def __init__(self, spec: OpSpec, ordinary: Sample, large: Sample) -> None:
+        self.spec = spec
+        self.samples = (ordinary, large)
+        self.name = ordinary.name.partition(" x ")[2]
+        self.static = guarded(self._others(ordinary))
+        self._pools: dict[bool, dict[str, torch.Tensor]] = {}
+        self._wanted: dict[bool, list[Wanted | None]] = {}
+
+    def _others(self, sample: Sample) -> dict[str, Any]:
+        given = zip(self.spec.parameters, sample.args, strict=True)
+        return {n: a for n, a in given if n not in self.spec.by_token or a is None}
+
+    def switch(self, large: bool) -> None:
+        """Write the weights and tables of the ordinary or the large values, in place."""
+        for name, value in self._others(self.samples[large]).items():
+            if isinstance(value, torch.Tensor):
+                self.static.arguments[name].copy_(value)
+        self.static.remember()
+
+    def pool(self, large: bool) -> dict[str, torch.Tensor]:
+        """The rows of the activations."""
+        if large not in self._pools:
+            self._pools[large] = poisoned(self.spec.with_rows(self.samples[large].args))
+        return self._pools[large]
+
+    def off(self, large: bool, rows: torch.Tensor, got: Any) -> tuple[float, str]:
+        """(worst error as a share of the tolerance, what is wrong or nothing) of a batch's results.
+
+        Where they have a row per token, or repeated rows change nothing, the oracle is asked once,
+        about the pool. Of equal rows the first is compared with it, and each that has other bits.
+
+        Args:
+            large: which of the two pools.
+            rows: those of the pool that the batch has.
+            got: the results.
+        """
+        spec = self.spec
+        holds_all = spec.ignores_repeats and len(rows.unique()) == self._rows
+        if spec.whole_batch and not holds_all:
+            return worst(got, self._of(self._batch(large, rows), rows.device))
+        if large not in self._wanted:
+            self._wanted[large] = self._of(self.samples[large], rows.device)
+        count, exact = len(rows), self._wanted[large]
+        tokens = torch.arange(count, device=rows.device)
+        first = torch.full((self._rows,), count, device=rows.device)
+        first.scatter_reduce_(0, rows, tokens, "amin")
+        held = (first < count).nonzero().squeeze(1)
+        if len(held) < self._rows:
+            exact = [want and want.rows(held) for want in exact]
+        off = worst(_of_tokens(got, first[held], count), exact, first[held])
+        like = first[rows]
+        again = (like < tokens).nonzero().squeeze(1)
+        unlike = again[_differing(got, again, like[again], count)]
+        for some in unlike.split(POOL) if not off[1] else ():
+            exact = [want and want.rows(rows[some]) for want in self._wanted[large]]
+            off = max(off, worst(_of_tokens(got, some, count), exact, some))
+            if off[1]:
+                break
+        return off
+
+    @cached_property
+    def _rows(self) -> int:
+        """How many rows the pool has."""
+        return int(self.spec.tokens(self.samples[0].args))
+
+    def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
+        tokens = None
+        if not self.spec.whole_batch:
+            tokens = next(map(len, self.spec.with_rows(sample.args).values()), None)
+        return [want and want.on(device) for want in wanted_of(self.spec, sample, tokens=tokens)]
+
+    def _batch(self, large: bool, rows: torch.Tensor) -> Sample:
+        """The call with these rows of the pool."""
+        sample, spec = self.samples[large], self.spec
+        given = dict(zip(spec.parameters, sample.args, strict=True))
+        of_rows = {name: arg[rows] for name, arg in spec.with_rows(sample.args).items()}
+        return dataclasses.replace(sample, args=tuple({**given, **of_rows}.values()))
+
+    def call(self, activations: Guarded) -> Guarded:
+        """The whole call: activations, weights and tables, in the contract's order."""
+        both = {**handed_over(self.static.arguments), **activations.arguments}
+        ordered = {name: both[name] for name in self.spec.parameters}
+        return Guarded(ordered, (*activations.storages, *self.static.storages))
+
+
+@dataclass
+class Trials:
+    """What every implementation of one op is tried with. The oracle is asked once.
+
+    Args:
+        spec: the op's contract.
+        dtype: the model's.
+        device: where it runs.
+        sizes: the model's; None where its configuration does not tell them.
+        seed: for what is drawn.
+        provided: the dtypes of what the model's layers provide; none where nothing is known of
+            them: then all is of the contract's own choice.
+    """
+
+    spec: OpSpec
+    dtype: torch.dtype
+    device: torch.device
+    sizes: ModelSizes | None
+    seed: int
+    provided: Provided = ()
+    _wanted: dict[int, list[Wanted | None]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """The contract's own samples, some of them laid out otherwise, and the served model's
+        calls that stand."""
+        return [*tried(self.spec, self.dtype, self.device), *self.standing]
+
+    @cached_property
+    def standing(self) -> list[Sample]:
+        """The served model's calls of a contract whose batches cannot be rearranged."""
+        if self.sizes is None or not self.spec.stands:
+            return []
+        counts = [n for n in STANDING_COUNTS if n <= self.largest]
+        usual, last = (dataclasses.replace(self.sizes, tokens=(*n,)) for n in (counts, counts[-1:]))
+        return [
+            *self.spec.served(usual, self.dtype, self.device, False),
+            *self.spec.served(last, self.dtype, self.device, True),
+        ]
+
+    def shared(self) -> dict[int, Guarded]:
+        """Index of a standing call -> memory, one for all of equal shapes: what is written anew
+        there are weights, too, as after an update."""
+        found: dict[Any, Guarded] = {}
+        memories = {}
+        for index in range(len(self.samples) - len(self.standing), len(self.samples)):
+            args = self.samples[index].args
+            shapes = tuple(
+                (arg.shape, arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args
+            )
+            if shapes not in found:
+                given = dict(zip(self.spec.parameters, args, strict=True))
+                found[shapes] = guarded(given, self.spec.by_token)
+            memories[index] = found[shapes]
+        return memories
+
+    def wanted(self, index: int) -> list[Wanted | None]:
+        """What a sample of the contract must give."""
+        if index not in self._wanted:
+            self._wanted[index] = wanted_of(self.spec, self.samples[index])
+        return self._wanted[index]
+
+    @cached_property
+    def forms(self) -> list[Form]:
+        """The calls of the served model."""
+        if self.sizes is None or self.spec.stands:
+            return []
+        pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
+        kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
+        pairs = [*zip(*kinds, strict=True)]
+        passed: dict[tuple[int, str], list[Sample]] = {}
+        for dtypes in self.provided:
+            for number, pair in enumerate(pairs):
+                given = [as_provided(self.spec, sample, dtypes) for sample in pair]
+                # A layer may pass what is no call of the op; two may make the same calls.
+                if self.spec.check(*given[0].args) is None:
+                    passed.setdefault((number, given[0].name), given)
+        return [Form(self.spec, *pair) for pair in (passed.values() or pairs)]
+
+    @property
+    def calls(self) -> list[Sample]:
+        """The served model's calls, one of each form."""
+        return [*(form.samples[0] for form in self.forms), *self.standing]
+
+    @property
+    def largest(self) -> int:
+        """The largest batch, in tokens."""
+        return self.sizes.tokens[-1] if self.sizes else 1
+
+    def rows(self, count: int, salt: int = 0, order: Order = "drawn") -> torch.Tensor:
+        """The rows of the pool that make a batch of `count` tokens, in this order, drawn for it."""
+        generator = torch.Generator("cpu").manual_seed(self.seed + 2 * count + salt)
+        pool = min(POOL, self.largest)
+        return drawn_rows(count, pool, generator, order).to(self.device)
+
+
+def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
+    """A call with what layers provide in the dtypes that theirs has."""
+    told, args = [], []
+    for name, arg in zip(spec.parameters, sample.args, strict=True):
+        dtype = dtypes.get(name)
+        if isinstance(arg, torch.Tensor) and dtype is not None and arg.dtype != dtype:
+            args.append(arg.to(dtype))
+            told.append(f", {name} {dtype_name(dtype)}")
+        else:
+            args.append(arg)
+    return dataclasses.replace(sample, name=sample.name + "".join(told), args=tuple(args))
+
+
+def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of these tokens of a batch of `count` have other bits than those that they equal.
+
+    A right kernel need not give equal bits: it takes other tiles at an edge.
+    """
+    found = torch.zeros_like(tokens, dtype=torch.bool)
+    for part in parts(got) if len(tokens) else ():
+        if isinstance(part, torch.Tensor) and _has_rows(part, count):
+            mine = bits(part.detach())
+            found |= (mine[tokens] != mine[others]).reshape(len(tokens), -1).any(1)
+    return found
+
+
+def _has_rows(part: torch.Tensor, count: int) -> bool:
+    """Whether it has a row per token, and is no one number for all of them."""
+    return part.ndim > 0 and len(part) == count and (part.numel() > 1 or count == 1)
+
+
+def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
+    """The results of these tokens, of a batch of `count`."""
+    if isinstance(got, tuple):
+        return tuple(_of_tokens(part, tokens, count) for part in got)
+    if not isinstance(got, torch.Tensor) or not _has_rows(got, count):
+        return got
+    return taken(got, tokens)
+
+
+def release(device: torch.device) -> None:
+    """Leave nothing allocated: vLLM sizes its KV cache by what is free afterwards."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+        return
+    # Of the CPU's memory it is what the process holds, and glibc keeps what is given back.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
