@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         IrPlace,
         LayerPlace,
         OperatorPlace,
+        Route,
         SizeRule,
     )
     from .contracts.cos_sin import joint_cos_sin
@@ -140,6 +141,7 @@ __all__ = [
     "PluginError",
     "PolicyDefaults",
     "QuantisedPair",
+    "Route",
     "Routing",
     "Sample",
     "SettingSpec",

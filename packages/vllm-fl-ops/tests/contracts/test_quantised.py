@@ -207,9 +207,7 @@ PLACES = {
 
 def of_place(name: str, count: int, op: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in the place of an operator that has so many parameters, or of a function."""
-    (place,) = {
-        p.route: p for (n, c), p in PLACES.items() if n.endswith(name) and c == count
-    }.values()
+    (place,) = (p for (n, c), p in PLACES.items() if n.endswith(name) and c == count)
     return place.route(op)
 
 

@@ -26,8 +26,8 @@ def _native(x: Tensor, approximate: str = "none") -> Tensor:
 BINDING = Binding(
     places=(
         LayerPlace("vllm.model_executor.layers.activation.GeluAndMul", _native),
-        gated("_C::gelu_and_mul", ("out", "input"), "none"),
-        gated("_C::gelu_tanh_and_mul", ("out", "input"), "tanh"),
+        gated("_C::gelu_and_mul", ("out", "input"), approximate="none"),
+        gated("_C::gelu_tanh_and_mul", ("out", "input"), approximate="tanh"),
     ),
     sizes=(INTERMEDIATE,),
     not_reached=(EXPERTS, HW_AGNOSTIC),

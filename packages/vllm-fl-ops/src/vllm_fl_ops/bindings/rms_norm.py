@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, IrPlace, LayerPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, IrPlace, LayerPlace, OperatorPlace, Route
 from vllm_fl.contracts.sizes import EPSILON, HIDDEN
 
 from ._latent import KV_RANK, Q_RANK
@@ -61,71 +61,6 @@ class _GemmaAsRMSNorm:
         return getattr(self.layer, name)
 
 
-def _plain(bound: Bound) -> Bound:
-    def rms_norm(
-        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-    ) -> Any:
-        return bound(x, None, weight, epsilon, variance_size)
-
-    return rms_norm
-
-
-def _fused(bound: Bound) -> Bound:
-    def fused_add_rms_norm(
-        x: Tensor,
-        x_residual: Tensor,
-        weight: Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> Any:
-        return bound(x, x_residual, weight, epsilon, variance_size)
-
-    return fused_add_rms_norm
-
-
-def _to_operator(op: Bound) -> Bound:
-    def kernel(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
-        put(result, op(input, None, weight, epsilon))
-
-    return kernel
-
-
-def _from_operator(replaced: Bound) -> Bound:
-    def rms_norm(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> Tensor:
-        result = x.new_empty(x.shape)
-        replaced(result, x, weight, epsilon)
-        return result
-
-    return rms_norm
-
-
-def _to_fused_operator(op: Bound) -> Bound:
-    def kernel(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
-        put((input, residual), op(input, residual, weight, epsilon))
-
-    return kernel
-
-
-def _from_fused_operator(replaced: Bound) -> Bound:
-    def rms_norm(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> Any:
-        replaced(x, residual, weight, epsilon)
-        return x, residual
-
-    return rms_norm
-
-
 _NORMS = "vllm.model_executor.layers.layernorm"
 
 BINDING = Binding(
@@ -133,15 +68,23 @@ BINDING = Binding(
         # vLLM's fused_add_rms_norm writes over both, too.
         LayerPlace(f"{_NORMS}.RMSNorm", native, grants=("x", "residual"), enabled=False),
         LayerPlace(f"{_NORMS}.GemmaRMSNorm", native, stand_in=_GemmaAsRMSNorm, enabled=False),
-        IrPlace("rms_norm", _plain),
-        IrPlace("fused_add_rms_norm", _fused, grants=("x", "residual")),
+        IrPlace(
+            "rms_norm",
+            Route(constants={"residual": None}),
+            parameters=("x", "weight", "epsilon", "variance_size"),
+        ),
+        IrPlace(
+            "fused_add_rms_norm",
+            Route(args={"residual": "x_residual"}),
+            grants=("x", "residual"),
+            parameters=("x", "x_residual", "weight", "epsilon", "variance_size"),
+        ),
         # The parameters of vLLM's CUDA build, and of its CPU one.
         *(
             OperatorPlace(
                 "_C::rms_norm",
                 (target, "input", "weight", "epsilon"),
-                _to_operator,
-                _from_operator,
+                Route(args={"x": "input"}, constants={"residual": None}, out=target),
                 tokens="input",
             )
             for target in ("result", "out")
@@ -149,9 +92,7 @@ BINDING = Binding(
         OperatorPlace(
             "_C::fused_add_rms_norm",
             ("input", "residual", "weight", "epsilon"),
-            _to_fused_operator,
-            _from_fused_operator,
-            grants=("x", "residual"),
+            Route(args={"x": "input"}, out=("input", "residual")),
             tokens="input",
         ),
     ),
