@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contracts import OpSpec, Variant
-from ..contracts.binding import put
+from ..contracts.routes import Route, by_place, put
 from ..dispatch.guard import Chain, Counting, call_guard
 from ..plugins.types import OpImpl
 
@@ -90,15 +90,18 @@ class Ordered:
 
     def tokens(self, args: Sequence[Any]) -> Any:
         """How many tokens a call of the operator with these arguments has, as its rows count."""
-        return tokens_of(self.chain, _complete(self.chain, self.variant, args))
+        return self._by_schema(lambda *given: tokens_of(self.chain, given))(*args)
 
     def inlined(self, impl: OpImpl, counting: Counting) -> Callable[..., Any]:
         """A function of the operator's parameters that runs `impl` alone, for a compiler to trace.
 
         What it returns is contiguous, as the operator's results are, and no memory of an argument.
         """
-        run = _returning(self.variant, inlined(self.chain, impl, counting))
-        return lambda *args: run(*_complete(self.chain, self.variant, args))
+        return self._by_schema(_returning(self.variant, inlined(self.chain, impl, counting)))
+
+    def _by_schema(self, op: Callable[..., Any]) -> Callable[..., Any]:
+        assert self.chain.spec is not None  # only ops with a contract have operators
+        return _by_schema(self.chain.spec, self.variant, op)
 
 
 _ordered: dict[str, Ordered] = {}
@@ -132,11 +135,6 @@ def tokens_of(chain: Chain, args: Sequence[Any]) -> Any:
     spec = chain.spec
     assert spec is not None  # only ops with a contract have rows
     return next(iter(spec.with_rows(args).values())).shape[0]
-
-
-def _complete(chain: Chain, variant: Variant, args: Sequence[Any]) -> list[Any]:
-    assert chain.spec is not None
-    return _completing(chain.spec)(dict(zip(variant.parameters, args, strict=False)))
 
 
 def unique_name(readable: str, *identity: object) -> str:
@@ -276,38 +274,24 @@ def _operator(
 ) -> Callable[..., Any]:
     """One torch.library operator; `body` and `fake` are given the contract's arguments."""
     fresh = name not in _bodies
-
-    complete = _completing(spec)
-
-    def contract_args(args: tuple[Any, ...]) -> list[Any]:
-        return complete(dict(zip(variant.parameters, args, strict=False)))
-
-    _bodies[name] = body
+    _bodies[name] = _by_schema(spec, variant, body)
     if fresh:
         LIBRARY.define(name + schema)
 
         def newest(*args: Any) -> Any:
-            return _bodies[name](*contract_args(args))
-
-        def shapes(*args: Any) -> Any:
-            return fake(*contract_args(args))
+            return _bodies[name](*args)
 
         LIBRARY.impl(name, newest, dispatch_key="CompositeExplicitAutograd")
+        shapes = _by_schema(spec, variant, fake)
         torch.library.register_fake(f"vllm_fl::{name}", shapes, lib=LIBRARY)
     overload: Callable[..., Any] = getattr(torch.ops.vllm_fl, name).default
     return overload
 
 
-def _completing(spec: OpSpec) -> Callable[[Mapping[str, Any]], list[Any]]:
-    """A function: arguments by name -> all of the contract's, in its order.
-
-    A variant leaves some out, and torch the trailing ones that equal the schema's defaults.
-    """
-    absent = {
-        p.name: None if p.default is p.empty else p.default
-        for p in spec.signature.parameters.values()
-    }
-    return lambda given: [given.get(p, absent[p]) for p in spec.parameters]
+def _by_schema(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the contract's parameters as one of the variant's, which leaves some out."""
+    absent = dict.fromkeys(name for name in spec.parameters if name not in variant.parameters)
+    return by_place(Route(constants=absent), variant.parameters, spec, op)
 
 
 def _router(

@@ -64,7 +64,7 @@ def _shaped(
 ) -> tuple[Tensor, Tensor]:
     """The results in the shapes and the layout of the function's."""
     value, steps = results
-    steps = steps.view(*x.shape[:-1], -1)
+    steps = steps.view(*x.shape[:-1], steps.shape[-1])
     if column_major_scales:
         steps = steps.mT.contiguous().mT
     return value.view(x.shape), steps
