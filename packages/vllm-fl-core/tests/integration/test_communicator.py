@@ -25,6 +25,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.platforms import current_platform
 
+import vllm_fl.dispatch
 from vllm_fl.engine import collectives
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
@@ -100,7 +101,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *impls: CommunicatorImpl, **policy: Any
     """These are installed; the facts of an engine of two ranks."""
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
     manager = managing(*impls, **policy)
-    monkeypatch.setattr(communicator, "get_default_manager", lambda: manager)
+    monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
     found = facts()
     vars(found.settings)["policy"] = manager.policy
     return found

@@ -1,18 +1,50 @@
-"""Operators that leave an activation of `input` in a tensor of the caller's."""
+"""Where vLLM runs activations: layers, and operators that leave one in a tensor of the caller's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from vllm_fl.contracts.binding import OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, Route, SizeRule
+from vllm_fl.contracts.sizes import INTERMEDIATE
 
-__all__ = ["SHARED", "elementwise", "gated"]
+from ._phrases import HW_AGNOSTIC
+
+__all__ = ["activation", "elementwise", "gated"]
 
 SHARED = tuple(
     f"vllm.model_executor.layers.activation:{registry}._dict"
     for registry in ("_ACTIVATION_REGISTRY", "_ACTIVATION_AND_MUL_REGISTRY")
 )
 """Where vLLM keeps activations by their names."""
+
+
+def activation(
+    layer: str,
+    native: Bound,
+    *operators: OperatorPlace,
+    not_reached: tuple[str, ...] = (),
+    when: Callable[[Any], bool] | None = None,
+    sizes: tuple[SizeRule, ...] = (),
+    **more: Any,
+) -> Binding:
+    """The binding of an activation.
+
+    Args:
+        layer: the class of vLLM's layer, as `SiluAndMul`.
+        native: vLLM's own form, by the contract's parameters.
+        operators: the places in vLLM's operators.
+        not_reached, when, more: as for a `Binding`.
+        sizes: those beside the width of an MLP.
+    """
+    return Binding(
+        places=(LayerPlace(f"vllm.model_executor.layers.activation.{layer}", native), *operators),
+        sizes=(INTERMEDIATE, *sizes),
+        not_reached=(*not_reached, HW_AGNOSTIC),
+        when=when,
+        shared=SHARED,
+        **more,
+    )
 
 
 def elementwise(name: str) -> OperatorPlace:

@@ -12,7 +12,7 @@ from ._latent import KV_RANK, Q_RANK
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING", "native"]
+__all__ = ["BINDING", "StandIn", "native"]
 
 
 def native(
@@ -35,30 +35,29 @@ def native(
     return normed if residual is None else (normed, residual)
 
 
-class _GemmaAsRMSNorm:
+class StandIn:
+    """A layer of another class as the one that it computes."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.layer, name)
+
+
+class _GemmaAsRMSNorm(StandIn):
     """A GemmaRMSNorm as the RMSNorm that it computes: its weight is 1 + w, in float32."""
 
     has_weight = True
     variance_size_override = None
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
 
     @property
     def weight(self) -> Tensor:
         """What the normed x is multiplied with; made at each call, as vLLM does."""
         weight: Tensor = self.layer.weight.float() + 1.0
         return weight
-
-    @property
-    def variance_epsilon(self) -> float:
-        epsilon: float = self.layer.variance_epsilon
-        return epsilon
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked of a copy that is not filled yet
-            raise AttributeError(name)
-        return getattr(self.layer, name)
 
 
 _NORMS = "vllm.model_executor.layers.layernorm"
