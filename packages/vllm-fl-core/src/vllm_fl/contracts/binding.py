@@ -341,12 +341,12 @@ def _routed(place: Place, spec: OpSpec) -> Place:
     if not isinstance(place, OperatorPlace | FunctionPlace | IrPlace):
         return place
     changed: dict[str, Any] = {}
+    native = None if isinstance(place, IrPlace) else place.native
     if isinstance(place.route, Route):
         changed["route"] = partial(by_place, place.route, place.parameters, spec)
         changed["grants"] = place.grants or place.route.written(spec)
-    if not isinstance(place, IrPlace) and isinstance(place.native, Route):
-        is_same = place.native is DERIVED and isinstance(place.route, Route)
-        native = place.route if is_same else place.native
+        native = place.route if native is DERIVED else native
+    if isinstance(native, Route):
         changed["native"] = partial(by_contract, native, place.parameters, spec)
     return replace(place, **changed) if changed else place
 

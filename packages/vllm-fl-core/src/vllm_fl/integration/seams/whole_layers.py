@@ -80,7 +80,8 @@ def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(layer, impl id) -> why an installed class does not stand for a whole layer here."""
     if facts.layers is None:
         return {}
-    ops, found = {layer.cls: layer.op for layer in layer_table()}, {}
+    ops = {layer.cls: layer.op for layer in layer_table()}
+    found: dict[tuple[str, str], str] = {}
     for name in get_default_manager().registry.snapshot().layers:
         ask = partial(_reached_by, ops[name]) if name in ops else _asked_once
         found |= classes.refusals(name, replace(facts.layers, layer=name), "this engine", ask)
