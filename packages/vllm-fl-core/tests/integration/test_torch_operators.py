@@ -186,8 +186,8 @@ def test_what_all_refuse_by_what_the_graph_tells_stays_and_is_said_once(
     with caplog.at_level(logging.INFO):
         result, ours = passed(plan, twice, X, WEIGHT)
     assert not ours and torch.equal(result, twice(X, WEIGHT))
-    told = ("linear", "vendor.acme", "x is torch.float32")
-    assert [r.args for r in caplog.records].count(told) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum(message.endswith("x is torch.float32") for message in messages) == 1
     both = planned(["vendor", "flagos"], product(supports=supports), product("default.flagos"))
     result, ours = passed(both, linear, X, WEIGHT)
     assert ours
