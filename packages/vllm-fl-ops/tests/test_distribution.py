@@ -47,7 +47,7 @@ def test_each_reserved_op_has_a_contract_and_a_binding_here_of_its_name() -> Non
     )
     for op in ours:
         assert known.contracts[op] is import_module(f"vllm_fl_ops.contracts.{op}").SPEC
-        assert known.bindings[op] is import_module(f"vllm_fl_ops.bindings.{op}").BINDING
+        assert known.bindings[op].sizes is import_module(f"vllm_fl_ops.bindings.{op}").BINDING.sizes
 
 
 def test_what_0_2_had_in_core_is_found_under_its_older_name() -> None:

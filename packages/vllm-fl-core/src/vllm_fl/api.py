@@ -22,6 +22,7 @@ from .contracts.binding import GraphPlace as GraphPlace
 from .contracts.binding import IrPlace as IrPlace
 from .contracts.binding import LayerPlace as LayerPlace
 from .contracts.binding import OperatorPlace as OperatorPlace
+from .contracts.binding import Route as Route
 from .contracts.binding import SizeRule as SizeRule
 from .contracts.cos_sin import joint_cos_sin as joint_cos_sin
 from .contracts.sampling import Source as Source

@@ -73,7 +73,6 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
         impl = AttentionImpl("vendor.acme", path, BackendImplKind.VENDOR, "acme", **fields)
         manager = managing(impl, strict=strict)
         monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
-        monkeypatch.setattr(attention, "get_default_manager", lambda: manager)
         return planning(manager)
 
     return make

@@ -25,11 +25,14 @@ from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.platforms import current_platform
 
+import vllm_fl.dispatch
 from vllm_fl.engine import collectives
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.errors import StartError
 from vllm_fl.integration.seams import communicator
+from vllm_fl.integration.seams.classes import class_of
+from vllm_fl.plugins.communicator import COMMUNICATOR
 from vllm_fl.plugins.types import BackendImplKind, CommunicatorImpl, CommunicatorRequest
 from vllm_fl.settings.loading import load_settings
 
@@ -98,7 +101,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *impls: CommunicatorImpl, **policy: Any
     """These are installed; the facts of an engine of two ranks."""
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
     manager = managing(*impls, **policy)
-    monkeypatch.setattr(communicator, "get_default_manager", lambda: manager)
+    monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
     found = facts()
     vars(found.settings)["policy"] = manager.policy
     return found
@@ -207,6 +210,11 @@ def test_a_rank_that_dies_is_said_to_be_gone(told: dict[str, Any]) -> None:
     assert "verify their communicators, and one of them is gone" in text
 
 
+def _problem(groups: communicator.Groups) -> str:
+    impl, request = groups.entry.communicators[0], groups.request
+    return class_of(impl, COMMUNICATOR, request, communicator.problem_of)[2]
+
+
 @pytest.mark.parametrize(
     ("path", "why"),
     [
@@ -220,7 +228,7 @@ def test_a_class_that_cannot_be_used_says_why(
 ) -> None:
     monkeypatch.setattr(communicator, "stock_class", lambda: DeviceCommunicatorBase)
     groups = communicator.Groups(use(monkeypatch, acme(path)))
-    assert why in groups._class_of(groups.communicators[0])[1]
+    assert why in _problem(groups)
 
 
 def test_where_vllm_captures_graphs_the_class_must_be_its_own(
@@ -230,7 +238,7 @@ def test_where_vllm_captures_graphs_the_class_must_be_its_own(
 
     monkeypatch.setattr(communicator, "stock_class", lambda: CudaCommunicator)
     groups = communicator.Groups(use(monkeypatch, acme(Sound)))
-    why = groups._class_of(groups.communicators[0])[1]
+    why = _problem(groups)
     assert why.endswith("is no subclass of vLLM's CudaCommunicator")
 
 

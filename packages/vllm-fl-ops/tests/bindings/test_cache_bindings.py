@@ -97,10 +97,10 @@ def test_a_latent_is_written_wherever_vllm_does_it() -> None:
     assert torch.equal(padded, want) and torch.equal(exact, want) and torch.equal(own, want)
 
 
-def test_where_there_is_no_cache_yet_no_latent_is_written() -> None:
+def test_where_there_is_no_cache_yet_the_call_is_left_to_vllm() -> None:
     *_, method = routes("concat_and_cache_mla", lambda *_: pytest.fail("the op was called"))
     latent = torch.randn(3, 16), torch.randn(3, 1, 8), torch.empty(0)
-    assert method(None, *latent, torch.tensor([0, 1, 2]), "auto", ONE) is None
+    assert method(None, *latent, torch.tensor([0, 1, 2]), "auto", ONE) is NotImplemented
 
 
 def test_stock_is_what_attention_on_cpus_without_amx_writes() -> None:
@@ -130,12 +130,16 @@ def functions(call: Op) -> list[Op]:
     """The op as vLLM's functions are called."""
     operator, *others = routes("merge_attn_states", call)
 
-    def by_operator(
-        output: Any, p: Any, a: Any, s: Any, b: Any, sums: Any = None, n: Any = None, q: Any = None
-    ) -> Any:
+    def by_operator(output: Any, p: Any, a: Any, s: Any, b: Any, sums: Any, n: Any, q: Any) -> Any:
         return operator(output, sums, p, a, s, b, n, q)
 
-    return [by_operator, *others]
+    def called(function: Op) -> Op:
+        def merge(*args: Any) -> Any:
+            return function(*args, *[None] * (8 - len(args)))
+
+        return merge
+
+    return [called(function) for function in (by_operator, *others)]
 
 
 @pytest.mark.parametrize("function", functions(merged))

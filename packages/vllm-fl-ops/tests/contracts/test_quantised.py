@@ -207,9 +207,7 @@ PLACES = {
 
 def of_place(name: str, count: int, op: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in the place of an operator that has so many parameters, or of a function."""
-    (place,) = {
-        p.route: p for (n, c), p in PLACES.items() if n.endswith(name) and c == count
-    }.values()
+    (place,) = (p for (n, c), p in PLACES.items() if n.endswith(name) and c == count)
     return place.route(op)
 
 
@@ -242,7 +240,7 @@ def test_operators_of_fp8_are_the_op_for_one_scale_or_each_tokens() -> None:
     static(out, X, one, [-1, -1])
     assert same_bytes(out, fp8(X, one)[0])
     assert static(out, X, each, [1, -1]) is NotImplemented
-    assert static(out.new_empty(8, 256), X, one) is NotImplemented
+    assert static(out.new_empty(8, 256), X, one, None) is NotImplemented
 
 
 @pytest.mark.parametrize("count", [8, 10])
@@ -261,7 +259,13 @@ def test_the_operator_of_groups_leaves_scales_in_any_layout(
 
 @needs_vllm
 def test_the_function_of_groups_returns_what_vllms_does() -> None:
-    function = of_place("utils.fp8_utils.per_token_group_quant_fp8", 8, fp8_group)
+    place = of_place("utils.fp8_utils.per_token_group_quant_fp8", 8, fp8_group)
+    flags = {"column_major_scales": False, "tma_aligned_scales": False}
+
+    def function(x: Tensor, size: int, **more: Any) -> Any:
+        rest = {"eps": 1e-10, "dtype": None, "out_q": None, "use_ue8m0": None}
+        return place(x, size, **{**rest, **flags, **more})
+
     wanted = fp8_group(X)
     value, scale = function(X.view(2, 3, 256), 128)
     assert same_bytes(value.view(6, 256), wanted[0]) and torch.equal(scale.view(6, 2), wanted[1])

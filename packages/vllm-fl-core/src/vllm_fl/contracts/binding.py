@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .routes import Bound, Route, by_contract, by_place, put
 from .spec import OpSpec
 
 if TYPE_CHECKING:
-    import torch
     from torch.fx import Graph, Node
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "LayerPlace",
     "OperatorPlace",
     "Place",
+    "Route",
     "SizeRule",
     "new_node",
     "put",
@@ -38,8 +40,8 @@ __all__ = [
 ATTENTION_BACKEND = "the attention backend"
 """What `Binding.claims` calls the one `AttentionPlace`, which is no contract's."""
 
-Bound = Callable[..., Any]
-"""An op as something calls it: by the contract's parameters, or by those of its place."""
+DERIVED = Route()
+"""The native of a place whose declared route tells the way back, too."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,14 @@ class OperatorPlace:
         parameters: the operator's parameters, in its schema's order. A release may have further
             ones behind them; a call that gives one of these another value than its default is left
             to the replaced kernel.
-        route: the op by the contract's parameters -> a kernel with `parameters`, which leaves the
-            results where the operator does (`put`), or returns NotImplemented for a call that is
-            not the op: the replaced kernel runs then.
+        route: how the operator's arguments are the contract's. Where that cannot be declared: the
+            op by the contract's parameters -> a kernel with `parameters`. It leaves the results
+            where the operator does (`put`). It returns NotImplemented for a call that is not the
+            op: the replaced kernel runs then.
         native: the replaced kernel, with `parameters` -> the op by the contract's parameters: what
-            runs when every candidate refused a call.
+            runs when every candidate refused a call. A declared route tells it, too.
         grants: the contract's arguments that the operator overwrites, so that an implementation
-            may, too.
+            may, too. Of a declared route those are its `out`.
         tokens: the parameter whose first dimension is the op's number of tokens, in every call that
             `route` takes. Calls of sizes that the plan leaves to vLLM then reach the replaced
             kernel as they came. Empty where no parameter is so, or where the kernel must not have
@@ -107,7 +110,7 @@ class OperatorPlace:
     name: str
     parameters: tuple[str, ...]
     route: Callable[[Bound], Bound]
-    native: Callable[[Bound], Bound]
+    native: Callable[[Bound], Bound] = DERIVED
     grants: tuple[str, ...] = ()
     tokens: str = ""
     callers: tuple[str, ...] = ()
@@ -132,13 +135,7 @@ class FunctionPlace:
         parameters: the function's parameters, in its order, for a method `self` too. A release may
             have further ones behind them; a call that gives one of these another value than its
             default is left to vLLM's function.
-        route: the op by the contract's parameters -> a function with `parameters`, which returns
-            what vLLM's does, or NotImplemented for a call that is not the op: vLLM's function runs
-            then.
-        native: vLLM's function -> the op by the contract's parameters: what runs when every
-            candidate refused a call.
-        grants: the contract's arguments that the function overwrites, so that an implementation
-            may, too.
+        route, native, grants: as for an `OperatorPlace`; a function returns what vLLM's does.
         tokens: the parameter whose first dimension is the op's number of tokens, in every call that
             `route` takes. Calls of sizes that the plan leaves to vLLM then reach its function as
             they came. Empty where no parameter is so, or where the function must not have vLLM's
@@ -148,7 +145,7 @@ class FunctionPlace:
     paths: tuple[str, ...]
     parameters: tuple[str, ...]
     route: Callable[[Bound], Bound]
-    native: Callable[[Bound], Bound]
+    native: Callable[[Bound], Bound] = DERIVED
     grants: tuple[str, ...] = ()
     tokens: str = ""
 
@@ -175,13 +172,16 @@ class IrPlace:
 
     Args:
         name: the IR op, as `fused_add_rms_norm`.
-        route: the op by the contract's parameters -> the same by the IR op's own.
+        route: how the IR op's arguments are the contract's; or the op by the contract's parameters
+            -> the same by the IR op's own.
         grants: the contract's arguments that a provider may overwrite.
+        parameters: the IR op's, where the route is declared.
     """
 
     name: str
     route: Callable[[Bound], Bound]
     grants: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -328,6 +328,28 @@ class Binding:
         """Its places by name, as `operator _C::silu_and_mul`: each can be one op's alone."""
         return tuple(dict.fromkeys(name for place in self.places for name in _claims(place)))
 
+    def routed(self, spec: OpSpec) -> Binding:
+        """The same binding, with functions in the place of declared routes.
+
+        Raises:
+            TypeError: a declared route does not fit its place, or the contract.
+        """
+        return replace(self, places=tuple(_routed(place, spec) for place in self.places))
+
+
+def _routed(place: Place, spec: OpSpec) -> Place:
+    if not isinstance(place, OperatorPlace | FunctionPlace | IrPlace):
+        return place
+    changed: dict[str, Any] = {}
+    native = None if isinstance(place, IrPlace) else place.native
+    if isinstance(place.route, Route):
+        changed["route"] = partial(by_place, place.route, place.parameters, spec)
+        changed["grants"] = place.grants or place.route.written(spec)
+        native = place.route if native is DERIVED else native
+    if isinstance(native, Route):
+        changed["native"] = partial(by_contract, native, place.parameters, spec)
+    return replace(place, **changed) if changed else place
+
 
 def _claims(place: Place) -> list[str]:
     """What a place takes of vLLM, by the names under which vLLM has one of each."""
@@ -379,60 +401,6 @@ class Contract:
     def name(self) -> str:
         """The op's name."""
         return self.spec.name
-
-
-def put(
-    target: torch.Tensor | tuple[torch.Tensor | None, ...] | None,
-    result: torch.Tensor | tuple[torch.Tensor | None, ...] | None,
-) -> None:
-    """Leave an op's results where its operator leaves them: for `OperatorPlace.route`.
-
-    What an implementation has computed in place is not copied. Everything that must be copied is
-    apart from all targets before the first one is written.
-
-    Args:
-        target: the operator's tensor, or several; None for one that this call has not.
-        result: what the op returned, in the targets' order, of their shapes and dtypes.
-    """
-    if result is target:
-        return
-    targets = target if isinstance(target, tuple) else (target,)
-    results = result if isinstance(result, tuple) else (result,)
-    pairs = [
-        (to, part)
-        for to, part in zip(targets, results, strict=False)
-        if to is not None and part is not None and not _is_same(to, part)
-    ]
-    if not pairs:
-        return
-    import torch
-
-    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-    written = [to for to in targets if to is not None]
-    apart = [
-        (to, part.clone() if any(aliases(part, other) for other in written) else part)
-        for to, part in pairs
-    ]
-    for to, part in apart:
-        to.copy_(part)
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the two are one tensor, or two views of the same elements in the same order.
-
-    Tensors that are traced have no memory to compare: to all of them torch gives the address 0.
-    """
-    if one is other:
-        return True
-    import torch
-
-    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-    return (
-        aliases(one, other)
-        and one.storage_offset() == other.storage_offset()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-    )
 
 
 def new_node(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:

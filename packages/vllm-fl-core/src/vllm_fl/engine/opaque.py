@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contracts import OpSpec, Variant
-from ..contracts.binding import put
+from ..contracts.routes import put
 from ..dispatch.guard import Chain, call_guard
 from ..plugins.types import OpImpl
 from .plan import PlanEntry

@@ -208,8 +208,8 @@ def compare(
     except Refusal as refusal:
         return Comparison(*fixed, "refused", reason=str(refusal))
     except Fault as fault:
-        status = "wrong" if fault.error is None else "raised"
-        return Comparison(*fixed, status, share, fault.why, fault.error)
+        raised = fault.error is not None
+        return Comparison(*fixed, "raised" if raised else "wrong", share, fault.why, fault.error)
     return Comparison(*fixed, "ok", share)
 
 

@@ -22,6 +22,7 @@ from torch._inductor.pattern_matcher import (
 from torch.utils import _pytree as pytree
 
 from ..engine.traced import functional
+from .seams.arguments import known
 from .unknowns import under_one
 
 __all__ = ["OWNER", "arguments", "own", "operator_of", "put_in_place", "replacing", "written"]
@@ -69,18 +70,18 @@ def written(operator: Any) -> list[str]:
     return [name for name, alias in known if alias is not None and alias.is_write]
 
 
-def arguments(operator: Any, given: Mapping[str, Any], parameters: Sequence[str]) -> dict[str, Any]:
-    """The operator's arguments by name, of the parameters that somebody knows.
+def arguments(operator: Any, given: Mapping[str, Any], parameters: Sequence[str]) -> list[Any]:
+    """The operator's arguments for the parameters that somebody knows: its first ones, in order.
 
     Raises:
         ValueError: another one is given, whose value is not its default.
     """
-    found = {a.name: given.get(a.name, a.default_value) for a in operator._schema.arguments}
-    for argument in operator._schema.arguments:
-        name = argument.name
-        if name not in parameters and found[name] != argument.default_value:
-            raise ValueError(f"{name}={found[name]}")
-    return {name: found[name] for name in parameters}
+    schema = operator._schema.arguments
+    defaults = {a.name: a.default_value for a in schema}
+    found = known([*defaults], len(parameters), defaults, (), given)
+    if found is None or [*defaults][: len(parameters)] != [*parameters]:
+        raise ValueError(f"it is called with more than {', '.join(parameters)}")
+    return found
 
 
 def put_in_place(match: Match, code: Callable[[Mapping[str, Any]], Sequence[Any]]) -> None:

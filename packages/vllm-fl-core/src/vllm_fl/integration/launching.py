@@ -10,7 +10,6 @@ Imported where vLLM makes its pass manager, which is in a worker that compiles.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -18,7 +17,6 @@ from torch._inductor.pattern_matcher import Match
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ..contracts.binding import OperatorPlace
-from ..dispatch.guard import Chain
 from ..engine.plan import Plan
 from ..engine.ranges import sole
 from ..engine.traced import refused
@@ -46,21 +44,6 @@ __all__ = ["TracedForms"]
 log = get_logger("engine")
 
 
-@dataclass(frozen=True)
-class _Site:
-    """An operator that a pass of vLLM's puts into graphs.
-
-    Args:
-        op: what it is.
-        place: the operator, as the op's binding knows it.
-        chain: the op's candidates, by rows.
-    """
-
-    op: str
-    place: OperatorPlace
-    chain: Chain
-
-
 class TracedForms(InductorPass):  # type: ignore[misc]
     """The pass, for one engine.
 
@@ -72,7 +55,7 @@ class TracedForms(InductorPass):  # type: ignore[misc]
     def __init__(self, plan: Plan, vllm_config: VllmConfig) -> None:
         self.plan, self.config = plan, vllm_config
         self.sites = {
-            place.name: _Site(op, place, chain)
+            place.name: (place, chain)  # the operator as the binding knows it, its candidates
             for op, place, chain in fusions.operators(plan)
             if not operators.operator_note(plan, op)
         }
@@ -91,40 +74,40 @@ class TracedForms(InductorPass):  # type: ignore[misc]
     def _impl(self, match: Match) -> OpImpl | None:
         """Whose traced form takes the place of an operator; None where it stays."""
         site = self.sites.get(operator_of(match).name())
-        impl = None if site is None else sole(site.chain, ranges.now(self.config))
+        impl = None if site is None else sole(site[1], ranges.now(self.config))
         return impl if impl is not None and impl.traced is not None else None
 
     def _replace(self, match: Match, *args: Any, **kwargs: Any) -> None:
         """Put the traced form in an operator's place, or say why that stays."""
         operator, impl = operator_of(match), self._impl(match)
-        site, sizes = self.sites[operator.name()], ranges.now(self.config)
-        place, spec = site.place, site.chain.spec
+        (place, chain), sizes = self.sites[operator.name()], ranges.now(self.config)
+        op, spec = chain.op, chain.spec
         assert impl is not None and impl.traced is not None and spec is not None
-        run = place.route(self.plan.record.counting(impl.traced, site.op, impl.impl_id))
+        run = place.route(self.plan.record.counting(impl.traced, op, impl.impl_id))
 
         def code(given: Mapping[str, Any]) -> list[Any]:
             copies = {name: given[name].clone() for name in written(operator)}
-            run(*arguments(operator, {**given, **copies}, place.parameters).values())
+            run(*arguments(operator, {**given, **copies}, place.parameters))
             return list(copies.values())
 
         try:
             (node,) = match.nodes
             values = fx.node.map_arg(node.kwargs, lambda of: of.meta["val"])
-            known = arguments(operator, values, place.parameters).values()
+            known = arguments(operator, values, place.parameters)
             why = refused(impl, spec, _contract_args(place, as_numbers(known)))
             if not why:
-                own(node, site.op, impl.impl_id)
+                own(node, op, impl.impl_id)
                 put_in_place(match, code)
         except Exception as error:  # it may raise anything; the operator serves as well
             why = quote(error)
-        counted = fusions.sites(self.plan).get(site.op)
+        counted = fusions.sites(self.plan).get(op)
         if counted is not None and not why:
             counted.launched += 1
         elif why:
             log.warning(
                 "Op '%s': graphs for %s tokens do not launch '%s' themselves, but call an operator "
                 "that does, which takes the host several times as long: %s",
-                site.op,
+                op,
                 sizes,
                 impl.impl_id,
                 why,
@@ -132,11 +115,7 @@ class TracedForms(InductorPass):  # type: ignore[misc]
 
 
 class _Called(Exception):
-    """What `_contract_args` is after."""
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.call = args
+    """Its `args` are what `_contract_args` is after."""
 
 
 def _contract_args(place: OperatorPlace, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -147,10 +126,10 @@ def _contract_args(place: OperatorPlace, values: Sequence[Any]) -> tuple[Any, ..
     """
 
     def op(*args: Any) -> Any:
-        raise _Called(args)
+        raise _Called(*args)
 
     try:
         place.route(op)(*values)
     except _Called as called:
-        return called.call
+        return called.args
     raise ValueError(f"this call of {place.name} is not the op")

@@ -77,9 +77,9 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
             if (impl_id, why) not in self._said:
                 self._said.add((impl_id, why))
                 log.info(
-                    "Op '%s': '%s' refuses a call that the model's graphs have, in whose place "
-                    "PyTorch's own stays: %s",
-                    each.op,
+                    "Op '%s': '%s' does not support a call of the model's graphs; PyTorch's "
+                    "kernel is kept: %s",
+                    each.chain.op,
                     impl_id,
                     why,
                 )

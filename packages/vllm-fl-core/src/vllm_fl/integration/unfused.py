@@ -120,5 +120,5 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
         """
         code = self.unfused[operator.name()]
         known = tuple(inspect.signature(code).parameters)
-        found: Sequence[Any] = code(**arguments(operator, given, known))
+        found: Sequence[Any] = code(*arguments(operator, given, known))
         return found

@@ -168,7 +168,6 @@ class PlannedWorker:
         _name_overriders(self)
         if self.rank == 0 and hasattr(self, "vllm_fl_plan"):
             fusions.say(self.vllm_fl_plan)
-            torch_operators.say(self.vllm_fl_plan)
         if hasattr(self, "vllm_fl_plan"):
             # Steps of warming up are none of a request; of compiled code only tracings are seen.
             self.vllm_fl_plan.record.begin(keeps_calls=self.vllm_fl_plan.mode == "compiled")
@@ -233,11 +232,7 @@ class PlannedWorker:
             "not_reached": dict(self.vllm_fl_preflight.not_reached),
             "operators": operators.report(plan, self.vllm_fl_operators),
             "functions": functions.report(plan, self.vllm_fl_functions),
-            "fusions": {
-                op: dataclasses.asdict(known)
-                for found in (fusions.sites(plan), torch_operators.sites(plan))
-                for op, known in found.items()
-            },
+            "fusions": {op: dataclasses.asdict(known) for op, known in fusions.sites(plan).items()},
             "ranges": ranges.report(plan, self.vllm_config),
             "defined": self.vllm_fl_operators.schemas,
             "smaller": dict(self.vllm_fl_preflight.smaller),

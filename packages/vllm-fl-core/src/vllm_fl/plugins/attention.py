@@ -11,7 +11,6 @@ from .types import (
     AttentionImpl,
     AttentionRequest,
     CommunicatorImpl,
-    CommunicatorRequest,
     LayerImpl,
     OpImpl,
     parameters_of,
@@ -39,12 +38,10 @@ def refusal(impl: AttentionImpl | CommunicatorImpl | LayerImpl, request: object)
     return str(verdict) if verdict else "its supports said no and gave no reason"
 
 
-def class_path_for(
-    impl: AttentionImpl | CommunicatorImpl, request: AttentionRequest | CommunicatorRequest
-) -> str:
+def class_path_for(impl: AttentionImpl | CommunicatorImpl | LayerImpl, request: Any) -> str:
     """The path of the class that `impl` names for `request`."""
     path = impl.class_path
-    return path if isinstance(path, str) else path(request)  # type: ignore[arg-type]
+    return path if isinstance(path, str) else path(request)
 
 
 def from_older_form(impl: OpImpl) -> AttentionImpl:

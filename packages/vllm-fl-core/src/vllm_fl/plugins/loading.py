@@ -337,7 +337,7 @@ def _binding(contract: object) -> Binding:
             f"the module {contract.binding!r} of the op {contract.name!r} has {binding!r} for its "
             "BINDING; expected a Binding"
         )
-    return binding
+    return binding.routed(contract.spec)
 
 
 def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list[Refused]]:

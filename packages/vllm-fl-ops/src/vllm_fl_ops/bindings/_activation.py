@@ -1,16 +1,16 @@
-"""Operators that leave an activation of `input` in a tensor of the caller's."""
+"""Where vLLM runs activations: layers, and operators that leave one in a tensor of the caller's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm_fl.contracts.binding import Bound, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, Route, SizeRule
+from vllm_fl.contracts.sizes import INTERMEDIATE
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from ._phrases import HW_AGNOSTIC
 
-__all__ = ["SHARED", "elementwise", "gated"]
+__all__ = ["activation", "elementwise", "gated"]
 
 SHARED = tuple(
     f"vllm.model_executor.layers.activation:{registry}._dict"
@@ -19,45 +19,50 @@ SHARED = tuple(
 """Where vLLM keeps activations by their names."""
 
 
+def activation(
+    layer: str,
+    native: Bound,
+    *operators: OperatorPlace,
+    not_reached: tuple[str, ...] = (),
+    when: Callable[[Any], bool] | None = None,
+    sizes: tuple[SizeRule, ...] = (),
+    **more: Any,
+) -> Binding:
+    """The binding of an activation.
+
+    Args:
+        layer: the class of vLLM's layer, as `SiluAndMul`.
+        native: vLLM's own form, by the contract's parameters.
+        operators: the places in vLLM's operators.
+        not_reached, when, more: as for a `Binding`.
+        sizes: those beside the width of an MLP.
+    """
+    return Binding(
+        places=(LayerPlace(f"vllm.model_executor.layers.activation.{layer}", native), *operators),
+        sizes=(INTERMEDIATE, *sizes),
+        not_reached=(*not_reached, HW_AGNOSTIC),
+        when=when,
+        shared=SHARED,
+        **more,
+    )
+
+
 def elementwise(name: str) -> OperatorPlace:
     """The place of an op (x) in an operator (out, input), whose tensors are of one shape.
 
     Args:
         name: the operator, as `_C::gelu_new`.
     """
-    return _place(name, ("out", "input"), (), lambda x: x.new_empty(x.shape))
+    return gated(name, ("out", "input"))
 
 
-def gated(name: str, parameters: tuple[str, ...], *given: Any) -> OperatorPlace:
-    """The place of an op (x, `given`, numbers) in an operator (out, input, numbers).
+def gated(name: str, parameters: tuple[str, ...], **constants: Any) -> OperatorPlace:
+    """The place of an op (x, numbers) in an operator (out, input, numbers).
 
     Args:
         name: the operator, as `_C::silu_and_mul`.
         parameters: the operator's.
-        given: what the operator stands for of the contract's parameters behind x. Those behind
-            these are the operator's own numbers.
+        constants: what the operator stands for of the contract's parameters.
     """
-    return _place(name, parameters, given, lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
-
-
-def _place(
-    name: str,
-    parameters: tuple[str, ...],
-    given: tuple[Any, ...],
-    empty: Callable[[Tensor], Tensor],
-) -> OperatorPlace:
-    def route(op: Bound) -> Bound:
-        def kernel(out: Tensor, input: Tensor, *numbers: Any) -> None:
-            put(out, op(input, *given, *numbers))
-
-        return kernel
-
-    def native(replaced: Bound) -> Bound:
-        def op(x: Tensor, *further: Any) -> Tensor:
-            out = empty(x)
-            replaced(out, x, *further[len(given) :])
-            return out
-
-        return op
-
-    return OperatorPlace(name, parameters, route, native, tokens="input")
+    route = Route(args={"x": "input"}, constants=constants, out=parameters[0])
+    return OperatorPlace(name, parameters, route, tokens="input")

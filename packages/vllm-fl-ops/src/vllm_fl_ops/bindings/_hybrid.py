@@ -66,9 +66,9 @@ def has_states(config: Any) -> bool:
     return bool(model.is_hybrid or model.is_attention_free)
 
 
-def activation_of(told: bool | str | None) -> str | None:
+def activation_of(activation: bool | str | None) -> str | None:
     """What the contracts call an activation of vLLM's short convolutions."""
-    return "silu" if told in (True, "silu", "swish") else None
+    return "silu" if activation in (True, "silu", "swish") else None
 
 
 _KERNELS = (

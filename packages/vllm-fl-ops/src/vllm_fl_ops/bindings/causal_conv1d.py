@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, put
+from vllm_fl.contracts.binding import Binding, FunctionPlace, Route, put
 
 from ._hybrid import (
     CONV_BIAS,
@@ -40,90 +40,65 @@ PER_BLOCK = (
     "block_idx_last_scheduled_token",
     "initial_state_idx",
     "num_computed_tokens",
-    "block_size_to_align",
 )
 """What releases up to 0.32 are told where states are cached per block of a sequence."""
 
 
-def _through(
-    op: Bound,
+def _is_plain(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    states: Tensor,
-    starts: Tensor,
-    indices: Tensor | None,
-    has: Tensor | None,
-    activation: bool | str | None,
-    pad: int,
-) -> Any:
-    """A call by the parameters of `TAKEN`; x and the result are features by tokens there."""
-    if (
-        indices is None
-        or indices.ndim != 1
-        or len(starts) != len(indices) + 1
-        or pad != PAD_SLOT
-        or not x.dtype == weight.dtype == states.dtype
-        or (bias is not None and bias.dtype != x.dtype)
-    ):
-        return NotImplemented
-    if has is None:
-        import torch
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor | None,
+) -> bool:
+    return (
+        cache_indices is not None
+        and cache_indices.ndim == 1
+        and len(query_start_loc) == len(cache_indices) + 1
+        and x.dtype == weight.dtype == conv_states.dtype
+        and (bias is None or bias.dtype == x.dtype)
+    )
 
-        has = torch.zeros(len(indices), dtype=torch.bool, device=x.device)
-    out, after = op(x.T, weight, bias, states, starts, indices, has, activation_of(activation))
-    put(states, after)
+
+def _has_initial_state(has_initial_state: Tensor | None, cache_indices: Tensor) -> Tensor:
+    if has_initial_state is not None:
+        return has_initial_state
+    import torch
+
+    return torch.zeros(len(cache_indices), dtype=torch.bool, device=cache_indices.device)
+
+
+def _left(results: tuple[Tensor, Tensor], conv_states: Tensor) -> Tensor:
+    out, after = results
+    put(conv_states, after)
     return out.T
 
 
-def _on_cpu(op: Bound) -> Bound:
-    def function(*args: Any) -> Any:
-        return _through(op, *args)
-
-    return function
-
-
-def _with_null_block(op: Bound) -> Bound:
-    def function(*args: Any) -> Any:
-        *taken, null_block, _ = args
-        return _through(op, *taken) if null_block == NULL_BLOCK else NotImplemented
-
-    return function
-
-
-def _with_blocks(op: Bound) -> Bound:
-    def function(*args: Any) -> Any:
-        *taken, null_block, first, last, initial, computed, _, _ = args
-        by_block = any(x is not None for x in (first, last, initial, computed))
-        return NotImplemented if by_block or null_block else _through(op, *taken)
-
-    return function
-
-
-def _from(own: Bound) -> Bound:
-    def op(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        conv_states: Tensor,
-        query_start_loc: Tensor,
-        cache_indices: Tensor,
-        has_initial_state: Tensor,
-        activation: str | None = "silu",
-    ) -> tuple[Tensor, Tensor]:
-        out = own(
-            x.T,
-            weight,
-            bias,
-            conv_states,
-            query_start_loc,
-            cache_indices=cache_indices,
-            has_initial_state=has_initial_state,
-            activation=activation,
-        )
-        return out.T.contiguous(), conv_states
-
-    return op
+def _place(paths: tuple[str, ...], *further: str) -> FunctionPlace:
+    """The function in one release: `further` is what it knows of states beyond a block of each."""
+    return FunctionPlace(
+        paths,
+        (*TAKEN, *further),
+        Route(
+            args={
+                "x": lambda x: x.T,  # x and the result are features by tokens there
+                "has_initial_state": _has_initial_state,
+                "activation": activation_of,
+            },
+            constants={"pad_slot_id": PAD_SLOT, "null_block_id": NULL_BLOCK}
+            | dict.fromkeys(PER_BLOCK),
+            only=_is_plain,
+            results=_left,
+            own_args={
+                "x": lambda x: x.T,
+                "block_size_to_align": lambda: 0,
+                "metadata": lambda: None,
+            },
+            own_results=lambda out, conv_states: (out.T.contiguous(), conv_states),
+        ),
+        grants=("conv_states",),
+    )
 
 
 _OPS = "vllm.model_executor.layers.mamba.ops"
@@ -134,29 +109,13 @@ _PATHS = (
 
 BINDING = Binding(
     places=(
-        FunctionPlace(
-            _PATHS,
-            (*TAKEN, "null_block_id", *PER_BLOCK, "metadata"),
-            _with_blocks,
-            _from,
-            grants=("conv_states",),
-        ),
-        FunctionPlace(
-            _PATHS,
-            (*TAKEN, "null_block_id", "metadata"),
-            _with_null_block,
-            _from,
-            grants=("conv_states",),
-        ),
-        FunctionPlace(
+        _place(_PATHS, "null_block_id", *PER_BLOCK, "block_size_to_align", "metadata"),
+        _place(_PATHS, "null_block_id", "metadata"),
+        _place(
             (
                 f"{_OPS}.cpu.causal_conv1d.causal_conv1d_fn_cpu",
                 f"{_OPS}.cpu.gdn_attention.causal_conv1d_torch",
-            ),
-            TAKEN,
-            _on_cpu,
-            _from,
-            grants=("conv_states",),
+            )
         ),
     ),
     sizes=(CONV_BIAS, CONV_FEATURES, CONV_TAPS),

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route, put
+from vllm_fl.contracts.routes import Selection
 
 from ._hybrid import (
     CONV_BIAS,
@@ -23,131 +24,46 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 
-def _through(
-    op: Bound,
+def _is_one_each(
     x: Tensor,
     conv_state: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation: bool | str | None,
-    indices: Tensor | None,
-    starts: Tensor | None,
-    null_block: int,
-) -> Any:
-    """(out, the states after) of a call with one token of each sequence, or NotImplemented."""
-    if (
-        x.ndim != 2
-        or starts is not None
-        or indices is None
-        or indices.ndim != 1
-        or len(indices) != len(x)
-        or null_block != NULL_BLOCK
-        or not x.dtype == weight.dtype == conv_state.dtype
-        or (bias is not None and bias.dtype != x.dtype)
-    ):
-        return NotImplemented
-    return op(x, conv_state, weight, bias, activation_of(activation), indices)
+    conv_state_indices: Tensor | None,
+) -> bool:
+    """Whether a call has one token of each sequence."""
+    return (
+        x.ndim == 2
+        and conv_state_indices is not None
+        and conv_state_indices.ndim == 1
+        and len(conv_state_indices) == len(x)
+        and x.dtype == weight.dtype == conv_state.dtype
+        and (bias is None or bias.dtype == x.dtype)
+    )
 
 
-def _function(op: Bound) -> Bound:
-    def function(
-        x: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: bool | str | None,
-        conv_state_indices: Tensor | None,
-        num_accepted_tokens: Tensor | None,
-        query_start_loc: Tensor | None,
-        max_query_len: int,
-        null_block_id: int,
-        *further: Any,
-    ) -> Any:
-        """`further`: two for states cached per block in some releases, and whether to check."""
-        if num_accepted_tokens is not None or any(each is not None for each in further[:-1]):
-            return NotImplemented
-        done = _through(
-            op,
-            x,
-            conv_state,
-            weight,
-            bias,
-            activation,
-            conv_state_indices,
-            query_start_loc,
-            null_block_id,
-        )
-        if done is NotImplemented:
-            return done
-        put((x, conv_state), done)  # vLLM's function overwrites x, too
-        return x
-
-    return function
+def _over_x(results: tuple[Tensor, Tensor], x: Tensor, conv_state: Tensor) -> Tensor:
+    """vLLM's function overwrites x, too."""
+    put((x, conv_state), results)
+    return x
 
 
-def _from_function(own: Bound) -> Bound:
-    def op(
-        x: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        conv_state_indices: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        out = own(x, conv_state, weight, bias, activation, conv_state_indices=conv_state_indices)
-        return out, conv_state
-
-    return op
+def _beside_x(results: tuple[Tensor, Tensor], conv_state: Tensor) -> Tensor:
+    """The CPU build's operator leaves x as it is, whatever its schema says."""
+    out, after = results
+    put(conv_state, after)
+    return out
 
 
-def _into(op: Bound) -> Bound:
-    """The CPU build's operator, which leaves x as it is, whatever its schema says."""
-
-    def kernel(
-        x: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        conv_state_indices: Tensor | None,
-        query_start_loc: Tensor | None,
-        pad_slot_id: int,
-    ) -> Any:
-        done = _through(
-            op,
-            x,
-            conv_state,
-            weight,
-            bias,
-            activation,
-            conv_state_indices,
-            query_start_loc,
-            pad_slot_id,
-        )
-        if done is NotImplemented:
-            return done
-        out, after = done
-        put(conv_state, after)
-        return out
-
-    return kernel
-
-
-def _from(replaced: Bound) -> Bound:
-    def op(
-        x: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        conv_state_indices: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        out = replaced(
-            x, conv_state, weight, bias, activation, conv_state_indices, None, NULL_BLOCK
-        )
-        return out, conv_state
-
-    return op
+def _route(results: Selection, constants: dict[str, Any]) -> Route:
+    return Route(
+        args={"activation": activation_of},
+        constants={"query_start_loc": None, **constants},
+        only=_is_one_each,
+        results=results,
+        own_args={"max_query_len": lambda: -1, "validate_data": lambda: False},
+        own_results=lambda out, conv_state: (out, conv_state),
+    )
 
 
 _PATHS = (
@@ -174,8 +90,13 @@ BINDING = Binding(
             FunctionPlace(
                 _PATHS,
                 (*_TAKEN, *blocks, "validate_data"),
-                _function,
-                _from_function,
+                _route(
+                    _over_x,
+                    {
+                        "null_block_id": NULL_BLOCK,
+                        **dict.fromkeys(("num_accepted_tokens", *blocks)),
+                    },
+                ),
                 grants=("x", "conv_state"),
                 tokens="x",
             )
@@ -193,8 +114,7 @@ BINDING = Binding(
                 "query_start_loc",
                 "pad_slot_id",
             ),
-            _into,
-            _from,
+            _route(_beside_x, {"pad_slot_id": NULL_BLOCK}),
             grants=("conv_state",),
             tokens="x",
         ),

@@ -85,59 +85,32 @@ def _as_layer(layer: Any, op: Bound) -> Bound:
 def _into(op: Bound) -> Bound:
     """The CPU build's operator: states of keys by values in a cache, which it overwrites."""
 
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor,
-        output_final_state: bool,
-        cu_seqlens: Tensor,
-        head_first: bool,
-        use_qk_l2norm_in_kernel: bool,
-        initial_state_indices: Tensor,
-        eps: float = 1e-5,
-    ) -> Any:
-        if head_first or len(query) != 1:
+    def kernel(*call: Any) -> Any:
+        *tensors, cache, _, cu_seqlens, head_first, is_normed, indices, epsilon = call
+        if head_first or len(tensors[0]) != 1:
             return NotImplemented
-        rows = initial_state_indices.long()
-        out, state = op(
-            *(x[0] for x in (query, key, value, g, beta)),
-            initial_state[rows].transpose(2, 3),
-            cu_seqlens,
-            eps if use_qk_l2norm_in_kernel else None,
-        )
-        initial_state[rows] = state.transpose(2, 3)
-        return out[None], initial_state
+        rows = indices.long()
+        states = cache[rows].transpose(2, 3)
+        epsilon = epsilon if is_normed else None
+        out, state = op(*(x[0] for x in tensors), states, cu_seqlens, epsilon)
+        cache[rows] = state.transpose(2, 3)
+        return out[None], cache
 
     return kernel
 
 
 def _from(replaced: Bound) -> Bound:
-    def op(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor,
-        cu_seqlens: Tensor,
-        epsilon: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def op(*call: Any) -> tuple[Tensor, Tensor]:
         import torch
 
+        q, k, v, g, beta, initial_state, cu_seqlens, *told = call
+        epsilon = told[0] if told else None
         states = initial_state.transpose(2, 3).clone(memory_format=torch.contiguous_format)
         rows = torch.arange(len(states), dtype=torch.int32, device=states.device)
+        tensors = (x[None] for x in (q, k, v, g, beta.to(q.dtype)))
+        flags = (False, epsilon is not None)
         out, _ = replaced(
-            *(x[None] for x in (q, k, v, g, beta.to(q.dtype))),
-            states,
-            True,
-            cu_seqlens.int(),
-            False,
-            epsilon is not None,
-            rows,
-            epsilon or FLA_EPSILON,
+            *tensors, states, True, cu_seqlens.int(), *flags, rows, epsilon or FLA_EPSILON
         )
         return out[0], states.transpose(2, 3).contiguous()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, Route, put
 
-from ._caches import BLOCK_SIZE, holds_as_is
+from ._caches import BLOCK_SIZE, holds_as_is, no_scale
 from ._latent import KV_RANK, ROPE_SIZE
 
 if TYPE_CHECKING:
@@ -37,73 +37,13 @@ def _into(op: Bound) -> Bound:
     return kernel
 
 
-def _from(replaced: Bound) -> Bound:
-    def concat_and_cache_mla(
-        kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> Tensor:
-        import torch
-
-        # Demanded, and not read where nothing is quantised: writing it would be a launch a layer.
-        scale = torch.empty(1, dtype=torch.float32, device=kv_c.device)
-        replaced(kv_c, k_pe, kv_cache, slot_mapping, "auto", scale)
-        return kv_cache
-
-    return concat_and_cache_mla
+def _fits(k_pe: Tensor, slot_mapping: Tensor) -> bool:
+    return k_pe.ndim == 2 and str(slot_mapping.dtype) == "torch.int64"
 
 
-def _into_cpu(op: Bound) -> Bound:
-    """The operator of the CPU build, over the op."""
-
-    def kernel(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> Any:
-        if k_pe.ndim != 2 or str(slot_mapping.dtype) != "torch.int64":
-            return NotImplemented
-        put(kv_cache, op(kv_c_normed, k_pe, kv_cache, slot_mapping))
-        return None
-
-    return kernel
-
-
-def _from_cpu(replaced: Bound) -> Bound:
-    def concat_and_cache_mla(
-        kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> Tensor:
-        replaced(kv_c, k_pe, kv_cache, slot_mapping)
-        return kv_cache
-
-    return concat_and_cache_mla
-
-
-def _into_method(op: Bound) -> Bound:
-    """The method of attention on CPUs without AMX, which calls no operator, over the op."""
-
-    def do_kv_cache_update(
-        self: Any,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-    ) -> Any:
-        if not holds_as_is(kv_cache_dtype, kv_cache, kv_c_normed):
-            return NotImplemented
-        if kv_cache.numel():  # there is none yet when vLLM runs the model for its memory
-            slots = slot_mapping.flatten().long()
-            put(kv_cache, op(kv_c_normed, k_pe.squeeze(1), kv_cache, slots))
-        return None
-
-    return do_kv_cache_update
-
-
-def _from_method(replaced: Bound) -> Bound:
-    def concat_and_cache_mla(
-        kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> Tensor:
-        # Neither the attention itself nor a scale is looked at.
-        replaced(None, kv_c, k_pe.unsqueeze(1), kv_cache, slot_mapping, "auto", None)
-        return kv_cache
-
-    return concat_and_cache_mla
+def _is_written(kv_cache_dtype: str, kv_cache: Tensor, kv_c_normed: Tensor) -> bool:
+    """Whether there is a cache yet: vLLM runs the model for its memory before, and then returns."""
+    return bool(kv_cache.numel()) and holds_as_is(kv_cache_dtype, kv_cache, kv_c_normed)
 
 
 BINDING = Binding(
@@ -112,7 +52,10 @@ BINDING = Binding(
             "_C_cache_ops::concat_and_cache_mla",
             ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "scale"),
             _into,
-            _from,
+            Route(
+                out="kv_cache",
+                own_args={"kv_cache_dtype": lambda: "auto", "scale": no_scale},
+            ),
             grants=("kv_cache",),
             tokens="slot_mapping",  # the latent may be padded
             callers=("vllm._custom_ops.concat_and_cache_mla",),
@@ -120,9 +63,7 @@ BINDING = Binding(
         OperatorPlace(
             "_C::concat_and_cache_mla_cpu",
             ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping"),
-            _into_cpu,
-            _from_cpu,
-            grants=("kv_cache",),
+            Route(args={"kv_c": "kv_c_normed"}, only=_fits, out="kv_cache"),
             tokens="slot_mapping",
         ),
         FunctionPlace(
@@ -136,9 +77,22 @@ BINDING = Binding(
                 "kv_cache_dtype",
                 "k_scale",
             ),
-            _into_method,
-            _from_method,
-            grants=("kv_cache",),
+            Route(
+                args={
+                    "kv_c": "kv_c_normed",
+                    "k_pe": lambda k_pe: k_pe.squeeze(1),
+                    "slot_mapping": lambda slot_mapping: slot_mapping.flatten().long(),
+                },
+                only=_is_written,
+                out="kv_cache",
+                own_args={  # neither the attention itself nor a scale is looked at
+                    "self": lambda: None,
+                    "k_pe": lambda k_pe: k_pe.unsqueeze(1),
+                    "slot_mapping": lambda slot_mapping: slot_mapping,
+                    "kv_cache_dtype": lambda: "auto",
+                    "k_scale": lambda: None,
+                },
+            ),
             tokens="slot_mapping",
         ),
     ),

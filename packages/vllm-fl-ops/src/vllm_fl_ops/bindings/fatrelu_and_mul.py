@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.contracts.sizes import INTERMEDIATE
-
-from ._activation import SHARED, gated
+from ._activation import activation, gated
 from ._models import mentions
-from ._phrases import HW_AGNOSTIC
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,13 +20,9 @@ def _native(x: Tensor, threshold: float = 0.0) -> Tensor:
     return above(x[..., :half], threshold, 0.0) * x[..., half:]
 
 
-BINDING = Binding(
-    places=(
-        LayerPlace("vllm.model_executor.layers.activation.FatreluAndMul", _native),
-        gated("_C::fatrelu_and_mul", ("out", "input", "threshold")),
-    ),
-    sizes=(INTERMEDIATE,),
-    not_reached=(HW_AGNOSTIC,),
+BINDING = activation(
+    "FatreluAndMul",
+    _native,
+    gated("_C::fatrelu_and_mul", ("out", "input", "threshold")),
     when=mentions("fatrelu"),
-    shared=SHARED,
 )

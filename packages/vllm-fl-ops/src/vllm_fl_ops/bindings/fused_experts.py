@@ -41,7 +41,7 @@ _thread = _Thread()
 
 
 @contextmanager
-def _answering(*call: Any) -> Iterator[None]:
+def _answering(call: tuple[Any, ...]) -> Iterator[None]:
     before, _thread.call = _thread.call, call
     try:
         yield
@@ -55,55 +55,23 @@ def _weights(topk_weights: Tensor, on_input: bool) -> Tensor:
 
 
 def _from_triton(op: Bound) -> Bound:
-    def apply(
-        self: Any,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> Any:
-        if not _is_plain(self, hidden_states, w1, activation):
+    def apply(*call: Any) -> Any:
+        experts, output, x, w1, w2, topk_weights, topk_ids, activation, _, expert_map, *_ = call
+        on_input = call[-1]
+        if not _is_plain(experts, x, w1, activation):
             return NotImplemented
-        with _answering(
-            self,
-            output,
-            hidden_states,
-            w1,
-            w2,
-            topk_weights,
-            topk_ids,
-            activation,
-            global_num_experts,
-            expert_map,
-            a1q_scale,
-            a2_scale,
-            workspace13,
-            workspace2,
-            expert_tokens_meta,
-            apply_router_weight_on_input,
-        ):
+        with _answering(call):
             result = op(
-                hidden_states,
+                x,
                 w1,
                 w2,
-                *_of_tokens(_weights(topk_weights, apply_router_weight_on_input), topk_ids),
+                *_of_tokens(_weights(topk_weights, on_input), topk_ids),
                 activation.value,
                 False,
                 -1 if expert_map is None else expert_map.numel(),
                 expert_map,
-                self.w1_bias,
-                self.w2_bias,
+                experts.w1_bias,
+                experts.w2_bias,
             )
         put(output, result)
         return None
@@ -164,34 +132,11 @@ def _given(_: Bound) -> Bound:
 
 
 def _from_cpu(op: Bound) -> Bound:
-    def cpu_fused_moe(
-        output: Tensor,
-        input: Tensor,
-        w13: Tensor,
-        w2: Tensor,
-        w13_bias: Tensor | None,
-        w2_bias: Tensor | None,
-        topk_weights: Tensor,
-        topk_id: Tensor,
-        skip_weighted: bool,
-        act: str,
-        isa: str,
-    ) -> None:
-        with _answering(
-            output,
-            input,
-            w13,
-            w2,
-            w13_bias,
-            w2_bias,
-            topk_weights,
-            topk_id,
-            skip_weighted,
-            act,
-            isa,
-        ):
-            weights = _weights(topk_weights, skip_weighted)
-            result = op(input, w13, w2, weights, topk_id, act, False, -1, None, w13_bias, w2_bias)
+    def cpu_fused_moe(*call: Any) -> None:
+        output, x, w13, w2, w13_bias, w2_bias, topk_weights, topk_id, on_input, act, _ = call
+        with _answering(call):
+            weights = _weights(topk_weights, on_input)
+            result = op(x, w13, w2, weights, topk_id, act, False, -1, None, w13_bias, w2_bias)
         put(output, result)
 
     return cpu_fused_moe

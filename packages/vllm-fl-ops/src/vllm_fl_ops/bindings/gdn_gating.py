@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from vllm_fl.contracts.binding import Binding, Bound, OperatorPlace
+from vllm_fl.contracts.binding import Binding, OperatorPlace, Route
 
 from ._hybrid import LINEAR_VALUE_HEADS, has_states
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 __all__ = ["BINDING"]
-
-
-def _into(op: Bound) -> Bound:
-    def kernel(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        g, beta = op(a, b, A_log, dt_bias)
-        return g[None], beta[None]
-
-    return kernel
-
-
-def _from(replaced: Bound) -> Bound:
-    def op(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        g, beta = replaced(A_log, a, b, dt_bias)
-        return g[0], beta[0]
-
-    return op
 
 
 BINDING = Binding(
     places=(
         OperatorPlace(
-            "_C::fused_gdn_gating_cpu", ("A_log", "a", "b", "dt_bias"), _into, _from, tokens="a"
+            "_C::fused_gdn_gating_cpu",
+            ("A_log", "a", "b", "dt_bias"),
+            Route(  # the operator's results have a dimension of 1 before the tokens
+                results=lambda gates: tuple(gate[None] for gate in gates),
+                own_results=lambda gates: tuple(gate[0] for gate in gates),
+            ),
+            tokens="a",
         ),
     ),
     sizes=(LINEAR_VALUE_HEADS,),

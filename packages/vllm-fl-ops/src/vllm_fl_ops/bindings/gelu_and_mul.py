@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.contracts.sizes import INTERMEDIATE
-
-from ._activation import SHARED, gated
-from ._phrases import EXPERTS, HW_AGNOSTIC
+from ._activation import activation, gated
+from ._phrases import EXPERTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,13 +20,10 @@ def _native(x: Tensor, approximate: str = "none") -> Tensor:
     return gelu(x[..., :half], approximate=approximate) * x[..., half:]
 
 
-BINDING = Binding(
-    places=(
-        LayerPlace("vllm.model_executor.layers.activation.GeluAndMul", _native),
-        gated("_C::gelu_and_mul", ("out", "input"), "none"),
-        gated("_C::gelu_tanh_and_mul", ("out", "input"), "tanh"),
-    ),
-    sizes=(INTERMEDIATE,),
-    not_reached=(EXPERTS, HW_AGNOSTIC),
-    shared=SHARED,
+BINDING = activation(
+    "GeluAndMul",
+    _native,
+    gated("_C::gelu_and_mul", ("out", "input"), approximate="none"),
+    gated("_C::gelu_tanh_and_mul", ("out", "input"), approximate="tanh"),
+    not_reached=(EXPERTS,),
 )

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.contracts.sizes import INTERMEDIATE
-
-from ._activation import SHARED
+from ._activation import activation
 from ._models import mentions
-from ._phrases import HW_AGNOSTIC
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +24,8 @@ def _native(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tens
     return gelu(relu(gate - cutoff), approximate=approximate) * x[..., half:]
 
 
-BINDING = Binding(
-    places=(LayerPlace("vllm.model_executor.layers.activation.GeluAndMulSparse", _native),),
-    sizes=(INTERMEDIATE,),
-    not_reached=(HW_AGNOSTIC,),
+BINDING = activation(
+    "GeluAndMulSparse",
+    _native,
     when=mentions("activation_sparsity"),  # Gemma 3n
-    shared=SHARED,
 )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.contracts.sizes import INTERMEDIATE
-
-from ._activation import SHARED, elementwise
+from ._activation import activation, elementwise
 from ._models import is_multimodal, mentions
-from ._phrases import GELU_TANH, HW_AGNOSTIC
+from ._phrases import GELU_TANH
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,13 +20,10 @@ def _native(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
-BINDING = Binding(
-    places=(
-        LayerPlace("vllm.model_executor.layers.activation.FastGELU", _native),
-        elementwise("_C::gelu_fast"),
-    ),
-    sizes=(INTERMEDIATE,),
-    not_reached=(GELU_TANH, HW_AGNOSTIC),
+BINDING = activation(
+    "FastGELU",
+    _native,
+    elementwise("_C::gelu_fast"),
+    not_reached=(GELU_TANH,),
     when=lambda config: is_multimodal(config) or mentions("gelu_fast")(config),
-    shared=SHARED,
 )

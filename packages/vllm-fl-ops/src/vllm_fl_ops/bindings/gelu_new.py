@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.contracts.sizes import INTERMEDIATE
-
-from ._activation import SHARED, elementwise
+from ._activation import activation, elementwise
 from ._models import is_multimodal, mentions
-from ._phrases import GELU_TANH, HW_AGNOSTIC
+from ._phrases import GELU_TANH
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,13 +22,10 @@ def _native(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + tanh(c * (x + 0.044715 * pow(x, 3.0))))
 
 
-BINDING = Binding(
-    places=(
-        LayerPlace("vllm.model_executor.layers.activation.NewGELU", _native),
-        elementwise("_C::gelu_new"),
-    ),
-    sizes=(INTERMEDIATE,),
-    not_reached=(GELU_TANH, HW_AGNOSTIC),
+BINDING = activation(
+    "NewGELU",
+    _native,
+    elementwise("_C::gelu_new"),
+    not_reached=(GELU_TANH,),
     when=lambda config: is_multimodal(config) or mentions("gelu_new")(config),
-    shared=SHARED,
 )

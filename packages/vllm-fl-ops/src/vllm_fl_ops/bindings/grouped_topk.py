@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, LayerPlace
+from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, LayerPlace, Route
 
 from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
@@ -58,46 +58,6 @@ def _from_hidden_states(layer: Any, op: Bound) -> Bound:
     return forward
 
 
-def _function(op: Bound) -> Bound:
-    def grouped_topk(
-        hidden_states: Tensor,
-        gating_output: Tensor,
-        topk: int,
-        renormalize: bool,
-        num_expert_group: int = 0,
-        topk_group: int = 0,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        e_score_correction_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        routing: tuple[Tensor, Tensor] = op(
-            gating_output,
-            topk,
-            renormalize,
-            num_expert_group,
-            topk_group,
-            scoring_func,
-            routed_scaling_factor,
-            e_score_correction_bias,
-        )
-        return routing
-
-    return grouped_topk
-
-
-def _by_function(replaced: Bound) -> Bound:
-    def op(gating_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        routing: tuple[Tensor, Tensor] = replaced(gating_output, gating_output, *rest)
-        return routing
-
-    return op
-
-
-def _same(op: Bound) -> Bound:
-    """The CPU build's function has the contract's parameters."""
-    return op
-
-
 _CPU = (
     "gating_output",
     "topk",
@@ -118,13 +78,12 @@ BINDING = Binding(
         FunctionPlace(
             (f"{_ROUTER}.grouped_topk_router.grouped_topk",),
             ("hidden_states", *_CPU),
-            _function,
-            _by_function,
+            Route(own_args={"hidden_states": lambda gating_output: gating_output}),
             tokens="gating_output",
         ),
         # The CPU build, from the release that has this module on.
         FunctionPlace(
-            (f"{_ROUTER}.cpu_router._grouped_topk",), _CPU, _same, _same, tokens="gating_output"
+            (f"{_ROUTER}.cpu_router._grouped_topk",), _CPU, Route(), tokens="gating_output"
         ),
     ),
     sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN, EXPERT_GROUPS, GROUPS_OF_A_TOKEN),

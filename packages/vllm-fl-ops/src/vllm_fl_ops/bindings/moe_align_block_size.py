@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace
+from vllm_fl.contracts.binding import Binding, FunctionPlace, Route
 
 from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
@@ -29,22 +29,11 @@ _CALLERS = (
 )
 
 
-def _of_signed_ids(op: Bound) -> Bound:
-    """The op, of ids in the dtypes of its contract: some all-to-all kernels give unsigned ones."""
+def _has_signed_ids(topk_ids: Tensor) -> bool:
+    """Whether ids are of the dtypes of the contract: some all-to-all kernels give unsigned ones."""
+    import torch
 
-    def moe_align_block_size(topk_ids: Tensor, *rest: Any) -> Any:
-        import torch
-
-        if topk_ids.ndim != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
-            return NotImplemented
-        return op(topk_ids, *rest)
-
-    return moe_align_block_size
-
-
-def _same(replaced: Bound) -> Bound:
-    """The function has the contract's parameters."""
-    return replaced
+    return topk_ids.ndim == 2 and topk_ids.dtype in (torch.int32, torch.int64)
 
 
 BINDING = Binding(
@@ -59,8 +48,7 @@ BINDING = Binding(
                 "pad_sorted_ids",
                 "ignore_invalid_experts",
             ),
-            _of_signed_ids,
-            _same,
+            Route(only=_has_signed_ids),
             tokens="topk_ids",
         ),
     ),

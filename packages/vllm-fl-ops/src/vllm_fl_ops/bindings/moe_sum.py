@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, Bound, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, OperatorPlace, Route
 from vllm_fl.contracts.sizes import HIDDEN
 
 from ._experts import EXPERTS_OF_A_TOKEN
@@ -16,31 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 
-def _into(op: Bound) -> Bound:
-    def kernel(
-        input: Tensor,
-        output: Tensor,
-        topk_ids: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> object:
-        if input.ndim != 3 or output.shape != (input.shape[0], input.shape[2]):
-            return NotImplemented
-        # vLLM's kernel looks at the map for the sake of ids alone.
-        put(output, op(input, topk_ids, None if topk_ids is None else expert_map))
-        return None
-
-    return kernel
+def _adds_experts(input: Tensor, output: Tensor) -> bool:
+    return input.ndim == 3 and output.shape == (input.shape[0], input.shape[2])
 
 
-def _from(replaced: Bound) -> Bound:
-    def op(
-        input: Tensor, topk_ids: Tensor | None = None, expert_map: Tensor | None = None
-    ) -> Tensor:
-        output = input.new_empty((input.shape[0], input.shape[2]))
-        replaced(input, output, topk_ids, expert_map)
-        return output
-
-    return op
+def _map_of_ids(topk_ids: Tensor | None, expert_map: Tensor | None) -> Tensor | None:
+    """vLLM's kernel looks at the map for the sake of ids alone."""
+    return None if topk_ids is None else expert_map
 
 
 BINDING = Binding(
@@ -48,8 +30,7 @@ BINDING = Binding(
         OperatorPlace(
             "_moe_C::moe_sum",
             ("input", "output", "topk_ids", "expert_map"),
-            _into,
-            _from,
+            Route(args={"expert_map": _map_of_ids}, only=_adds_experts, out="output"),
             tokens="input",
         ),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
 
 from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
@@ -14,161 +14,61 @@ if TYPE_CHECKING:
 
 __all__ = ["BINDING"]
 
-_COMMON = (
-    "topk_weights",
-    "topk_indices",
-    "token_expert_indices",
-    "gating_output",
-    "renormalize",
-    "bias",
-)
 
-
-def _softmax(op: Bound) -> Bound:
-    def kernel(
-        topk_weights: Tensor,
-        topk_indices: Tensor,
-        token_expert_indices: Tensor,
-        gating_output: Tensor,
-        renormalize: bool,
-        bias: Tensor | None,
-        is_padding: Tensor | None = None,
-    ) -> object:
-        if gating_output.ndim != 2:
-            return NotImplemented
-        topk = topk_weights.shape[-1]
-        routing = op(gating_output, topk, renormalize, "softmax", 1.0, bias)
-        _leave(routing, topk_weights, topk_indices, is_padding)
-        return None
-
-    return kernel
-
-
-def _sigmoid(op: Bound) -> Bound:
-    def kernel(
-        topk_weights: Tensor,
-        topk_indices: Tensor,
-        token_expert_indices: Tensor,
-        gating_output: Tensor,
-        renormalize: bool,
-        bias: Tensor | None,
-        routed_scaling_factor: float,
-        is_padding: Tensor | None = None,
-    ) -> object:
-        if gating_output.ndim != 2:
-            return NotImplemented
-        topk = topk_weights.shape[-1]
-        routing = op(gating_output, topk, renormalize, "sigmoid", routed_scaling_factor, bias)
-        _leave(routing, topk_weights, topk_indices, is_padding)
-        return None
-
-    return kernel
-
-
-def _leave(
-    routing: tuple[Tensor, Tensor],
-    topk_weights: Tensor,
-    topk_indices: Tensor,
-    is_padding: Tensor | None,
-) -> None:
-    """Put weights and ids where vLLM's kernels do; tokens of padding have no expert there.
-
-    `token_expert_indices` stay as they were: no release that we support reads them.
-    """
+def _marked(routing: tuple[Tensor, Tensor], is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and ids as vLLM's kernels leave them: tokens of padding have no expert there."""
     weights, ids = routing
-    if is_padding is not None:
-        ids = ids.masked_fill(is_padding.unsqueeze(-1), -1)
-    put((topk_weights, topk_indices), (weights, ids))
+    return weights, ids if is_padding is None else ids.masked_fill(is_padding.unsqueeze(-1), -1)
 
 
-def _by_operator(replaced: Bound, scales: bool, pads: bool) -> Bound:
-    """The op by an operator that applies the factor if it `scales`, and knows padding if it `pads`.
+def _rows(gating_output: Tensor, topk: int) -> Tensor:
+    """A kernel writes more into it, which no release that we support reads."""
+    from torch import int32
 
-    Which operator it is says how it scores.
-    """
-
-    def op(
-        gating_output: Tensor,
-        topk: int,
-        renormalize: bool,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        e_score_correction_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        from torch import float32, int32
-
-        shape = (gating_output.shape[0], topk)
-        weights = gating_output.new_empty(shape, dtype=float32)
-        ids, rows = (gating_output.new_empty(shape, dtype=int32) for _ in range(2))
-        factor = (routed_scaling_factor,) if scales else ()
-        padding = (None,) if pads else ()
-        bias = e_score_correction_bias
-        replaced(weights, ids, rows, gating_output, renormalize, bias, *factor, *padding)
-        return weights, ids
-
-    return op
+    return gating_output.new_empty((gating_output.shape[0], topk), dtype=int32)
 
 
-def _cpu(op: Bound) -> Bound:
-    def softmax_topk(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        routing: tuple[Tensor, Tensor] = op(router_logits, top_k, renormalize)
-        return routing
-
-    return softmax_topk
-
-
-def _by_cpu(replaced: Bound) -> Bound:
-    def op(
-        gating_output: Tensor,
-        topk: int,
-        renormalize: bool,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        e_score_correction_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        routing: tuple[Tensor, Tensor] = replaced(gating_output, topk, renormalize)
-        return routing
-
-    return op
+def _operator(scores: str, *further: str) -> OperatorPlace:
+    """The operator that has these scores, and so many parameters in a release."""
+    pads = "is_padding" in further
+    return OperatorPlace(
+        f"_moe_C::topk_{scores}",
+        (
+            "topk_weights",
+            "topk_indices",
+            "token_expert_indices",
+            "gating_output",
+            "renormalize",
+            "bias",
+            *further,
+        ),
+        Route(
+            args={
+                "topk": lambda topk_weights: topk_weights.shape[-1],
+                "e_score_correction_bias": "bias",
+            },
+            constants={"scoring_func": scores},
+            only=lambda gating_output: gating_output.ndim == 2,
+            out=("topk_weights", "topk_indices"),
+            results=_marked if pads else None,
+            own_args={"token_expert_indices": _rows, "is_padding": lambda: None},
+        ),
+        tokens="gating_output",
+    )
 
 
 BINDING = Binding(
     places=(
-        OperatorPlace(
-            "_moe_C::topk_softmax",
-            (*_COMMON, "is_padding"),
-            _softmax,
-            lambda replaced: _by_operator(replaced, scales=False, pads=True),
-            tokens="gating_output",
-        ),
-        # vLLM 0.26, whose operators know no padding.
-        OperatorPlace(
-            "_moe_C::topk_softmax",
-            _COMMON,
-            _softmax,
-            lambda replaced: _by_operator(replaced, scales=False, pads=False),
-            tokens="gating_output",
-        ),
-        OperatorPlace(
-            "_moe_C::topk_sigmoid",
-            (*_COMMON, "routed_scaling_factor", "is_padding"),
-            _sigmoid,
-            lambda replaced: _by_operator(replaced, scales=True, pads=True),
-            tokens="gating_output",
-        ),
-        OperatorPlace(
-            "_moe_C::topk_sigmoid",
-            (*_COMMON, "routed_scaling_factor"),
-            _sigmoid,
-            lambda replaced: _by_operator(replaced, scales=True, pads=False),
-            tokens="gating_output",
-        ),
+        # The second one of each is vLLM 0.26's, whose operators know no padding.
+        _operator("softmax", "is_padding"),
+        _operator("softmax"),
+        _operator("sigmoid", "routed_scaling_factor", "is_padding"),
+        _operator("sigmoid", "routed_scaling_factor"),
         # The CPU build, from the release that has this module on.
         FunctionPlace(
             ("vllm.model_executor.layers.fused_moe.router.cpu_router._softmax_topk",),
             ("router_logits", "top_k", "renormalize"),
-            _cpu,
-            _by_cpu,
+            Route(args={"gating_output": "router_logits", "topk": "top_k"}),
             tokens="router_logits",
         ),
     ),

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.contracts.sizes import INTERMEDIATE
-
-from ._activation import SHARED, gated
+from ._activation import activation, gated
 from ._models import is_multimodal
-from ._phrases import HW_AGNOSTIC
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,13 +20,9 @@ def _native(x: Tensor) -> Tensor:
     return x[..., :half] * silu(x[..., half:])
 
 
-BINDING = Binding(
-    places=(
-        LayerPlace("vllm.model_executor.layers.activation.MulAndSilu", _native),
-        gated("_C::mul_and_silu", ("out", "input")),
-    ),
-    sizes=(INTERMEDIATE,),
-    not_reached=(HW_AGNOSTIC,),
+BINDING = activation(
+    "MulAndSilu",
+    _native,
+    gated("_C::mul_and_silu", ("out", "input")),
     when=is_multimodal,  # Molmo, Ultravox, Cohere's and Aya's vision models
-    shared=SHARED,
 )

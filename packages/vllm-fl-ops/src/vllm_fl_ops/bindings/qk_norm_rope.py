@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, FusionPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, FusionPlace, OperatorPlace, Route
 from vllm_fl.contracts.sizes import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 
 from . import rms_norm
@@ -70,53 +70,8 @@ def _rope(
     return turned
 
 
-def _to_operator(op: Bound) -> Bound:
-    """(qkv, heads and their size, weights, table, pairing, positions) over the contract's order."""
-
-    def kernel(
-        qkv: Tensor,
-        num_heads_q: int,
-        num_heads_k: int,
-        num_heads_v: int,
-        head_dim: int,
-        eps: float,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        cos_sin_cache: Tensor,
-        is_neox: bool,
-        position_ids: Tensor,
-    ) -> None:
-        heads = (num_heads_q, num_heads_k)
-        put(
-            qkv,
-            op(qkv, q_weight, k_weight, cos_sin_cache, position_ids, *heads, eps, not is_neox),
-        )
-
-    return kernel
-
-
-def _from_operator(replaced: Bound) -> Bound:
-    def qk_norm_rope(
-        qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        cos_sin_cache: Tensor,
-        position_ids: Tensor,
-        heads: int,
-        kv_heads: int,
-        epsilon: float,
-        rotary_interleaved: bool = False,
-    ) -> Tensor:
-        size = q_weight.shape[0]
-        values = qkv.shape[1] // size - heads - kv_heads
-        replaced(
-            qkv,
-            *(heads, kv_heads, values, size, epsilon),
-            *(q_weight, k_weight, cos_sin_cache, not rotary_interleaved, position_ids),
-        )
-        return qkv
-
-    return qk_norm_rope
+def _value_heads(qkv: Tensor, q_weight: Tensor, heads: int, kv_heads: int) -> int:
+    return qkv.shape[1] // q_weight.shape[0] - heads - kv_heads
 
 
 BINDING = Binding(
@@ -136,9 +91,20 @@ BINDING = Binding(
                 "is_neox",
                 "position_ids",
             ),
-            _to_operator,
-            _from_operator,
-            grants=("qkv",),
+            Route(
+                args={
+                    "heads": "num_heads_q",
+                    "kv_heads": "num_heads_k",
+                    "epsilon": "eps",
+                    "rotary_interleaved": lambda is_neox: not is_neox,
+                },
+                out="qkv",
+                own_args={
+                    "num_heads_v": _value_heads,
+                    "head_dim": lambda q_weight: q_weight.shape[0],
+                    "is_neox": lambda rotary_interleaved: not rotary_interleaved,
+                },
+            ),
             tokens="qkv",
         ),
         # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph (Gemma 3);

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, Route
+from vllm_fl.contracts.routes import Selection
 from vllm_fl.contracts.sizes import HIDDEN, INTERMEDIATE
 
 from ._models import is_quantised
@@ -100,64 +100,59 @@ def _own_forward(layer: Any) -> Bound:
     return own
 
 
-def _fits(result: Tensor, x: Tensor) -> bool:
+def _fits(result: Tensor, input: Tensor) -> bool:
     """Whether an operator's call is the op: two dimensions, no rows of padding, and E4M3."""
     import torch
 
-    return x.ndim == 2 and result.shape == x.shape and result.dtype == torch.float8_e4m3fn
+    return input.ndim == 2 and result.shape == input.shape and result.dtype == torch.float8_e4m3fn
 
 
-def _to_static(op: Bound) -> Bound:
-    def kernel(result: Tensor, input: Tensor, scale: Tensor, group_shape: Any = None) -> Any:
-        if not _fits(result, input) or not _is_one(scale):
-            return NotImplemented
-        return put(result, op(input, scale, None, False)[0])
-
-    return kernel
+def _is_static(result: Tensor, input: Tensor, scale: Tensor) -> bool:
+    return _fits(result, input) and _is_one(scale)
 
 
-def _to_dynamic(op: Bound) -> Bound:
-    def kernel(result: Tensor, input: Tensor, scale: Tensor) -> Any:
-        if not _fits(result, input):
-            return NotImplemented
-        value, steps = op(input, None, None, False)
-        return put((result, scale), (value, steps.view(scale.shape)))
-
-    return kernel
+def _is_per_token(result: Tensor, input: Tensor, scale: Tensor) -> bool:
+    return _fits(result, input) and scale.numel() == len(input)
 
 
-def _to_per_token(op: Bound) -> Bound:
-    def kernel(result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None) -> Any:
-        if not _fits(result, input) or scale.numel() != len(input):
-            return NotImplemented
-        value, steps = op(input, None, scale_ub, True)
-        return put((result, scale), (value, steps.view(scale.shape)))
+def _steps(x: Tensor, per_token: bool) -> Tensor:
+    import torch
 
-    return kernel
+    return x.new_empty((x.shape[0], 1) if per_token else (1,), dtype=torch.float32)
 
 
-def _from_operator(count: int) -> Callable[[Bound], Bound]:
-    """For an operator of so many parameters: the fourth is the bound, or a given scale's layout."""
+def _static(*further: str) -> OperatorPlace:
+    """`further`: a given scale's layout, in the releases that tell it."""
+    return OperatorPlace(
+        "_C::static_scaled_fp8_quant",
+        ("result", "input", "scale", *further),
+        Route(
+            args={"x": "input"},
+            only=_is_static,
+            out="result",
+            results=lambda results: results[0],
+            own_args={"group_shape": lambda: None},
+            own_results=lambda value, scale: (value, scale),
+        ),
+        tokens="input",
+    )
 
-    def native(replaced: Bound) -> Bound:
-        def quant_fp8(
-            x: Tensor,
-            scale: Tensor | None = None,
-            scale_ub: Tensor | None = None,
-            per_token: bool = False,
-        ) -> tuple[Tensor, Tensor]:
-            import torch
 
-            result = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-            if scale is None:
-                shape = (x.shape[0], 1) if per_token else (1,)
-                scale = x.new_empty(shape, dtype=torch.float32)
-            replaced(*(result, x, scale, scale_ub)[:count])
-            return result, scale
-
-        return quant_fp8
-
-    return native
+def _dynamic(name: str, only: Selection, *further: str, per_token: bool) -> OperatorPlace:
+    """`further`: the bound of a scale, which one of the two operators takes."""
+    return OperatorPlace(
+        f"_C::{name}",
+        ("result", "input", "scale", *further),
+        Route(
+            args={"x": "input", "scale": lambda: None},
+            constants={"per_token": per_token},
+            only=only,
+            out=("result", "scale"),
+            results=lambda results, scale: (results[0], results[1].view(scale.shape)),
+            own_args={"scale": _steps},
+        ),
+        tokens="input",
+    )
 
 
 def _may_have(config: Any) -> bool:
@@ -169,32 +164,14 @@ def _may_have(config: Any) -> bool:
     )
 
 
-_STATIC = ("result", "input", "scale")
-
 BINDING = Binding(
     places=(
         # Whether vLLM is told that it is on decides what vLLM fuses with norms and activations.
         LayerPlace(LAYER, _native, adapt=_of_layer, enabled=False),
-        *(
-            OperatorPlace(
-                "_C::static_scaled_fp8_quant",
-                names,
-                _to_static,
-                _from_operator(len(names)),
-                tokens="input",
-            )
-            for names in ((*_STATIC, "group_shape"), _STATIC)
-        ),
-        OperatorPlace(
-            "_C::dynamic_scaled_fp8_quant", _STATIC, _to_dynamic, _from_operator(3), tokens="input"
-        ),
-        OperatorPlace(
-            "_C::dynamic_per_token_scaled_fp8_quant",
-            (*_STATIC, "scale_ub"),
-            _to_per_token,
-            _from_operator(4),
-            tokens="input",
-        ),
+        _static("group_shape"),
+        _static(),
+        _dynamic("dynamic_scaled_fp8_quant", _fits, per_token=False),
+        _dynamic("dynamic_per_token_scaled_fp8_quant", _is_per_token, "scale_ub", per_token=True),
     ),
     sizes=(HIDDEN, INTERMEDIATE),
     not_reached=(

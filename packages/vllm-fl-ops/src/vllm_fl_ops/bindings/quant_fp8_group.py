@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
 from vllm_fl.contracts.sizes import HIDDEN, INTERMEDIATE
 
 from ._models import is_quantised
@@ -17,94 +16,60 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 
-def _to_operator(op: Bound) -> Bound:
-    def kernel(
-        input: Tensor,
-        output_q: Tensor,
-        output_s: Tensor,
-        group_size: int,
-        eps: float,
-        fp8_min: float,
-        fp8_max: float,
-        scale_ue8m0: bool,
-        *layout: bool,
-    ) -> Any:
-        import torch
+def _is_plain(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int) -> bool:
+    """Whether the format is E4M3, and scales lie in rows: else their layout would be a guess."""
+    import torch
 
-        rows = input.flatten(0, -2)
-        shape = (rows.shape[0], rows.shape[1] // group_size)
-        if (fp8_min, fp8_max) != (-448.0, 448.0) or output_q.dtype != torch.float8_e4m3fn:
-            return NotImplemented
-        if output_s.shape != shape:  # or its layout would have to be guessed
-            return NotImplemented
-        value, steps = op(rows, group_size, eps, scale_ue8m0)
-        return put((output_q, output_s), (value.view(output_q.shape), steps))
-
-    return kernel
+    rows, groups = input.shape[:-1].numel(), input.shape[-1] // group_size
+    return output_q.dtype == torch.float8_e4m3fn and output_s.shape == (rows, groups)
 
 
-def _from_operator(count: int) -> Callable[[Bound], Bound]:
-    """For an operator of so many parameters: behind the first eight come flags of the layout."""
-
-    def native(replaced: Bound) -> Bound:
-        def quant_fp8_group(
-            x: Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
-        ) -> tuple[Tensor, Tensor]:
-            import torch
-
-            value = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-            steps = x.new_empty((x.shape[0], x.shape[1] // group_size), dtype=torch.float32)
-            args = (x.contiguous(), value, steps, group_size, eps, -448.0, 448.0, ue8m0)
-            replaced(*args, *(False,) * (count - len(args)))
-            return value, steps
-
-        return quant_fp8_group
-
-    return native
-
-
-def _to_function(op: Bound) -> Bound:
-    def per_token_group_quant_fp8(
-        x: Tensor,
-        group_size: int,
-        eps: float = 1e-10,
-        dtype: torch.dtype | None = None,
-        column_major_scales: bool = False,
-        tma_aligned_scales: bool = False,
-        out_q: Tensor | None = None,
-        use_ue8m0: bool | None = None,
-    ) -> Any:
-        import torch
-        from vllm.platforms import current_platform
-        from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
-
-        found = current_platform.fp8_dtype() if dtype is None else dtype
-        if tma_aligned_scales or out_q is not None or found != torch.float8_e4m3fn:
-            return NotImplemented
-        ue8m0 = is_deep_gemm_e8m0_used() if use_ue8m0 is None else use_ue8m0
-        value, steps = op(x.flatten(0, -2), group_size, eps, bool(ue8m0))
-        steps = steps.view(*x.shape[:-1], -1)
-        if column_major_scales:
-            steps = steps.mT.contiguous().mT
-        return value.view(x.shape), steps
-
-    return per_token_group_quant_fp8
+def _operator(*layout: str) -> OperatorPlace:
+    """`layout`: flags that one release has, and its kernel does not read."""
+    return OperatorPlace(
+        "_C::per_token_group_fp8_quant",
+        (
+            *("input", "output_q", "output_s", "group_size", "eps", "fp8_min", "fp8_max"),
+            *("scale_ue8m0", *layout),
+        ),
+        Route(
+            args={"x": lambda input: input.flatten(0, -2), "ue8m0": "scale_ue8m0"},
+            constants={"fp8_min": -448.0, "fp8_max": 448.0},
+            only=_is_plain,
+            out=("output_q", "output_s"),
+            results=lambda results, output_q: (results[0].view(output_q.shape), results[1]),
+            own_args={
+                "input": lambda x: x.contiguous(),
+                **dict.fromkeys(layout, lambda: False),
+            },
+        ),
+    )
 
 
-def _from_function(replaced: Bound) -> Bound:
-    def quant_fp8_group(
-        x: Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        pair: tuple[Tensor, Tensor] = replaced(x, group_size, eps, use_ue8m0=ue8m0)
-        return pair
+def _is_e4m3(dtype: torch.dtype | None) -> bool:
+    import torch
+    from vllm.platforms import current_platform
 
-    return quant_fp8_group
+    return (current_platform.fp8_dtype() if dtype is None else dtype) == torch.float8_e4m3fn
 
 
-_OPERATOR = (
-    *("input", "output_q", "output_s", "group_size", "eps", "fp8_min", "fp8_max"),
-    "scale_ue8m0",
-)
+def _in_powers_of_two(use_ue8m0: bool | None) -> bool:
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    return bool(is_deep_gemm_e8m0_used() if use_ue8m0 is None else use_ue8m0)
+
+
+def _shaped(
+    results: tuple[Tensor, Tensor], x: Tensor, column_major_scales: bool
+) -> tuple[Tensor, Tensor]:
+    """The results in the shapes and the layout of the function's."""
+    value, steps = results
+    steps = steps.view(*x.shape[:-1], steps.shape[-1])
+    if column_major_scales:
+        steps = steps.mT.contiguous().mT
+    return value.view(x.shape), steps
+
+
 _LAYERS = "vllm.model_executor.layers"
 
 BINDING = Binding(
@@ -122,19 +87,22 @@ BINDING = Binding(
                 *("x", "group_size", "eps", "dtype", "column_major_scales", "tma_aligned_scales"),
                 *("out_q", "use_ue8m0"),
             ),
-            _to_function,
-            _from_function,
+            Route(
+                args={"x": lambda x: x.flatten(0, -2), "ue8m0": _in_powers_of_two},
+                constants={"tma_aligned_scales": False, "out_q": None},
+                only=_is_e4m3,
+                results=_shaped,
+                own_args={
+                    "x": lambda x: x,
+                    "dtype": lambda: None,
+                    "column_major_scales": lambda: False,
+                    "use_ue8m0": lambda ue8m0: ue8m0,
+                },
+            ),
         ),
         # What that function calls on CUDA, in compiled code, too.
-        *(
-            OperatorPlace(
-                "_C::per_token_group_fp8_quant", names, _to_operator, _from_operator(len(names))
-            )
-            for names in (
-                (*_OPERATOR, "dummy_is_scale_transposed", "dummy_is_tma_aligned"),
-                _OPERATOR,
-            )
-        ),
+        _operator("dummy_is_scale_transposed", "dummy_is_tma_aligned"),
+        _operator(),
     ),
     sizes=(HIDDEN, INTERMEDIATE),
     not_reached=(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
 from vllm_fl.contracts.sizes import HIDDEN, INTERMEDIATE
 
 from ._models import is_quantised
@@ -15,96 +15,68 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 
-def _to_static(op: Bound) -> Bound:
-    def kernel(out: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
-        put(out, op(input.flatten(0, -2), scale, azp)[0].view(out.shape))
+def _steps(x: Tensor) -> Tensor:
+    import torch
 
-    return kernel
-
-
-def _to_dynamic(op: Bound) -> Bound:
-    def kernel(out: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
-        rows = input.flatten(0, -2)
-        if azp is None:
-            value, steps = op(rows)
-            put((out, scale), (value.view(out.shape), steps.view(scale.shape)))
-        else:
-            value, steps, zero = op(rows, None, None, True)
-            results = (value.view(out.shape), steps.view(scale.shape), zero.view(azp.shape))
-            put((out, scale, azp), results)
-
-    return kernel
+    return x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-def _from_static(replaced: Bound) -> Bound:
-    def quant_int8(
-        x: Tensor,
-        scale: Tensor,
-        azp: Tensor | None = None,
-        asymmetric: bool | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        import torch
+def _zero_points(x: Tensor, asymmetric: bool | None) -> Tensor | None:
+    import torch
 
-        out = x.new_empty(x.shape, dtype=torch.int8)
-        replaced(out, x.contiguous(), scale, azp)
-        return out, scale
-
-    return quant_int8
+    return x.new_empty((x.shape[0], 1), dtype=torch.int32) if asymmetric else None
 
 
-def _from_dynamic(replaced: Bound) -> Bound:
-    def quant_int8(
-        x: Tensor,
-        scale: Tensor | None = None,
-        azp: Tensor | None = None,
-        asymmetric: bool | None = None,
-    ) -> tuple[Tensor, ...]:
-        import torch
-
-        out = x.new_empty(x.shape, dtype=torch.int8)
-        steps = x.new_empty((x.shape[0], 1), dtype=torch.float32)
-        zero = steps.new_empty(steps.shape, dtype=torch.int32) if asymmetric else None
-        replaced(out, x.contiguous(), steps, zero)
-        return (out, steps) if zero is None else (out, steps, zero)
-
-    return quant_int8
+def _shaped(
+    results: tuple[Tensor, ...], input: Tensor, scale: Tensor, azp: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The results in the shapes of the operator's."""
+    value, steps, *zero = results
+    zero_points = [] if azp is None else [zero[0].view(azp.shape)]
+    return value.view(input.shape), steps.view(scale.shape), *zero_points
 
 
-def _to_function(op: Bound) -> Bound:
-    def per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-        value, steps = op(x.reshape(-1, x.shape[-1]))
-        return value.view(x.shape), steps.view(*x.shape[:-1], 1)
-
-    return per_token_quant_int8
+def _operator(name: str, target: str, route: Route) -> OperatorPlace:
+    return OperatorPlace(f"_C::{name}_scaled_int8_quant", (target, "input", "scale", "azp"), route)
 
 
-def _from_function(replaced: Bound) -> Bound:
-    def quant_int8(
-        x: Tensor,
-        scale: Tensor | None = None,
-        azp: Tensor | None = None,
-        asymmetric: bool | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        pair: tuple[Tensor, Tensor] = replaced(x)
-        return pair
-
-    return quant_int8
-
-
-_OPERATORS = tuple(
-    # vLLM's CUDA build calls what is written `result`, its CPU build `out`.
-    OperatorPlace(f"_C::{name}", (target, "input", "scale", "azp"), route, native)
-    for name, route, native in (
-        ("static_scaled_int8_quant", _to_static, _from_static),
-        ("dynamic_scaled_int8_quant", _to_dynamic, _from_dynamic),
+def _static(target: str) -> OperatorPlace:
+    route = Route(
+        args={"x": lambda input: input.flatten(0, -2)},
+        out=target,
+        results=lambda results, input: results[0].view(input.shape),
+        own_args={"input": lambda x: x.contiguous()},
+        own_results=lambda value, scale: (value, scale),
     )
-    for target in ("result", "out")
-)
+    return _operator("static", target, route)
+
+
+def _dynamic(target: str) -> OperatorPlace:
+    route = Route(
+        args={
+            "x": lambda input: input.flatten(0, -2),
+            "scale": lambda: None,
+            "azp": lambda: None,
+            "asymmetric": lambda azp: None if azp is None else True,
+        },
+        out=(target, "scale", "azp"),
+        results=_shaped,
+        own_args={
+            "input": lambda x: x.contiguous(),
+            "scale": _steps,
+            "azp": _zero_points,
+        },
+        own_results=lambda results: results[:2] if results[2] is None else results,
+    )
+    return _operator("dynamic", target, route)
+
+
 _LAYERS = "vllm.model_executor.layers"
 
 BINDING = Binding(
     places=(
-        *_OPERATORS,
+        # vLLM's CUDA build calls what is written `result`, its CPU build `out`.
+        *(place(target) for place in (_static, _dynamic) for target in ("result", "out")),
         # Triton's, of int8 experts and of Marlin with int8 activations.
         FunctionPlace(
             (
@@ -113,8 +85,14 @@ BINDING = Binding(
                 f"{_LAYERS}.fused_moe.utils.per_token_quant_int8",
             ),
             ("x",),
-            _to_function,
-            _from_function,
+            Route(
+                args={"x": lambda x: x.reshape(-1, x.shape[-1])},
+                results=lambda results, x: (
+                    results[0].view(x.shape),
+                    results[1].view(*x.shape[:-1], 1),
+                ),
+                own_args={"x": lambda x: x},
+            ),
         ),
     ),
     sizes=(HIDDEN, INTERMEDIATE),

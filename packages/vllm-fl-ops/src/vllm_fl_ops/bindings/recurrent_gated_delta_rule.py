@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, Route, put
 
 from ._hybrid import (
     CPU_EPSILON,
@@ -22,225 +22,153 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 
-def _one_each(
-    tokens: int, cu_seqlens: Tensor | None, indices: Tensor | None, accepted: object = None
-) -> bool:
-    """Whether each token is another sequence's: plain decode, and not speculative."""
+def _one_each(tokens: int, cu_seqlens: Tensor | None, indices: Tensor | None) -> bool:
+    """Whether each token is another sequence's: plain decode."""
     return (
         cu_seqlens is not None
         and indices is not None
         and indices.ndim == 1
-        and accepted is None
         and len(cu_seqlens) - 1 == tokens <= len(indices)
     )
 
 
-def _as_update(op: Bound) -> Bound:
-    def function(
-        A_log: Tensor,
-        a: Tensor,
-        b: Tensor,
-        dt_bias: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: float = 1.0,
-        threshold: float = 20.0,
-        scale: float | None = None,
-        initial_state: Tensor | None = None,
-        inplace_final_state: bool = True,
-        cu_seqlens: Tensor | None = None,
-        ssm_state_indices: Tensor | None = None,
-        num_accepted_tokens: Tensor | None = None,
-        use_qk_l2norm_in_kernel: bool = False,
-    ) -> Any:
-        rows, tokens = q.shape[:2]
-        if (
-            rows != 1
-            or (beta, threshold) != (1.0, 20.0)
-            or scale not in (None, q.shape[-1] ** -0.5)
-            or initial_state is None
-            or not inplace_final_state
-            or ssm_state_indices is None
-            or not _one_each(tokens, cu_seqlens, ssm_state_indices, num_accepted_tokens)
-        ):
-            return NotImplemented
-        out, state = op(
-            *(x[0] for x in (q, k, v)),
-            *(x.reshape(-1, x.shape[-1]) for x in (a, b)),
-            A_log,
-            dt_bias,
-            initial_state,
-            ssm_state_indices[:tokens],
-            FLA_EPSILON if use_qk_l2norm_in_kernel else None,
-        )
-        put(initial_state, state)
-        return out[None], initial_state
-
-    return function
+def _is_update(
+    q: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ssm_state_indices: Tensor | None,
+) -> bool:
+    rows, tokens = q.shape[:2]
+    return (
+        rows == 1
+        and scale in (None, q.shape[-1] ** -0.5)
+        and initial_state is not None
+        and _one_each(tokens, cu_seqlens, ssm_state_indices)
+    )
 
 
-def _by_update(own: Bound) -> Bound:
-    def op(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
-        state_indices: Tensor,
-        epsilon: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        import torch
+def _epsilon(use_qk_l2norm_in_kernel: bool) -> float | None:
+    return FLA_EPSILON if use_qk_l2norm_in_kernel else None
 
-        out, _ = own(
-            A_log,
-            a,
-            b,
-            dt_bias,
-            *(x[None] for x in (q, k, v)),
-            initial_state=state,
-            cu_seqlens=torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
-            ssm_state_indices=state_indices,
-            use_qk_l2norm_in_kernel=epsilon is not None,
-        )
-        return out[0], state
 
-    return op
+def _updated(results: tuple[Tensor, Tensor], initial_state: Tensor) -> tuple[Tensor, Tensor]:
+    out, state = results
+    put(initial_state, state)
+    return out[None], initial_state
+
+
+def _one_token_each(q: Tensor) -> Tensor:
+    import torch
+
+    return torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+
+
+UPDATE = Route(
+    args={
+        "q": lambda q: q[0],
+        "k": lambda k: k[0],
+        "v": lambda v: v[0],
+        "a": lambda a: a.reshape(-1, a.shape[-1]),
+        "b": lambda b: b.reshape(-1, b.shape[-1]),
+        "state": "initial_state",
+        "state_indices": lambda q, ssm_state_indices: ssm_state_indices[: q.shape[1]],
+        "epsilon": _epsilon,
+    },
+    constants={
+        "beta": 1.0,
+        "threshold": 20.0,
+        "inplace_final_state": True,
+        "num_accepted_tokens": None,
+    },
+    only=_is_update,
+    results=_updated,
+    own_args={
+        "q": lambda q: q[None],
+        "k": lambda k: k[None],
+        "v": lambda v: v[None],
+        "scale": lambda: None,
+        "cu_seqlens": _one_token_each,
+        "ssm_state_indices": lambda state_indices: state_indices,
+        "use_qk_l2norm_in_kernel": lambda epsilon: epsilon is not None,
+    },
+    own_results=lambda results, state: (results[0][0], state),
+)
 
 
 def _as_packed(op: Bound) -> Bound:
     """q, k and v side by side in the convolution's result."""
 
-    def function(
-        mixed_qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        scale: float,
-        initial_state: Tensor,
-        out: Tensor,
-        ssm_state_indices: Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-    ) -> Any:
+    def function(*call: Any) -> Any:
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, indices, is_normed = call
         value_heads, value_size, key_size = initial_state.shape[1:]
         keys, odd = divmod(mixed_qkv.shape[1] - value_heads * value_size, 2)
         if odd or keys % key_size or scale != key_size**-0.5:
             return NotImplemented
         q, k, v = mixed_qkv.split((keys, keys, value_heads * value_size), dim=-1)
-        result, state = op(
-            q.unflatten(-1, (-1, key_size)),
-            k.unflatten(-1, (-1, key_size)),
-            v.unflatten(-1, (value_heads, value_size)),
-            a,
-            b,
-            A_log,
-            dt_bias,
-            initial_state,
-            ssm_state_indices,
-            FLA_EPSILON if use_qk_l2norm_in_kernel else None,
-        )
+        q, k = (x.unflatten(-1, (-1, key_size)) for x in (q, k))
+        v = v.unflatten(-1, (value_heads, value_size))
+        gates = (a, b, A_log, dt_bias)
+        result, state = op(q, k, v, *gates, initial_state, indices, _epsilon(is_normed))
         put((out, initial_state), (result[:, None], state))
         return out, initial_state
 
     return function
 
 
-def _by_packed(own: Bound) -> Bound:
-    def op(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
-        state_indices: Tensor,
-        epsilon: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        import torch
+def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    import torch
 
-        mixed = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
-        out = v.new_empty((len(v), 1, *v.shape[1:]))
-        scale = q.shape[-1] ** -0.5
-        own(mixed, a, b, A_log, dt_bias, scale, state, out, state_indices, epsilon is not None)
-        return out[:, 0], state
+    return torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
 
-    return op
+
+BY_PACKED = Route(
+    out="out",
+    own_args={
+        "mixed_qkv": _packed,
+        "scale": lambda q: q.shape[-1] ** -0.5,
+        "initial_state": lambda state: state,
+        "out": lambda v: v.new_empty((len(v), 1, *v.shape[1:])),
+        "ssm_state_indices": lambda state_indices: state_indices,
+        "use_qk_l2norm_in_kernel": lambda epsilon: epsilon is not None,
+    },
+    own_results=lambda out, state: (out[:, 0], state),
+)
 
 
 def _into(op: Bound) -> Bound:
     """The CPU build's operator: states of keys by values."""
 
-    def kernel(
-        A_log: Tensor,
-        dt_bias: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor,
-        initial_state_source: Tensor,
-        initial_state_indices: Tensor,
-        cu_seqlens: Tensor,
-        use_qk_l2norm_in_kernel: bool,
-        softplus_beta: float = 1.0,
-        softplus_threshold: float = 20.0,
-    ) -> Any:
-        batch, tokens = q.shape[:2]
-        if (
-            batch != 1
-            or (softplus_beta, softplus_threshold) != (1.0, 20.0)
-            or not _one_each(tokens, cu_seqlens, initial_state_indices)
-        ):
+    def kernel(*call: Any) -> Any:
+        A_log, dt_bias, q, k, v, a, b, source, indices, cu_seqlens, is_normed, *softplus = call
+        rows, tokens = q.shape[:2]
+        if rows != 1 or softplus != [1.0, 20.0] or not _one_each(tokens, cu_seqlens, indices):
             return NotImplemented
         import torch
 
-        rows = initial_state_indices[:tokens].long()
-        its = initial_state_source[rows].transpose(2, 3)
+        rows = indices[:tokens].long()
+        its = source[rows].transpose(2, 3)
         cache = its.new_empty((tokens + 1, *its.shape[1:]))  # slot 0 would be padding
         cache[1:] = its
-        out, state = op(
-            *(x[0] for x in (q, k, v)),
-            a,
-            b,
-            A_log,
-            dt_bias,
-            cache,
-            torch.arange(1, tokens + 1, dtype=torch.int32, device=q.device),
-            CPU_EPSILON if use_qk_l2norm_in_kernel else None,
-        )
-        initial_state_source[rows] = state[1:].transpose(2, 3)
+        slots = torch.arange(1, tokens + 1, dtype=torch.int32, device=q.device)
+        epsilon = CPU_EPSILON if is_normed else None
+        qkv = (x[0] for x in (q, k, v))
+        out, state = op(*qkv, a, b, A_log, dt_bias, cache, slots, epsilon)
+        source[rows] = state[1:].transpose(2, 3)
         return out[:, None]
 
     return kernel
 
 
 def _from(replaced: Bound) -> Bound:
-    def op(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
-        state_indices: Tensor,
-        epsilon: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        import torch
-
+    def op(*call: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, a, b, A_log, dt_bias, state, state_indices, *epsilon = call
         rows = state_indices.long()
         its = state[rows].transpose(2, 3).contiguous()
-        at = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        at = _one_token_each(q)
         qkv = (x[None] for x in (q, k, v))
-        norms = epsilon is not None
-        out = replaced(A_log, dt_bias, *qkv, a, b, its, at[:-1], at, norms, 1.0, 20.0)
+        is_normed = epsilon not in ([], [None])
+        out = replaced(A_log, dt_bias, *qkv, a, b, its, at[:-1], at, is_normed, 1.0, 20.0)
         real = rows != 0
         state[rows[real]] = its[real].transpose(2, 3)
         return out[:, 0].masked_fill(~real[:, None, None], 0.0), state
@@ -277,8 +205,7 @@ BINDING = Binding(
                 "num_accepted_tokens",
                 "use_qk_l2norm_in_kernel",
             ),
-            _as_update,
-            _by_update,
+            UPDATE,
             grants=("state",),
         ),
         FunctionPlace(
@@ -300,7 +227,7 @@ BINDING = Binding(
                 "use_qk_l2norm_in_kernel",
             ),
             _as_packed,
-            _by_packed,
+            BY_PACKED,
             grants=("state",),
             tokens="mixed_qkv",
         ),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, Route, put
 from vllm_fl.contracts.sizes import HEAD_SIZE, KV_HEADS
 
-from ._caches import BLOCK_SIZE, holds_as_is
+from ._caches import BLOCK_SIZE, holds_as_is, no_scale
 from ._models import has_paged_attention
 
 if TYPE_CHECKING:
@@ -52,19 +52,10 @@ def _into(op: Bound) -> Bound:
     return kernel
 
 
-def _from(replaced: Bound) -> Bound:
-    def reshape_and_cache(
-        key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        import torch
-
-        # Demanded, and not read where nothing is quantised: writing it would be a launch a layer.
-        scale = torch.empty(1, dtype=torch.float32, device=key.device)
-        replaced(key, value, key_cache, value_cache, slot_mapping, "auto", scale, scale)
-        return key_cache, value_cache
-
-    return reshape_and_cache
-
+NATIVE = Route(
+    out=("key_cache", "value_cache"),
+    own_args={"kv_cache_dtype": lambda: "auto", "k_scale": no_scale, "v_scale": no_scale},
+)
 
 _BACKENDS = "vllm.v1.attention.backends"
 _TRITON = "triton_reshape_and_cache_flash"
@@ -76,7 +67,7 @@ BINDING = Binding(
             "_C_cache_ops::reshape_and_cache_flash",
             PARAMETERS,
             _into,
-            _from,
+            NATIVE,
             grants=("key_cache", "value_cache"),
             tokens="slot_mapping",  # keys may be padded
             callers=(
@@ -94,7 +85,7 @@ BINDING = Binding(
             ),
             PARAMETERS,
             _into,
-            _from,
+            NATIVE,
             grants=("key_cache", "value_cache"),
             tokens="slot_mapping",  # keys may be padded
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, IrPlace, LayerPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, IrPlace, LayerPlace, OperatorPlace, Route
 from vllm_fl.contracts.sizes import EPSILON, HIDDEN
 
 from ._latent import KV_RANK, Q_RANK
@@ -12,7 +12,7 @@ from ._latent import KV_RANK, Q_RANK
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING", "native"]
+__all__ = ["BINDING", "StandIn", "native"]
 
 
 def native(
@@ -35,25 +35,11 @@ def native(
     return normed if residual is None else (normed, residual)
 
 
-class _GemmaAsRMSNorm:
-    """A GemmaRMSNorm as the RMSNorm that it computes: its weight is 1 + w, in float32."""
-
-    has_weight = True
-    variance_size_override = None
+class StandIn:
+    """A layer of another class as the one that it computes."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-
-    @property
-    def weight(self) -> Tensor:
-        """What the normed x is multiplied with; made at each call, as vLLM does."""
-        weight: Tensor = self.layer.weight.float() + 1.0
-        return weight
-
-    @property
-    def variance_epsilon(self) -> float:
-        epsilon: float = self.layer.variance_epsilon
-        return epsilon
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked of a copy that is not filled yet
@@ -61,69 +47,17 @@ class _GemmaAsRMSNorm:
         return getattr(self.layer, name)
 
 
-def _plain(bound: Bound) -> Bound:
-    def rms_norm(
-        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-    ) -> Any:
-        return bound(x, None, weight, epsilon, variance_size)
+class _GemmaAsRMSNorm(StandIn):
+    """A GemmaRMSNorm as the RMSNorm that it computes: its weight is 1 + w, in float32."""
 
-    return rms_norm
+    has_weight = True
+    variance_size_override = None
 
-
-def _fused(bound: Bound) -> Bound:
-    def fused_add_rms_norm(
-        x: Tensor,
-        x_residual: Tensor,
-        weight: Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> Any:
-        return bound(x, x_residual, weight, epsilon, variance_size)
-
-    return fused_add_rms_norm
-
-
-def _to_operator(op: Bound) -> Bound:
-    def kernel(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
-        put(result, op(input, None, weight, epsilon))
-
-    return kernel
-
-
-def _from_operator(replaced: Bound) -> Bound:
-    def rms_norm(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> Tensor:
-        result = x.new_empty(x.shape)
-        replaced(result, x, weight, epsilon)
-        return result
-
-    return rms_norm
-
-
-def _to_fused_operator(op: Bound) -> Bound:
-    def kernel(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
-        put((input, residual), op(input, residual, weight, epsilon))
-
-    return kernel
-
-
-def _from_fused_operator(replaced: Bound) -> Bound:
-    def rms_norm(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> Any:
-        replaced(x, residual, weight, epsilon)
-        return x, residual
-
-    return rms_norm
+    @property
+    def weight(self) -> Tensor:
+        """What the normed x is multiplied with; made at each call, as vLLM does."""
+        weight: Tensor = self.layer.weight.float() + 1.0
+        return weight
 
 
 _NORMS = "vllm.model_executor.layers.layernorm"
@@ -133,15 +67,23 @@ BINDING = Binding(
         # vLLM's fused_add_rms_norm writes over both, too.
         LayerPlace(f"{_NORMS}.RMSNorm", native, grants=("x", "residual"), enabled=False),
         LayerPlace(f"{_NORMS}.GemmaRMSNorm", native, stand_in=_GemmaAsRMSNorm, enabled=False),
-        IrPlace("rms_norm", _plain),
-        IrPlace("fused_add_rms_norm", _fused, grants=("x", "residual")),
+        IrPlace(
+            "rms_norm",
+            Route(constants={"residual": None}),
+            parameters=("x", "weight", "epsilon", "variance_size"),
+        ),
+        IrPlace(
+            "fused_add_rms_norm",
+            Route(args={"residual": "x_residual"}),
+            grants=("x", "residual"),
+            parameters=("x", "x_residual", "weight", "epsilon", "variance_size"),
+        ),
         # The parameters of vLLM's CUDA build, and of its CPU one.
         *(
             OperatorPlace(
                 "_C::rms_norm",
                 (target, "input", "weight", "epsilon"),
-                _to_operator,
-                _from_operator,
+                Route(args={"x": "input"}, constants={"residual": None}, out=target),
                 tokens="input",
             )
             for target in ("result", "out")
@@ -149,9 +91,7 @@ BINDING = Binding(
         OperatorPlace(
             "_C::fused_add_rms_norm",
             ("input", "residual", "weight", "epsilon"),
-            _to_fused_operator,
-            _from_fused_operator,
-            grants=("x", "residual"),
+            Route(args={"x": "input"}, out=("input", "residual")),
             tokens="input",
         ),
     ),

@@ -9,6 +9,7 @@ from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, SizeRule
 from vllm_fl.contracts.sizes import EPSILON, first_told
 
 from ._hybrid import mamba_width
+from .rms_norm import StandIn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,19 +42,7 @@ def _native(
     return y.to(x.dtype)
 
 
-class _AsRMSNormGated:
-    """A layer of another class as the RMSNormGated that it computes."""
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked of a copy that is not filled yet
-            raise AttributeError(name)
-        return getattr(self.layer, name)
-
-
-class _Mamba2AsRMSNormGated(_AsRMSNormGated):
+class _Mamba2AsRMSNormGated(StandIn):
     """A Mixer2RMSNormGated, whose groups all lie on this rank."""
 
     norm_before_gate = False
@@ -65,7 +54,7 @@ class _Mamba2AsRMSNormGated(_AsRMSNormGated):
         return epsilon
 
 
-class _FusedAsRMSNormGated(_AsRMSNormGated):
+class _FusedAsRMSNormGated(StandIn):
     """A FusedRMSNormGated, which norms all features before the gate."""
 
     norm_before_gate = True

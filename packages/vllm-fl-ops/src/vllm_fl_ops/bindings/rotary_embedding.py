@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, Route, put
 from vllm_fl.contracts.cos_sin import joint_cos_sin
 from vllm_fl.contracts.sizes import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 
@@ -141,8 +141,7 @@ def _of_patches(layer: Any, rotate: Bound) -> Bound:
 
 def _to_operator(op: Bound) -> Bound:
     """(positions, flat projections, one cache) over the contract's (heads apart, cos, sin)."""
-    known: Tensor | None = None
-    halves: tuple[Tensor, ...] = ()
+    tables = halves()
 
     def kernel(
         positions: Tensor,
@@ -152,11 +151,9 @@ def _to_operator(op: Bound) -> Bound:
         cos_sin_cache: Tensor,
         is_neox: bool,
     ) -> None:
-        nonlocal known, halves
         if not positions.numel():
             return
-        cos, sin = halves if cos_sin_cache is known else cos_sin_cache.chunk(2, dim=-1)
-        known, halves = cos_sin_cache, (cos, sin)
+        cos, sin = tables(cos_sin_cache)
         positions = positions.flatten()
         heads = (positions.shape[0], -1, head_size)
         q = query.reshape(heads)  # a view, but for layouts that allow none
@@ -168,26 +165,18 @@ def _to_operator(op: Bound) -> Bound:
     return kernel
 
 
-def _from_operator(replaced: Bound) -> Bound:
-    def rotary_embedding(
-        query: Tensor,
-        key: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        position_ids: Tensor,
-        rotary_interleaved: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        import torch
+def _whole(cos: Tensor, sin: Tensor) -> Tensor:
+    import torch
 
-        cache = joint_cos_sin(cos, sin)
-        if cache is None:
-            cache = torch.cat((cos, sin), dim=-1)
-        # Flat projections are what every build's kernel reads: a view, but for odd layouts.
-        q, k = query.flatten(1), None if key is None else key.flatten(1)
-        replaced(position_ids, q, k, query.shape[-1], cache, not rotary_interleaved)
-        return q.view(query.shape), None if key is None or k is None else k.view(key.shape)
+    cache = joint_cos_sin(cos, sin)
+    return torch.cat((cos, sin), dim=-1) if cache is None else cache
 
-    return rotary_embedding
+
+def _by_heads(
+    turned: tuple[Tensor, Tensor | None], query: Tensor, key: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    q, k = turned
+    return q.view(query.shape), None if key is None or k is None else k.view(key.shape)
 
 
 _ROPES = "vllm.model_executor.layers.rotary_embedding"
@@ -209,7 +198,19 @@ BINDING = Binding(
             "_C::rotary_embedding",
             ("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"),
             _to_operator,
-            _from_operator,
+            Route(
+                args={"position_ids": "positions"},
+                out=("query", "key"),
+                # Flat projections are what every build's kernel reads: a view, but for odd layouts.
+                own_args={
+                    "query": lambda query: query.flatten(1),
+                    "key": lambda key: None if key is None else key.flatten(1),
+                    "head_size": lambda query: query.shape[-1],
+                    "cos_sin_cache": _whole,
+                    "is_neox": lambda rotary_interleaved: not rotary_interleaved,
+                },
+                own_results=_by_heads,
+            ),
             grants=("query", "key"),
             on_cpu=True,
         ),

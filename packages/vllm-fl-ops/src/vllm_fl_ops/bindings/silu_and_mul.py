@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.contracts.sizes import INTERMEDIATE
-
-from ._activation import SHARED, gated
+from ._activation import activation, gated
 from ._experts import SHARED_INTERMEDIATE
-from ._phrases import EXPERTS, HW_AGNOSTIC
+from ._phrases import EXPERTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,20 +21,17 @@ def _native(x: Tensor) -> Tensor:
     return result
 
 
-BINDING = Binding(
-    places=(
-        LayerPlace("vllm.model_executor.layers.activation.SiluAndMul", _native),
-        # What mixtures of experts call: the parameters of vLLM's CUDA build, and of its CPU one.
-        gated("_C::silu_and_mul", ("result", "input")),
-        gated("_C::silu_and_mul", ("out", "input")),
-    ),
-    sizes=(INTERMEDIATE, SHARED_INTERMEDIATE),
+BINDING = activation(
+    "SiluAndMul",
+    _native,
+    # What mixtures of experts call: the parameters of vLLM's CUDA build, and of its CPU one.
+    gated("_C::silu_and_mul", ("result", "input")),
+    gated("_C::silu_and_mul", ("out", "input")),
+    sizes=(SHARED_INTERMEDIATE,),
     not_reached=(
         EXPERTS,
         "quantised models: vLLM's passes and kernels that fuse activation and quantisation take "
         "both",
-        HW_AGNOSTIC,
     ),
-    shared=SHARED,
     needs=("vllm.model_executor.layers.activation:SiluAndMul.forward_native",),
 )

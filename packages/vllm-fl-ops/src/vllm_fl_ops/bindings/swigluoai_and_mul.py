@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.contracts.sizes import INTERMEDIATE
-
-from ._activation import SHARED, gated
+from ._activation import activation, gated
 from ._models import has_experts
-from ._phrases import EXPERTS, HW_AGNOSTIC
+from ._phrases import EXPERTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,19 +20,15 @@ def _native(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return (up + 1) * (gate * (gate * alpha).sigmoid())
 
 
-BINDING = Binding(
-    places=(
-        LayerPlace("vllm.model_executor.layers.activation.SwigluOAIAndMul", _native),
-        # What gpt-oss's experts call where they are not one kernel; in CUDA builds.
-        gated("_C::swigluoai_and_mul", ("out", "input", "alpha", "limit")),
-    ),
-    sizes=(INTERMEDIATE,),
+BINDING = activation(
+    "SwigluOAIAndMul",
+    _native,
+    # What gpt-oss's experts call where they are not one kernel; in CUDA builds.
+    gated("_C::swigluoai_and_mul", ("out", "input", "alpha", "limit")),
     not_reached=(
         EXPERTS,
         "experts whose gates all come before their up projections (`swigluoai_uninterleave`): "
         "another op",
-        HW_AGNOSTIC,
     ),
     when=has_experts,  # in gpt-oss and MiniMax's models: experts alone
-    shared=SHARED,
 )

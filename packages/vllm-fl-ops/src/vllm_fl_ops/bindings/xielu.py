@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.contracts.sizes import INTERMEDIATE
-
-from ._activation import SHARED
+from ._activation import activation
 from ._models import mentions
-from ._phrases import HW_AGNOSTIC
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,10 +25,4 @@ def _native(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tens
     )
 
 
-BINDING = Binding(
-    places=(LayerPlace("vllm.model_executor.layers.activation.XIELU", _native),),
-    sizes=(INTERMEDIATE,),
-    not_reached=(HW_AGNOSTIC,),
-    when=mentions("xielu"),
-    shared=SHARED,
-)
+BINDING = activation("XIELU", _native, when=mentions("xielu"))

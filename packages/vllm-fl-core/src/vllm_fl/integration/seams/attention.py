@@ -5,16 +5,13 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ...dispatch import get_default_manager
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...errors import AllFailedError
 from ...logs import get_logger
-from ...plugins.attention import ATTENTION, class_path_for, refusal
+from ...plugins.attention import ATTENTION
 from ...plugins.types import AttentionImpl, AttentionRequest
-from ...text import quote
-from ..noting import noted
-from .lookups import named
+from . import classes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,17 +51,7 @@ def model_request(vllm_config: VllmConfig) -> AttentionRequest | None:
 
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why an installed attention backend does not take this model."""
-    request = facts.attention
-    if request is None:
-        return {}
-    impls = get_default_manager().registry.snapshot().impls_by_op.get(ATTENTION, ())
-    return {
-        (ATTENTION, impl.impl_id): f"refuses this model: {reason}"
-        for impl in impls
-        if isinstance(impl, AttentionImpl)
-        and impl.is_available()  # one that is not has a better reason, and may not be asked
-        and (reason := _refusal(impl, request)) is not None
-    }
+    return classes.refusals(ATTENTION, facts.attention, "this model")
 
 
 def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
@@ -110,7 +97,7 @@ def choose(
     request = _layer_request(attn_selector_config, num_heads)
     causes: list[tuple[str, BaseException | str]] = []
     for impl in backends:
-        reason = _refusal(impl, request)
+        reason = classes.refusal_of(impl, ATTENTION, request)
         if reason is None:
             path, reason = _class_of(impl, request)
             if not reason:
@@ -150,31 +137,21 @@ def _layer_request(config: Any, num_heads: int | None) -> AttentionRequest:
     return AttentionRequest(**known, num_heads=num_heads, extras=MappingProxyType(fields))
 
 
-def _refusal(impl: AttentionImpl, request: AttentionRequest) -> str | None:
-    with noted("the supports", ATTENTION, impl.impl_id):
-        return refusal(impl, request)
-
-
 def _class_of(impl: AttentionImpl, request: AttentionRequest) -> tuple[str, str]:
-    """(class path, empty), or (what there is of a path, why its class cannot be used)."""
+    """(what there is of a class path, why its class cannot be used)."""
+    path, _, problem = classes.class_of(impl, ATTENTION, request, _problem)
+    return path, problem
+
+
+def _problem(path: str, cls: Any) -> str:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    path = ""
-    try:
-        with noted("the class", ATTENTION, impl.impl_id):
-            path = class_path_for(impl, request)
-            cls = named(path)
-            lacks = [method for method in METHODS if not callable(getattr(cls, method, None))]
-            known = None if lacks else cls.get_name()
-        if lacks:
-            return path, f"{path} is no AttentionBackend of vLLM: it has no {', '.join(lacks)}"
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever a plugin's module raises must not end the engine
-        return path, f"its class {path or 'path'} failed: {quote(error)}"
-    if known in AttentionBackendEnum.__members__:
-        return path, ""
-    return path, (
-        f"{path}.get_name() is {known!r}, which is no key of vLLM's AttentionBackendEnum: keep the "
+    if lacks := [method for method in METHODS if not callable(getattr(cls, method, None))]:
+        return f"{path} is no AttentionBackend of vLLM: it has no {', '.join(lacks)}"
+    name = cls.get_name()
+    if name in AttentionBackendEnum.__members__:
+        return ""
+    return (
+        f"{path}.get_name() is {name!r}, which is no key of vLLM's AttentionBackendEnum: keep the "
         "parent's name, or return 'CUSTOM'"
     )

@@ -17,19 +17,27 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import PlanEntry
 from ...errors import StartError
 from ...logs import get_logger
-from ...plugins.attention import class_path_for, refusal
 from ...plugins.communicator import COMMUNICATOR
 from ...plugins.types import CommunicatorImpl, CommunicatorRequest
 from ...settings.loading import Settings
 from ...text import quote
-from ..noting import noted
 from ..ranks import gathered, warn_of_fault
+from . import classes
 from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["FACTORY", "Groups", "groups_now", "made_by", "make", "refusals", "request_of"]
+__all__ = [
+    "FACTORY",
+    "Groups",
+    "groups_now",
+    "made_by",
+    "make",
+    "problem_of",
+    "refusals",
+    "request_of",
+]
 
 FACTORY = f"{__name__}.make"
 """What vLLM is told to make a group's communicator with, in the place of a class."""
@@ -84,17 +92,9 @@ def request_of(
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why an installed communicator does not take this engine's ranks."""
     request = facts.communicator
-    if request is None:
-        return {}
-    impls = get_default_manager().registry.snapshot().impls_by_op.get(COMMUNICATOR, ())
-    found = {}
-    for impl in impls:
-        if isinstance(impl, CommunicatorImpl) and impl.is_available():
-            with noted("the supports", COMMUNICATOR, impl.impl_id):
-                reason = ELASTIC if request.elastic else refusal(impl, request)
-            if reason is not None:
-                found[COMMUNICATOR, impl.impl_id] = f"refuses this engine: {reason}"
-    return found
+    if request is not None and request.elastic:
+        return classes.refusals(COMMUNICATOR, request, "this engine", lambda *_: ELASTIC)
+    return classes.refusals(COMMUNICATOR, request, "this engine")
 
 
 class Groups:
@@ -199,7 +199,7 @@ class Groups:
         fault = self.faults.get((COMMUNICATOR, impl.impl_id))
         cls: Any = None
         if fault is None:
-            cls, why = self._class_of(impl)
+            _, cls, why = classes.class_of(impl, COMMUNICATOR, self.request, problem_of)
             fault = Fault(dist.get_rank(), why) if why else None
         if self._is_off(impl, fault, group):
             return None
@@ -240,21 +240,13 @@ class Groups:
         self.faults.setdefault((COMMUNICATOR, impl.impl_id), fault)
         return True
 
-    def _class_of(self, impl: CommunicatorImpl) -> tuple[Any, str]:
-        """(the class, empty), or (None, why it cannot be used in this process)."""
-        path = ""
-        try:
-            with noted("the class", COMMUNICATOR, impl.impl_id):
-                path = class_path_for(impl, self.request)
-                cls = named(path)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # whatever a plugin's module raises costs the plugin alone
-            return None, f"its class {path or 'path'} failed: {quote(error)}"
-        for base in _bases():
-            if not (isinstance(cls, type) and issubclass(cls, base)):
-                return None, f"{path} is no subclass of vLLM's {base.__name__}"
-        return cls, ""
+
+def problem_of(path: str, cls: Any) -> str:
+    """Why a class cannot make communicators, or nothing."""
+    for base in _bases():
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            return f"{path} is no subclass of vLLM's {base.__name__}"
+    return ""
 
 
 def _ending(impl_id: str, fault: Fault, why: str) -> StartError:

@@ -37,6 +37,7 @@ __all__ = [
     "VLLMS_MANAGER",
     "Sites",
     "by_range",
+    "counted",
     "is_by_range",
     "layers",
     "left",
@@ -45,7 +46,6 @@ __all__ = [
     "operators",
     "ours",
     "say",
-    "say_found",
     "sites",
     "switch",
     "taken_whole",
@@ -257,7 +257,7 @@ def watch(plan: Plan) -> None:
     _ours[plan] = []
     for op, place in _planned(plan):
         if _finds_ours(plan, place):
-            known = _counted.setdefault(plan, {})[op] = Sites()
+            known = counted(plan, op)
             last = stock_form(op, place.native, plan.contracts[op].consumable)
             operator = operator_of(plan, plan.chain(op, last=last))
             from .graphs import FindingPass
@@ -271,10 +271,16 @@ def watch(plan: Plan) -> None:
             # A release may have it elsewhere: the flag may work all the same.
             log.warning("Op '%s': what vLLM's pass finds is not counted: %s", op, quote(error))
             continue
-        _counted.setdefault(plan, {})[op] = Sites()
+        counted(plan, op)
         if cls not in _watched:
             cls.__call__ = _counting(cls.__call__, op)
             _watched.add(cls)
+
+
+def counted(plan: Plan, op: str) -> Sites:
+    """What is counted of the pass for an op, from now on."""
+    known = _counted.setdefault(plan, {})[op] = Sites()
+    return known
 
 
 def operator_of(plan: Plan, chain: Chain) -> Any:
@@ -317,23 +323,16 @@ def sites(plan: Plan) -> Mapping[str, Sites]:
 
 def say(plan: Plan) -> None:
     """Log what the passes found, once the model is compiled: none is worth a warning."""
-    by_ours = {op for op, place in _planned(plan) if _finds_ours(plan, place)}
+    vllms = {op for op, place in _planned(plan) if not _finds_ours(plan, place)}
     for op, known in sites(plan).items():
-        say_found(plan, op, known, "the" if op in by_ours else "vLLM's")
+        _say(plan.entries[op].label, op, known, "vLLM's" if op in vllms else "the")
 
 
-def say_found(plan: Plan, op: str, known: Sites, whose: str) -> None:
-    """Log what the pass for one op found.
-
-    Args:
-        plan, op: the plan, and an op of it.
-        known: what was counted.
-        whose: whose pass it is.
-    """
-    label = plan.entries[op].label
+def _say(label: str, op: str, known: Sites, whose: str) -> None:
     if known.found:
+        places = _counted_as(known.found, "place")
         by_graphs = f"; graphs launch it themselves in {known.launched}" * bool(known.launched)
-        log.info("Op '%s': %s, by '%s'%s", op, _counted_as(known.found, "place"), label, by_graphs)
+        log.info("Op '%s': %s, by '%s'%s", op, places, label, by_graphs)
     elif known.graphs:
         log.warning(
             "Op '%s': %s pass found no place for it in %s, so that '%s' does not run. Its "

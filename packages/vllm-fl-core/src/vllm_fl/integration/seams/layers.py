@@ -78,19 +78,15 @@ class Layer:
 
 
 def layer_table() -> list[Layer]:
-    """Every layer class that we replace, and that this vLLM has."""
-    return list({layer.cls: layer for layer in reversed(_bound_layers())}.values())[::-1]
-
-
-def _bound_layers() -> list[Layer]:
-    """Every layer class that a binding names, once for each that does."""
-    found = []
+    """Every layer class that we replace, and that this vLLM has: each has one op."""
+    found: dict[str, Layer] = {}
     for op, place in places(installed_bindings(), LayerPlace):
         base = _found(place.path)
-        if base is not None:
-            inheriting = _inheriting(base) if place.subclasses else ()
-            found += [Layer(cls, op, place) for cls in (base, *inheriting)]
-    return found
+        inheriting = _inheriting(base) if base is not None and place.subclasses else ()
+        for cls in (base, *inheriting):
+            if cls is not None:
+                found.setdefault(cls.__name__, Layer(cls, op, place))
+    return [*found.values()]
 
 
 @cache
@@ -138,20 +134,11 @@ def replace_layers() -> None:
     """
     from vllm.model_executor import custom_op
 
-    in_ir, taken = ir_ops(), dict[str, str]()
-    for layer in _bound_layers():
+    in_ir = ir_ops()
+    for layer in layer_table():
         base, place = layer.base, layer.place
-        if layer.cls in taken:
-            log.warning(
-                "Layer %s runs op '%s'; the binding of op '%s' names it too, and that op does not "
-                "run in it",
-                layer.cls,
-                taken[layer.cls],
-                layer.op,
-            )
         if layer.cls in custom_op.op_registry_oot:
             continue
-        taken[layer.cls] = layer.op
         method = partial(
             dispatch_method,
             layer.op,

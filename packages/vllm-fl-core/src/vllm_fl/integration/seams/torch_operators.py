@@ -7,7 +7,7 @@ graphs of the sizes at which it is planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,9 +18,9 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...plugins.types import BackendImplKind
 from ..places import installed_bindings, places, stock_form
-from .fusions import Sites, operator_of, say_found, taken_whole
+from .fusions import Sites, counted, operator_of, taken_whole
 
-__all__ = ["Replaced", "by_range", "left", "notes", "replaced", "say", "sites", "watch"]
+__all__ = ["Replaced", "by_range", "left", "notes", "replaced", "watch"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,12 @@ class Replaced:
     """What a plan does with one place.
 
     Args:
-        op: the op.
         place: the place.
         chain: its candidates, by rows; of their code vLLM's own form alone stands in graphs.
         operator: the op's operator, of the contract's schema.
         sites: what is counted.
     """
 
-    op: str
     place: GraphPlace
     chain: Chain
     operator: Callable[..., Any]
@@ -89,9 +87,9 @@ def by_range(plan: Plan) -> dict[str, Chain]:
 
 
 def watch(plan: Plan) -> None:
-    """Make what the pass puts into graphs; those that vLLM has in its cache call it, too."""
+    """Create the operators now: graphs from vLLM's cache call them, too."""
     _watched[plan] = [
-        Replaced(op, place, taken_whole(chain), operator_of(plan, chain), Sites())
+        Replaced(place, taken_whole(chain), operator_of(plan, chain), counted(plan, op))
         for op, place in _planned(plan)
         for chain in [_chain(plan, op, place)]
     ]
@@ -100,14 +98,3 @@ def watch(plan: Plan) -> None:
 def replaced(plan: Plan) -> list[Replaced]:
     """What the pass of the plan's engine puts into graphs."""
     return _watched.get(plan, [])
-
-
-def sites(plan: Plan) -> Mapping[str, Sites]:
-    """Op -> what the pass has done so far for the plan's engine."""
-    return {each.op: each.sites for each in replaced(plan)}
-
-
-def say(plan: Plan) -> None:
-    """Log in how many places it was put, once the model is compiled: none is worth a warning."""
-    for op, known in sites(plan).items():
-        say_found(plan, op, known, "the")

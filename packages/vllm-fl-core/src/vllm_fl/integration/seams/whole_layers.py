@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor import custom_op
@@ -22,14 +22,11 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...errors import PlaceError
 from ...logs import get_logger
-from ...plugins.attention import refusal
 from ...plugins.types import LayerImpl, LayerRequest
 from ...settings.policy import closest
-from ...text import quote
 from ..compat import declared_layers, vllm_folders, vllm_version
-from ..noting import noted
+from . import classes
 from .layers import layer_table, owner_of
-from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,30 +80,22 @@ def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(layer, impl id) -> why an installed class does not stand for a whole layer here."""
     if facts.layers is None:
         return {}
-    snapshot = get_default_manager().registry.snapshot()
     ops = {layer.cls: layer.op for layer in layer_table()}
-    found = {}
-    for name in snapshot.layers:
-        for impl in snapshot.impls_by_op[name]:
-            assert isinstance(impl, LayerImpl)  # the registry keeps ops and layers apart
-            if name in ops:
-                found[name, impl.impl_id] = (
-                    f"vllm-fl reaches {name} by the op {ops[name]}, whose implementations are "
-                    "verified: bring an OpImpl for it"
-                )
-            # One that is not available has a better reason, and may not be asked.
-            elif impl.is_available() and (
-                reason := _refusal(impl, replace(facts.layers, layer=name))
-            ):
-                found[name, impl.impl_id] = f"refuses this engine: {reason}"
+    found: dict[tuple[str, str], str] = {}
+    for name in get_default_manager().registry.snapshot().layers:
+        ask = partial(_reached_by, ops[name]) if name in ops else _asked_once
+        found |= classes.refusals(name, replace(facts.layers, layer=name), "this engine", ask)
     return found
 
 
-@cache
-def _refusal(impl: LayerImpl, request: LayerRequest) -> str | None:
-    """Why `impl` does not take `request`; None when it does. Asked once per request."""
-    with noted("the supports", impl.layer, impl.impl_id):
-        return refusal(impl, request)
+_asked_once = cache(classes.refusal_of)
+
+
+def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -> str:
+    return (
+        f"vllm-fl reaches {layer} by the op {op}, whose implementations are verified: bring an "
+        "OpImpl for it"
+    )
 
 
 def known() -> dict[str, str]:
@@ -114,9 +103,9 @@ def known() -> dict[str, str]:
 
     A subclass has its parent's. Where vLLM has not imported the class yet, its source tells.
     """
-    classes = _vllms_classes()
+    vllms = _vllms_classes()
     return {
-        name: getattr(classes.get(name), "name", None) or _declared().get(name, name)
+        name: getattr(vllms.get(name), "name", None) or _declared().get(name, name)
         for name in get_default_manager().registry.snapshot().layers
     }
 
@@ -172,8 +161,8 @@ def custom_ops(plan: Plan) -> list[str]:
     A name that layers of an op of ours have too is left out: turning it on would change those.
     """
     ops = {layer.registered for layer in layer_table()}
-    classes = _vllms_classes()
-    bases = (classes.get(name) for name in plan.layers)
+    vllms = _vllms_classes()
+    bases = (vllms.get(name) for name in plan.layers)
     return [
         base.name
         for base in bases
@@ -268,9 +257,9 @@ def served(plan: Plan, model: Any) -> dict[str, Served]:
 def _vllms_classes() -> dict[str, type[Any]]:
     """The classes that vLLM's table can replace, by name, as far as they are imported."""
     found: dict[str, type[Any]] = {}
-    classes: list[type[Any]] = [CustomOp, PluggableLayer]
-    for cls in classes:  # grows while it is walked
-        classes += cls.__subclasses__()
+    below: list[type[Any]] = [CustomOp, PluggableLayer]
+    for cls in below:  # grows while it is walked
+        below += cls.__subclasses__()
         if cls.__module__.startswith("vllm."):
             found.setdefault(cls.__name__, cls)
     del found["CustomOp"], found["PluggableLayer"]
@@ -281,22 +270,17 @@ def _vllms_classes() -> dict[str, type[Any]]:
 def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
     """(the class, vLLM's class that it is made of, why it cannot be used or empty)."""
     before = dict(custom_op.op_registry_oot)
-    cls: Any = object
-    try:
-        with noted("the class", impl.layer, impl.impl_id):
-            cls = named(impl.class_path)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever a plugin's module raises must not end the engine
-        return object, object, f"its class {impl.class_path} failed: {quote(error)}"
-    if not isinstance(cls, type):
-        return object, object, f"{impl.class_path} is no class"
+    path, cls, problem = classes.class_of(impl, impl.layer, None, lambda path, cls: "")
+    if not problem and not isinstance(cls, type):
+        problem = f"{path} is no class"
+    if problem:
+        return object, object, problem
     if custom_op.op_registry_oot.get(impl.layer) is cls and impl.layer not in before:
         del custom_op.op_registry_oot[impl.layer]
         log.warning(
             "%s registers itself with vLLM for every engine of the process (register_oot); that "
             "was undone: the policy decides. Leave it to the layers hook.",
-            impl.class_path,
+            path,
         )
     is_base = (
         base
@@ -311,26 +295,23 @@ def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
         return object, object, _why_not(impl)
     for method in ASKED_OF_THE_CLASS.get(impl.layer, ()):
         if getattr(cls, method).__func__ is not getattr(base, method).__func__:
-            return (
-                object,
-                object,
-                f"{impl.class_path}.{method} would not be called: vLLM looks for it in its table "
-                "at every step, where a plan's class stands only while the model is being built",
+            problem = (
+                f"{path}.{method} would not be called: vLLM looks for it in its table "
+                "at every step, where a plan's class stands only while the model is being built"
             )
-    return cls, base, ""
+    return cls, base, problem
 
 
 def _why_not(impl: LayerImpl) -> str:
     """Why a class that is made of no class of vLLM's of that name cannot be used."""
-    classes = _vllms_classes()
-    if impl.layer in classes:
-        theirs = classes[impl.layer]
+    vllms = _vllms_classes()
+    if theirs := vllms.get(impl.layer):
         return (
             f"{impl.class_path} is no subclass of vLLM's {theirs.__module__}.{theirs.__qualname__}"
         )
     registered = custom_op.op_registry.get(impl.layer)
     meant = f" Did you mean {registered.__name__!r}?" if registered else ""
-    meant = meant or closest(impl.layer, {*classes, *_declared()})
+    meant = meant or closest(impl.layer, {*vllms, *_declared()})
     if impl.layer in _declared():  # vLLM has not imported it, so that nothing is made of it
         return f"{impl.class_path} is no subclass of vLLM's {impl.layer}"
     return f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{meant}"
