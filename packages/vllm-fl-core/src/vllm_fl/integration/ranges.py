@@ -8,10 +8,8 @@ of its own to vLLM (`compile_sizes`), as its ranges cannot end there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from ..contracts.binding import LayerPlace
 from ..dispatch.guard import Chain
@@ -21,28 +19,20 @@ from ..engine.ranges import Range, choice, edges
 from .places import installed_bindings, places, stock_form
 from .seams import fusions, torch_operators
 from .seams.ir import chain_of, ir_ops, natives
+from .serving import Serving
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
 
 __all__ = [
     "compiled",
-    "inlined",
     "is_compiled_by_range",
-    "left",
     "now",
     "planned",
     "report",
-    "seen",
     "split",
     "told",
 ]
-
-_seen: WeakKeyDictionary[Plan, Counter[tuple[str, Range, str]]] = WeakKeyDictionary()
-"""Plan -> (op, range, impl id) -> how often its code took an operator's place in a graph."""
-
-_left: WeakKeyDictionary[Plan, Counter[tuple[str, Range]]] = WeakKeyDictionary()
-"""Plan -> (op, range) -> in how many places of graphs the operator stayed."""
 
 
 def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
@@ -170,40 +160,18 @@ def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
     return f"inlined in {len(inside)} of {len(chosen)} ranges ({where} tokens)"
 
 
-def report(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[dict[str, Any]]]:
+def report(serving: Serving) -> dict[str, list[dict[str, Any]]]:
     """Op -> what is planned for each range, and what became of it, as `vllm_fl_report` says."""
-    counts, stayed = seen(plan), Counter(_left.get(plan, ()))
     return {
         op: [
             {
                 "first": sizes.first,
                 "last": sizes.last,
                 "impl": impl_id,
-                "places": counts[op, sizes, impl_id or ""],
-                "operators": stayed[op, sizes],
+                "places": serving.inlined[op, sizes, impl_id or ""],
+                "operators": serving.stayed[op, sizes],
             }
             for sizes, impl_id in chosen
         ]
-        for op, chosen in planned(plan, vllm_config).items()
+        for op, chosen in planned(serving.plan, serving.config).items()
     }
-
-
-def inlined(plan: Plan, op: str, sizes: Range, impl_id: str) -> None:
-    """Note that an implementation's code has taken an operator's place in a graph."""
-    _seen.setdefault(plan, Counter())[op, sizes, impl_id] += 1
-
-
-def left(plan: Plan, op: str, sizes: Range, places: int) -> bool:
-    """Note in how many places of a graph an operator stays; whether it had in none of the range."""
-    counts = _left.setdefault(plan, Counter())
-    is_news = places > 0 and not counts[op, sizes]
-    counts[op, sizes] += places
-    return is_news
-
-
-def seen(plan: Plan) -> Counter[tuple[str, Range, str]]:
-    """(op, range, impl id) -> in how many places its code was put into graphs of the plan's engine.
-
-    Empty where vLLM had all compiled code in its cache.
-    """
-    return Counter(_seen.get(plan, ()))

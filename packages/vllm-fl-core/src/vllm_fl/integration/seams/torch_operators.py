@@ -7,10 +7,9 @@ graphs of the sizes at which it is planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ...contracts.binding import GraphPlace
 from ...dispatch.guard import Chain
@@ -18,9 +17,10 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...plugins.types import BackendImplKind
 from ..places import installed_bindings, places, stock_form
-from .fusions import Sites, operator_of, say_found, taken_whole
+from ..serving import Serving, Sites
+from .fusions import operator_of, taken_whole
 
-__all__ = ["Replaced", "by_range", "left", "notes", "replaced", "say", "sites", "watch"]
+__all__ = ["Replaced", "by_range", "left", "notes", "watch"]
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,6 @@ class Replaced:
     chain: Chain
     operator: Callable[..., Any]
     sites: Sites
-
-
-_watched: WeakKeyDictionary[Plan, list[Replaced]] = WeakKeyDictionary()
-"""Plan -> what its pass puts into graphs."""
 
 
 def _planned(plan: Plan) -> Iterator[tuple[str, GraphPlace]]:
@@ -88,26 +84,12 @@ def by_range(plan: Plan) -> dict[str, Chain]:
     }
 
 
-def watch(plan: Plan) -> None:
+def watch(serving: Serving) -> None:
     """Make what the pass puts into graphs; those that vLLM has in its cache call it, too."""
-    _watched[plan] = [
+    plan = serving.plan
+    serving.replaced = [
         Replaced(op, place, taken_whole(chain), operator_of(plan, chain), Sites())
         for op, place in _planned(plan)
         for chain in [_chain(plan, op, place)]
     ]
-
-
-def replaced(plan: Plan) -> list[Replaced]:
-    """What the pass of the plan's engine puts into graphs."""
-    return _watched.get(plan, [])
-
-
-def sites(plan: Plan) -> Mapping[str, Sites]:
-    """Op -> what the pass has done so far for the plan's engine."""
-    return {each.op: each.sites for each in replaced(plan)}
-
-
-def say(plan: Plan) -> None:
-    """Log in how many places it was put, once the model is compiled: none is worth a warning."""
-    for op, known in sites(plan).items():
-        say_found(plan, op, known, "the")
+    serving.sites |= {each.op: each.sites for each in serving.replaced}
