@@ -30,7 +30,7 @@ from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.engine.ranges import Range
-from vllm_fl.integration import lowering, passes, platform, ranges
+from vllm_fl.integration import lowering, passes, ranges
 from vllm_fl.integration.functional_operators import OWNER
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.platform import PlatformOverlay
@@ -582,10 +582,6 @@ def test_the_platforms_own_pass_manager_has_our_pass_where_there_is_something_to
         made.configure(config([LARGEST], **fields))
         return list(made.passes)
 
-    stock = "vllm.compilation.passes.pass_manager.PostGradPassManager"
-    with monkeypatch.context() as patch:
-        patch.setattr(platform, "has_pass_context", lambda: False)
-        assert Platform.get_pass_manager_cls() == stock
     plan = planned(ROWS, *three())
     assert added(plan) == added(None) == []
     plan.bind(OP, object(), NOTHING)

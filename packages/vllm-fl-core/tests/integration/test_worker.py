@@ -62,7 +62,8 @@ class Worker:
         pass
 
 
-asked = {"VLLM_FL_PREFLIGHT": "off", "VLLM_FL_METRICS": os.environ.get("METRICS", "")}
+asked = {"VLLM_FL_PLUGINS": "vllm-fl-ops", "VLLM_FL_PREFLIGHT": "off"}
+asked |= {"VLLM_FL_METRICS": os.environ.get("METRICS", "")}
 asked |= {"VLLM_FL_SHADOW": os.environ["SHADOW"]} if "SHADOW" in os.environ else {}
 settings = load_settings(asked, platform="cpu")
 carried = pickle.loads(pickle.dumps(Carried(settings=settings.to_json())))
@@ -125,6 +126,7 @@ METERED = METERED.replace(
 def start(code: str = START, **variables: str) -> Any:
     """What a worker's start in a process of its own prints."""
     here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
+    here["VLLM_FL_PLUGINS"] = "vllm-fl-ops"  # as the engine's settings say
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **here, **variables},

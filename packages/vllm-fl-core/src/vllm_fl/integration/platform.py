@@ -12,7 +12,7 @@ from ..errors import DeviceError, OwnerError
 from ..plugins.types import DeviceProfile
 from ..settings.loading import load_startup
 from ..text import quote
-from .compat import has_pass_context, leave_out_cuda_fusions
+from .compat import leave_out_cuda_fusions
 from .device import IN_TREE, detect_device, other_platforms, profile_named
 from .seams.lookups import named
 
@@ -121,12 +121,9 @@ class PlatformOverlay:
     @classmethod
     def get_pass_manager_cls(cls) -> str:
         """The platform's own pass manager, with passes of ours in it."""
-        stock = cls.vllm_fl_stock_pass_manager()
-        if not has_pass_context():
-            return stock
         from .passes import manager_path
 
-        return manager_path(stock)
+        return manager_path(cls.vllm_fl_stock_pass_manager())
 
     @classmethod
     def vllm_fl_stock_pass_manager(cls) -> str:

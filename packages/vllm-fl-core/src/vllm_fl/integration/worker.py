@@ -22,7 +22,7 @@ from ..plugins.types import OpImpl, WorkerContext
 from . import after, ranges
 from .models import skeleton_of
 from .places import installed_bindings
-from .planning import apply, facts_of, load_plugins, seal
+from .planning import apply, facts_of, load_plugins, refusals, seal
 from .ranks import REJECTED
 from .seams import (
     attention,
@@ -366,9 +366,7 @@ def _say_plan(serving: Serving, preflight: Preflight, took: list[str]) -> None:
     if preflight.rank != 0:
         return
     facts, plan = preflight.facts, serving.plan
-    refused = attention.refusals(facts) | whole_layers.refusals(facts)
-    refused |= communicator.refusals(facts)
-    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
+    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
     remarks = [*_of_table(facts, preflight.table), *_of_invariance(preflight, plan)]
     remarks += [*preflight.limits(plan), *_of_length(serving), *said]
     _warn_of_foreign_layers(plan)
