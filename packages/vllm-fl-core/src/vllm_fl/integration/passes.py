@@ -20,7 +20,7 @@ from . import ranges
 from .launching import TracedForms
 from .lowering import RangeLowering
 from .replacing import TorchOperators
-from .seams.lookups import named
+from .seams.lookups import over_class, path_over
 from .serving import now
 from .unfused import held_to_ranges
 
@@ -40,7 +40,7 @@ def manager_path(stock: str) -> str:
     Args:
         stock: the path of the platform's own.
     """
-    return f"{__name__}.{PREFIX}{stock.replace('.', '__')}"
+    return path_over(__name__, PREFIX, stock)
 
 
 class _WithOurPasses:
@@ -73,11 +73,4 @@ class _WithOurPasses:
 
 def __getattr__(name: str) -> type:
     """Only a path travels to vLLM: the class is made from it on demand."""
-    if not name.startswith(PREFIX):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = named(name.removeprefix(PREFIX).replace("__", "."))
-    manager = type(
-        f"{base.__name__}FL", (_WithOurPasses, base), {"__module__": __name__, "__qualname__": name}
-    )
-    globals()[name] = manager
-    return manager
+    return over_class(__name__, PREFIX, name, _WithOurPasses)

@@ -42,7 +42,7 @@ from .seams.layers import (
     layer_table,
     replace_layers,
 )
-from .seams.lookups import named
+from .seams.lookups import over_class, path_over
 from .serving import RUNS_MODEL, Serving, calling, with_own_engine
 from .verifying import (
     Preflight,
@@ -529,16 +529,9 @@ def wrap_worker(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     path = parallel.worker_cls
     if isinstance(path, str) and path != "auto" and not path.startswith(f"{__name__}.{PREFIX}"):
-        parallel.worker_cls = f"{__name__}.{PREFIX}{path.replace('.', '__')}"
+        parallel.worker_cls = path_over(__name__, PREFIX, path)
 
 
 def __getattr__(name: str) -> type:
     """Only a path travels to the workers: the class is made from it on demand."""
-    if not name.startswith(PREFIX):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = named(name.removeprefix(PREFIX).replace("__", "."))
-    worker = type(
-        f"{base.__name__}FL", (PlannedWorker, base), {"__module__": __name__, "__qualname__": name}
-    )
-    globals()[name] = worker
-    return worker
+    return over_class(__name__, PREFIX, name, PlannedWorker)
