@@ -62,9 +62,9 @@ class Stand(Generic[P]):
         """What a report says of it, JSON-able."""
         raise NotImplementedError
 
-    def native(self, *args: Any) -> Any:
+    def native(self, *args: Any, **named: Any) -> Any:
         """What stood there before, inside a call of the place: what `stock` means in it."""
-        return self.replaced(self.inside.how, *args)
+        return self.replaced(self.inside.how, *args, **named)
 
     def answering(self) -> Callable[..., Any]:
         """What is called in the place's stead, as `replaced` is.
