@@ -50,28 +50,31 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     registry.register_impl(
         OpImpl("silu_and_mul", "vendor.v0", BackendImplKind.VENDOR, silu_and_mul, "v0")
     )
-    plan = make_plan(OpManager(registry), EngineFacts(load_settings({}), "eager"))
+    facts = EngineFacts(load_settings({}), "eager")
+    plan = make_plan(OpManager(registry), facts)
+    engine = serving.Serving(plan, serving.Start(facts, 0, device))
     chosen = operators.choose(plan, known_contracts().bindings, device, torch.float32)
     if not chosen.taken:
         raise MeasurementFailed(f"the operator cannot be overridden: {dict(chosen.left)}")
+    engine.operators = chosen
 
     def called() -> Case:
         return Case("f(out, x)", f=torch.ops._C.silu_and_mul, out=out, x=x)
 
     direct, ours, others = called(), called(), called()
     copy = Case("out.copy_(ready)", out=out, ready=ready)
-    asking = Case("f()", f=serving.plan_now)
+    asking = Case("f()", f=serving.now)
     for _ in range((options.rounds or ROUNDS) + 1):
         direct.run(CALLS)
         copy.run(CALLS)
-        operators.take(plan, chosen, device)
+        operators.take(engine, device)
         try:
             others.run(CALLS)
-            with serving.calling(plan):
+            with serving.calling(engine):
                 ours.run(CALLS)
                 asking.run(CALLS)
         finally:
-            operators.remove(plan)
+            engine.leave()
     every = [case.times[1:] for case in (direct, ours, others, copy, asking)]
     plain, mine, foreign, copied, asked = every
     return [

@@ -1,17 +1,20 @@
-"""Two engines in one process, each with its own sealed plan, and what a seal still lets through."""
+"""Engines of one process: two with a sealed plan each, what a seal still lets through, and one that
+starts after another one could not."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-SCRIPT = """
+PRELUDE = """
 import json, os, sys
 import torch
 from vllm import LLM, SamplingParams
@@ -23,10 +26,9 @@ from vllm_fl.dispatch import (
 from vllm_fl.errors import PolicySealedError
 
 
-def start(**variables):
+def start(model=sys.argv[1], **variables):
     os.environ.update(variables)
-    return LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True,
-               additional_config={"mine": 1})
+    return LLM(model, skip_tokenizer_init=True, enforce_eager=True, additional_config={"mine": 1})
 
 
 def answer(llm):
@@ -41,8 +43,9 @@ def refused(change):
     except PolicySealedError as error:
         return str(error)
     return ""
+"""
 
-
+TWO = """
 first = start(VLLM_FL_PER_OP="rms_norm=vendor|reference;silu_and_mul=vendor|reference")
 second = start(VLLM_FL_PER_OP="rms_norm=reference;silu_and_mul=reference")
 reports = [llm.collective_rpc("vllm_fl_report")[0] for llm in (first, second)]
@@ -71,10 +74,29 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
-def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
+AGAIN = """
+told = {}
+try:
+    start(sys.argv[2], VLLM_FL_PER_OP="rms_norm=reference;silu_and_mul=reference")
+except Exception as error:
+    told["error"] = str(error)
+told["open"] = refused(lambda: set_global_policy(SelectionPolicy())) == ""
+told["kernels"] = torch._C._dispatch_dump("_C::silu_and_mul").count("CPU")
+reset_global_policy()
+llm = start()
+told["report"] = llm.collective_rpc("vllm_fl_report")[0]
+told["answer"] = answer(llm)
+told["sealed"] = refused(reset_global_policy)
+llm.llm_engine.engine_core.shutdown()
+told["again"] = refused(reset_global_policy)
+print(json.dumps(told))
+"""
+
+
+def ran(script: str, *folders: Path) -> Any:
+    """What a script prints as JSON, whose engines are in its own process."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model("qwen3"))],
+        [sys.executable, "-c", PRELUDE + script, *map(str, folders)],
         env={
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -87,7 +109,26 @@ def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def test_an_engine_starts_where_another_one_could_not_load(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """vLLM's executor for one process does not shut a worker down that failed."""
+    without_weights = tmp_path / "without"
+    shutil.copytree(model("qwen3"), without_weights, ignore=shutil.ignore_patterns("*.safetensors"))
+    told = ran(AGAIN, model("qwen3"), without_weights)
+    assert "Cannot find any model weights" in told["error"]
+    assert told["open"] and told["kernels"] == 1, "the seal and the operators went with it"
+    assert told["report"]["ops"]["silu_and_mul"]["impl"] == "reference.torch"
+    assert len(told["answer"]) == 4
+    assert told["sealed"] and not told["again"]
+
+
+@pytest.mark.slow
+def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
+    told = ran(TWO, model("qwen3"))
     first, second = told["ops"]
     assert first["rms_norm"]["impl"] == first["silu_and_mul"]["impl"] == "vendor.cpu"
     assert second["rms_norm"]["impl"] == second["silu_and_mul"]["impl"] == "reference.torch"

@@ -36,7 +36,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.engine.plan import make_plan
     from vllm_fl.integration.compat import vllm_version
     from vllm_fl.integration.seams import empty, operators
-    from vllm_fl.integration.serving import calling
+    from vllm_fl.integration.serving import Serving, Start, calling
     from vllm_fl.plugins.loading import known_contracts
     from vllm_fl.plugins.registry import OpRegistry
     from vllm_fl.settings.loading import load_settings
@@ -49,8 +49,12 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     registry = OpRegistry()
     registry.register_many(vllm_fl_reference.plugin.register_ops())
     settings = load_settings({"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_PREFER": "reference"})
-    plan = make_plan(OpManager(registry), EngineFacts(settings, "eager"))
-    chosen = operators.choose(plan, known_contracts().bindings, device, torch.bfloat16)
+    facts = EngineFacts(settings, "eager")
+    plan = make_plan(OpManager(registry), facts)
+    engine = Serving(plan, Start(facts, 0, device))
+    chosen = engine.operators = operators.choose(
+        plan, known_contracts().bindings, device, torch.bfloat16
+    )
     bound = (place for binding in known_contracts().bindings.values() for place in binding.places)
     named = {place.name for place in bound if isinstance(place, OperatorPlace)}
     there = (name for name in named if operators._schema(name) is not None)
@@ -61,9 +65,9 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
         op: Callable[..., None] = getattr(torch.ops._C, name.partition("::")[2])
         args, written = _arguments(name, device)
         want = _after(op, args, written)
-        operators.take(plan, chosen, device)
+        operators.take(engine, device)
         try:
-            with calling(plan):
+            with calling(engine):
                 eager = _after(op, args, written)
                 before = sum(plan.calls.values())
                 graph, copies = torch.cuda.CUDAGraph(), _copies(args)
@@ -78,7 +82,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
             replayed = [copies[at] for at in written]
             python = sum(plan.calls.values()) - before - captured
         finally:
-            operators.remove(plan)
+            engine.leave()
         after = _after(op, args, written)
         problems = [
             what

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -139,6 +141,15 @@ def planning(
     settings = load_settings({})
     vars(settings)["policy"] = manager.policy
     return make_plan(manager, EngineFacts(settings, mode, sizes=sizes), **fields)
+
+
+@cache
+def engine_of(plan: Plan, worker: Any = None) -> Any:
+    """The engine that serves with this plan, in this worker."""
+    from vllm_fl.integration.serving import Serving, Start  # which import vLLM
+
+    start = Start(EngineFacts(load_settings({}), plan.mode), 0, torch.device("cpu"))
+    return Serving(plan, start, worker or SimpleNamespace())
 
 
 def managing(*impls: Impl, **policy: Any) -> OpManager:

@@ -417,7 +417,10 @@ def lowered(plan: Plan) -> str:
     from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass
     from vllm.config.kernel import IrOpPriorityConfig
 
+    from vllm_fl.engine.facts import EngineFacts
     from vllm_fl.integration.seams.ir import bind_provider, prioritise, register_provider
+    from vllm_fl.integration.serving import Serving, Start
+    from vllm_fl.settings.loading import load_settings
 
     def norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
         normed, total = ir.ops.fused_add_rms_norm(x, residual, weight, 1e-6)
@@ -432,7 +435,8 @@ def lowered(plan: Plan) -> str:
         return graph.forward
 
     register_provider()
-    bind_provider(plan, "digest")
+    facts = EngineFacts(load_settings({}), "compiled")
+    bind_provider(Serving(plan, Start(facts, 0, torch.device("cpu")), digest="digest"))
     priority = prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
     torch._dynamo.reset()
     x, residual = torch.randn(2, 7, 64, dtype=torch.bfloat16).unbind()

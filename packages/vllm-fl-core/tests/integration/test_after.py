@@ -15,7 +15,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import managing, planning, silu
+from builders import engine_of, managing, planning, silu
 from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
@@ -23,6 +23,7 @@ from vllm.forward_context import set_forward_context
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import ServingError, StartError
 from vllm_fl.integration import after, serving, verifying
+from vllm_fl.integration.ranks import FAILED
 from vllm_fl.integration.worker import PlannedWorker
 
 KEY = "silu_and_mul", "vendor.acme"
@@ -77,7 +78,7 @@ class Worker:
     seen: list[object]
 
     def reload_weights(self, fails: bool = False) -> str:
-        self.seen.append(serving.plan_now())
+        self.seen.append(serving.now())
         if fails:
             raise OSError("no such file")
         self.model_runner.model.weight += 1
@@ -110,11 +111,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         plan = planning(managing(silu("vendor.acme", fn=lambda x: fn(x))), mode)
         worker: Any = object.__new__(type("Planned", (PlannedWorker, Worker), {}))
         worker.vllm_config, worker.rank, worker.device = config, 0, torch.device("cpu")
-        worker.vllm_fl_plan, worker.seen = plan, []
-        worker.model_runner = Runner(Model(plan), config)
+        worker.seen, worker.model_runner = [], Runner(Model(plan), config)
         worker.get_model = lambda: worker.model_runner.model
-        worker.vllm_fl_preflight = SimpleNamespace(live_counts=frozenset({8, 1}), demoted={})
-        worker.vllm_fl_since = after.Since(lambda: {"": worker.model_runner.model})
+        engine = worker.vllm_fl_serving = engine_of(plan, worker)
+        engine.start.live_counts, engine.is_watched = frozenset({8, 1}), True
         agree = told or (lambda mine: [mine])
         monkeypatch.setattr(after, "agree", agree)
         monkeypatch.setattr(verifying, "agree", agree)
@@ -139,9 +139,9 @@ def test_at_the_end_of_an_update_the_plan_is_compared_and_nothing_of_it_counts(
     worker = engine()
     with caplog.at_level(logging.INFO):
         assert worker.reload_weights() == "loaded"
-    assert worker.model_runner.runs == 1 and worker.seen == [worker.vllm_fl_plan]
+    assert worker.model_runner.runs == 1 and worker.seen == [worker.vllm_fl_serving]
     assert "After the weights were updated: 1 calls on live tensors in" in caplog.text
-    assert not worker.vllm_fl_plan.calls and not worker.vllm_fl_since.wrong
+    assert not worker.vllm_fl_serving.plan.calls and not worker.vllm_fl_serving.wrong
     assert worker.vllm_fl_verify().startswith("1 calls on live tensors in")
 
 
@@ -157,10 +157,10 @@ def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(
     assert "Since the weights were updated, wrong is implementation 'vendor.acme'" in str(error)
     assert "VLLM_FL_PER_OP='silu_and_mul=stock'" in str(error) and "[FL504]" in str(error)
     assert float(worker.model_runner.model.weight[0]) == 2.0, "the new ones stay"
-    assert worker.vllm_fl_since.wrong.keys() == {KEY}
+    assert worker.vllm_fl_serving.wrong.keys() == {KEY}
     worker.model_runner.model.weight -= 2
     worker.reload_weights()
-    assert worker.vllm_fl_since.wrong == {}, "of the last look"
+    assert worker.vllm_fl_serving.wrong == {}, "of the last look"
 
 
 def test_of_several_ranks_the_last_one_tells_the_caller(engine: Engine) -> None:
@@ -173,8 +173,8 @@ def test_of_several_ranks_the_last_one_tells_the_caller(engine: Engine) -> None:
     parallel = worker.vllm_config.parallel_config
     object.__setattr__(parallel, "world_size", 2)
     assert worker.reload_weights() == "loaded"
-    assert worker.vllm_fl_since.wrong == {KEY: "it is wrong there (found on rank 1)"}
-    worker.rank = 1
+    assert worker.vllm_fl_serving.wrong == {KEY: "it is wrong there (found on rank 1)"}
+    worker.vllm_fl_serving.start.rank = 1
     with pytest.raises(ServingError, match="it is wrong there"):
         worker.reload_weights()
 
@@ -189,7 +189,7 @@ def test_an_update_that_fails_gives_vllms_own_error_and_the_next_is_verified(
             update()
         (line,) = [r.message for r in caplog.records if "update of the weights failed" in r.message]
         assert "nothing was verified after it: rank 0: " in line
-    assert serving.plan_now() is None and worker.model_runner.runs == 0
+    assert serving.now() is None and worker.model_runner.runs == 0
     worker.reload_weights()
     assert worker.model_runner.runs == 1
 
@@ -243,7 +243,7 @@ def test_where_nothing_is_verified_nothing_is_said(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = engine()
-    worker.vllm_fl_preflight.live_counts = frozenset()
+    worker.vllm_fl_serving.start.live_counts = frozenset()
     worker.reload_weights()
     with pytest.raises(OSError):
         worker.reload_weights(fails=True)
@@ -260,30 +260,29 @@ def test_what_is_wrong_beside_the_cache_is_taken_out_where_nothing_is_compiled(
 ) -> None:
     cache: list[object] = []
     worker = engine(short_of_memory(cache))
-    preflight = worker.vllm_fl_preflight
-    models = {"": worker.model_runner.model}
-    told = verifying.verify_with_cache(worker, models, preflight, pytest.fail)
+    serving = worker.vllm_fl_serving
+    told = verifying.verify_with_cache(serving, pytest.fail)
     assert told.startswith("1 calls on live tensors with the KV cache in memory")
     cache.append(object())
 
     def renew() -> None:
-        (why,) = preflight.demoted.values()
-        assert why.startswith("failed at start on rank 0: it is wrong")
-        assert why.endswith("(with the KV cache in memory)")
-        worker.vllm_fl_plan = planning(managing(silu("vendor.emca", fn=lambda x: right(x))))
-        worker.model_runner.model.act = Act(worker.vllm_fl_plan)
+        (out,) = serving.start.out.values()
+        assert (out.code, out.rank) == (FAILED, 0)
+        assert out.why.startswith("it is wrong")
+        assert out.why.endswith("(with the KV cache in memory)")
+        serving.plan = planning(managing(silu("vendor.emca", fn=lambda x: right(x))))
+        worker.model_runner.model.act = Act(serving.plan)
 
-    told = verifying.verify_with_cache(worker, models, preflight, renew)
-    assert preflight.demoted.keys() == {KEY}
+    told = verifying.verify_with_cache(serving, renew)
+    assert serving.start.out.keys() == {KEY}
     assert told.startswith("2 calls"), "as at start, at each number of tokens"
 
 
 def test_what_is_compiled_with_it_does_not_start(engine: Engine) -> None:
     worker = engine(short_of_memory([object()]))
-    object.__setattr__(worker.vllm_fl_plan, "mode", "compiled")
-    models = {"": worker.model_runner.model}
+    object.__setattr__(worker.vllm_fl_serving.plan, "mode", "compiled")
     with pytest.raises(StartError) as failed:
-        verifying.verify_with_cache(worker, models, worker.vllm_fl_preflight, pytest.fail)
+        verifying.verify_with_cache(worker.vllm_fl_serving, pytest.fail)
     assert "implementation 'vendor.acme' failed for op 'silu_and_mul' on rank 0" in str(
         failed.value
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import managing, planning, silu
+from builders import engine_of, managing, planning, silu
 from configs import engine_config
 
 from vllm_fl.engine.facts import EngineFacts
@@ -41,25 +41,26 @@ class Model(torch.nn.Module):
 class Worker:
     """What a canary asks of vLLM's worker; each step calls the plan's function once."""
 
-    rank = 0
-    device = torch.device("cpu")
-    vllm_fl_digest = "f00d"
-
     def __init__(self, *, fn: Any = right, mode: Any = None, graphs: Any = None, **env: str):
         from vllm.config import CUDAGraphMode
 
         settings = load_settings(env)
-        self.vllm_fl_facts = EngineFacts(settings, "eager", dtype=torch.bfloat16)
         self.vllm_config = engine_config(mode=mode)
         self.vllm_config.compilation_config.cudagraph_mode = graphs or CUDAGraphMode.NONE
         manager = managing(silu("vendor.acme", fn=fn), per_op_order={OP: ["vendor"]})
         self.plan = planning(manager, "eager")
         self.call = self.plan.bind(OP, object(), frozenset())
         self.model = Model()
+        self.engine = engine_of(self.plan, self)
+        self.engine.digest = "f00d"
+        self.engine.start.facts = EngineFacts(settings, "eager", dtype=torch.bfloat16)
         dispatcher = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL)
         self.model_runner = self.runner(cudagraph_dispatcher=dispatcher)
         self.states: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
+
+    def get_model(self) -> Any:
+        return self.model
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -86,7 +87,7 @@ class Worker:
 def watched(worker: Worker) -> Any:
     from vllm_fl.integration.canary import watch
 
-    return watch(worker, worker.plan, worker.model)
+    return watch(worker.engine)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

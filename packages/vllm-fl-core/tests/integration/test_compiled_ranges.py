@@ -16,7 +16,7 @@ import torch
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from builders import half, managing, planning, silu
+from builders import engine_of, half, managing, planning, silu
 from vllm.compilation import backends
 from vllm.compilation.counter import compilation_counter
 from vllm.compilation.decorators import support_torch_compile
@@ -54,7 +54,7 @@ class Served:
 
     Args:
         marks: what it added to half of x, by the token count of the call.
-        inlined: as `Record.inlined` has it.
+        inlined: as `Serving.inlined` says.
         compilations: for how many ranges vLLM compiled it, from its caches or not.
     """
 
@@ -89,7 +89,7 @@ def served(order: Any) -> Served:
 
     before = compilation_counter.num_backend_compilations
     try:
-        with set_current_vllm_config(config), calling(plan), torch.inference_mode():
+        with set_current_vllm_config(config), calling(engine_of(plan)), torch.inference_mode():
             layer = Layer(vllm_config=config)
             marks = {}
             for tokens in (64, 1, 4, 5):
@@ -101,7 +101,7 @@ def served(order: Any) -> Served:
         leave_place(plan)
         torch._dynamo.reset()
     count = compilation_counter.num_backend_compilations - before
-    return Served(marks, plan.record.inlined, count)
+    return Served(marks, engine_of(plan).inlined, count)
 
 
 def test_each_range_runs_its_own_code() -> None:

@@ -26,7 +26,16 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import half, managing, planning, refusing, silu, silu_kernel, silu_of_kernel
+from builders import (
+    engine_of,
+    half,
+    managing,
+    planning,
+    refusing,
+    silu,
+    silu_kernel,
+    silu_of_kernel,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,8 +44,8 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
 from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
 from vllm_fl.integration.places import places
-from vllm_fl.integration.seams import empty, operators
-from vllm_fl.integration.serving import calling
+from vllm_fl.integration.seams import empty, operators, taking
+from vllm_fl.integration.serving import Choice, calling
 from vllm_fl.plugins.loading import known_contracts
 
 CPU = torch.device("cpu")
@@ -114,15 +123,16 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
 
 
 @contextmanager
-def serving(plan: Plan, *found: OperatorPlace) -> Iterator[operators.Overrides]:
+def serving(plan: Plan, *found: OperatorPlace) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
-    chosen = operators.choose(plan, binding(*found), CPU, torch.float32)
-    operators.take(plan, chosen, CPU)
+    engine = engine_of(plan)
+    engine.operators = operators.choose(plan, binding(*found), CPU, torch.float32)
+    operators.take(engine, CPU)
     try:
-        with calling(plan):
-            yield chosen
+        with calling(engine):
+            yield engine.operators
     finally:
-        operators.remove(plan)
+        engine.leave()
 
 
 def test_an_operator_is_there_while_an_engine_has_an_implementation_of_it(bare: None) -> None:
@@ -133,11 +143,10 @@ def test_an_operator_is_there_while_an_engine_has_an_implementation_of_it(bare: 
         assert torch.equal(call(), FIRST + 10)
         assert chosen.names == {"silu_and_mul": ["fl_test_bare::gated"]}
         assert chosen.schemas == {"fl_test_bare::gated": TABLE[0]["schema"]}
-        told = operators.report(plan, chosen)["silu_and_mul"]["fl_test_bare::gated"]
+        told = taking.report(engine_of(plan), chosen)["silu_and_mul"]["fl_test_bare::gated"]
         assert told == {
             "replaced": None,
             "overridden_by": None,
-            "callers": 0,
             "without_engine": 0,
             "other_arguments": 0,
         }
@@ -204,7 +213,7 @@ def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: N
     with serving(plan, place("wider")) as chosen:
         with pytest.raises(NoKernelError) as failure:
             call("wider", 2.0)
-        told = operators.report(plan, chosen)["silu_and_mul"]["fl_test_bare::wider"]
+        told = taking.report(engine_of(plan), chosen)["silu_and_mul"]["fl_test_bare::wider"]
     assert failure.value.operator == "fl_test_bare::wider"
     assert told["other_arguments"] == 1
 
@@ -251,7 +260,7 @@ def test_the_last_of_two_engines_takes_the_definition_away(bare: None) -> None:
     with serving(one) as first:
         with serving(other) as second:
             assert torch.equal(call(), FIRST + 2)
-            with calling(one):
+            with calling(engine_of(one)):
                 assert torch.equal(call(), FIRST + 1)
         assert names() == {"gated"}, "what only the other one read is gone"
         assert torch.equal(call(), FIRST + 1)
@@ -265,17 +274,12 @@ def test_the_last_of_two_engines_takes_the_definition_away(bare: None) -> None:
 
 def test_an_engine_of_another_plan_gets_the_error_and_not_the_others_kernel(bare: None) -> None:
     stock = planning(managing())
-    with serving(plan_of(silu("vendor.a"))), calling(stock), pytest.raises(NoKernelError):
+    with (
+        serving(plan_of(silu("vendor.a"))),
+        calling(engine_of(stock)),
+        pytest.raises(NoKernelError),
+    ):
         call()
-
-
-def test_removing_twice_and_what_was_never_taken_changes_nothing(bare: None) -> None:
-    plan = plan_of(silu("vendor.a", 1.0))
-    with serving(plan):
-        operators.remove(plan_of(silu("vendor.b")))
-        assert torch.equal(call(), FIRST + 1)
-    operators.remove(plan)
-    assert names() == set()
 
 
 def test_it_returns_nothing_on_tensors_without_data(bare: None) -> None:
@@ -314,7 +318,9 @@ def test_who_overrode_after_us_keeps_it_until_the_next_engine_ends(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 theirs.impl("gated", sevens, "CPU", allow_override=True)
-            assert Path(__file__).name in operators.overriders(plan)["fl_test_bare::gated"]
+            assert (
+                Path(__file__).name in operators.overriders(engine_of(plan))["fl_test_bare::gated"]
+            )
         assert Path(__file__).name in caplog.text
         assert names() == {"gated"} and call().eq(7).all()
         theirs._destroy()
@@ -403,7 +409,7 @@ def with_its_parents():
 def with_its_own():
     with t.serving(t.plan_of(t.silu('vendor.b', 2.0))):
         assert torch.equal(t.call(), t.FIRST + 2)
-    t.operators.remove(parents)
+    t.engine_of(parents).leave()
     assert t.names() == set()
     with t.serving(t.plan_of(t.silu('vendor.c', 3.0))):
         assert torch.equal(t.call(), t.FIRST + 3)

@@ -18,13 +18,13 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import half, managing, planning, refusing, silu
+from builders import engine_of, half, managing, planning, refusing, silu
 from torch import Tensor
 
 from vllm_fl.contracts.binding import Binding, FunctionPlace
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.seams import functions
-from vllm_fl.integration.serving import calling
+from vllm_fl.integration.seams import functions, taking
+from vllm_fl.integration.serving import Choice, calling
 
 X = torch.arange(32.0).reshape(4, 8)
 STOCK, FIRST = X[..., 4:], half(X)
@@ -89,25 +89,24 @@ def binding(*places: FunctionPlace) -> dict[str, Binding]:
 
 
 @contextmanager
-def serving(
-    plan: Plan, bound: dict[str, Binding] | None = None
-) -> Iterator[functions.Replacements]:
+def serving(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
-    chosen = functions.choose(plan, bound or binding())
-    functions.take(plan, chosen)
+    engine = engine_of(plan)
+    engine.functions = functions.choose(plan, bound or binding())
+    functions.take(engine)
     try:
-        with calling(plan):
-            yield chosen
+        with calling(engine):
+            yield engine.functions
     finally:
-        functions.remove(plan)
+        engine.leave()
 
 
 def plan_of(*impls: Any, **options: Any) -> Plan:
     return replace(planning(managing(*impls)), **options)
 
 
-def told(plan: Plan, chosen: functions.Replacements) -> dict[str, Any]:
-    report = functions.report(plan, chosen)
+def told(plan: Plan, chosen: Choice) -> dict[str, Any]:
+    report = taking.report(engine_of(plan), chosen)
     json.dumps(report)
     return report["silu_and_mul"]
 
@@ -179,7 +178,7 @@ def test_each_of_two_engines_has_its_own(home: ModuleType) -> None:
     with serving(one):
         with serving(other):
             assert torch.equal(home.gated(X), FIRST + 5)
-            with calling(one):
+            with calling(engine_of(one)):
                 assert torch.equal(home.gated(X), FIRST)
         assert torch.equal(home.gated(X), FIRST)
 

@@ -17,7 +17,7 @@ if find_spec("vllm") is None:
 
 import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
 import vllm.platforms
-from builders import half, kind_of, managing, planning, silu
+from builders import engine_of, half, kind_of, managing, planning, silu
 from torch._inductor.virtualized import V
 from tracing import traced
 from vllm import ir
@@ -30,7 +30,7 @@ from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.engine.ranges import Range
-from vllm_fl.integration import lowering, passes, platform, ranges
+from vllm_fl.integration import lowering, passes, ranges
 from vllm_fl.integration.functional_operators import OWNER
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.platform import PlatformOverlay
@@ -121,7 +121,7 @@ def lowered(
     """
     unknown = [arg.ndim > 1 and sizes[0] != sizes[1] for arg in args]
     with traced(function, args, unknown) as (mode, module):
-        run = lowering.RangeLowering(plan, config([LARGEST], apart))
+        run = lowering.RangeLowering(engine_of(plan), config([LARGEST], apart))
         with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
             for each in (run, *afterwards):
                 each(module.graph)
@@ -130,6 +130,12 @@ def lowered(
     counted = ("vllm_", "aten.clone") if afterwards else "vllm_"
     left = [str(n.target) for n in module.graph.nodes if str(n.target).startswith(counted)]
     return module(*args), left
+
+
+def reported(plan: Plan, of: Any) -> Any:
+    engine = engine_of(plan)
+    engine.worker.vllm_config = of
+    return ranges.report(engine)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +161,7 @@ def test_a_range_of_one_traceable_choice_has_its_code_and_no_operator(
     torch.testing.assert_close(result, half(x * 2) + mark + 1)
     assert len(left) == stays
     impl_id = {1: "vendor.acme", 3: "default.flagos"}.get(mark, "")
-    assert plan.record.inlined[OP, Range(*sizes), impl_id] == (not stays)
+    assert engine_of(plan).inlined[OP, Range(*sizes), impl_id] == (not stays)
 
 
 def test_code_in_a_graph_says_whose_it_is(planned: Planned) -> None:
@@ -215,7 +221,7 @@ def test_where_the_token_count_cannot_be_told_the_operator_stays_and_is_named(
             assert lowered(plan, (1, 4), lambda x, y: function(bound, x, y), x, y)[1]
     (said,) = [r.getMessage() for r in caplog.records]
     assert said.startswith(f"Op '{OP}': 'vendor.acme' is not inlined everywhere")
-    first, *_ = ranges.report(plan, config([4, 16, 64]))[OP]
+    first, *_ = reported(plan, config([4, 16, 64]))[OP]
     assert (first["places"], first["operators"]) == (0, 2)
 
 
@@ -311,7 +317,7 @@ def test_nor_does_a_norm_that_vllm_lowers_itself(planned: Planned) -> None:
     kind, vendor = kind_of("vendor.acme")
     first = OpImpl("rms_norm", "vendor.acme", kind, half_of_it, vendor, traceable=True)
     plan = planned("vendor", first)
-    seams.bind_provider(plan, "0123", by_range=True)
+    seams.bind_provider(engine_of(plan), by_range=True)
     passes = [each(VllmConfig()) for each in (VllmIRLoweringPass, UnsafeCloneEliminationPass)]
     x = torch.randn(3, 8)
     before = x.clone()
@@ -389,7 +395,7 @@ def test_a_row_that_writes_in_place_needs_no_copies_where_the_others_are_inlined
     both = frozenset({"x", "residual"})
     first = OpImpl("rms_norm", "vendor.acme", kind, in_place, vendor, consumes=both)
     plan = planned({"<=4": "vendor", "rest": "flagos"}, first, norm("default.flagos", 3))
-    seams.bind_provider(plan, "0123", by_range=by_range)
+    seams.bind_provider(engine_of(plan), by_range=by_range)
     passes = [each(VllmConfig()) for each in (VllmIRLoweringPass, UnsafeCloneEliminationPass)]
 
     def model(x: torch.Tensor, residual: torch.Tensor) -> Any:
@@ -546,7 +552,7 @@ def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Pla
     bound = plan.bind(OP, object(), NOTHING)
     for sizes in ((1, 4), (5, 16)):
         lowered(plan, sizes, bound, torch.randn(8, 8))
-    assert ranges.report(plan, config([4, 16, 64])) == {
+    assert reported(plan, config([4, 16, 64])) == {
         OP: [
             {"first": 1, "last": 4, "impl": "vendor.acme", "places": 1, "operators": 0},
             {"first": 5, "last": 16, "impl": None, "places": 0, "operators": 1},
@@ -571,15 +577,11 @@ def test_the_platforms_own_pass_manager_has_our_pass_where_there_is_something_to
     monkeypatch.setattr(PostGradPassManager, "configure", lambda self, config: None)
 
     def added(plan: Plan | None, **fields: Any) -> list[Any]:
-        monkeypatch.setattr(passes, "plan_now", lambda: plan)
+        monkeypatch.setattr(passes, "now", lambda: plan and engine_of(plan))
         made = manager()
         made.configure(config([LARGEST], **fields))
         return list(made.passes)
 
-    stock = "vllm.compilation.passes.pass_manager.PostGradPassManager"
-    with monkeypatch.context() as patch:
-        patch.setattr(platform, "has_pass_context", lambda: False)
-        assert Platform.get_pass_manager_cls() == stock
     plan = planned(ROWS, *three())
     assert added(plan) == added(None) == []
     plan.bind(OP, object(), NOTHING)
@@ -597,7 +599,7 @@ def test_a_devices_manager_that_takes_no_pass_is_named_and_starts(
 
     plan = planned(ROWS, *three())
     plan.bind(OP, object(), NOTHING)
-    monkeypatch.setattr(passes, "plan_now", lambda: plan)
+    monkeypatch.setattr(passes, "now", lambda: engine_of(plan))
     manager: Any = type("BareFL", (passes._WithOurPasses, Bare), {})
     manager().configure(config([LARGEST]))
     assert "Bare takes no further pass" in caplog.text
@@ -607,5 +609,5 @@ def test_caches_know_the_pass_by_the_plans_digest(planned: Planned) -> None:
     plan = planned(ROWS, *three())
     one, other = config([LARGEST]), config([LARGEST])
     other.additional_config["vllm_fl"] = Carried(plan="4567")
-    uuids = [lowering.RangeLowering(plan, each).uuid() for each in (one, one, other)]
+    uuids = [lowering.RangeLowering(engine_of(plan), each).uuid() for each in (one, one, other)]
     assert uuids[0] == uuids[1] != uuids[2]

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,25 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import failing, half, managing, planning, refusing, silu, silu_kernel, silu_of_kernel
+from builders import (
+    engine_of,
+    failing,
+    half,
+    managing,
+    planning,
+    refusing,
+    silu,
+    silu_kernel,
+    silu_of_kernel,
+)
 from torch import Tensor
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import Binding, FusionPlace, LayerPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, CallError, VllmFLError
-from vllm_fl.integration.seams import operators
-from vllm_fl.integration.serving import calling
+from vllm_fl.integration.seams import operators, taking
+from vllm_fl.integration.serving import Choice, calling
 from vllm_fl.plugins.loading import known_contracts
 
 CPU = torch.device("cpu")
@@ -90,15 +101,16 @@ FIRST = half(X)
 
 
 @contextmanager
-def serving(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[operators.Overrides]:
+def serving(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
-    chosen = operators.choose(plan, bound or binding(), CPU, torch.float32)
-    operators.take(plan, chosen, CPU)
+    engine = engine_of(plan)
+    engine.operators = operators.choose(plan, bound or binding(), CPU, torch.float32)
+    operators.take(engine, CPU)
     try:
-        with calling(plan):
-            yield chosen
+        with calling(engine):
+            yield engine.operators
     finally:
-        operators.remove(plan)
+        engine.leave()
 
 
 @contextmanager
@@ -114,8 +126,8 @@ def overridden(fn: Callable[..., None], name: str = "gated") -> Iterator[torch.l
         library._destroy()
 
 
-def told(plan: Plan, chosen: operators.Overrides, name: str = "gated") -> dict[str, Any]:
-    report = operators.report(plan, chosen)
+def told(plan: Plan, chosen: Choice, name: str = "gated") -> dict[str, Any]:
+    report = taking.report(engine_of(plan), chosen)
     json.dumps(report)
     return report["silu_and_mul"][f"fl_test_operators::{name}"]
 
@@ -135,7 +147,7 @@ def test_a_call_by_name_reaches_the_plans_first_choice_and_shutdown_gives_it_bac
 def test_an_op_that_is_stock_overrides_nothing() -> None:
     plan = planning(managing())
     with serving(plan) as chosen:
-        assert chosen.names == {} and operators.report(plan, chosen) == {}
+        assert chosen.names == {} and taking.report(engine_of(plan), chosen) == {}
         assert torch.equal(call(), STOCK)
 
 
@@ -228,7 +240,7 @@ def test_entered_again_is_per_thread_and_per_operator() -> None:
     with serving(plan, binding(place(), place("asking"))):
 
         def waits() -> None:
-            with calling(plan):
+            with calling(engine_of(plan)):
                 call(x=one_row)
 
         thread = threading.Thread(target=waits)
@@ -272,24 +284,16 @@ def test_each_of_two_engines_has_its_own_plan_and_the_last_takes_the_override_aw
     with serving(one):
         with serving(other):
             assert torch.equal(call(), FIRST + 2)
-            with calling(one):
+            with calling(engine_of(one)):
                 assert torch.equal(call(), FIRST + 1)
-            with calling(stock):
+            with calling(engine_of(stock)):
                 assert torch.equal(call(), STOCK)
             # One override for both.
             assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 2
-        with calling(other):
+        with calling(engine_of(other)):
             assert torch.equal(call(), STOCK)
         assert torch.equal(call(), FIRST + 1)
     assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
-
-
-def test_removing_twice_and_what_was_never_taken_changes_nothing() -> None:
-    one, other = plan_of(silu("vendor.a", 1.0)), plan_of(silu("vendor.b", 2.0))
-    with serving(one):
-        operators.remove(other)
-        assert torch.equal(call(), FIRST + 1)
-    operators.remove(one)
 
 
 def test_who_overrode_before_us_is_what_stock_means_and_is_named(
@@ -313,7 +317,7 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
 ) -> None:
     plan = plan_of(silu("vendor.a", 1.0))
     with serving(plan) as chosen:
-        assert operators.overriders(plan) == {}
+        assert operators.overriders(engine_of(plan)) == {}
         assert told(plan, chosen)["overridden_by"] is None
         beneath = torch.library.get_kernel("fl_test_operators::gated", "CPU")
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -325,7 +329,7 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
         theirs_is_on_top = overridden(theirs)
         library = theirs_is_on_top.__enter__()
         assert torch.equal(call(), FIRST + 1001)
-        who = operators.overriders(plan)
+        who = operators.overriders(engine_of(plan))
         assert Path(__file__).name in who["fl_test_operators::gated"]
         assert told(plan, chosen)["overridden_by"] == who["fl_test_operators::gated"]
     assert Path(__file__).name in caplog.text
@@ -480,8 +484,8 @@ def test_without_such_sizes_nobody_asks() -> None:
     for order in ("vendor", {"<=2": "vendor", "rest": ["reference"]}):
         plan = by_size(order, silu("vendor.a"), silu("reference.torch", 2.0))
         with serving(plan, binding(direct())):
-            (override,) = operators._overrides.values()
-            assert override.routes[plan].leaves is None
+            (route,) = engine_of(plan).routes.values()
+            assert route.leaves is None
 
 
 def test_of_two_engines_each_leaves_its_own_sizes() -> None:
@@ -491,7 +495,7 @@ def test_of_two_engines_each_leaves_its_own_sizes() -> None:
     )
     with serving(small, binding(direct())), serving(large, binding(direct())):
         assert torch.equal(call(), STOCK) and torch.equal(call(x=X[:2]), FIRST[:2] + 1)
-        with calling(small):
+        with calling(engine_of(small)):
             assert torch.equal(call(), FIRST + 1) and torch.equal(call(x=X[:2]), STOCK[:2])
 
 
@@ -529,8 +533,8 @@ def test_an_operator_that_does_not_fit_is_said_by_name(
     with serving(plan, binding(found, place("asking"))) as chosen:
         assert chosen.left == {"silu_and_mul": {found.name: why}}
         assert torch.equal(call("asking"), FIRST + 1), "the others are taken"
-        assert operators.report(plan, chosen)["silu_and_mul"][found.name] == {"left": why}
-    assert f"operator {found.name} is left to vLLM: {why}" in caplog.text
+        assert taking.report(engine_of(plan), chosen)["silu_and_mul"][found.name] == {"left": why}
+    assert f"{found.name} is left to vLLM: {why}" in caplog.text
 
 
 def test_of_two_forms_of_an_operator_the_one_that_fits_is_taken() -> None:
@@ -635,14 +639,13 @@ def child(run):
 def without():
     with t.calling(None):
         assert torch.equal(t.call(), t.STOCK)
-    with t.calling(parents):
+    with t.calling(t.engine_of(parents)):
         assert torch.equal(t.call(), t.FIRST + 1)
 
 def with_its_own():
     with t.serving(t.plan_of(t.silu('vendor.b', 2.0))):
         assert torch.equal(t.call(), t.FIRST + 2)
-    operators = t.operators
-    operators.remove(parents)
+    t.engine_of(parents).leave()
     assert torch.equal(t.call(), t.STOCK)
     with t.serving(t.plan_of(t.silu('vendor.c', 3.0))):
         assert torch.equal(t.call(), t.FIRST + 3)
@@ -716,7 +719,7 @@ def test_every_operator_that_this_vllm_has_fits() -> None:
     assert all(exists(name) for name in HERE)
     for op, bound in known_contracts().bindings.items():
         places = [p for p in bound.places if isinstance(p, OperatorPlace) and exists(p.name)]
-        found, why = operators._fitting(places, "CPU")
+        found, why = taking.fitting(places, partial(operators._misfit, key="CPU"))
         assert not why and {p.name for p in found} == {p.name for p in places}, op
 
 

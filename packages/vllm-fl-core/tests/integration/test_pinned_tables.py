@@ -89,12 +89,9 @@ def start(process: OpManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             variables["VLLM_FL_TABLE"] = str(path)
         settings = load_settings({"VLLM_FL_PREFLIGHT": "off", **variables})
         facts = EngineFacts(settings, "eager", dtype=torch.bfloat16, sizes=SIZES)
-        rank = SimpleNamespace(
-            vllm_fl_facts=facts, vllm_fl_groups=None, rank=0, device=torch.device("cpu")
-        )
-        preflight = verifying.Preflight(rank)  # type: ignore[arg-type]
-        found = verifying.verified_plan(rank, preflight, alone=not others)  # type: ignore[arg-type]
-        return *found, preflight.limits(found[0]), rank.vllm_fl_table
+        preflight = verifying.Preflight(facts, 0, torch.device("cpu"))
+        found = verifying.verified_plan(preflight, alone=not others)
+        return *found, preflight.limits(found[0]), preflight.table
 
     log = logging.getLogger("vllm_fl")
     monkeypatch.setattr(log, "propagate", True)

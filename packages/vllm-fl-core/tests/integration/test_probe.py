@@ -12,7 +12,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import managing, planning, silu
+from builders import engine_of, managing, planning, silu
 from vllm import forward_context
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sequence import IntermediateTensors
 
 from vllm_fl.contracts import contracts
-from vllm_fl.integration import probe, verifying, worker
+from vllm_fl.integration import probe, verifying
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 
@@ -207,18 +207,16 @@ class Drafting(Older):
                 self.draft()
 
 
-def worker_with(runner: Drafting, config: Any) -> Any:
+def engine_with(runner: Drafting, config: Any) -> Any:
     oracle = contracts()["merge_attn_states"].oracle
     behind = OpImpl("merge_attn_states", "vendor.acme", BackendImplKind.VENDOR, oracle, "acme")
     plan = planning(managing(silu("vendor.acme"), behind))
-    return SimpleNamespace(
-        vllm_fl_plan=plan,
-        model_runner=runner,
-        vllm_config=config,
-        device=torch.device("cpu"),
-        rank=0,
-        get_model=lambda: runner.model,
+    worker = SimpleNamespace(
+        model_runner=runner, vllm_config=config, get_model=lambda: runner.model
     )
+    engine = engine_of(plan)
+    engine.worker = worker
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -237,13 +235,13 @@ def test_with_speculative_decoding_the_start_goes_on(
     """Also where the draft model cannot run before vLLM has made what it needs."""
     monkeypatch.setattr(verifying, "agree", lambda mine: [mine])
     model = Model()
-    told = worker_with(Drafting(model, config, draft), config)
-    preflight: Any = SimpleNamespace(live_counts={8}, demoted={}, rejected={}, not_reached={})
-    said, *unseen = worker._verify_live(told, preflight, alone=False)
+    engine = engine_with(Drafting(model, config, draft), config)
+    engine.start.live_counts = frozenset({8})
+    said, *unseen = verifying.verify_live(engine, pytest.fail)
     assert said.startswith(line)
     ran = not line.startswith("not")
     assert unseen == ["not compared there: merge_attn_states (not called)"] * ran
-    assert model.given and not preflight.demoted
+    assert model.given and not engine.start.out
     assert left_clean(model) and (not isinstance(draft, Model) or left_clean(draft))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.integration.ranks import Verdict, agree, differences, lacking
+from vllm_fl.integration.ranks import LACKED, Verdict, agree, differences, lacking
 
 
 def found(rank: int, **changed: Any) -> Verdict:
@@ -62,13 +62,13 @@ def test_what_one_rank_lacks_is_found_on_every_rank() -> None:
     )
     for verdicts in ([first, bare], [replace(bare, rank=0), replace(first, rank=1)]):
         lacks = {v.rank for v in verdicts if ("rms_norm", "vendor.acme") not in v.installed}
-        assert lacking(verdicts) == {("rms_norm", "vendor.acme"): (*lacks, "fl-acme 1.0")}
+        assert lacking(verdicts) == {("rms_norm", "vendor.acme"): (LACKED, *lacks, "fl-acme 1.0")}
 
 
 def test_a_row_of_an_order_by_size_is_its_ops() -> None:
     ops = {"rms_norm(<=16)": found(0).facts["ops"]["rms_norm"], "rms_norm": []}
     one = Verdict(0, facts={"ops": ops}, installed=frozenset({("rms_norm", "vendor.acme")}))
-    assert lacking([one, Verdict(1)]) == {("rms_norm", "vendor.acme"): (1, "fl-acme 1.0")}
+    assert lacking([one, Verdict(1)]) == {("rms_norm", "vendor.acme"): (LACKED, 1, "fl-acme 1.0")}
     assert lacking([one, replace(one, rank=1)]) == {}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,26 +12,28 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from builders import managing, planning, silu
+from builders import engine_of, managing, planning, silu
 from configs import engine_config
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import serving
+from vllm_fl.integration.serving import Serving
 from vllm_fl.integration.worker import PlannedWorker
 
 
+def engine(name: str = "vendor.a") -> Any:
+    return engine_of(planning(managing(silu(name))))
+
+
 @pytest.fixture
-def engines() -> Iterator[tuple[tuple[Plan, Any], tuple[Plan, Any]]]:
-    """Two engines that serve: (plan, configuration) of each."""
-    found = tuple(
-        (planning(managing(silu(name))), engine_config()) for name in ("vendor.a", "vendor.b")
-    )
-    for plan, config in found:
-        serving.begin(plan, config)
+def engines() -> Iterator[tuple[tuple[Serving, Any], tuple[Serving, Any]]]:
+    """Two engines that serve: (engine, configuration) of each."""
+    found = tuple((engine(name), engine_config()) for name in ("vendor.a", "vendor.b"))
+    for each, config in found:
+        each.begin(config)
     yield found  # type: ignore[misc]
-    for plan, _ in found:
-        serving.end(plan)
+    for each, _ in found:
+        each.leave()
 
 
 def forward(config: Any) -> Any:
@@ -42,17 +43,17 @@ def forward(config: Any) -> Any:
 
 
 def test_nobody_is_calling() -> None:
-    assert serving.plan_now() is None
+    assert serving.now() is None
 
 
 def test_the_forward_context_tells_two_engines_apart(engines: Any) -> None:
     (first, one), (second, other) = engines
     with forward(one):
-        assert serving.plan_now() is first
+        assert serving.now() is first
         with forward(other):
-            assert serving.plan_now() is second
-        assert serving.plan_now() is first
-    assert serving.plan_now() is None
+            assert serving.now() is second
+        assert serving.now() is first
+    assert serving.now() is None
 
 
 def test_it_goes_before_what_the_thread_is_in_and_reaches_other_threads(engines: Any) -> None:
@@ -60,8 +61,8 @@ def test_it_goes_before_what_the_thread_is_in_and_reaches_other_threads(engines:
     (first, one), (second, _) = engines
     seen = []
     with serving.calling(second), forward(one):
-        assert serving.plan_now() is first
-        thread = threading.Thread(target=lambda: seen.append(serving.plan_now()))
+        assert serving.now() is first
+        thread = threading.Thread(target=lambda: seen.append(serving.now()))
         thread.start()
         thread.join()
     assert seen == [first]
@@ -71,39 +72,39 @@ def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(engines: An
     """As a drafter's may be: its worker's method is what is known."""
     (first, _), _ = engines
     with forward(engine_config()):
-        assert serving.plan_now() is None
+        assert serving.now() is None
         with serving.calling(first):
-            assert serving.plan_now() is first
+            assert serving.now() is first
 
 
 def test_what_one_thread_is_in_is_not_anothers(engines: Any) -> None:
     (first, _), _ = engines
     seen = []
     with serving.calling(first):
-        thread = threading.Thread(target=lambda: seen.append(serving.plan_now()))
+        thread = threading.Thread(target=lambda: seen.append(serving.now()))
         thread.start()
         thread.join()
-        assert serving.plan_now() is first
+        assert serving.now() is first
     assert seen == [None]
 
 
 def test_an_engine_that_has_ended_calls_no_more() -> None:
-    plan, config = planning(managing(silu("vendor.a"))), engine_config()
-    serving.begin(plan, config)
-    serving.end(plan)
+    ended, config = engine(), engine_config()
+    ended.begin(config)
+    ended.leave()
     with forward(config):
-        assert serving.plan_now() is None
-    serving.end(plan)  # a second shutdown
+        assert serving.now() is None
+    ended.leave()  # a second shutdown
 
 
 def test_a_table_of_layers_that_is_gone_lends_its_identity_to_no_other() -> None:
     """A dictionary made after one that was freed may have its id."""
-    plan, config = planning(managing(silu("vendor.a"))), engine_config()
-    serving.begin(plan, config)
+    ended, config = engine(), engine_config()
+    ended.begin(config)
     known = id(config.compilation_config.static_forward_context)
     del config
     assert all(id({}) != known for _ in range(1000))
-    serving.end(plan)
+    ended.leave()
 
 
 class Worker:
@@ -113,27 +114,31 @@ class Worker:
         self.seen: list[Any] = []
 
     def execute_model(self, scheduled: str, *, more: int = 0) -> tuple[str, int]:
-        self.seen.append(serving.plan_now())
+        self.seen.append(serving.now())
         return scheduled, more
 
     def determine_available_memory(self) -> None:
         raise MemoryError
 
     def get_model(self) -> Any:
-        return serving.plan_now()
+        return serving.now()
 
 
-def test_the_workers_methods_that_run_the_model_call_for_its_plan() -> None:
+def test_the_workers_methods_that_run_the_model_call_for_its_engine() -> None:
     planned = type("Planned", (PlannedWorker, Worker), {})
     worker = object.__new__(planned)
     Worker.__init__(worker)
     worker.execute_model("early")
-    worker.vllm_fl_plan = plan = SimpleNamespace()
+    worker.vllm_fl_serving = engine()
+    given_back: list[str] = []
+    worker.vllm_fl_serving.hold(given_back.append, "the first")
+    worker.vllm_fl_serving.hold(given_back.append, "the last")
     assert worker.execute_model("batch", more=2) == ("batch", 2)
-    assert worker.seen == [None, plan]
+    assert worker.seen == [None, worker.vllm_fl_serving] and not given_back
     with pytest.raises(MemoryError):
         worker.determine_available_memory()
-    assert worker.get_model() is None and serving.plan_now() is None
+    assert given_back == ["the last", "the first"], "a start that fails ends the engine"
+    assert worker.get_model() is None and serving.now() is None
     assert not hasattr(planned, "sample_tokens"), "vLLM asks workers what they have"
 
 

@@ -17,7 +17,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import vllm.platforms
-from builders import kind_of, managing, planning
+from builders import engine_of, kind_of, managing, planning
 from torch._inductor.virtualized import V
 from tracing import traced
 from vllm.compilation.passes.inductor_pass import pass_context
@@ -73,8 +73,8 @@ def passed(
     """(what the graph of a range returns behind the pass, whether an operator of ours is in it)."""
     is_range = sizes[0] < sizes[1]
     with traced(function, args, [is_range, *[False] * (len(args) - 1)]) as (mode, module):
-        torch_operators.watch(plan)
-        run = replacing.TorchOperators(torch_operators.replaced(plan), config([16]))
+        torch_operators.watch(engine_of(plan))
+        run = replacing.TorchOperators(engine_of(plan).replaced, config([16]))
         with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
             run(module.graph)
     module.graph.lint()
@@ -148,7 +148,7 @@ def test_what_is_no_product_with_a_turned_weight_stays(function: Any, args: Any)
     plan = planned(["vendor"])
     result, ours = passed(plan, function, *args)
     assert not ours and torch.equal(result, function(*args))
-    (known,) = fusions.sites(plan).values()
+    (known,) = engine_of(plan).sites.values()
     assert (known.graphs, known.found) == (1, 0)
 
 
@@ -161,7 +161,7 @@ def test_a_range_that_is_left_to_vllm_is_as_without_us(sizes: tuple[int, int], o
         assert there is ours
         # An operator that stands for several rows looks a call's row up.
         torch.testing.assert_close(result, linear(x, WEIGHT) + (ours and rows <= 16))
-    (known,) = fusions.sites(plan).values()
+    (known,) = engine_of(plan).sites.values()
     assert (known.graphs, known.found) == ((1, 1) if ours else (0, 0))
 
 
@@ -248,7 +248,7 @@ def test_nothing_found_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     plan = planned(["vendor"])
     passed(plan, lambda x: x + 1, X)
     with caplog.at_level(logging.WARNING):
-        fusions.say(plan)
+        fusions.say(engine_of(plan))
     assert "found no place for it in 1 graph, so that 'vendor.acme' does not run" in caplog.text
 
 

@@ -20,13 +20,12 @@ from vllm_fl.settings.loading import load_settings
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
-def worker_of(**fields: Any) -> Any:
-    """What a preflight asks of its worker."""
+def preflight_of(**fields: Any) -> Any:
+    from vllm_fl.integration.verifying import Preflight
+
     settings = load_settings({"VLLM_FL_PREFLIGHT": "run", **fields.pop("env", {})})
     facts = EngineFacts(settings, "eager", **{"dtype": torch.bfloat16, **fields})
-    return SimpleNamespace(
-        vllm_fl_facts=facts, vllm_fl_groups=None, rank=1, device=torch.device("cpu")
-    )
+    return Preflight(facts, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom")], ids=repr)
@@ -44,7 +43,7 @@ def test_whatever_a_plugin_raises_is_this_ranks_verdict(
         monkeypatch.setattr(verifying.attention, "faults", fails)
     else:
         monkeypatch.setattr(verifying, "find_faults", fails)
-    preflight = verifying.Preflight(worker_of())
+    preflight = preflight_of()
     verdict = preflight.verdict(planning(managing(silu("vendor.acme"))), {"mode": "eager"})
     assert verdict.rank == 1 and type(error).__name__ in verdict.failure
     assert verdict.facts == {"mode": "eager"}
@@ -69,14 +68,14 @@ def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
     monkeypatch.setattr(verifying, "find_variant", variant)
     plan = planning(managing(silu("vendor.wrong"), silu("vendor.acme"), silu("vendor.emca")))
     env = {"VLLM_FL_REQUIRE": "batch_invariant", "VLLM_FL_PREFLIGHT": "verify"}
-    verdict = verifying.Preflight(worker_of(env=env)).verdict(plan, {})
+    verdict = preflight_of(env=env).verdict(plan, {})
     assert set(verdict.faults) == {("silu_and_mul", "vendor.wrong")}
     assert measured == [["vendor.acme", "vendor.emca"]]
     assert verdict.rejections == {
         ("silu_and_mul", "vendor.acme"): "VLLM_FL_REQUIRE=batch_invariant, and it is not "
         "batch-invariant: 1 row"
     }
-    verifying.Preflight(worker_of()).verdict(plan, {})
+    preflight_of().verdict(plan, {})
     assert measured[1:] == [[]]
 
 
@@ -89,7 +88,7 @@ def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
     refused = {("silu_and_mul", "vendor.acme"): "1 x 640: odd"}
     monkeypatch.setattr(verifying, "find_faults", lambda *_, **__: Findings(refused=refused))
     plan = planning(managing(silu("vendor.acme"), strict=strict))
-    verdict = verifying.Preflight(worker_of()).verdict(plan, {})
+    verdict = preflight_of().verdict(plan, {})
     why = "it refuses every call of this model (1 x 640: odd)"
     assert verdict.rejections == {("silu_and_mul", "vendor.acme"): why} and not verdict.faults
     assert (why in verdict.failure) is strict
@@ -103,7 +102,7 @@ def test_an_interrupt_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(verifying, "find_faults", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        verifying.Preflight(worker_of()).verdict(planning(managing()), {})
+        preflight_of().verdict(planning(managing()), {})
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -127,7 +126,7 @@ def test_what_any_row_may_call_is_verified_once(monkeypatch: pytest.MonkeyPatch,
     impls = silu("vendor.acme"), silu("reference.torch"), silu("default.flagos")
     order = {"<=4": ["vendor", "reference"], "<=9": "stock", "rest": "flagos"}
     manager = managing(*impls, per_op_order={"silu_and_mul": order})
-    preflight = verifying.Preflight(worker_of())
+    preflight = preflight_of()
     verdict = preflight.verdict(planning(manager, mode), {})
     assert verdict.failure == ""
     assert verdict.faults == {("silu_and_mul", "vendor.acme"): "wrong"}
@@ -153,7 +152,7 @@ def warmed(plan: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[st
         return Findings()
 
     monkeypatch.setattr(verifying, "find_faults", finds)
-    verifying.Preflight(worker_of(sizes=ModelSizes(tokens=(1, 100)), **fields)).verdict(plan, {})
+    preflight_of(sizes=ModelSizes(tokens=(1, 100)), **fields).verdict(plan, {})
     return given
 
 
@@ -197,10 +196,10 @@ def test_what_layers_call_is_captured_where_vllm_captures(monkeypatch: pytest.Mo
     orders: Any = {"silu_and_mul": {"<=4": "reference", "rest": "vendor"}}
     for device in ("cuda", "cpu"):
         for mode in ("eager", "compiled"):
-            told = worker_of(sizes=ModelSizes(tokens=(1, 2048)), captured=(1, 64, 512))
+            told = preflight_of(sizes=ModelSizes(tokens=(1, 2048)), captured=(1, 64, 512))
             told.device = torch.device(device)
             plan = planning(managing(*impls, per_op_order=orders), mode)  # type: ignore[arg-type]
-            verifying.Preflight(told).verdict(plan, {})
+            told.verdict(plan, {})
     both = {("silu_and_mul", name): 64 for name in ("vendor.acme", "reference.torch")}
     assert given == [both, {("silu_and_mul", "vendor.acme"): 64}, {}, {}]
 
@@ -228,8 +227,8 @@ def test_a_rank_asks_for_runs_of_the_loaded_model(
     manager = managing(
         silu("vendor.acme"), silu("vendor.emca"), per_op_order={"silu_and_mul": order}
     )
-    told = worker_of(sizes=ModelSizes(tokens=(1, 2048)), env={"VLLM_FL_PREFLIGHT": how})
-    assert verifying.Preflight(told).verdict(planning(manager), {}).counts == counts
-    small = worker_of(sizes=ModelSizes(tokens=(1, 100)), env={"VLLM_FL_PREFLIGHT": how})
-    found = verifying.Preflight(small).verdict(planning(manager), {}).counts
+    told = preflight_of(sizes=ModelSizes(tokens=(1, 2048)), env={"VLLM_FL_PREFLIGHT": how})
+    assert told.verdict(planning(manager), {}).counts == counts
+    small = preflight_of(sizes=ModelSizes(tokens=(1, 100)), env={"VLLM_FL_PREFLIGHT": how})
+    found = small.verdict(planning(manager), {}).counts
     assert found == {min(n, 100) for n in counts}, "a model runs no more than its largest batch"

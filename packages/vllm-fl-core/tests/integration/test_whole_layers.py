@@ -16,7 +16,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import managing, planning
+from builders import engine_of, managing, planning
 from configs import engine_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.custom_op import CustomOp, PluggableLayer, maybe_get_oot_by_class
@@ -385,28 +385,26 @@ def test_the_worker_says_what_serves(
     caplog.set_level(logging.INFO, "vllm_fl")
 
     class Worker:
-        rank, model = 0, model(OwnMixer())
+        model = model(OwnMixer())
 
         def get_model(self) -> torch.nn.Module:
             return self.model
 
-    class Hidden(Worker):
+    class Hidden:
         def get_model(self) -> torch.nn.Module:
             raise NotImplementedError
 
-    class Second(Worker):
-        rank = 1
-
     made = plan(impl(), impl("BigMixer", "OwnBig"))
-    said = {}
-    for worker in (Worker, Hidden, Second):
+    said = []
+    for worker, rank in ((Worker(), 0), (Hidden(), 0), (Worker(), 1)):
         caplog.clear()
-        counts: Any = _built_layers(worker(), made)  # type: ignore[arg-type]
-        said[worker] = counts, caplog.text
-    counts, text = said[Worker]
+        engine = engine_of(made, worker)
+        engine.start.rank = rank
+        said.append((_built_layers(engine), caplog.text))
+    counts, text = said[0]
     assert counts == {"Mixer": 1, "BigMixer": 0}
     assert "Layer Mixer: 1 in this model, by 'vendor.acme'" in text
     assert "Layer BigMixer: this model has none, so that 'vendor.acme' does not run" in text
-    assert said[Second] == (counts, "")
-    assert said[Hidden][0] == {} and "is not known" in said[Hidden][1]
-    assert _built_layers(Hidden(), plan()) == {}  # type: ignore[arg-type]  # it is not asked
+    assert said[2] == (counts, "")
+    assert said[1][0] == {} and "is not known" in said[1][1]
+    assert _built_layers(engine_of(plan(), Hidden())) == {}, "it is not asked"

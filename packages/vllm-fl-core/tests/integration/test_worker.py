@@ -29,6 +29,7 @@ from vllm_fl.integration.entry import general_plugin
 general_plugin()
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.platforms import current_platform
+from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.settings.loading import Settings, load_settings
@@ -61,12 +62,25 @@ class Worker:
         pass
 
 
-asked = {"VLLM_FL_PREFLIGHT": "off", "VLLM_FL_METRICS": os.environ.get("METRICS", "")}
+asked = {"VLLM_FL_PLUGINS": "vllm-fl-ops", "VLLM_FL_PREFLIGHT": "off"}
+asked |= {"VLLM_FL_METRICS": os.environ.get("METRICS", "")}
 asked |= {"VLLM_FL_SHADOW": os.environ["SHADOW"]} if "SHADOW" in os.environ else {}
 settings = load_settings(asked, platform="cpu")
 carried = pickle.loads(pickle.dumps(Carried(settings=settings.to_json())))
 config = engine_config(carried)
 config.kernel_config.ir_op_priority = IrOpPriorityConfig()
+
+
+class Failing(Worker):
+    def load_model(self, **options):
+        raise MemoryError
+
+
+try:
+    type("PlannedFailing", (PlannedWorker, Failing), {})(config).load_model(load_dummy_weights=True)
+except MemoryError:
+    reset_global_policy()  # which is open, as the configuration is
+assert "plan" not in config.additional_config["vllm_fl"]
 worker = type("Planned", (PlannedWorker, Worker), {})(config)
 assert worker.load_model(load_dummy_weights=True) == "loaded"
 told = {
@@ -89,13 +103,13 @@ print(json.dumps(told))
 """
 
 METERED = START.replace(
-    "IrOpPriorityConfig()\nworker = ",
-    "IrOpPriorityConfig()\nconfig.parallel_config.data_parallel_index = 2\nworker = ",
+    '["vllm_fl"]\nworker = ',
+    '["vllm_fl"]\nconfig.parallel_config.data_parallel_index = 2\nworker = ',
 ).replace(
     "\nfor _ in range(2):",
     """
 import time
-file = worker.vllm_fl_metrics
+file = worker.vllm_fl_serving.metrics
 while not file.path.exists():
     assert file._thread.is_alive()
     time.sleep(0.01)
@@ -112,6 +126,7 @@ METERED = METERED.replace(
 def start(code: str = START, **variables: str) -> Any:
     """What a worker's start in a process of its own prints."""
     here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
+    here["VLLM_FL_PLUGINS"] = "vllm-fl-ops"  # as the engine's settings say
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **here, **variables},
@@ -165,8 +180,8 @@ GemmaRMSNorm.register_oot(TheirNorm)
 
 def test_a_layer_of_another_plugins_is_in_the_digest() -> None:
     """The op's other layers are ours all the same, so that its candidates are what they were."""
-    first, rest = START.split("\nfrom vllm_fl.integration.planning", 1)
-    theirs = start(f"{first}{FOREIGN}\nfrom vllm_fl.integration.planning{rest}")["report"]
+    first, rest = START.split("\nfrom vllm_fl.dispatch import reset_global", 1)
+    theirs = start(f"{first}{FOREIGN}\nfrom vllm_fl.dispatch import reset_global{rest}")["report"]
     plain = start()["report"]
     assert theirs["ops"] == plain["ops"]
     assert theirs["digest"] != plain["digest"]

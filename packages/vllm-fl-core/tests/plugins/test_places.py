@@ -36,8 +36,8 @@ def same(*args: Any) -> Any:
     return args[0]
 
 
-def operator(name: str, *callers: str) -> OperatorPlace:
-    return OperatorPlace(name, ("x",), same, same, callers=callers)
+def operator(name: str) -> OperatorPlace:
+    return OperatorPlace(name, ("x",), same, same)
 
 
 def function(*paths: str) -> FunctionPlace:
@@ -48,7 +48,6 @@ TWICE = {
     "IR op norm": (IrPlace("norm", same), IrPlace("norm", same)),
     "operator _C::norm": (operator("_C::norm"), operator("_C::norm")),
     "function vllm.a.f": (function("vllm.b.f", "vllm.a.f"), function("vllm.a.f")),
-    "function vllm.c.f": (operator("_C::f", "vllm.c.f"), function("vllm.c.f")),
     # vLLM's registry knows a layer by its class's name, whatever module that is in.
     "layer Norm": (LayerPlace("vllm.layers.Norm"), LayerPlace("acme.model.Norm")),
     "pass vllm.P": (FusionPlace("vllm.P", "p", ()), FusionPlace("vllm.P", "q", ())),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from builders import managing, planning
+from builders import engine_of, managing, planning
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
 from torch._inductor.virtualized import V
@@ -84,7 +84,9 @@ def take(plan: Plan) -> None:
     from vllm_fl.integration.seams import operators
 
     cpu, of_op = torch.device("cpu"), {"qk_norm_rope": known_contracts().bindings["qk_norm_rope"]}
-    operators.take(plan, operators.choose(plan, of_op, cpu, torch.bfloat16), cpu)
+    engine = engine_of(plan)
+    engine.operators = operators.choose(plan, of_op, cpu, torch.bfloat16)
+    operators.take(engine, cpu)
 
 
 def without_the_pass(
@@ -117,11 +119,11 @@ def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -
     passes = {}
     for whose, entry in (("ours", {"enabled": ["+rotary_embedding"]}), ("theirs", {})):
         config.additional_config = {"vllm_fl": Carried(plan="0123", **entry)}
-        (passes[whose],) = held_to_ranges([pass_(config)], plan, config)
-    fusions.watch(plan)
+        (passes[whose],) = held_to_ranges([pass_(config)], engine_of(plan), config)
+    fusions.watch(engine_of(plan))
     take(plan)
     edges = ranges._chains(plan)["qk_norm_rope"]
-    with serving.calling(plan):
+    with serving.calling(engine_of(plan)):
         fused = run([passes["ours"]], 1e-6, (1, 16))
         beyond = run([passes["ours"]], 1e-6, (17, 64))
         across = run([passes["ours"]], 1e-6, (1, 64))
@@ -135,10 +137,10 @@ def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -
             all(torch.equal(a, b) for a, b in zip(result, stock, strict=True))
             for result in (fused, beyond, across, left, stock)
         ],
-        "graphs": fusions.sites(plan)["qk_norm_rope"].graphs,
+        "graphs": engine_of(plan).sites["qk_norm_rope"].graphs,
         "inlined": [
             [str(sizes), impl_id, count]
-            for (_, sizes, impl_id), count in plan.record.inlined.items()
+            for (_, sizes, impl_id), count in engine_of(plan).inlined.items()
         ],
         "same pass": passes["ours"].uuid() == passes["theirs"].uuid(),
     }
@@ -204,10 +206,10 @@ def traced_forms(
         said.clear()
         plan = planning(managing(*impls, per_op_order={"qk_norm_rope": order}), "compiled")
         config.additional_config = {"vllm_fl": Carried(plan="0123", enabled=["+rotary_embedding"])}
-        fusions.watch(plan)
+        fusions.watch(engine_of(plan))
         take(plan)
-        with serving.calling(plan):
-            passes = [pass_(config), launching.TracedForms(plan, config)]
+        with serving.calling(engine_of(plan)):
+            passes = [pass_(config), launching.TracedForms(engine_of(plan), config)]
             sizes = [(1, 16), (1, 64)] if order is rows else [(1, 64)]
             # The values are a view of what is given, and vLLM's compiler returns that.
             results = [torch.cat(run(passes, 1e-6, each)[:2], dim=-1) for each in sizes]
@@ -215,18 +217,12 @@ def traced_forms(
             "twice": [torch.equal(result, 2 * turned) for result in results],
             "operators": ["fused_qk_norm_rope" in code for code in codes[-len(sizes) :]],
             "copies": sum(code.count("clone") for code in codes[-len(sizes) :]),
-            "launched": fusions.sites(plan)["qk_norm_rope"].launched,
+            "launched": engine_of(plan).sites["qk_norm_rope"].launched,
             "said": [line for line in said if "do not launch" in line],
         }
-        release(plan)
+        engine_of(plan).leave()
     told["taken"]["asked"] = [asked[0][0].shape[1], [*asked[0][5:]]]
     return told
-
-
-def release(plan: Plan) -> None:
-    from vllm_fl.integration.seams import operators
-
-    operators.remove(plan)
 
 
 def main() -> None:
@@ -241,7 +237,7 @@ def main() -> None:
     from vllm.config.utils import Range
 
     from vllm_fl.integration import serving
-    from vllm_fl.integration.seams import fusions, operators
+    from vllm_fl.integration.seams import fusions
 
     said: list[str] = []
     fusions.log.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
@@ -310,15 +306,15 @@ def main() -> None:
     told = []
     with set_current_vllm_config(config), ir.enable_torch_wrap(), torch.no_grad():
         for epsilon in (1e-6, 3e-6):  # the pass looks for norms with the first
-            fusions.watch(plan)
-            with serving.calling(plan):
+            fusions.watch(engine_of(plan))
+            with serving.calling(engine_of(plan)):
                 alone = run([], epsilon)
                 fused = run([fusion.QKNormRoPEFusionPass(config)], epsilon)
-            fusions.say(plan)
+            fusions.say(engine_of(plan))
             pairs = zip(alone, fused, strict=True)
             told.append(
                 {
-                    "sites": vars(fusions.sites(plan)["qk_norm_rope"]),
+                    "sites": vars(engine_of(plan).sites["qk_norm_rope"]),
                     "fused": ["fused_qk_norm_rope" in code for code in codes[-2:]],
                     "apart": max(float((a.float() - b.float()).abs().max()) for a, b in pairs),
                     "said": said.pop(),
@@ -328,7 +324,7 @@ def main() -> None:
         told.append(traced_forms(run, config, codes, impl, fusion.QKNormRoPEFusionPass, qkv))
     told.append(sorted(joined))
     print(json.dumps(told))
-    operators.remove(plan)
+    engine_of(plan).leave()
     library._destroy()
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from builders import managing, planning
+from builders import engine_of, managing, planning
 from torch._dynamo.backends.common import aot_autograd
 
 from vllm_fl.contracts import contracts
@@ -119,7 +119,7 @@ def main() -> None:
         def lower(gm: torch.fx.GraphModule, _: Any) -> Any:
             view_to_reshape(gm)
             manager = manager_class()
-            with serving.calling(plan if fuses else None):
+            with serving.calling(engine_of(plan) if fuses else None):
                 manager.configure(config)
             with pass_context(Range(1, 64)):
                 manager(gm.graph)
@@ -149,13 +149,13 @@ def main() -> None:
     told = {}
     with set_current_vllm_config(config), ir.enable_torch_wrap(), torch.no_grad():
         for name, case in CASES.items():
-            fusions.watch(plan)
+            fusions.watch(engine_of(plan))
             fields = {"size": 64, **case}
             (alone, _), (fused, code) = (run(fuses, **fields) for fuses in (False, True))
             pairs = list(zip(alone, fused, strict=True))
             assert all(a.shape == b.shape for a, b in pairs)
             told[name] = {
-                "sites": vars(fusions.sites(plan)["qk_norm_rope"]),
+                "sites": vars(engine_of(plan).sites["qk_norm_rope"]),
                 "in_graph": [op in code for op in ("fl.qk_norm_rope", "fl.rotary_embedding")],
                 "apart": max(float((a - b).abs().max()) for a, b in pairs),
             }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import managing, planning
+from builders import engine_of, managing, planning
 
 pytest.importorskip("vllm", reason="vllm is not installed: there are no calls to take")
 
@@ -21,7 +21,7 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration.seams import operators
-from vllm_fl.integration.serving import calling
+from vllm_fl.integration.serving import Choice, calling
 from vllm_fl.plugins.loading import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -233,14 +233,15 @@ def test_so_it_does_at_a_size_that_is_left_to_vllm(kernels: Any) -> None:
     impl = OpImpl(SPEC.name, "vendor.acme", BackendImplKind.VENDOR, never, "acme")
     order = {f"<={len(call['hidden_states'])}": "stock", "rest": "vendor"}
     plan = planning(managing(impl, per_op_order={SPEC.name: order}))
-    chosen = operators.Overrides({SPEC.name: (KERNEL, PACKING)}, {})
-    operators.take(plan, chosen, torch.device("cpu"))
+    engine = engine_of(plan)
+    engine.operators = Choice({SPEC.name: (KERNEL, PACKING)}, {})
+    operators.take(engine, torch.device("cpu"))
     try:
-        with calling(plan):
+        with calling(engine):
             ours = cpu_call(call)
             kernels.cpu_fused_moe(*ours)
     finally:
-        operators.remove(plan)
+        engine.leave()
     assert torch.equal(ours[0], stock[0])
 
 

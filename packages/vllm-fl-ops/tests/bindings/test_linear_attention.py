@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import managing, planning
+from builders import engine_of, managing, planning
 from torch import Tensor
 
 from vllm_fl.contracts import OpSpec, contracts
@@ -205,16 +205,16 @@ def overridden(plan: Plan, op: str) -> Iterator[dict[str, list[str]]]:
     from vllm_fl.integration.serving import calling
 
     bound = {op: known_contracts().bindings[op]}
-    kernels = operators.choose(plan, bound, CPU, torch.bfloat16)
-    python = functions.choose(plan, bound)
-    operators.take(plan, kernels, CPU)
-    functions.take(plan, python)
+    engine = engine_of(plan)
+    kernels = engine.operators = operators.choose(plan, bound, CPU, torch.bfloat16)
+    python = engine.functions = functions.choose(plan, bound)
+    operators.take(engine, CPU)
+    functions.take(engine)
     try:
-        with calling(plan):
+        with calling(engine):
             yield {op: kernels.names.get(op, []) + python.names.get(op, [])}
     finally:
-        operators.remove(plan)
-        functions.remove(plan)
+        engine.leave()
 
 
 def operator_calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import torch
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from builders import kind_of, managing, planning
+from builders import engine_of, kind_of, managing, planning
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.kernel import IrOpPriorityConfig
@@ -94,7 +93,9 @@ def built(plan: Plan, cls: Any = RMSNorm, *args: Any, **kwargs: Any) -> Any:
 
 def served(plan: Plan, digest: str = "digest") -> None:
     """What a worker does with a sealed plan before it builds the model."""
-    norms.bind_provider(plan, digest)
+    engine = engine_of(plan)
+    engine.digest = digest
+    norms.bind_provider(engine)
     priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
     for op in IR_OPS:
         getattr(ir.ops, op).set_default(getattr(priority, op))
@@ -229,7 +230,7 @@ class TestEager:
             served(plan)
         weight, residual = torch.ones(HIDDEN), X.clone()
         for plan, mark in zip(plans, (5, 7), strict=True):
-            with serving.calling(plan):
+            with serving.calling(engine_of(plan)):
                 assert ir.ops.rms_norm(X, weight, 1e-6).eq(1 + mark).all()
                 normed, total = ir.ops.fused_add_rms_norm(X, residual, weight, 1e-6)
             assert normed.eq(1 + mark).all() and total.eq(2).all() and residual.eq(1).all()
@@ -239,7 +240,7 @@ class TestEager:
     def test_a_direct_call_that_all_refuse_is_vllms_and_counted(self, use: Any) -> None:
         plan = planning(use(norm("vendor.acme", supports=refuses)), "eager")
         served(plan)
-        with serving.calling(plan):
+        with serving.calling(engine_of(plan)):
             got = ir.ops.rms_norm(X, None, 1e-6)
         assert torch.equal(got, ir.ops.rms_norm.impls["native"].impl_fn(X, None, 1e-6))
         assert plan.fallbacks == {("rms_norm", "stock.vllm"): 1}
@@ -253,7 +254,7 @@ class TestEager:
         plan = planning(use(norm("vendor.acme", fn=rms_norm, consumes={"x", "residual"})), "eager")
         served(plan)
         x, residual = X.clone(), X.clone()
-        with serving.calling(plan):
+        with serving.calling(engine_of(plan)):
             ir.ops.fused_add_rms_norm(x, residual, None, 1e-6)
         assert x.eq(1).all() and residual.eq(1).all()
 
@@ -264,14 +265,6 @@ class TestEager:
         plan = planning(use(norm("vendor.acme"), norm("reference.torch")), "eager", **fields)
         priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
         assert priority.rms_norm == priority.fused_add_rms_norm == ["native"]
-
-    def test_an_engine_that_has_ended_is_forgotten(self, use: Any) -> None:
-        plan = planning(use(norm("vendor.acme")), "eager")
-        served(plan)
-        assert plan in norms._eager
-        del plan
-        gc.collect()
-        assert not norms._eager
 
     def test_an_op_left_to_vllm_is_vllms_own_method(self, use: Any) -> None:
         plan = planning(use(norm("vendor.acme", 5)), "eager", notes={"rms_norm": "the user's"})
@@ -303,11 +296,11 @@ class TestBySize:
     def plan(self, use: Any) -> Plan:
         plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
         served(plan)
-        norms._behind[plan] |= {op: ["never", "kernel", "native"] for op in IR_OPS}
+        engine_of(plan).behind |= {op: ["never", "kernel", "native"] for op in IR_OPS}
         return plan
 
     def test_a_direct_call_goes_to_the_provider_behind_ours(self, use: Any, theirs: None) -> None:
-        with serving.calling(self.plan(use)):
+        with serving.calling(engine_of(self.plan(use))):
             for tokens, mark in ((4, 30), (5, 5)):
                 x = torch.ones(tokens, HIDDEN)
                 assert ir.ops.rms_norm(x, torch.ones(HIDDEN), 1e-6).eq(1 + mark).all()
@@ -316,7 +309,7 @@ class TestBySize:
     def test_so_does_a_layer(self, use: Any, theirs: None) -> None:
         plan = self.plan(use)
         layer = built(plan)
-        with serving.calling(plan):
+        with serving.calling(engine_of(plan)):
             for tokens, mark in ((4, 30), (5, 5)):
                 x = torch.ones(tokens, HIDDEN)
                 for call in (layer, layer.forward_native, layer.forward_cuda):
@@ -329,17 +322,10 @@ class TestBySize:
         plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
         served(plan)
         layer, x = built(plan, cls), torch.randn(4, HIDDEN)
-        with serving.calling(plan):
+        with serving.calling(engine_of(plan)):
             got = layer(x), *layer(x.clone(), x.clone())
             want = cls.forward_native(layer, x), *cls.forward_native(layer, x.clone(), x.clone())
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-
-    def test_it_is_forgotten_with_its_engine(self, use: Any) -> None:
-        plan = self.plan(use)
-        assert plan in norms._behind
-        del plan
-        gc.collect()
-        assert not norms._eager and not norms._behind
 
     @pytest.mark.parametrize("traceable", [True, False])
     def test_compiled_code_goes_by_size(self, use: Any, traceable: bool) -> None:

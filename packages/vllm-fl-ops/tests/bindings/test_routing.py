@@ -18,7 +18,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import managing, planning
+from builders import engine_of, managing, planning
 from torch import Tensor
 
 from vllm_fl.contracts import contracts
@@ -55,13 +55,14 @@ def by_oracle(op: str, refuses: bool) -> OpImpl:
 def serving(op: str, refuses: bool = False) -> Iterator[Plan]:
     """An engine whose plan has `op`, in this thread."""
     plan = replace(planning(managing(by_oracle(op, refuses))), counts_calls=True)
-    chosen = functions.choose(plan, {op: known_contracts().bindings[op]})
-    functions.take(plan, chosen)
+    engine = engine_of(plan)
+    engine.functions = functions.choose(plan, {op: known_contracts().bindings[op]})
+    functions.take(engine)
     try:
-        with calling(plan):
+        with calling(engine):
             yield plan
     finally:
-        functions.remove(plan)
+        engine.leave()
 
 
 def in_order(routing: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -201,13 +202,14 @@ def aligning(refuses: bool = False) -> Iterator[Plan]:
         ALIGN, "vendor.acme", BackendImplKind.VENDOR, spec.oracle, "acme", supports=supports
     )
     plan = replace(planning(managing(impl)), counts_calls=True)
-    chosen = functions.choose(plan, {ALIGN: known_contracts().bindings[ALIGN]})
-    functions.take(plan, chosen)
+    engine = engine_of(plan)
+    engine.functions = functions.choose(plan, {ALIGN: known_contracts().bindings[ALIGN]})
+    functions.take(engine)
     try:
-        with calling(plan):
+        with calling(engine):
             yield plan
     finally:
-        functions.remove(plan)
+        engine.leave()
 
 
 def test_every_module_that_sorts_rows_by_expert_gets_the_planned_op() -> None:

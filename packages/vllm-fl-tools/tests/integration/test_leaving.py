@@ -13,7 +13,7 @@ import torch
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from builders import managing, planning, silu
+from builders import engine_of, managing, planning, silu
 from configs import engine_config
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.forward_context import ForwardContext, override_forward_context
@@ -45,7 +45,7 @@ class Worker(Leaving):
     """What vLLM's worker has, as far as layers are left in it."""
 
     def __init__(self, plan: Plan, model: torch.nn.Module) -> None:
-        self.vllm_fl_plan, self.model = plan, model
+        self.vllm_fl_serving, self.model = engine_of(plan), model
 
     def get_model(self) -> torch.nn.Module:
         return self.model
@@ -101,25 +101,25 @@ def test_what_a_left_layer_calls_does_not_reach_the_plan(
     seen = []
 
     def own(self: Any, x: torch.Tensor) -> torch.Tensor:
-        seen.append(serving.plan_now())
+        seen.append(serving.now())
         return x
 
     config = engine_config()
     for forward in FORWARDS:
         monkeypatch.setattr(SiluAndMul, forward, own, raising=False)
-    serving.begin(worker.vllm_fl_plan, config)
+    worker.vllm_fl_serving.begin(config)
     table = config.compilation_config.static_forward_context
     context = ForwardContext(table, attn_metadata=None, slot_mapping={})
     try:
         worker.vllm_fl_leave("silu_and_mul", ["layers.0.act"])
-        with override_forward_context(context), serving.calling(worker.vllm_fl_plan):
+        with override_forward_context(context), serving.calling(worker.vllm_fl_serving):
             worker.model["layers"][0]["act"](X)  # type: ignore[index]
             assert seen == [None]
-            assert serving.plan_now() is worker.vllm_fl_plan
+            assert serving.now() is worker.vllm_fl_serving
         with override_forward_context(context):
-            assert serving.plan_now() is worker.vllm_fl_plan
+            assert serving.now() is worker.vllm_fl_serving
     finally:
-        serving.end(worker.vllm_fl_plan)
+        worker.vllm_fl_serving.leave()
 
 
 def test_forced_tokens_are_all_that_can_be_sampled() -> None:

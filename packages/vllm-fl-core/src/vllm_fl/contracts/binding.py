@@ -99,10 +99,6 @@ class OperatorPlace:
             `route` takes. Calls of sizes that the plan leaves to vLLM then reach the replaced
             kernel as they came. Empty where no parameter is so, or where the kernel must not have
             vLLM's own calls while the op is planned: they go through `route` and `native`.
-        callers: where a Python function of vLLM's is looked up that does nothing but call the
-            operator, as `vllm._custom_ops.reshape_and_cache_flash`, each module that imports it by
-            name included. Its calls are spared the way through torch's dispatcher. Of a release
-            whose function does more, or that lacks it, the calls go that way.
         on_cpu: whether vLLM's layers call it on a CPU, too. Most compute with plain PyTorch there,
             though vLLM has the operator.
     """
@@ -113,7 +109,6 @@ class OperatorPlace:
     native: Callable[[Bound], Bound] = DERIVED
     grants: tuple[str, ...] = ()
     tokens: str = ""
-    callers: tuple[str, ...] = ()
     on_cpu: bool = False
 
     def __post_init__(self) -> None:
@@ -357,7 +352,7 @@ def _claims(place: Place) -> list[str]:
         case LayerPlace():
             return [f"layer {place.cls}"]  # vLLM's registry knows a layer by this name
         case OperatorPlace():
-            return [f"operator {place.name}", *(f"function {path}" for path in place.callers)]
+            return [f"operator {place.name}"]
         case FunctionPlace():
             return [f"function {path}" for path in place.paths]
         case IrPlace():

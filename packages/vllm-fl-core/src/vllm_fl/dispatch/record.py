@@ -6,7 +6,7 @@ import functools
 import logging
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -94,11 +94,6 @@ class Record:
         """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
         self.guards: weakref.WeakSet[Guard] = weakref.WeakSet()
         """Every guard that was compiled for it, bare ones too, which a demotion does not switch."""
-        self.inlined: Counter[tuple[str, Hashable, str]] = Counter()
-        """(op, range of token counts, impl id) -> how often its code took an operator's place in a
-        graph; nothing where vLLM had all compiled code in its cache."""
-        self.stayed: Counter[tuple[str, Hashable]] = Counter()
-        """(op, range of token counts) -> in how many places of graphs the operator stayed."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.is_aside = False

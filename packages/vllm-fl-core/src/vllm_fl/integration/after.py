@@ -9,21 +9,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ServingError
 from ..logs import get_logger
 from ..text import quote
 from .ranks import Verdict, agree
-from .verifying import seen_again, without
+from .serving import Serving
+from .verifying import compared, seen_again, without
 
-if TYPE_CHECKING:
-    import torch
-
-    from .worker import PlannedWorker
-
-__all__ = ["Since", "verify", "watch"]
+__all__ = ["verify", "watch"]
 
 log = get_logger("engine")
 
@@ -35,23 +30,6 @@ WITHIN_UPDATE = ("start_draft_weight_update", "start_weight_update", "update_wei
 
 SLEEPS = frozenset({"kv_cache", "weights"})
 """What a worker that sleeps has given back, by vLLM's names."""
-
-
-@dataclass
-class Since:
-    """What has happened to a worker since its model was loaded.
-
-    Args:
-        models: gives the model and its draft model, by what their layers' names begin with.
-        asleep: what of its memory it has given back.
-        due: whether its weights were updated while something was.
-        wrong: (op, impl id) -> why, of what the last look found wrong and serves all the same.
-    """
-
-    models: Callable[[], dict[str, torch.nn.Module]]
-    asleep: frozenset[str] = frozenset()
-    due: bool = False
-    wrong: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 def watch(cls: type) -> None:
@@ -68,22 +46,24 @@ def watch(cls: type) -> None:
             setattr(cls, name, wrapper(getattr(cls, name)))
 
 
-def _since(worker: Any) -> Since | None:
-    found: Since | None = getattr(worker, "vllm_fl_since", None)
-    return found
+def _watched(worker: Any) -> Serving | None:
+    """The worker's engine, where its model is looked at once more; None before it is loaded."""
+    found: Serving | None = worker.vllm_fl_serving
+    return found if found is not None and found.is_watched else None
 
 
 def _ending_an_update(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        serving = _watched(worker)
         try:
             result = method(worker, *args, **kwargs)
         except Exception as error:
-            if _since(worker) is not None:
-                _missed(worker, error)
+            if serving is not None:
+                _missed(serving, error)
             raise
-        if _since(worker) is not None:
-            verify(worker, "the weights were updated")
+        if serving is not None:
+            verify(serving, "the weights were updated")
         return result
 
     return called
@@ -95,8 +75,9 @@ def _within_an_update(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(worker, *args, **kwargs)
         except Exception as error:
-            if _since(worker) is not None and _is_asked_for(worker):
-                log.warning("%s", _told_of_failure(f"rank {worker.rank}: {quote(error)}"))
+            serving = _watched(worker)
+            if serving is not None and _is_asked_for(serving):
+                log.warning("%s", _told_of_failure(_failed_here(serving, error)))
             raise
 
     return called
@@ -108,8 +89,8 @@ def _falling_asleep(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(worker, *args, **kwargs)
-        if since := _since(worker):
-            since.asleep |= _named(args, kwargs) or SLEEPS
+        if serving := _watched(worker):
+            serving.asleep |= _named(args, kwargs) or SLEEPS
         return result
 
     return called
@@ -119,10 +100,10 @@ def _waking_up(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(worker, *args, **kwargs)
-        if since := _since(worker):
-            since.asleep -= _named(args, kwargs) or since.asleep
-            if since.due and not since.asleep:
-                verify(worker, "the weights were updated while it slept")
+        if serving := _watched(worker):
+            serving.asleep -= _named(args, kwargs) or serving.asleep
+            if serving.due and not serving.asleep:
+                verify(serving, "the weights were updated while it slept")
         return result
 
     return called
@@ -134,13 +115,13 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(given) if isinstance(given, Iterable) else frozenset()
 
 
-def verify(worker: PlannedWorker, occasion: str) -> str:
+def verify(serving: Serving, occasion: str) -> str:
     """Run the loaded model once, and compare the plan on its tensors, on all ranks.
 
     Requests that are under way are not disturbed: no cache is written, and nothing is counted.
 
     Args:
-        worker: one that serves, between two steps.
+        serving: an engine between two steps.
         occasion: why it is asked, for the log.
 
     Returns:
@@ -150,64 +131,57 @@ def verify(worker: PlannedWorker, occasion: str) -> str:
         ServingError: something is wrong, on whichever rank. Of ranks that one process asks, the
             last one raises it: vLLM leaves answers behind an error unread.
     """
-    since = _since(worker)
-    assert since is not None
-    if not _is_asked_for(worker):
+    rank = serving.start.rank
+    if not _is_asked_for(serving):
         return "nothing is verified: nothing is planned, or VLLM_FL_PREFLIGHT is not verify"
-    if since.asleep:
-        since.due = True
-        return f"verified when it is awake: {', '.join(sorted(since.asleep))} asleep"
-    since.due = False
-    if _in_step_with_others(worker):
+    if serving.asleep:
+        serving.due = True
+        return f"verified when it is awake: {', '.join(sorted(serving.asleep))} asleep"
+    serving.due = False
+    if _in_step_with_others(serving):
         stopped = "each run of one replica of data parallelism waits for the others"
     else:
-        stopped = _others(Verdict(worker.rank, failure=_obstacle(worker)))
+        stopped = _others(Verdict(rank, failure=_obstacle(serving)))
     if stopped:
-        if worker.rank == 0:
+        if rank == 0:
             log.warning("After %s nothing was verified: %s", occasion, stopped)
         return f"nothing was verified: {stopped}"
-    start, plan = time.monotonic(), worker.vllm_fl_plan
-    with plan.record.aside():
-        live, not_run = seen_again(worker, since.models())
-    verdicts = agree(Verdict(worker.rank, live.faults))
-    found = [
-        (op, impl_id, f"{why} (found on rank {v.rank})")
+    began = time.monotonic()
+    live, not_run = seen_again(serving)
+    verdicts = agree(Verdict(rank, live.faults))
+    serving.wrong = {
+        key: f"{why} (found on rank {v.rank})"
         for v in reversed(verdicts)
-        for (op, impl_id), why in v.faults.items()
-    ]
-    since.wrong = {(op, impl_id): why for op, impl_id, why in found}
-    if since.wrong:
-        error = ServingError(_told(since.wrong, occasion), wrong=since.wrong)
-        if worker.rank == 0:
+        for key, why in v.faults.items()
+    }
+    if serving.wrong:
+        error = ServingError(_told(serving.wrong, occasion), wrong=serving.wrong)
+        if rank == 0:
             log.error("%s", error)
-        if _raises(worker):
+        if _raises(serving):
             raise error
         return error.message
-    took = f"{live.compared} calls on live tensors in {time.monotonic() - start:.1f} s"
-    told = f"nothing was verified: {not_run}" if not_run else took
-    if live.left_out and not not_run:
-        left = ", ".join(f"{op} ({why})" for op, why in sorted(live.left_out.items()))
-        told += f"; not compared: {left}"
-    if worker.rank == 0:
+    told = f"nothing was verified: {not_run}" if not_run else compared(live, began)
+    if rank == 0:
         say = log.warning if not_run else log.info
         say("After %s: %s", occasion, told)
     return told
 
 
-def _is_asked_for(worker: PlannedWorker) -> bool:
+def _is_asked_for(serving: Serving) -> bool:
     """Whether anything is compared in this engine; the same on all ranks."""
-    return bool(worker.vllm_fl_preflight.live_counts)
+    return bool(serving.start.live_counts)
 
 
-def _in_step_with_others(worker: PlannedWorker) -> bool:
+def _in_step_with_others(serving: Serving) -> bool:
     """Whether replicas of data parallelism wait for one another in each run of the model."""
-    replicas: int = worker.vllm_config.parallel_config.data_parallel_size
+    replicas: int = serving.config.parallel_config.data_parallel_size
     return replicas > 1
 
 
-def _obstacle(worker: PlannedWorker) -> str:
+def _obstacle(serving: Serving) -> str:
     """Why the model cannot be run now, or nothing."""
-    runner: Any = getattr(worker, "model_runner", None)
+    runner = serving.runner
     run = getattr(type(runner), "_dummy_run", None)
     if run is not None and not run.__module__.startswith("vllm."):
         return (
@@ -215,7 +189,7 @@ def _obstacle(worker: PlannedWorker) -> str:
         )
     if getattr(runner, "execute_model_state", None) is not None:
         return "a step is not at its end"
-    if worker.vllm_config.lora_config is not None and worker.list_loras():  # type: ignore[attr-defined]
+    if serving.config.lora_config is not None and serving.worker.list_loras():
         return "adapters are loaded, which vLLM's dummy run would drop"
     return ""
 
@@ -225,18 +199,21 @@ def _others(mine: Verdict) -> str:
     return "; ".join(f"rank {v.rank}: {v.failure}" for v in agree(mine) if v.failure)
 
 
-def _missed(worker: PlannedWorker, error: Exception) -> None:
+def _failed_here(serving: Serving, error: Exception) -> str:
+    return f"rank {serving.start.rank}: {quote(error)}"
+
+
+def _missed(serving: Serving, error: Exception) -> None:
     """An update has failed on this rank: let the others know, who wait; it never raises."""
-    told = f"rank {worker.rank}: {quote(error)}"
-    since = _since(worker)
-    if since is None or not _is_asked_for(worker):
+    if not _is_asked_for(serving):
         return
-    if not since.asleep and not _in_step_with_others(worker):
+    told = _failed_here(serving, error)
+    if not serving.asleep and not _in_step_with_others(serving):
         try:
-            told = _others(Verdict(worker.rank, failure=quote(error)))
+            told = _others(Verdict(serving.start.rank, failure=quote(error)))
         except Exception:  # another rank is gone: the update's own error is what the caller needs
             log.debug("The ranks could not agree on a failed update", exc_info=True)
-    if worker.rank == 0:
+    if serving.start.rank == 0:
         log.warning("%s", _told_of_failure(told))
 
 
@@ -258,9 +235,9 @@ def _told(wrong: dict[tuple[str, str], str], occasion: str) -> str:
     )
 
 
-def _raises(worker: PlannedWorker) -> bool:
+def _raises(serving: Serving) -> bool:
     """Whether this rank is the one that tells the caller; each is where each has its own."""
-    parallel = worker.vllm_config.parallel_config
+    parallel = serving.config.parallel_config
     own = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
     last: int = parallel.world_size - 1
-    return own or worker.rank == last
+    return own or serving.start.rank == last

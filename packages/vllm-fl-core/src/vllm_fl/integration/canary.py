@@ -21,10 +21,10 @@ from ..files import open_to_append
 from ..logs import get_logger
 from ..text import quote
 from .places import installed_bindings
+from .serving import Serving
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
 
 __all__ = ["Canary", "watch"]
 
@@ -34,28 +34,28 @@ EVERY = 60.0
 log = get_logger("engine")
 
 
-def watch(worker: Any, plan: Plan, model: torch.nn.Module | None) -> Canary | None:
-    """Sample steps of a worker from now on, where its settings say so and it can be done.
+def watch(serving: Serving) -> Canary | None:
+    """Sample steps of an engine from now on, where its settings say so and it can be done.
 
     The method of its model runner is replaced, on the object alone: Ray's executor calls that one.
 
     Args:
-        worker: a worker that has warmed up, since its warm-up takes steps, too.
-        plan: what serves.
-        model: the model, where the worker shows it.
+        serving: an engine that has warmed up, since its warm-up takes steps, too.
     """
-    settings = worker.vllm_fl_facts.settings
+    settings, worker, model = serving.start.facts.settings, serving.worker, serving.model
     if settings.shadow is None:
         return None
-    why = _obstacle(worker, model)
+    why = _obstacle(serving, model)
     if why:
-        if worker.rank == 0:
+        if serving.start.rank == 0:
             log.warning("VLLM_FL_SHADOW=%s: no step is sampled: %s", settings.shadow, why)
         return None
     assert model is not None
-    shadow = Shadow(plan, float(settings.shadow), _out_of_sight(plan))
-    canary = Canary(shadow, worker, settings.shadow_file)
-    runner = worker.model_runner
+    shadow = Shadow(serving.plan, float(settings.shadow), _out_of_sight(serving.plan))
+    serving.shadow = shadow
+    canary = Canary(shadow, serving, settings.shadow_file)
+    serving.hold(canary.close)
+    runner = serving.runner
     plain = runner.execute_model
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
 
@@ -83,14 +83,13 @@ def _counted(dummy: Callable[..., Any], shadow: Shadow) -> Callable[..., Any]:
     return execute_dummy_batch
 
 
-def _obstacle(worker: Any, model: torch.nn.Module | None) -> str:
-    """Why a step of this worker cannot be made eager, or nothing."""
+def _obstacle(serving: Serving, model: torch.nn.Module | None) -> str:
+    """Why a step of this engine cannot be made eager, or nothing."""
     import torch
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    config: VllmConfig = worker.vllm_config
+    config, runner, device = serving.config, serving.runner, serving.start.device
     compilation = config.compilation_config
-    runner = getattr(worker, "model_runner", None)
     if model is None or not hasattr(runner, "execute_model"):
         return "this worker shows no model, or no model runner"
     if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
@@ -101,9 +100,9 @@ def _obstacle(worker: Any, model: torch.nn.Module | None) -> str:
     if has_graphs and not _graph_switch(runner):
         return f"{type(runner).__name__} does not say where it chooses graphs"
     try:
-        torch.zeros(1, dtype=torch.float64, device=worker.device).sum()
+        torch.zeros(1, dtype=torch.float64, device=device).sum()
     except Exception as error:  # devices have errors of their own
-        return f"{worker.device} computes no float64: {quote(error)}"
+        return f"{device} computes no float64: {quote(error)}"
     return ""
 
 
@@ -156,15 +155,15 @@ class Canary:
 
     Args:
         shadow: what samples and compares.
-        worker: whose it is.
+        serving: whose it is.
         named: the file that the user names for JSON lines, or None.
     """
 
-    def __init__(self, shadow: Shadow, worker: Any, named: str | None) -> None:
-        self.shadow, self._rank = shadow, worker.rank
-        replica = getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0)
-        self._about = {"dp": replica, "rank": worker.rank, "digest": worker.vllm_fl_digest}
-        self._lines = _Lines(of_worker(named, worker.rank, replica)) if named else None
+    def __init__(self, shadow: Shadow, serving: Serving, named: str | None) -> None:
+        self.shadow, self._rank = shadow, serving.start.rank
+        replica = serving.replica
+        self._about = {"dp": replica, "rank": self._rank, "digest": serving.digest}
+        self._lines = _Lines(of_worker(named, self._rank, replica)) if named else None
         self._due = time.monotonic() + EVERY
         self._named: set[tuple[str, str]] = set()
 

@@ -29,7 +29,6 @@ __all__ = [
     "DeclaredLayer",
     "declared_layers",
     "has_ir",
-    "has_pass_context",
     "hide_our_variables",
     "lacks",
     "leave_out_cuda_fusions",
@@ -326,14 +325,6 @@ def _registered(source: ast.Module, module: str) -> Iterator[DeclaredLayer]:
 def has_ir() -> bool:
     """Whether this vLLM has an IR of its own: deprecated in 0.33, to be gone in 0.34."""
     return find_spec("vllm.ir") is not None
-
-
-def has_pass_context() -> bool:
-    """Whether this vLLM tells its passes for which range of token counts a graph is compiled."""
-    try:
-        return find_spec("vllm.compilation.passes.inductor_pass") is not None
-    except ModuleNotFoundError:  # it has no such folder
-        return False
 
 
 def hide_our_variables(more: Iterable[str] = ()) -> None:

@@ -17,7 +17,6 @@ from torch._inductor.pattern_matcher import Match
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ..contracts.binding import OperatorPlace
-from ..engine.plan import Plan
 from ..engine.ranges import sole
 from ..engine.traced import refused
 from ..logs import get_logger
@@ -34,6 +33,7 @@ from .functional_operators import (
 )
 from .planning import digest_of
 from .seams import fusions, operators
+from .serving import Serving
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ class TracedForms(InductorPass):  # type: ignore[misc]
     """The pass, for one engine.
 
     Args:
-        plan: the engine's.
+        serving: the engine.
         vllm_config: the engine's.
     """
 
-    def __init__(self, plan: Plan, vllm_config: VllmConfig) -> None:
-        self.plan, self.config = plan, vllm_config
+    def __init__(self, serving: Serving, vllm_config: VllmConfig) -> None:
+        self.serving, self.config, plan = serving, vllm_config, serving.plan
         self.sites = {
             place.name: (place, chain)  # the operator as the binding knows it, its candidates
             for op, place, chain in fusions.operators(plan)
@@ -83,7 +83,7 @@ class TracedForms(InductorPass):  # type: ignore[misc]
         (place, chain), sizes = self.sites[operator.name()], ranges.now(self.config)
         op, spec = chain.op, chain.spec
         assert impl is not None and impl.traced is not None and spec is not None
-        run = place.route(self.plan.record.counting(impl.traced, op, impl.impl_id))
+        run = place.route(self.serving.plan.record.counting(impl.traced, op, impl.impl_id))
 
         def code(given: Mapping[str, Any]) -> list[Any]:
             copies = {name: given[name].clone() for name in written(operator)}
@@ -100,7 +100,7 @@ class TracedForms(InductorPass):  # type: ignore[misc]
                 put_in_place(match, code)
         except Exception as error:  # it may raise anything; the operator serves as well
             why = quote(error)
-        counted = fusions.sites(self.plan).get(op)
+        counted = self.serving.sites.get(op)
         if counted is not None and not why:
             counted.launched += 1
         elif why:

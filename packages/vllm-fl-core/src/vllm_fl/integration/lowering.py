@@ -35,6 +35,7 @@ from . import ranges
 from .functional_operators import own
 from .planning import digest_of
 from .seams.ir import chain_of, ir_ops
+from .serving import Serving
 from .unknowns import under_one
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
     """The pass, for one engine.
 
     Args:
-        plan: the engine's.
+        serving: the engine.
         vllm_config: the engine's.
     """
 
-    def __init__(self, plan: Plan, vllm_config: VllmConfig) -> None:
-        self.plan, self.config = plan, vllm_config
-        self.sites = {**_in_graphs(plan), **_in_ir(plan)}
+    def __init__(self, serving: Serving, vllm_config: VllmConfig) -> None:
+        self.serving, self.config = serving, vllm_config
+        self.sites = {**_in_graphs(serving.plan), **_in_ir(serving.plan)}
         self._patterns = PatternMatcherPass(pass_name="vllm_fl_range_lowering")
         self._now: tuple[Range, frozenset[Any]] | None = None
         register_graph_pattern(
@@ -84,9 +85,8 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
     def _note(self, chain: Chain, sizes: Range, stay: Sequence[fx.Node]) -> None:
         """Keep count of operators that stay, and name those that one choice would have served."""
         impl = choice(chain, sizes)
-        stayed, key = self.plan.record.stayed, (chain.op, sizes)
-        is_news = bool(stay) and not stayed[key]
-        stayed[key] += len(stay)
+        is_news = bool(stay) and not self.serving.stayed[chain.op, sizes]
+        self.serving.stayed[chain.op, sizes] += len(stay)
         if impl is None or not is_news or all(self._choice(node) for node in stay):
             return
         log.warning(
@@ -134,7 +134,7 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
                 quote(error),
             )
         else:
-            self.plan.record.inlined[site.chain.op, self._now[0], impl.impl_id] += 1
+            self.serving.inlined[site.chain.op, self._now[0], impl.impl_id] += 1
 
 
 def _in_graphs(plan: Plan) -> dict[Any, Site]:

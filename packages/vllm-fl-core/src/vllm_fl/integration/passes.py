@@ -20,9 +20,8 @@ from . import ranges
 from .launching import TracedForms
 from .lowering import RangeLowering
 from .replacing import TorchOperators
-from .seams import fusions, torch_operators
-from .seams.lookups import named
-from .serving import plan_now
+from .seams.lookups import over_class, path_over
+from .serving import now
 from .unfused import held_to_ranges
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def manager_path(stock: str) -> str:
     Args:
         stock: the path of the platform's own.
     """
-    return f"{__name__}.{PREFIX}{stock.replace('.', '__')}"
+    return path_over(__name__, PREFIX, stock)
 
 
 class _WithOurPasses:
@@ -50,16 +49,16 @@ class _WithOurPasses:
     def configure(self, config: VllmConfig) -> None:
         """As vLLM does; then ours, after the passes that look for ops of its IR."""
         super().configure(config)  # type: ignore[misc]
-        plan = plan_now()
-        if plan is None:
+        engine = now()
+        if engine is None:
             return
-        passes = fusions.ours(plan)
+        passes = engine.passes
         if ranges.is_compiled_by_range(config):
             if hasattr(self, "passes"):
-                self.passes: list[Any] = held_to_ranges(self.passes, plan, config)
-            if replaced := torch_operators.replaced(plan):
-                passes = [*passes, TorchOperators(replaced, config)]
-            launching, lowering = TracedForms(plan, config), RangeLowering(plan, config)
+                self.passes: list[Any] = held_to_ranges(self.passes, engine, config)
+            if engine.replaced:
+                passes = [*passes, TorchOperators(engine.replaced, config)]
+            launching, lowering = TracedForms(engine, config), RangeLowering(engine, config)
             passes = [*passes, *(each for each in (launching, lowering) if each.sites)]
         if hasattr(self, "add"):
             for each in passes:
@@ -74,11 +73,4 @@ class _WithOurPasses:
 
 def __getattr__(name: str) -> type:
     """Only a path travels to vLLM: the class is made from it on demand."""
-    if not name.startswith(PREFIX):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = named(name.removeprefix(PREFIX).replace("__", "."))
-    manager = type(
-        f"{base.__name__}FL", (_WithOurPasses, base), {"__module__": __name__, "__qualname__": name}
-    )
-    globals()[name] = manager
-    return manager
+    return over_class(__name__, PREFIX, name, _WithOurPasses)

@@ -8,16 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ..contracts.binding import (
-    AttentionPlace,
-    Binding,
-    FunctionPlace,
-    FusionPlace,
-    GraphPlace,
-    IrPlace,
-    LayerPlace,
-    OperatorPlace,
-)
+from ..contracts.binding import AttentionPlace, Binding, Place
 from ..dispatch import get_default_manager
 from ..plugins.attention import ATTENTION
 from ..plugins.registry import RegistrySnapshot
@@ -25,17 +16,7 @@ from ..plugins.types import BackendImplKind, OpImpl
 
 __all__ = ["ATTENTION_LAYERS", "all_bindings", "installed_bindings", "places", "stock_form"]
 
-P = TypeVar(
-    "P",
-    LayerPlace,
-    OperatorPlace,
-    FunctionPlace,
-    IrPlace,
-    AttentionPlace,
-    FusionPlace,
-    GraphPlace,
-)
-
+P = TypeVar("P", bound=Place)
 
 ATTENTION_LAYERS = Binding(
     places=(AttentionPlace(),),

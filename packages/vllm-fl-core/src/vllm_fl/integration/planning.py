@@ -40,6 +40,7 @@ __all__ = [
     "load_plugins",
     "note_user_priority",
     "plan_for",
+    "refusals",
     "refuse_batch_invariance",
     "seal",
     "turned_on",
@@ -278,9 +279,7 @@ def plan_for(
         get_default_manager(),
         facts,
         demoted={
-            **attention.refusals(facts),
-            **communicator.refusals(facts),
-            **whole_layers.refusals(facts),
+            **refusals(facts),
             **unmeasured(facts, get_default_manager().registry.snapshot()),
             **(demoted or {}),
         },
@@ -295,6 +294,12 @@ def plan_for(
     left = {op: replace(plan.entries[op], note=why) for op, why in why_left.items()}
     plan = replace(plan, entries={**plan.entries, **left})
     return replace(plan, whole=fusions.whole(plan))
+
+
+def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
+    """(op, impl id) -> why an installed class does not take this engine."""
+    found = attention.refusals(facts) | communicator.refusals(facts)
+    return found | whole_layers.refusals(facts)
 
 
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:

@@ -12,9 +12,9 @@ from ..errors import DeviceError, OwnerError
 from ..plugins.types import DeviceProfile
 from ..settings.loading import load_startup
 from ..text import quote
-from .compat import has_pass_context, leave_out_cuda_fusions
+from .compat import leave_out_cuda_fusions
 from .device import IN_TREE, detect_device, other_platforms, profile_named
-from .seams.lookups import named
+from .seams.lookups import laid_over, named, over_class, path_over
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -121,12 +121,9 @@ class PlatformOverlay:
     @classmethod
     def get_pass_manager_cls(cls) -> str:
         """The platform's own pass manager, with passes of ours in it."""
-        stock = cls.vllm_fl_stock_pass_manager()
-        if not has_pass_context():
-            return stock
         from .passes import manager_path
 
-        return manager_path(stock)
+        return manager_path(cls.vllm_fl_stock_pass_manager())
 
     @classmethod
     def vllm_fl_stock_pass_manager(cls) -> str:
@@ -183,7 +180,7 @@ def _in_tree_path() -> str | None:
         if path is not None:
             module, _, name = path.rpartition(".")
             if name in KNOWN or module.endswith(".cuda"):
-                return f"{__name__}.{PREFIX}{path.replace('.', '__')}"
+                return path_over(__name__, PREFIX, path)
     return None
 
 
@@ -191,18 +188,10 @@ def __getattr__(name: str) -> type:
     """Only a path travels to vLLM and to its workers: the class is made from it on demand."""
     if name.startswith(DEVICE):
         base, own = _device_class(profile_named(name.removeprefix(DEVICE)))
-    elif name.startswith(PREFIX):
-        base = named(name.removeprefix(PREFIX).replace("__", "."))
-        own = {"vllm_fl_platform": KNOWN.get(base.__name__, "cuda")}
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    overlay = type(
-        f"{base.__name__}FL",
-        (PlatformOverlay, base),
-        {"__module__": __name__, "__qualname__": name, **own},
-    )
-    globals()[name] = overlay
-    return overlay
+        return laid_over(__name__, name, PlatformOverlay, base, **own)
+    overlay: Any = over_class(__name__, PREFIX, name, PlatformOverlay)
+    overlay.vllm_fl_platform = KNOWN.get(overlay.__bases__[1].__name__, "cuda")
+    return overlay  # type: ignore[no-any-return]
 
 
 def _device_class(profile: DeviceProfile) -> tuple[type, dict[str, Any]]:

@@ -19,6 +19,7 @@ from ..engine.ranges import Range, choice, edges
 from .places import installed_bindings, places, stock_form
 from .seams import fusions, torch_operators
 from .seams.ir import chain_of, ir_ops, natives
+from .serving import Serving
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -158,19 +159,18 @@ def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
     return f"inlined in {len(inside)} of {len(chosen)} ranges ({where} tokens)"
 
 
-def report(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[dict[str, Any]]]:
+def report(serving: Serving) -> dict[str, list[dict[str, Any]]]:
     """Op -> what is planned for each range, and what became of it, as `vllm_fl_report` says."""
-    counts, stayed = plan.record.inlined, plan.record.stayed
     return {
         op: [
             {
                 "first": sizes.first,
                 "last": sizes.last,
                 "impl": impl_id,
-                "places": counts[op, sizes, impl_id or ""],
-                "operators": stayed[op, sizes],
+                "places": serving.inlined[op, sizes, impl_id or ""],
+                "operators": serving.stayed[op, sizes],
             }
             for sizes, impl_id in chosen
         ]
-        for op, chosen in planned(plan, vllm_config).items()
+        for op, chosen in planned(serving.plan, serving.config).items()
     }

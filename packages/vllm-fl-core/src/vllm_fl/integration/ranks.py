@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..engine.tables import Standing
 from ..logs import get_logger
 
 __all__ = [
+    "FAILED",
+    "LACKED",
+    "REFUSES",
+    "REJECTED",
+    "Out",
     "Ran",
     "Verdict",
     "agree",
@@ -19,7 +23,6 @@ __all__ = [
     "gathered",
     "lacking",
     "refusing",
-    "warn_of_fault",
 ]
 
 T = TypeVar("T")
@@ -29,6 +32,62 @@ log = get_logger("engine")
 TIMEOUT = timedelta(minutes=10)
 """How long the first rank to finish waits for the others: a cold kernel cache may cost one of them
 minutes. One that died is noticed at once, by its closed connection."""
+
+
+FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
+"""Why an implementation is out: the code of the warning that says so."""
+
+REFUSES = "it refuses every call of this model"
+"""What the reason of a rejection begins with, of what is right and takes none of them."""
+
+
+class Out(NamedTuple):
+    """Why an implementation is out on all ranks.
+
+    Attributes:
+        code: `FAILED`, `LACKED` or `REJECTED`.
+        rank: of the rank that fails, lacks or rejects it.
+        why: the reason; of one that is lacked, what to install there.
+    """
+
+    code: str
+    rank: int
+    why: str
+
+    @property
+    def reason(self) -> str:
+        """What the plan and the report say."""
+        if self.code == FAILED:
+            return f"failed at start on rank {self.rank}: {self.why}"
+        if self.code == LACKED:
+            return f"rank {self.rank} lacks it: {self.why} is not installed there"
+        return self.why
+
+    @property
+    def told(self) -> str:
+        """What the start line says, if anything: the warning has said the whole of it."""
+        if self.code != REJECTED:
+            return f"was taken out [{self.code}]"
+        return f"refuses every call [{self.code}]" if self.why.startswith(REFUSES) else ""
+
+    def warn(self, op: str, impl_id: str) -> None:
+        """Say that it is off on all ranks; rank 0 does."""
+        impl, rank, why = f"Implementation '{impl_id}'", self.rank, self.why
+        if self.code == FAILED:
+            told = (
+                f"{impl} failed for op '{op}': {why} (found at start, on rank {rank}; off on all)"
+            )
+        elif self.code == LACKED:
+            told = (
+                f"{impl} of op '{op}' is off on all ranks: rank {rank} lacks it. Install {why} on "
+                "its node"
+            )
+        else:
+            told = (
+                f"{impl} is rejected for op '{op}': {why} (measured at start, on rank {rank}; off "
+                "on all)"
+            )
+        log.warning("%s [%s]", told, self.code)
 
 
 @dataclass(frozen=True)
@@ -75,18 +134,6 @@ class Verdict:
     rejections: dict[tuple[str, str], str] = field(default_factory=dict)
     installed: frozenset[tuple[str, str]] = frozenset()
     ran: Ran | None = None
-
-
-def warn_of_fault(op: str, impl_id: str, why: str, rank: int) -> None:
-    """Say that an implementation is off on all ranks since it failed on one; rank 0 does."""
-    log.warning(
-        "Implementation '%s' failed for op '%s': %s (found at start, on rank %d; off on all) "
-        "[FL410]",
-        impl_id,
-        op,
-        why,
-        rank,
-    )
 
 
 def agree(mine: Verdict) -> list[Verdict]:
@@ -148,39 +195,33 @@ def common_table(verdicts: list[Verdict]) -> Standing:
     return Standing(first.digest, left_out=left_out)
 
 
-def lacking(verdicts: list[Verdict]) -> dict[tuple[str, str], tuple[int, str]]:
-    """What one rank would serve with and another one does not have.
-
-    Returns:
-        (op, impl id) -> (the first rank that lacks it, what to install there).
-    """
-    found: dict[tuple[str, str], tuple[int, str]] = {}
+def lacking(verdicts: list[Verdict]) -> dict[tuple[str, str], Out]:
+    """What one rank would serve with, and another one does not have."""
+    found: dict[tuple[str, str], Out] = {}
     for rows, impls in (item for v in verdicts for item in v.facts.get("ops", {}).items()):
         op = rows.partition("(")[0]  # of one that is ordered by size, a row
         for impl in impls:
             key = op, impl["impl"]
             rank = next((v.rank for v in verdicts if key not in v.installed), None)
             if rank is not None and key not in found:
-                found[key] = rank, f"{impl['distribution']} {impl['version']}"
+                found[key] = Out(LACKED, rank, f"{impl['distribution']} {impl['version']}")
     return found
 
 
-def refusing(
-    verdicts: list[Verdict], known: Container[tuple[str, str]] = ()
-) -> dict[tuple[str, str], tuple[int, str]]:
-    """What took no call of the loaded model on any rank: (op, impl id) -> (a rank, its reason).
+def refusing(verdicts: list[Verdict]) -> dict[tuple[str, str], Out]:
+    """What took no call of the loaded model on any rank.
 
-    Nothing where a rank did not run its part: there it may serve. What is `known` is left out.
+    Nothing where a rank did not run its part: there it may serve.
     """
     runs = [(v.rank, v.ran) for v in verdicts if v.ran is not None]
     if len(runs) < len(verdicts):
         return {}
     served = frozenset[tuple[str, str]]().union(*(ran.served for _, ran in runs))
     return {
-        key: (rank, why)
+        key: Out(REJECTED, rank, f"{REFUSES} ({why})")
         for rank, ran in reversed(runs)
         for key, why in ran.refused.items()
-        if key not in served and key not in known
+        if key not in served
     }
 
 

@@ -1,4 +1,4 @@
-"""Which engine is calling: the plan behind what a process has only one of, as a torch operator.
+"""The engines of this process: what each of them has taken here, and which one is calling.
 
 The engine is known by vLLM's forward context, which follows a forward pass into the threads of
 vLLM's micro-batches. Where none is set (a vision encoder, a sampler), it is known by the worker's
@@ -9,30 +9,61 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
+from ..contracts.binding import FunctionPlace, OperatorPlace
+from ..engine.facts import EngineFacts
 from ..engine.plan import Plan
+from ..engine.ranges import Range
+from ..engine.tables import Standing
+from .ranks import Out
+from .seams.arguments import Route
+from .seams.empty import Definition
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
-__all__ = ["RUNS_MODEL", "begin", "calling", "end", "plan_now", "with_own_plan", "without"]
+    from ..engine.metrics import MetricsFile
+    from ..engine.shadow import Shadow
+    from .seams.communicator import Groups
+
+__all__ = [
+    "RUNS_MODEL",
+    "STARTS",
+    "Choice",
+    "Serving",
+    "Sites",
+    "Start",
+    "calling",
+    "now",
+    "with_own_engine",
+    "without",
+]
+
+STARTS = (
+    "load_model",
+    "determine_available_memory",
+    "initialize_from_config",
+    "compile_or_warm_up_model",
+)
+"""The methods of vLLM's workers that an engine starts with. One that fails ends it."""
 
 RUNS_MODEL = (
+    *STARTS[1:],
     "add_lora",
     "apply_model",
-    "compile_or_warm_up_model",
-    "determine_available_memory",
     "discard",
     "elastic_ep_execute",
     "execute_dummy_batch",
     "execute_model",
     "finish_weight_update",
-    "initialize_from_config",
     "pin_lora",
     "reload_weights",
     "remove_lora",
@@ -47,59 +78,221 @@ RUNS_MODEL = (
 """The methods of vLLM's workers, beside `load_model`, that run a model's code, or that of its
 layers on new weights. A worker may lack some of them."""
 
-_serving: dict[int, tuple[Plan, object]] = {}
-"""id of an engine's table of layers -> (its plan, the table). The table is kept alive, so that no
+
+@dataclass
+class Start:
+    """One rank's start of an engine: what it begins with, and what it has found.
+
+    Args:
+        facts: what the engine's configuration says.
+        rank: its number within the engine.
+        device: the worker's.
+        groups: what makes the communicators of vLLM's groups of ranks; None where vLLM does.
+        worker_facts: what plugins have reported, by distribution.
+        table: what becomes of the table that the settings name.
+        out: (op, impl id) -> why it is out, on all ranks.
+        live_counts: the token counts at which all ranks run the loaded model.
+        not_reached: op -> why this engine is not seen to call it.
+        smaller: op -> what of its calls was tried in a smaller size than the model's.
+        remarks: what else the start line says of it.
+    """
+
+    facts: EngineFacts
+    rank: int
+    device: torch.device
+    groups: Groups | None = None
+    worker_facts: dict[str, Any] = field(default_factory=dict)
+    table: Standing = field(default_factory=Standing)
+    out: dict[tuple[str, str], Out] = field(default_factory=dict)
+    live_counts: frozenset[int] = frozenset()
+    not_reached: dict[str, str] = field(default_factory=dict)
+    smaller: dict[str, list[str]] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a plan does with the operators, or with the functions, that its ops' bindings name.
+
+    Args:
+        taken: op -> the places to take.
+        left: op -> place -> why what stands there stays.
+        defined: the operators that this vLLM lacks, to be defined while the engine lives.
+    """
+
+    taken: Mapping[str, tuple[OperatorPlace | FunctionPlace, ...]]
+    left: Mapping[str, Mapping[str, str]]
+    defined: tuple[Definition, ...] = ()
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """op -> the places that are taken, for the digest."""
+        return {op: [place.name for place in places] for op, places in self.taken.items()}
+
+    @property
+    def schemas(self) -> dict[str, str]:
+        """Operator -> schema of those that are defined, for the digest and the report."""
+        return {definition.name: definition.schema for definition in self.defined}
+
+
+@dataclass
+class Sites:
+    """What a pass has done for one engine.
+
+    Args:
+        graphs: how many graphs it went through: 0 where all compiled code came from vLLM's cache,
+            and nothing is known of what it found when that was filled.
+        found: how many places it found in them.
+        launched: in how many of these a traced form took the operator's place, whose kernels the
+            graphs launch themselves.
+    """
+
+    graphs: int = 0
+    found: int = 0
+    launched: int = 0
+
+
+@dataclass(eq=False)
+class Serving:
+    """One engine in this process, until it has ended or its start has failed.
+
+    Args:
+        plan: what it serves with. A start that takes something out puts another one here.
+        start: what its start began with, and has found.
+        worker: vLLM's worker.
+        digest: the sealed plan's.
+        operators, functions: which of vLLM's it takes, and which not.
+        routes: what stands in a place for all engines -> how this one's plan answers its calls.
+        sites: op -> what its pass has done.
+        passes: those of ours that find ops in its graphs.
+        replaced: what takes the place of PyTorch's operators in its graphs.
+        inlined: (op, range, impl id) -> how often its code took an operator's place in a graph.
+        stayed: (op, range) -> in how many places of graphs the operator stayed.
+        direct: op of vLLM's IR -> what runs where eager code calls it.
+        behind: op of vLLM's IR -> the other providers, in vLLM's order: what `stock` means there.
+        layers: class of vLLM's -> how many layers of the model are the plan's class.
+        overriders: operator -> who has overridden it after us, as far as that was said.
+        metrics: the file of its counters, where the settings name one.
+        shadow: what compares calls of sampled steps, where the settings say so.
+        is_watched: whether the model is looked at once more when its weights have changed.
+        asleep: what of its memory it has given back.
+        due: whether its weights were updated while something was.
+        wrong: (op, impl id) -> why, of what the last look found wrong and serves all the same.
+    """
+
+    plan: Plan
+    start: Start
+    worker: Any = None
+    digest: str = ""
+    operators: Choice = field(default_factory=lambda: Choice({}, {}))
+    functions: Choice = field(default_factory=lambda: Choice({}, {}))
+    routes: dict[Any, Route] = field(default_factory=dict)
+    sites: dict[str, Sites] = field(default_factory=dict)
+    passes: list[Any] = field(default_factory=list)
+    replaced: list[Any] = field(default_factory=list)
+    inlined: Counter[tuple[str, Range, str]] = field(default_factory=Counter)
+    stayed: Counter[tuple[str, Range]] = field(default_factory=Counter)
+    direct: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    behind: dict[str, list[str]] = field(default_factory=dict)
+    layers: dict[str, int] = field(default_factory=dict)
+    overriders: dict[str, str] = field(default_factory=dict)
+    metrics: MetricsFile | None = None
+    shadow: Shadow | None = None
+    is_watched: bool = False
+    asleep: frozenset[str] = frozenset()
+    due: bool = False
+    wrong: dict[tuple[str, str], str] = field(default_factory=dict)
+    _held: ExitStack = field(default_factory=ExitStack, init=False)
+
+    def hold(self, give_back: Callable[..., object], *args: Any) -> None:
+        """What was taken of the process for this engine: how it is given back when it leaves."""
+        self._held.callback(give_back, *args)
+
+    def leave(self) -> None:
+        """Give back all that is held, the latest first. A second call does nothing."""
+        self._held.close()
+
+    def begin(self, vllm_config: VllmConfig) -> None:
+        """From now on forward passes of this configuration's engine are known as this one's."""
+        layers = vllm_config.compilation_config.static_forward_context
+        _serving[id(layers)] = self, layers
+        self.hold(_serving.pop, id(layers), None)
+
+    @property
+    def config(self) -> VllmConfig:
+        """vLLM's configuration of the engine."""
+        found: VllmConfig = self.worker.vllm_config
+        return found
+
+    @property
+    def replica(self) -> int:
+        """Which one of data parallelism it is, from 0."""
+        # vLLM's own number of a replica is 0 in all of them where the model has no experts.
+        return getattr(self.config.parallel_config, "data_parallel_index", 0)
+
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner; None where the worker has none."""
+        return getattr(self.worker, "model_runner", None)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model, where the worker shows it: a device's own need not."""
+        try:
+            found: torch.nn.Module = self.worker.get_model()
+        except NotImplementedError:
+            return None
+        return found
+
+    @property
+    def models(self) -> dict[str, torch.nn.Module]:
+        """The model and its draft model, by what the names of their layers begin with here."""
+        draft = getattr(self.runner, "get_draft_model", lambda: None)
+        found: dict[str, Any] = {"": self.model, "(draft model) ": draft()}
+        # What drafts by other means than a model, as n-grams, may keep anything under that name.
+        return {prefix: model for prefix, model in found.items() if hasattr(model, "named_modules")}
+
+
+_serving: dict[int, tuple[Serving, object]] = {}
+"""id of an engine's table of layers -> (the engine, the table). The table is kept alive, so that no
 other one is given its id."""
 
 
 class _Thread(threading.local):
     """What one thread is doing."""
 
-    plan: Plan | None = None
+    engine: Serving | None = None
 
 
 _thread = _Thread()
 
 
-def plan_now() -> Plan | None:
-    """The plan of the engine that is calling; None where no engine of ours is."""
+def now() -> Serving | None:
+    """The engine that is calling; None where none of ours is."""
     if is_forward_context_available():
         found = _serving.get(id(get_forward_context().no_compile_layers))
         if found is not None:
             return found[0]
-    return _thread.plan
-
-
-def begin(plan: Plan, vllm_config: VllmConfig) -> None:
-    """From now on forward passes of this configuration's engine are known as the plan's."""
-    layers = vllm_config.compilation_config.static_forward_context
-    _serving[id(layers)] = plan, layers
-
-
-def end(plan: Plan) -> None:
-    """The engine of `plan` has ended, or could not start."""
-    for key, (known, _) in list(_serving.items()):
-        if known is plan:
-            del _serving[key]
+    return _thread.engine
 
 
 @contextmanager
-def calling(plan: Plan | None) -> Iterator[None]:
-    """What this thread calls inside the block is called by the engine of `plan`."""
-    before, _thread.plan = _thread.plan, plan
+def calling(engine: Serving | None) -> Iterator[None]:
+    """What this thread calls inside the block is called by `engine`."""
+    before, _thread.engine = _thread.engine, engine
     try:
         yield
     finally:
-        _thread.plan = before
+        _thread.engine = before
 
 
 @contextmanager
-def without(plan: Plan) -> Iterator[None]:
-    """What this process calls inside the block is not called by the engine of `plan`.
+def without(engine: Serving) -> Iterator[None]:
+    """What this process calls inside the block is not called by `engine`: it gets vLLM's own.
 
-    It gets vLLM's own. For a process in which one thread alone runs the model.
+    For a process in which one thread alone runs the model.
     """
-    known = {key: entry for key, entry in _serving.items() if entry[0] is plan}
+    known = {key: entry for key, entry in _serving.items() if entry[0] is engine}
     for key in known:
         del _serving[key]
     try:
@@ -109,12 +302,21 @@ def without(plan: Plan) -> Iterator[None]:
         _serving.update(known)
 
 
-def with_own_plan(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A worker's method, during which its thread calls for the worker's plan."""
+def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A worker's method, during which its thread calls for the worker's engine.
+
+    One of `STARTS` that fails ends the engine: vLLM shuts no worker down that shares its process.
+    """
+    is_of_start = method.__name__ in STARTS
 
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        with calling(getattr(worker, "vllm_fl_plan", None)):
-            return method(worker, *args, **kwargs)
+        try:
+            with calling(worker.vllm_fl_serving):
+                return method(worker, *args, **kwargs)
+        except BaseException:
+            if is_of_start and worker.vllm_fl_serving is not None:
+                worker.vllm_fl_serving.leave()
+            raise
 
     return called

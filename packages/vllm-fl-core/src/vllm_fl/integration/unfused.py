@@ -17,7 +17,6 @@ from torch import fx
 from torch._inductor.pattern_matcher import Match
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from ..engine.plan import Plan
 from ..engine.ranges import choice
 from ..logs import get_logger
 from ..plugins.types import OpImpl
@@ -26,6 +25,7 @@ from . import ranges
 from .functional_operators import arguments, operator_of, put_in_place, replacing
 from .planning import digest_of, turned_on
 from .seams import fusions
+from .serving import Serving
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,17 +35,18 @@ __all__ = ["held_to_ranges"]
 log = get_logger("engine")
 
 
-def held_to_ranges(passes: Sequence[Any], plan: Plan, vllm_config: VllmConfig) -> list[Any]:
+def held_to_ranges(passes: Sequence[Any], serving: Serving, vllm_config: VllmConfig) -> list[Any]:
     """`passes`, with those that find an op which is left to vLLM at some sizes run elsewhere only.
 
     Args:
         passes: vLLM's, in their order.
-        plan: the engine's.
+        serving: the engine.
         vllm_config: the engine's.
     """
-    known = {place.path.rpartition(".")[2]: op for op, (place, _) in fusions.by_range(plan).items()}
+    held = fusions.by_range(serving.plan)
+    known = {place.path.rpartition(".")[2]: op for op, (place, _) in held.items()}
     return [
-        HeldToRanges(each, plan, known[name], vllm_config)
+        HeldToRanges(each, serving, known[name], vllm_config)
         if (name := type(each).__name__) in known
         else each
         for each in passes
@@ -57,14 +58,14 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
 
     Args:
         run: vLLM's pass.
-        plan: the engine's.
+        serving: the engine.
         op: what the pass finds.
         vllm_config: the engine's.
     """
 
-    def __init__(self, run: Any, plan: Plan, op: str, vllm_config: VllmConfig) -> None:
-        self.run, self.plan, self.op, self.config = run, plan, op, vllm_config
-        self.place, self.chain = fusions.by_range(plan)[op]
+    def __init__(self, run: Any, serving: Serving, op: str, vllm_config: VllmConfig) -> None:
+        self.run, self.serving, self.op, self.config = run, serving, op, vllm_config
+        self.place, self.chain = fusions.by_range(serving.plan)[op]
         # Layers that the user turned on stay as they are.
         is_ours = {*self.place.layers} <= turned_on(vllm_config)
         self.unfused = dict(self.place.unfused) if is_ours else {}
@@ -110,7 +111,7 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
             )
         else:
             assert left is not None  # as `__call__` has found
-            self.plan.record.inlined[self.op, sizes, left.impl_id] += 1
+            self.serving.inlined[self.op, sizes, left.impl_id] += 1
 
     def _run_code(self, operator: Any, given: Mapping[str, Any]) -> Sequence[Any]:
         """What the operator's code returns for these arguments.

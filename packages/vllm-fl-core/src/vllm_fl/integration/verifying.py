@@ -7,8 +7,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from ..contracts.binding import Binding, FusionPlace, GraphPlace, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
@@ -27,24 +26,34 @@ from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..settings.policy import at_size
 from ..text import quote
-from . import probe, serving
+from . import probe
 from .places import installed_bindings
 from .planning import plan_for
-from .ranks import Ran, Verdict, agree, common_table, differences, lacking, refusing, warn_of_fault
+from .ranks import (
+    FAILED,
+    REFUSES,
+    REJECTED,
+    Out,
+    Ran,
+    Verdict,
+    agree,
+    common_table,
+    differences,
+    lacking,
+    refusing,
+)
 from .seams import attention, fusions, whole_layers
 from .seams.layers import foreign_code, layer_for, layer_table
-
-if TYPE_CHECKING:
-    import torch
-
-    from .worker import PlannedWorker
+from .serving import Serving, Start, calling
 
 __all__ = [
+    "Agreed",
     "Preflight",
+    "compared",
     "meets_a_compiler",
     "planned_for_nothing",
     "seen_again",
-    "taken_out",
+    "step",
     "verified_plan",
     "verify_live",
     "verify_with_cache",
@@ -53,48 +62,29 @@ __all__ = [
 
 log = get_logger("engine")
 
-REFUSES = "it refuses every call of this model"
-"""What the reason of a rejection begins with, of what is right and takes none of them."""
-
-FAILED = "failed at start"
-"""What the reason of a demotion begins with that a rank's own look has brought."""
-
 ROWS_AGAIN, SECONDS_AGAIN = 24, 1.0
 """How many rows of a call are compared, and how long, when the model is looked at once more: what
 is new then is all of a call or none."""
 
+Outs = Mapping[tuple[str, str], Out]
+"""(op, impl id) -> why it is out."""
 
-class Preflight:
-    """Runs and compares what a plan may call, each implementation once.
 
-    It holds what a start has found: `demoted`, and `rejected`, which is what refuses every call of
-    this model or lacks a property that is asked for, each (op, impl id) -> why; `live_counts`, the
-    token counts at which all ranks run the loaded model; `not_reached`, op -> why this engine is
-    not seen to call it; `smaller`, op -> what of its calls was tried in a smaller size than the
-    model's; and `worker_facts`, what plugins have reported.
-    """
+@dataclasses.dataclass
+class Preflight(Start):
+    """Runs and compares what a plan may call, each implementation once. It keeps what it finds."""
 
-    def __init__(
-        self, worker: PlannedWorker, worker_facts: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        self.worker_facts = dict(worker_facts)
-        groups = worker.vllm_fl_groups
-        self.demoted: dict[tuple[str, str], str] = {
-            key: f"{FAILED} on rank {fault.rank}: {fault.why}"
-            for key, fault in (groups.faults.items() if groups is not None else ())
-        }
-        self.rejected: dict[tuple[str, str], str] = {}
-        self.live_counts: frozenset[int] = frozenset()
-        self.not_reached: dict[str, str] = {}
-        self.facts, self.rank, self.device = worker.vllm_fl_facts, worker.rank, worker.device
+    def __post_init__(self) -> None:
+        faults = self.groups.faults if self.groups is not None else {}
+        self.out |= {key: Out(FAILED, fault.rank, fault.why) for key, fault in faults.items()}
         self.how = self.facts.settings.preflight
         self.seed = random.SystemRandom().randrange(1 << 32)
-        self.remarks: list[str] = []
-        self.smaller: dict[str, list[str]] = {}
         self._passed: set[tuple[str, str, bool, bool, bool]] = set()
 
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
+        installed = frozenset(get_default_manager().registry.snapshot().owners)
+        mine = Verdict(self.rank, facts=contents, table=self.table, installed=installed)
         try:
             reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
             found, refused, variant = self._found(plan)
@@ -103,13 +93,13 @@ class Preflight:
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             log.exception("vllm-fl could not verify the plan")
-            return Verdict(self.rank, failure=quote(error), facts=contents)
-        failure = _strict_failure(plan, reasons | refused)
-        return Verdict(
-            self.rank,
-            reasons,
-            failure,
-            contents,
+            return dataclasses.replace(mine, failure=quote(error))
+        unmet = [entry.unmet for entry in plan.entries.values()]
+        unmet += [_fault_of(self.table)] if plan.strict else []
+        return dataclasses.replace(
+            mine,
+            faults=reasons,
+            failure=_strict_failure(plan, reasons | refused) or "; ".join(filter(None, unmet)),
             counts=self._live_counts(plan),
             rejections=refused | variant,
         )
@@ -214,9 +204,39 @@ class Preflight:
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
 
 
-def verified_plan(
-    worker: PlannedWorker, preflight: Preflight, *, alone: bool
-) -> tuple[Plan, dict[str, Any]]:
+class Agreed(NamedTuple):
+    """What the ranks have agreed on; all of them hold the same.
+
+    Attributes:
+        table: what becomes of the table that the settings name.
+        out: why each implementation that is out is so.
+    """
+
+    table: Standing
+    out: Outs
+
+
+def step(before: Agreed, verdicts: list[Verdict]) -> tuple[Agreed, bool]:
+    """What the ranks agree on after these verdicts, and whether these were given of that.
+
+    Raises:
+        StartError: a rank cannot go on, or strict mode and something that they have not all alike.
+    """
+    table = common_table(verdicts)
+    lacks = {key: out for key, out in lacking(verdicts).items() if key not in before.out}
+    is_strict = any(v.facts.get("strict") for v in verdicts)
+    unusable = [_fault_of(table), *map(_lack_of, lacks.items())] if is_strict else []
+    new = _faults(verdicts, before.out, "; ".join(filter(None, unusable))) | lacks
+    for v in verdicts:
+        for key, why in v.rejections.items():
+            if key not in before.out:
+                new.setdefault(key, Out(REJECTED, v.rank, why))
+    seen = {(v.table.digest, frozenset(v.table.left_out)) for v in verdicts}
+    is_settled = not new and seen == {(table.digest, frozenset(table.left_out))}
+    return Agreed(table, {**before.out, **new}), is_settled
+
+
+def verified_plan(preflight: Preflight, *, alone: bool) -> tuple[Plan, dict[str, Any]]:
     """Resolve, run and compare, agree; again while an implementation had to be taken out.
 
     Returns:
@@ -225,98 +245,49 @@ def verified_plan(
     Raises:
         StartError: strict mode and a fault, on whichever rank.
     """
-    rank, demoted, rejected = worker.rank, preflight.demoted, preflight.rejected
-    registry = get_default_manager().registry
+    registry, facts = get_default_manager().registry, preflight.facts
     snapshot = registry.snapshot()
-    required = "batch_invariant" if worker.vllm_fl_facts.wants_invariance else ""
-    table = standing(worker.vllm_fl_facts, snapshot, worker.device)
-    while True:
-        plan = plan_for(worker.vllm_fl_facts, {**rejected, **demoted}, table=table)
+    preflight.table = standing(facts, snapshot, preflight.device)
+    is_settled = False
+    while not is_settled:
+        out = {key: each.reason for key, each in preflight.out.items()}
+        plan = plan_for(facts, out, table=preflight.table)
         consists = fingerprint(
             plan,
             snapshot.owners,
             snapshot.authors,
-            table=table.digest,
-            required=required,
-            settings=worker.vllm_fl_facts.settings,
+            table=preflight.table.digest,
+            required="batch_invariant" if facts.wants_invariance else "",
+            settings=facts.settings,
             plugins=registry.plugins,
         )
         contents = {**consists, "workers": preflight.worker_facts, "foreign": foreign_code()}
-        verdict = dataclasses.replace(
-            preflight.verdict(plan, contents),
-            table=table,
-            installed=frozenset(snapshot.owners),
-        )
-        unmet = "; ".join(
-            filter(
-                None,
-                (
-                    *(entry.unmet for entry in plan.entries.values()),
-                    _fault_of(table) if plan.strict else "",
-                ),
-            )
-        )
-        if unmet and not verdict.failure:
-            verdict = dataclasses.replace(verdict, failure=unmet)
+        verdict = preflight.verdict(plan, contents)
         verdicts = [verdict] if alone else agree(verdict)
-        common = common_table(verdicts)
-        is_strict = any(v.facts.get("strict") for v in verdicts)
-        lacks = {key: at for key, at in lacking(verdicts).items() if key not in demoted}
-        unusable = [*filter(None, [_fault_of(common)]), *map(_lack_of, lacks.items())]
-        new = _newly(verdicts, demoted, "; ".join(unusable) if is_strict else "")
-        barred = {
-            key: (v.rank, reason)
-            for v in reversed(verdicts)
-            for key, reason in v.rejections.items()
-            if key not in rejected
-        }
-        told = {(v.table.digest, frozenset(v.table.left_out)) for v in verdicts}
-        table = common
-        same_table = told == {(common.digest, frozenset(common.left_out))}
-        if not new and not lacks and not barred and same_table:
-            break
-        _demote(worker, preflight, new)
-        for (op, impl_id), (at, what) in lacks.items():
-            if rank == 0:
-                log.warning(
-                    "Implementation '%s' of op '%s' is off on all ranks: rank %d lacks it. "
-                    "Install %s on its node [FL411]",
-                    impl_id,
-                    op,
-                    at,
-                    what,
-                )
-            demoted[op, impl_id] = f"rank {at} lacks it: {what} is not installed there"
-        _bar(worker, preflight, barred)
-    worker.vllm_fl_table = table
-    if rank == 0:
-        if table.reason:
-            log.warning("%s. Going on without a table [FL610]", table.reason)
-        for op, why in table.left_out.items():
+        agreed, is_settled = step(Agreed(preflight.table, preflight.out), verdicts)
+        preflight.table = agreed.table
+        _take_out(preflight, agreed.out)
+    if preflight.rank == 0:
+        if preflight.table.reason:
+            log.warning("%s. Going on without a table [FL610]", preflight.table.reason)
+        for op, why in preflight.table.left_out.items():
             log.warning("The table's rows of op '%s' have no effect: %s [FL610]", op, why)
         for line in differences(verdicts):
             log.warning("The ranks differ. %s [FL503]", line)
-    for (op, impl_id), reason in demoted.items():
-        plan.record.demote(op, impl_id, reason)
+    for (op, impl_id), each in preflight.out.items():
+        if each.code != REJECTED:
+            plan.record.demote(op, impl_id, each.reason)
     preflight.live_counts = frozenset[int]().union(*(v.counts for v in verdicts))
     return plan, contents
 
 
-def verify_live(
-    worker: PlannedWorker,
-    models: Mapping[str, torch.nn.Module],
-    preflight: Preflight,
-    renew: Callable[[], object],
-) -> list[str]:
+def verify_live(serving: Serving, renew: Callable[[], object]) -> list[str]:
     """Run the loaded model, compare, agree; again while an implementation had to be taken out.
 
     Nothing of it is left afterwards: neither on the path of a call nor in memory.
 
     Args:
-        worker: the worker, whose plan serves in the model.
-        models: the model under "", where the worker shows it, and its draft model, by what the
-            names of their layers begin with in messages.
-        preflight: what the start has found; at least one token count to run the model with.
+        serving: the engine, whose plan serves in the model; all ranks run it at some token count.
         renew: makes another plan, without what was taken out, and binds the model to it.
 
     Returns:
@@ -325,62 +296,51 @@ def verify_live(
     Raises:
         StartError: strict mode and a fault, on whichever rank.
     """
-    start = time.monotonic()
-    counts = preflight.live_counts
+    began, start = time.monotonic(), serving.start
+    counts = start.live_counts
     while True:
-        plan = worker.vllm_fl_plan
-        live, not_run = _seen_live(worker, models, sorted(counts, reverse=True))
-        ran = None if not_run else _ran(live)
-        verdict = Verdict(worker.rank, live.faults, _strict_failure(plan, live.faults), ran=ran)
-        verdicts = agree(verdict)
-        if new := _newly(verdicts, preflight.demoted):
-            _demote(worker, preflight, new)
-            for op, impl_id in new:
-                plan.record.demote(op, impl_id, preflight.demoted[op, impl_id])
-            renew()
-            continue
-        refused = refusing(verdicts, preflight.rejected)
-        if not refused:
+        live, not_run = _seen_live(serving, counts)
+        verdicts = _agree_on(serving, live.faults, None if not_run else _ran(live))
+        new = _faults(verdicts, start.out)
+        if not new:
+            new = {key: each for key, each in refusing(verdicts).items() if key not in start.out}
+            # It may take calls of other sizes: what the plan has it for, and the largest batch.
+            further = _further_counts(serving, new) - counts
+            if further:
+                counts |= further
+                continue
+        if not new:
             break
-        # It may take calls of other sizes: what the plan has it for, and the largest batch.
-        if further := _further_counts(worker, plan, refused) - counts:
-            counts |= further
-            continue
-        why = {key: (at, f"{REFUSES} ({reason})") for key, (at, reason) in refused.items()}
-        _bar(worker, preflight, why)
+        _take_out(start, new)
         renew()
-    release(worker.device)
+    release(start.device)
     if not_run:
         return [f"not on live tensors: {not_run}"]
+    plan = serving.plan
     called = frozenset[str]().union(*(v.ran.reached for v in verdicts if v.ran is not None))
-    preflight.not_reached |= _not_called(plan, verdicts)
-    for op in called.intersection(preflight.not_reached):
-        del preflight.not_reached[op]
+    start.not_reached |= _not_called(plan, verdicts)
+    for op in called.intersection(start.not_reached):
+        del start.not_reached[op]
     left_out = {op: f"{op} ({why})" for op, why in live.left_out.items()}
     table = installed_bindings()
     for op, entry in plan.entries.items():
-        known = op in live.reached or op in preflight.not_reached
+        known = op in live.reached or op in start.not_reached
         if entry.impls and not known and not _has(table.get(op), LayerPlace, IrPlace):
             left_out[op] = f"{op} (not called)"
     told = f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}"
     return [
-        f"{live.compared} calls on live tensors in {time.monotonic() - start:.1f} s",
+        f"{live.compared} calls on live tensors in {time.monotonic() - began:.1f} s",
         *([told] if left_out else []),
     ]
 
 
-def verify_with_cache(
-    worker: PlannedWorker,
-    models: Mapping[str, torch.nn.Module],
-    preflight: Preflight,
-    renew: Callable[[], object],
-) -> str:
+def verify_with_cache(serving: Serving, renew: Callable[[], object]) -> str:
     """Run the loaded model once more, with vLLM's KV cache in memory: there is less of it now.
 
     Where nothing is compiled yet, what is wrong is taken out as before. Nothing is captured yet.
 
     Args:
-        worker, models, preflight, renew: as for `verify_live`.
+        serving, renew: as for `verify_live`.
 
     Returns:
         What was compared, or why nothing was.
@@ -388,38 +348,44 @@ def verify_with_cache(
     Raises:
         StartError: strict mode and a fault, on whichever rank; or a fault of what is compiled.
     """
-    start = time.monotonic()
-    counts = frozenset((max(preflight.live_counts),))
+    began, start = time.monotonic(), serving.start
+    counts = frozenset((max(start.live_counts),))
     while True:
-        plan = worker.vllm_fl_plan
-        with plan.record.aside():
-            live, not_run = seen_again(worker, models, counts)
+        live, not_run = seen_again(serving, counts)
         faults = {key: f"{why} (with the KV cache in memory)" for key, why in live.faults.items()}
-        verdicts = agree(Verdict(worker.rank, faults, _strict_failure(plan, faults)))
-        new = _newly(verdicts, preflight.demoted)
+        new = _faults(_agree_on(serving, faults), start.out)
         if not new:
             break
-        if plan.mode == "compiled":
+        if serving.plan.mode == "compiled":
             raise StartError(_compiled_with(new))
-        _demote(worker, preflight, new)
-        for op, impl_id in new:
-            plan.record.demote(op, impl_id, preflight.demoted[op, impl_id])
+        _take_out(start, new)
         renew()
-        counts = preflight.live_counts
+        counts = start.live_counts
     if not_run:
         return f"not on live tensors with the KV cache in memory: {not_run}"
+    return compared(live, began, " with the KV cache in memory,")
+
+
+def compared(live: Live, began: float, where: str = "") -> str:
+    """What one line says of a look at the model.
+
+    Args:
+        live: what was seen.
+        began: when, by `time.monotonic`.
+        where: what stands between the calls and the seconds.
+    """
     left = ", ".join(f"{op} ({why})" for op, why in sorted(live.left_out.items()))
     return (
-        f"{live.compared} calls on live tensors with the KV cache in memory, in "
-        f"{time.monotonic() - start:.1f} s{left and f'; not compared: {left}'}"
+        f"{live.compared} calls on live tensors{where} in {time.monotonic() - began:.1f} s"
+        f"{left and f'; not compared: {left}'}"
     )
 
 
-def _compiled_with(new: Mapping[tuple[str, str], tuple[int, str]]) -> str:
+def _compiled_with(new: Outs) -> str:
     """Why a start ends since what is wrong cannot be taken out any more."""
     each = "; ".join(
-        f"implementation '{impl_id}' failed for op '{op}' on rank {at}: {reason}"
-        for (op, impl_id), (at, reason) in new.items()
+        f"implementation '{impl_id}' failed for op '{op}' on rank {out.rank}: {out.why}"
+        for (op, impl_id), out in new.items()
     )
     return (
         f"vllm-fl ends the start: {each}. The model is compiled with it. {without(new)} leaves it "
@@ -433,49 +399,49 @@ def without(keys: Iterable[tuple[str, str]]) -> str:
     return f"VLLM_FL_PER_OP='{stock}'"
 
 
-def seen_again(
-    worker: PlannedWorker,
-    models: Mapping[str, torch.nn.Module],
-    counts: frozenset[int] = frozenset(),
-) -> tuple[Live, str]:
+def seen_again(serving: Serving, counts: frozenset[int] = frozenset()) -> tuple[Live, str]:
     """What a short look at a model shows that was looked at before: `Live`, and why there was none.
 
     Args:
-        worker: whose model it is; its plan serves in the model.
-        models: as for `verify_live`.
+        serving: whose model it is; its plan serves in the model. Nothing is counted meanwhile.
         counts: of how many tokens; by default of as many as the largest forward at start had.
     """
-    wanted = counts or frozenset((max(worker.vllm_fl_preflight.live_counts),))
+    wanted = counts or frozenset((max(serving.start.live_counts),))
     limits = {"rows": ROWS_AGAIN, "seconds": SECONDS_AGAIN, "scarce": True}
-    found = _seen_live(worker, models, sorted(wanted, reverse=True), **limits)
-    if worker.device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
+    with serving.plan.record.aside():
+        found = _seen_live(serving, wanted, **limits)
+    device = serving.start.device
+    if device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
         import torch
 
-        torch.get_device_module(worker.device).empty_cache()
+        torch.get_device_module(device).empty_cache()
     return found
 
 
-def _seen_live(
-    worker: PlannedWorker,
-    models: Mapping[str, torch.nn.Module],
-    counts: list[int],
-    **limits: Any,
-) -> tuple[Live, str]:
+def _seen_live(serving: Serving, counts: frozenset[int], **limits: Any) -> tuple[Live, str]:
     """(what forwards of so many tokens each showed, why there was none or nothing)."""
-    owners = get_default_manager().registry.snapshot().owners
-    live = Live(worker.vllm_fl_plan, models, worker.device, owners, **limits)
+    owners, models = get_default_manager().registry.snapshot().owners, serving.models
+    live = Live(serving.plan, models, serving.start.device, owners, **limits)
     if "" not in models:
         return live, "the worker shows no model"
-    runner, config = getattr(worker, "model_runner", None), worker.vllm_config
     try:
-        with serving.calling(worker.vllm_fl_plan), live.watching():
-            for tokens in counts:
-                if not_run := probe.forward(runner, models[""], config, tokens):
+        with calling(serving), live.watching():
+            for tokens in sorted(counts, reverse=True):
+                not_run = probe.forward(serving.runner, models[""], serving.config, tokens)
+                if not_run:
                     return live, not_run
     except Exception as error:  # vLLM's own, for a model that its dummy run does not fit
         log.warning("No verification on live tensors: the forward failed", exc_info=True)
         return live, f"the forward failed: {quote(error)}"
     return live, ""
+
+
+def _agree_on(
+    serving: Serving, faults: dict[tuple[str, str], str], ran: Ran | None = None
+) -> list[Verdict]:
+    """Every rank's verdict on the loaded model, this one's among them."""
+    failure = _strict_failure(serving.plan, faults)
+    return agree(Verdict(serving.start.rank, faults, failure, ran=ran))
 
 
 def _ran(live: Live) -> Ran:
@@ -517,22 +483,18 @@ def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
     return {op: why for op, entry in plan.entries.items() if entry.impls and op in facts.absent}
 
 
-def _further_counts(
-    worker: PlannedWorker, plan: Plan, refused: Iterable[tuple[str, str]]
-) -> frozenset[int]:
+def _further_counts(serving: Serving, refused: Iterable[tuple[str, str]]) -> frozenset[int]:
     """At how many tokens those that refused everything so far may yet take a call."""
-    sizes = worker.vllm_fl_facts.sizes
-    if sizes is None:
+    sizes = serving.start.facts.sizes
+    if sizes is None or not refused:
         return frozenset()
     largest = sizes.tokens[-1]
-    ceilings = (n for op, _ in refused for n in plan.entries[op].ceilings)
+    ceilings = (n for op, _ in refused for n in serving.plan.entries[op].ceilings)
     return frozenset((largest, *(n for n in ceilings if n < largest)))
 
 
-def _newly(
-    verdicts: list[Verdict], demoted: Mapping[tuple[str, str], str], unusable: str = ""
-) -> dict[tuple[str, str], tuple[int, str]]:
-    """(op, impl id) -> (the rank that found it, why it must not serve), of what still serves.
+def _faults(verdicts: list[Verdict], known: Outs, unusable: str = "") -> dict[tuple[str, str], Out]:
+    """What the ranks have found wrong, of what still serves.
 
     Raises:
         StartError: a rank cannot go on, or what they have in common is `unusable`.
@@ -541,51 +503,19 @@ def _newly(
     if failures or unusable:
         raise StartError(f"vllm-fl ends the start: {'; '.join(failures) or unusable}")
     return {
-        key: (v.rank, reason)
+        key: Out(FAILED, v.rank, reason)
         for v in reversed(verdicts)
         for key, reason in v.faults.items()
-        if key not in demoted
+        if key not in known
     }
 
 
-def _demote(
-    worker: PlannedWorker, preflight: Preflight, new: dict[tuple[str, str], tuple[int, str]]
-) -> None:
-    """Take out what a rank has found, on this one, too."""
-    for (op, impl_id), (at, reason) in new.items():
-        if worker.rank == 0:
-            warn_of_fault(op, impl_id, reason, at)
-        preflight.demoted[op, impl_id] = f"{FAILED} on rank {at}: {reason}"
-
-
-def _bar(
-    worker: PlannedWorker, preflight: Preflight, barred: dict[tuple[str, str], tuple[int, str]]
-) -> None:
-    """Take out what is right and may not serve, or would refuse every call of this model."""
-    for (op, impl_id), (at, reason) in barred.items():
-        if worker.rank == 0:
-            log.warning(
-                "Implementation '%s' is rejected for op '%s': %s (measured at start, on rank "
-                "%d; off on all) [FL412]",
-                impl_id,
-                op,
-                reason,
-                at,
-            )
-        preflight.rejected[op, impl_id] = reason
-
-
-def taken_out(plan: Plan, preflight: Preflight) -> list[str]:
-    """What the start took out, for its line; a warning of this code has said the whole of it."""
-    demoted = [
-        f"{op}: {impl_id} was taken out [{'FL410' if why.startswith(FAILED) else 'FL411'}]"
-        for (op, impl_id), why in plan.record.demotions.items()
-    ]
-    return demoted + [
-        f"{op}: {impl_id} refuses every call [FL412]"
-        for (op, impl_id), why in preflight.rejected.items()
-        if why.startswith(REFUSES)
-    ]
+def _take_out(start: Start, out: Outs) -> None:
+    """Keep what is out on all ranks; rank 0 says what is new."""
+    for (op, impl_id), each in out.items():
+        if start.rank == 0 and (op, impl_id) not in start.out:
+            each.warn(op, impl_id)
+    start.out |= out
 
 
 def _strict_failure(plan: Plan, reasons: Mapping[tuple[str, str], str]) -> str:
@@ -605,10 +535,10 @@ def _fault_of(table: Standing) -> str:
     return f"strict mode, and {found}" if found else ""
 
 
-def _lack_of(lack: tuple[tuple[str, str], tuple[int, str]]) -> str:
+def _lack_of(lack: tuple[tuple[str, str], Out]) -> str:
     """Why strict mode ends the start: what is installed on one rank is not on another."""
-    (op, impl_id), (at, what) = lack
-    return f"strict mode, and rank {at} lacks implementation '{impl_id}' of op '{op}' ({what})"
+    (op, impl_id), (_, rank, what) = lack
+    return f"strict mode, and rank {rank} lacks implementation '{impl_id}' of op '{op}' ({what})"
 
 
 def meets_a_compiler(binding: Binding | None) -> bool:

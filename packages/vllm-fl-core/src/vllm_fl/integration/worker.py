@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
@@ -19,16 +19,18 @@ from ..engine.tables import Standing, under
 from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import OpImpl, WorkerContext
-from . import after, ranges, serving
+from . import after, ranges
 from .models import skeleton_of
 from .places import installed_bindings
-from .planning import apply, facts_of, load_plugins, seal
+from .planning import apply, facts_of, load_plugins, refusals, seal
+from .ranks import REJECTED
 from .seams import (
     attention,
     communicator,
     functions,
     fusions,
     operators,
+    taking,
     torch_operators,
     whole_layers,
 )
@@ -40,12 +42,12 @@ from .seams.layers import (
     layer_table,
     replace_layers,
 )
-from .seams.lookups import named
+from .seams.lookups import over_class, path_over
+from .serving import RUNS_MODEL, Serving, calling, with_own_engine
 from .verifying import (
     Preflight,
     meets_a_compiler,
     planned_for_nothing,
-    taken_out,
     verified_plan,
     verify_live,
     verify_with_cache,
@@ -54,8 +56,6 @@ from .verifying import (
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-
-    from .canary import Canary
 
 __all__ = ["PlannedWorker", "wrap_worker"]
 
@@ -70,30 +70,17 @@ class PlannedWorker:
     vllm_config: VllmConfig
     device: torch.device
     rank: int
-    vllm_fl_facts: EngineFacts
-    vllm_fl_plan: Plan
-    vllm_fl_digest: str
-    vllm_fl_table: Standing
-    vllm_fl_preflight: Preflight
-    vllm_fl_layers: dict[str, int]
     vllm_fl_groups: communicator.Groups | None = None
-    vllm_fl_unseal: Callable[[], object]
-    vllm_fl_unseal_config: Callable[[], None]
-    vllm_fl_operators: operators.Overrides
-    vllm_fl_functions: functions.Replacements
-    vllm_fl_overriders: dict[str, str]
-    vllm_fl_metrics: MetricsFile | None
-    vllm_fl_canary: Canary | None = None
-    vllm_fl_since: after.Since | None = None
+    vllm_fl_serving: Serving | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the methods of vLLM's worker that run the model say for which engine they do, and
         those that change weights or memory that they did."""
         super().__init_subclass__(**kwargs)
         after.watch(cls)
-        for name in serving.RUNS_MODEL:
+        for name in ("load_model", *RUNS_MODEL):
             if hasattr(cls, name):
-                setattr(cls, name, serving.with_own_plan(getattr(cls, name)))
+                setattr(cls, name, with_own_engine(getattr(cls, name)))
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
@@ -117,42 +104,32 @@ class PlannedWorker:
         """Seal the plan, build the model on it, verify it on live tensors, and say it once."""
         # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
         joins = bool(kwargs.get("load_dummy_weights"))
-        start = time.monotonic()
+        began = time.monotonic()
         replace_layers()
-        facts = self.vllm_fl_facts = _facts_of_model(self.vllm_config)
-        reports = _start_plugins(self)
-        preflight = Preflight(self, {name: report["facts"] for name, report in reports.items()})
-        _adopt(self, *verified_plan(self, preflight, alone=joins))
-        preflight.not_reached |= planned_for_nothing(self.vllm_fl_plan, facts)
+        preflight, lines = _begun(self)
+        plan, contents = verified_plan(preflight, alone=joins)
         how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
-        took = [f"{how[facts.settings.preflight]} {time.monotonic() - start:.1f} s"]
-        if self.rank == 0:
-            for report in reports.values():
-                for line in report["lines"]:
-                    log.info("%s", line)
-        manager = get_default_manager()
-        self.vllm_fl_unseal = manager.seal(f"the engine's worker (rank {self.rank})")
+        took = [f"{how[preflight.how]} {time.monotonic() - began:.1f} s"]
+        preflight.not_reached |= planned_for_nothing(plan, preflight.facts)
+        for line in lines if self.rank == 0 else ():
+            log.info("%s", line)
+        serving = self.vllm_fl_serving = Serving(plan, preflight, self)
+        _enter(serving, plan, contents)
         attention.forget_choices()
         forget_shared_layers()
         try:
-            _take_places(self)
-            plan = self.vllm_fl_plan
-            with building(plan), serving.calling(plan), whole_layers.in_place(plan):
+            plan = serving.plan
+            with building(plan), calling(serving), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
-            took += _verify_live(self, preflight, alone=joins)
-        except BaseException:
-            _leave_operators(self)
-            raise
+            if preflight.live_counts and not joins:
+                took += verify_live(serving, lambda: _renew(serving, preflight))
         finally:
-            _say_plan(self, took, preflight)
-        self.vllm_fl_preflight = preflight
-        plan = self.vllm_fl_plan
-        self.vllm_fl_layers = _built_layers(self, plan)
-        _warn_of_unexpected_layers(self, plan)
-        _name_overriders(self)
-        self.vllm_fl_metrics = _metrics(self)
-        if not joins:
-            self.vllm_fl_since = after.Since(lambda: _models_of(self))
+            _say_plan(serving, preflight, took)
+        serving.layers = _built_layers(serving)
+        _warn_of_unexpected_layers(serving)
+        _name_overriders(serving)
+        _write_metrics(serving)
+        serving.is_watched = not joins
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
@@ -162,16 +139,21 @@ class PlannedWorker:
         The model is compiled behind it: what passes found in it is said, too. The steps that follow
         are those of requests, and may be sampled.
         """
-        if self.vllm_fl_since is not None:
-            _verify_with_cache(self)
+        serving = self.vllm_fl_serving
+        if serving is not None and serving.is_watched and serving.start.live_counts:
+            _verify_with_cache(serving)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        _name_overriders(self)
-        if self.rank == 0 and hasattr(self, "vllm_fl_plan"):
-            fusions.say(self.vllm_fl_plan)
-        if hasattr(self, "vllm_fl_plan"):
-            # Steps of warming up are none of a request; of compiled code only tracings are seen.
-            self.vllm_fl_plan.record.begin(keeps_calls=self.vllm_fl_plan.mode == "compiled")
-            self.vllm_fl_canary = _canary(self)
+        if serving is None:
+            return times
+        _name_overriders(serving)
+        if self.rank == 0:
+            fusions.say(serving)
+        # Steps of warming up are none of a request; of compiled code only tracings are seen.
+        serving.plan.record.begin(keeps_calls=serving.plan.mode == "compiled")
+        if serving.start.facts.settings.shadow is not None:
+            from .canary import watch  # which no other engine needs
+
+            watch(serving)
         return times
 
     def vllm_fl_verify(self) -> str:
@@ -185,9 +167,10 @@ class PlannedWorker:
         Raises:
             ServingError: something is wrong, on whichever rank; the last one raises it.
         """
-        if self.vllm_fl_since is None:
+        serving = self.vllm_fl_serving
+        if serving is None or not serving.is_watched:
             return "nothing is verified: this rank has joined a running engine"
-        return after.verify(self, "it was asked for")
+        return after.verify(serving, "it was asked for")
 
     def vllm_fl_report(self) -> dict[str, Any]:
         """What this worker runs with, and what it counted: for `collective_rpc`.
@@ -201,7 +184,7 @@ class PlannedWorker:
             or lacks a property that is asked for. `not_reached` {op: why}: what is planned and this
             engine is not seen to call. Counters begin when the engine is about to serve; a call is
             counted to who computed it, under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
-            what became of it}}, as `seams.operators.report` says; `functions` {op: {function: the
+            what became of it}}, as `seams.taking.report` says; `functions` {op: {function: the
             same}}. `fusions` {op: {graphs, found}}: how many graphs the pass for the op went
             through, and in how many places it found the op. `ranges` {op: [{first, last, impl,
             places}]}: of an op that is
@@ -217,50 +200,69 @@ class PlannedWorker:
             `wrong` {op: {impl id: why}}: what serves and was found wrong when the weights had been
             updated.
         """
-        plan = self.vllm_fl_plan
+        serving = self.vllm_fl_serving
+        assert serving is not None  # vLLM answers no call before it has loaded its model
+        plan, start = serving.plan, serving.start
+        rejected = {key: out.why for key, out in start.out.items() if out.code == REJECTED}
         return {
             "rank": self.rank,
             "mode": plan.mode,
-            "digest": self.vllm_fl_digest,
+            "digest": serving.digest,
             "ops": {op: entry.told for op, entry in plan.entries.items()},
-            "layers": self.vllm_fl_layers,
+            "layers": serving.layers,
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
             "refusals": _nested(plan.record.refusals),
             "demotions": _nested(plan.record.demotions),
-            "rejections": _nested(self.vllm_fl_preflight.rejected),
-            "not_reached": dict(self.vllm_fl_preflight.not_reached),
-            "operators": operators.report(plan, self.vllm_fl_operators),
-            "functions": functions.report(plan, self.vllm_fl_functions),
-            "fusions": {op: dataclasses.asdict(known) for op, known in fusions.sites(plan).items()},
-            "ranges": ranges.report(plan, self.vllm_config),
-            "defined": self.vllm_fl_operators.schemas,
-            "smaller": dict(self.vllm_fl_preflight.smaller),
-            "groups": dict(self.vllm_fl_groups.served) if self.vllm_fl_groups else {},
-            "table": _table_report(self.vllm_fl_facts, self.vllm_fl_table),
-            "shadow": self.vllm_fl_canary.shadow.report() if self.vllm_fl_canary else None,
-            "wrong": _nested(self.vllm_fl_since.wrong if self.vllm_fl_since else {}),
+            "rejections": _nested(rejected),
+            "not_reached": dict(start.not_reached),
+            "operators": taking.report(serving, serving.operators),
+            "functions": taking.report(serving, serving.functions),
+            "fusions": {op: dataclasses.asdict(known) for op, known in serving.sites.items()},
+            "ranges": ranges.report(serving),
+            "defined": serving.operators.schemas,
+            "smaller": dict(start.smaller),
+            "groups": dict(start.groups.served) if start.groups else {},
+            "table": _table_report(start.facts, start.table),
+            "shadow": serving.shadow.report() if serving.shadow else None,
+            "wrong": _nested(serving.wrong),
         }
 
     def shutdown(self) -> None:
         """Say what fell back while the engine ran, and shut vLLM's worker down."""
-        for watching in ("vllm_fl_canary", "vllm_fl_metrics"):
-            if getattr(self, watching, None) is not None:
-                getattr(self, watching).close()
-        plan = getattr(self, "vllm_fl_plan", None)
-        if plan is not None and (plan.fallbacks or plan.counts_calls):
-            log.info(
-                "rank %d: fallbacks %s, calls %s",
-                self.rank,
-                _nested(plan.fallbacks) or "none",
-                _nested(plan.calls) or ("none" if plan.counts_calls else "not counted"),
-            )
-        if plan is not None:
-            _leave_operators(self)
-            leave_place(plan)
-        if hasattr(self, "vllm_fl_unseal"):
-            self.vllm_fl_unseal()
+        serving = self.vllm_fl_serving
+        if serving is not None:
+            serving.leave()
+            plan = serving.plan
+            if plan.fallbacks or plan.counts_calls:
+                log.info(
+                    "rank %d: fallbacks %s, calls %s",
+                    self.rank,
+                    _nested(plan.fallbacks) or "none",
+                    _nested(plan.calls) or ("none" if plan.counts_calls else "not counted"),
+                )
         super().shutdown()  # type: ignore[misc]
+
+
+def _begun(worker: PlannedWorker) -> tuple[Preflight, list[str]]:
+    """(what the worker's start begins with, the lines that plugins have for the log)."""
+    facts = _facts_of_model(worker.vllm_config)
+    startup = get_default_manager().startup
+    context = WorkerContext(
+        facts.settings,
+        worker.device,
+        facts.dtype,
+        worker.rank,
+        worker.vllm_config,
+        facts.wants_invariance,
+    )
+    found = start_in_worker(startup.plugins if startup else (), context)
+    told = {
+        name: {**report.facts, "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0])}
+        for name, (plugin, report) in found.items()
+    }
+    lines = [line for _, report in found.values() for line in report.lines]
+    return Preflight(facts, worker.rank, worker.device, worker.vllm_fl_groups, told), lines
 
 
 def _facts_of_model(vllm_config: VllmConfig) -> EngineFacts:
@@ -274,38 +276,83 @@ def _facts_of_model(vllm_config: VllmConfig) -> EngineFacts:
     return dataclasses.replace(facts, absent=absent, provided=skeleton.provided)
 
 
-def _canary(worker: PlannedWorker) -> Canary | None:
-    """What samples this worker's steps, where the settings say so."""
-    if worker.vllm_fl_facts.settings.shadow is None:
-        return None
-    from .canary import watch  # which no other engine needs
+def _enter(serving: Serving, plan: Plan, contents: dict[str, Any]) -> None:
+    """Take what the engine needs of this process, and of its configuration, to serve with `plan`.
 
-    return watch(worker, worker.vllm_fl_plan, _model_of(worker))
+    Args:
+        serving: the engine, which holds it all until it leaves.
+        plan: the plan, verified.
+        contents: what the plan consists of.
+    """
+    start, config = serving.start, serving.config
+    serving.hold(get_default_manager().seal(f"the engine's worker (rank {start.rank})"))
+    plan = serving.plan = take_place(plan)
+    serving.hold(leave_place, plan)
+    if plan.place > 1:  # its operators have other names: compiled code of another's is not its
+        contents = {**contents, "place": plan.place}
+    assert start.facts.dtype is not None  # a worker has a model
+    table = installed_bindings()
+    serving.operators = operators.choose(plan, table, start.device, start.facts.dtype)
+    serving.functions = functions.choose(plan, table)
+    contents = {
+        **contents,
+        "operators": serving.operators.names,
+        "defined": serving.operators.schemas,
+        "functions": serving.functions.names,
+    }
+    serving.digest, serving.overriders = digest(contents), {}
+    bind_provider(serving, by_range=ranges.is_compiled_by_range(config))
+    apply(plan, config)
+    reset_priorities(serving)
+    serving.hold(seal(config, serving.digest))
+    serving.begin(config)
+    operators.take(serving, start.device)
+    functions.take(serving)
+    fusions.watch(serving)
+    torch_operators.watch(serving)
 
 
-def _metrics(worker: PlannedWorker) -> MetricsFile | None:
-    """The file of this worker's counters, where the settings name one."""
-    named = worker.vllm_fl_facts.settings.metrics
-    if named is None:
-        return None
-    # vLLM's own number of a replica is 0 in all of them where the model has no experts.
-    replica = getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0)
-    return MetricsFile(
-        named,
-        worker.vllm_fl_plan,
-        worker.vllm_fl_digest,
-        rank=worker.rank,
-        replica=replica,
-        shadow=lambda: worker.vllm_fl_canary.shadow if worker.vllm_fl_canary else None,
+def _renew(serving: Serving, preflight: Preflight) -> None:
+    """Make another plan, without what was taken out, and bind the models to it."""
+    serving.leave()
+    _enter(serving, *verified_plan(preflight, alone=False))
+    for model in serving.models.values():
+        bind_anew(model, serving.plan, serving.config)
+
+
+def _verify_with_cache(serving: Serving) -> None:
+    """Verify the plan once more, with the KV cache in memory; a plan that changes is said anew."""
+    preflight, before = serving.start, serving.plan
+    assert isinstance(preflight, Preflight)
+    told = verify_with_cache(serving, lambda: _renew(serving, preflight))
+    if serving.plan is not before:
+        _say_plan(serving, preflight, [told])
+        _write_metrics(serving)
+    elif preflight.rank == 0:
+        log.info("%s", told)
+
+
+def _write_metrics(serving: Serving) -> None:
+    """Write the engine's counters into a file from now on, where the settings name one."""
+    file = serving.start.facts.settings.metrics
+    if file is None:
+        return
+    serving.metrics = MetricsFile(
+        file,
+        serving.plan,
+        serving.digest,
+        rank=serving.start.rank,
+        replica=serving.replica,
+        shadow=lambda: serving.shadow,
     )
+    serving.hold(serving.metrics.close)
 
 
-def _name_overriders(worker: PlannedWorker) -> None:
+def _name_overriders(serving: Serving) -> None:
     """Say, once for each, whose kernels now run in the place of the plan's."""
-    plan = getattr(worker, "vllm_fl_plan", None)
-    for name, who in operators.overriders(plan).items() if plan is not None else ():
-        if worker.vllm_fl_overriders.get(name) != who:
-            worker.vllm_fl_overriders[name] = who
+    for name, who in operators.overriders(serving).items():
+        if serving.overriders.get(name) != who:
+            serving.overriders[name] = who
             log.warning(
                 "Operator %s was overridden after vllm-fl, by %s: the plan's implementation runs "
                 "in it only if that calls it",
@@ -314,117 +361,21 @@ def _name_overriders(worker: PlannedWorker) -> None:
             )
 
 
-def _adopt(worker: PlannedWorker, plan: Plan, contents: dict[str, Any]) -> None:
-    """Make `plan` the worker's, and its digest part of the engine's configuration."""
-    plan = take_place(plan)
-    if plan.place > 1:  # its operators have other names: compiled code of another's is not its
-        contents = {**contents, "place": plan.place}
-    dtype = worker.vllm_fl_facts.dtype
-    assert dtype is not None  # a worker has a model
-    chosen = operators.choose(plan, installed_bindings(), worker.device, dtype)
-    replaced = functions.choose(plan, installed_bindings())
-    contents = {
-        **contents,
-        "operators": chosen.names,
-        "defined": chosen.schemas,
-        "functions": replaced.names,
-    }
-    worker.vllm_fl_plan, worker.vllm_fl_digest = plan, digest(contents)
-    worker.vllm_fl_operators, worker.vllm_fl_overriders = chosen, {}
-    worker.vllm_fl_functions = replaced
-    by_range = ranges.is_compiled_by_range(worker.vllm_config)
-    bind_provider(plan, worker.vllm_fl_digest, by_range=by_range)
-    apply(plan, worker.vllm_config)
-    reset_priorities(plan, worker.vllm_config)
-    worker.vllm_fl_unseal_config = seal(worker.vllm_config, worker.vllm_fl_digest)
-
-
-def _take_places(worker: PlannedWorker) -> None:
-    """From now on vLLM's operators and functions run what the worker's plan says, in its engine."""
-    plan = worker.vllm_fl_plan
-    serving.begin(plan, worker.vllm_config)
-    operators.take(plan, worker.vllm_fl_operators, worker.device)
-    functions.take(plan, worker.vllm_fl_functions)
-    fusions.watch(plan)
-    torch_operators.watch(plan)
-
-
-def _verify_live(worker: PlannedWorker, preflight: Preflight, *, alone: bool) -> list[str]:
-    """Verify the plan on the loaded model's tensors, where the ranks ask for it.
-
-    Returns:
-        What the start line says of it.
-
-    Raises:
-        StartError: strict mode and a fault, on whichever rank.
-    """
-    if alone or not preflight.live_counts:
-        return []
-    models = _models_of(worker)
-    return verify_live(worker, models, preflight, lambda: _renew(worker, models, preflight))
-
-
-def _renew(
-    worker: PlannedWorker, models: Mapping[str, torch.nn.Module], preflight: Preflight
-) -> None:
-    """Make another plan, without what was taken out, and bind the models to it."""
-    _leave_operators(worker)
-    leave_place(worker.vllm_fl_plan)
-    worker.vllm_fl_unseal_config()
-    _adopt(worker, *verified_plan(worker, preflight, alone=False))
-    _take_places(worker)
-    for model in models.values():
-        bind_anew(model, worker.vllm_fl_plan, worker.vllm_config)
-
-
-def _verify_with_cache(worker: PlannedWorker) -> None:
-    """Verify the plan once more, with the KV cache in memory; a plan that changes is said anew."""
-    preflight, before = worker.vllm_fl_preflight, worker.vllm_fl_plan
-    if not preflight.live_counts:
-        return
-    models = _models_of(worker)
-    told = verify_with_cache(worker, models, preflight, lambda: _renew(worker, models, preflight))
-    if worker.vllm_fl_plan is not before:
-        _say_plan(worker, [told], preflight)
-        if worker.vllm_fl_metrics is not None:
-            worker.vllm_fl_metrics.close()
-            worker.vllm_fl_metrics = _metrics(worker)
-    elif worker.rank == 0:
-        log.info("%s", told)
-
-
-def _models_of(worker: PlannedWorker) -> dict[str, torch.nn.Module]:
-    """The model and its draft model, by what the names of their layers begin with here."""
-    runner = getattr(worker, "model_runner", None)
-    draft = getattr(runner, "get_draft_model", lambda: None)
-    found: dict[str, Any] = {"": _model_of(worker), "(draft model) ": draft()}
-    # What drafts by other means than a model, as n-grams, may keep anything under that name.
-    return {prefix: model for prefix, model in found.items() if hasattr(model, "named_modules")}
-
-
-def _say_plan(worker: PlannedWorker, took: list[str], preflight: Preflight) -> None:
+def _say_plan(serving: Serving, preflight: Preflight, took: list[str]) -> None:
     """The start line, and what goes with it; rank 0 says it once."""
-    if worker.rank != 0:
+    if preflight.rank != 0:
         return
-    facts, plan = worker.vllm_fl_facts, worker.vllm_fl_plan
-    refused = attention.refusals(facts) | whole_layers.refusals(facts)
-    refused |= communicator.refusals(facts)
-    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refused.items())
-    remarks = [*_of_table(facts, worker.vllm_fl_table), *_of_invariance(worker, plan)]
-    remarks += [*preflight.limits(plan), *_of_length(worker), *said]
+    facts, plan = preflight.facts, serving.plan
+    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
+    remarks = [*_of_table(facts, preflight.table), *_of_invariance(preflight, plan)]
+    remarks += [*preflight.limits(plan), *_of_length(serving), *said]
     _warn_of_foreign_layers(plan)
-    inlined = ranges.planned(plan, worker.vllm_config)
+    inlined = ranges.planned(plan, serving.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
-    told = (*taken_out(plan, preflight), *took, f"digest {worker.vllm_fl_digest}", *remarks)
+    out = [f"{op}: {impl} {o.told}" for (op, impl), o in preflight.out.items() if o.told]
+    told = (*out, *took, f"digest {serving.digest}", *remarks)
     log.info("%s", plan.line(*told, not_reached=preflight.not_reached))
     _say_what_is_taken_whole(plan, inlined)
-
-
-def _leave_operators(worker: PlannedWorker) -> None:
-    """Give vLLM its operators and functions back."""
-    operators.remove(worker.vllm_fl_plan)
-    functions.remove(worker.vllm_fl_plan)
-    serving.end(worker.vllm_fl_plan)
 
 
 def _warn_of_foreign_layers(plan: Plan) -> None:
@@ -448,16 +399,17 @@ def _warn_of_foreign_layers(plan: Plan) -> None:
             )
 
 
-def _built_layers(worker: PlannedWorker, plan: Plan) -> dict[str, int]:
+def _built_layers(serving: Serving) -> dict[str, int]:
     """How many layers of the model are the plan's class, for each whole layer; rank 0 says so."""
+    plan = serving.plan
     if not plan.layers:
         return {}
-    model = _model_of(worker)
+    model = serving.model
     if model is None:
         log.warning("This worker shows no model: whether whole layers serve in it is not known")
         return {}
     found = whole_layers.served(plan, model)
-    for name, served in found.items() if worker.rank == 0 else ():
+    for name, served in found.items() if serving.start.rank == 0 else ():
         impl_id = plan.layers[name].impl_id
         if not served.ours:
             log.warning("Layer %s: this model has none, so that '%s' does not run", name, impl_id)
@@ -474,19 +426,10 @@ def _built_layers(worker: PlannedWorker, plan: Plan) -> dict[str, int]:
     return {name: served.ours for name, served in found.items()}
 
 
-def _model_of(worker: PlannedWorker) -> torch.nn.Module | None:
-    """The model, where the worker shows it: a device's own need not."""
-    try:
-        model: torch.nn.Module = worker.get_model()  # type: ignore[attr-defined]
-    except NotImplementedError:
-        return None
-    return model
-
-
-def _warn_of_unexpected_layers(worker: PlannedWorker, plan: Plan) -> None:
+def _warn_of_unexpected_layers(serving: Serving) -> None:
     """Name the layers whose op was not planned, since the configuration speaks of no such thing."""
-    model = _model_of(worker) if worker.rank == 0 else None
-    table = {layer.cls: layer for layer in layer_table() if layer.op not in plan.entries}
+    model = serving.model if serving.start.rank == 0 else None
+    table = {layer.cls: layer for layer in layer_table() if layer.op not in serving.plan.entries}
     if model is None or not table:
         return
     bases = tuple(layer.base for layer in table.values())
@@ -507,30 +450,6 @@ def _warn_of_unexpected_layers(worker: PlannedWorker, plan: Plan) -> None:
         )
 
 
-def _start_plugins(worker: PlannedWorker) -> dict[str, dict[str, Any]]:
-    """Run the plugins' `worker_start` hooks; distribution -> its lines and facts."""
-    facts, startup = worker.vllm_fl_facts, get_default_manager().startup
-    context = WorkerContext(
-        facts.settings,
-        worker.device,
-        facts.dtype,
-        worker.rank,
-        worker.vllm_config,
-        facts.wants_invariance,
-    )
-    found = start_in_worker(startup.plugins if startup else (), context)
-    return {
-        name: {
-            "lines": list(report.lines),
-            "facts": {
-                **report.facts,
-                "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0]),
-            },
-        }
-        for name, (plugin, report) in found.items()
-    }
-
-
 def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
     """What the start line says of the table that the settings name."""
     pinned = facts.settings.pinned
@@ -539,13 +458,13 @@ def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
     return [pinned.label if table.digest else f"without the table {pinned.file}"]
 
 
-def _of_invariance(worker: PlannedWorker, plan: Plan) -> list[str]:
+def _of_invariance(start: Preflight, plan: Plan) -> list[str]:
     """What the start line says where only batch-invariant implementations may serve."""
-    facts = worker.vllm_fl_facts
+    facts = start.facts
     if not facts.wants_invariance:
         return []
     told = [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
-    settings, manager = under(facts, worker.vllm_fl_table).settings, get_default_manager()
+    settings, manager = under(facts, start.table).settings, get_default_manager()
     by_size = [
         op for op in plan.entries if manager.ceilings(op, mode=facts.mode, settings=settings)
     ]
@@ -554,10 +473,10 @@ def _of_invariance(worker: PlannedWorker, plan: Plan) -> list[str]:
     return told
 
 
-def _of_length(worker: PlannedWorker) -> list[str]:
+def _of_length(serving: Serving) -> list[str]:
     """What the start line says where an engine is longer than the tables that are made for it."""
-    sizes = worker.vllm_fl_facts.sizes
-    length = worker.vllm_config.model_config.max_model_len
+    sizes = serving.start.facts.sizes
+    length = serving.config.model_config.max_model_len
     if sizes is None or length <= sizes.max_position:
         return []
     return [f"made inputs have positions below {sizes.max_position} of {length}"]
@@ -610,16 +529,9 @@ def wrap_worker(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     path = parallel.worker_cls
     if isinstance(path, str) and path != "auto" and not path.startswith(f"{__name__}.{PREFIX}"):
-        parallel.worker_cls = f"{__name__}.{PREFIX}{path.replace('.', '__')}"
+        parallel.worker_cls = path_over(__name__, PREFIX, path)
 
 
 def __getattr__(name: str) -> type:
     """Only a path travels to the workers: the class is made from it on demand."""
-    if not name.startswith(PREFIX):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = named(name.removeprefix(PREFIX).replace("__", "."))
-    worker = type(
-        f"{base.__name__}FL", (PlannedWorker, base), {"__module__": __name__, "__qualname__": name}
-    )
-    globals()[name] = worker
-    return worker
+    return over_class(__name__, PREFIX, name, PlannedWorker)

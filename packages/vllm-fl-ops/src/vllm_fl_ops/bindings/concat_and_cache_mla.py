@@ -58,7 +58,6 @@ BINDING = Binding(
             ),
             grants=("kv_cache",),
             tokens="slot_mapping",  # the latent may be padded
-            callers=("vllm._custom_ops.concat_and_cache_mla",),
         ),
         OperatorPlace(
             "_C::concat_and_cache_mla_cpu",

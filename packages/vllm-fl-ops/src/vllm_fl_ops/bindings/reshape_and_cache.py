@@ -70,11 +70,6 @@ BINDING = Binding(
             NATIVE,
             grants=("key_cache", "value_cache"),
             tokens="slot_mapping",  # keys may be padded
-            callers=(
-                "vllm._custom_ops.reshape_and_cache_flash",
-                f"{_BACKENDS}.fa_utils.reshape_and_cache_flash",
-                f"{_BACKENDS}.flash_attn.reshape_and_cache_flash",
-            ),
         ),
         FunctionPlace(
             (

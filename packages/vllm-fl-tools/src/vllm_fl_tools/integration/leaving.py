@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from vllm_fl.dispatch import dispatch_method
-from vllm_fl.engine.plan import Plan
-from vllm_fl.integration import serving
 from vllm_fl.integration.seams.layers import FORWARDS
+from vllm_fl.integration.serving import Serving, without
 
 __all__ = ["Leaving"]
 
@@ -27,7 +26,7 @@ CALLED = "_forward_method"
 class Leaving:
     """Methods that vLLM adds to the worker's."""
 
-    vllm_fl_plan: Plan
+    vllm_fl_serving: Serving
     vllm_fl_left: list[Callable[[], None]]
 
     def vllm_fl_layers_of(self, op: str) -> dict[str, int]:
@@ -48,7 +47,7 @@ class Leaving:
         for undo in getattr(self, "vllm_fl_left", ()):
             undo()
         self.vllm_fl_left = [
-            _leave(layer, self.vllm_fl_plan)
+            _leave(layer, self.vllm_fl_serving)
             for layer, named in _layers_of(self._vllm_fl_model(), op)
             if named[0] in names
         ]
@@ -74,11 +73,11 @@ def _methods(layer: torch.nn.Module) -> Iterator[tuple[str, dispatch_method]]:
             yield name, method
 
 
-def _leave(layer: torch.nn.Module, plan: Plan) -> Callable[[], None]:
+def _leave(layer: torch.nn.Module, serving: Serving) -> Callable[[], None]:
     """Put vLLM's own methods into a layer; what is returned puts the plan's back."""
     attributes = vars(layer)
     bound = {name: attributes[name] for name in (*FORWARDS, CALLED) if name in attributes}
-    own = {name: partial(_without, plan, method.own(layer)) for name, method in _methods(layer)}
+    own = {name: partial(_without, serving, method.own(layer)) for name, method in _methods(layer)}
     called = next((name for name in own if bound.get(name) is bound[CALLED]), None)
     if called is None:
         raise RuntimeError(f"{type(layer).__name__} calls a forward that is none of {FORWARDS}")
@@ -87,6 +86,6 @@ def _leave(layer: torch.nn.Module, plan: Plan) -> Callable[[], None]:
     return partial(attributes.update, bound)
 
 
-def _without(plan: Plan, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with serving.without(plan):
+def _without(serving: Serving, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with without(serving):
         return method(*args, **kwargs)

@@ -157,7 +157,7 @@ class Profiling:
         for op, place in places(table, GraphPlace):
             named = ("::".join(name.split(".")[:2]) for name in place.operators)
             operators |= {name: op for name in named if name not in AMBIGUOUS}
-        plan = worker.vllm_fl_plan
+        plan = worker.vllm_fl_serving.plan
         foreign = layers.foreign_layers()
         left = {cls: f"another plugin, {who}, replaced it" for cls, who in foreign.items()}
         left |= {cls: "a setting leaves the layer to vLLM" for cls in plan.kept_layers}
@@ -415,7 +415,7 @@ def _labels(worker: Any) -> Iterator[None]:
                 after = module.register_forward_hook(leave, always_call=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-        stack.enter_context(worker.vllm_fl_plan.record.replacing(instead))
+        stack.enter_context(worker.vllm_fl_serving.plan.record.replacing(instead))
         yield
 
 

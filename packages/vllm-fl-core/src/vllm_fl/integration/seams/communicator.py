@@ -21,7 +21,7 @@ from ...plugins.communicator import COMMUNICATOR
 from ...plugins.types import CommunicatorImpl, CommunicatorRequest
 from ...settings.loading import Settings
 from ...text import quote
-from ..ranks import gathered, warn_of_fault
+from ..ranks import FAILED, Out, gathered
 from . import classes
 from .lookups import named
 
@@ -169,7 +169,7 @@ class Groups:
                 if self.strict:
                     raise _ending(impl_id, fault, "strict mode")
                 if rank == 0:
-                    warn_of_fault(op, impl_id, fault.why, fault.rank)
+                    Out(FAILED, fault.rank, fault.why).warn(op, impl_id)
             known |= new
             self.faults |= new
             self._replace()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from ...engine.plan import Plan
 from ...errors import NoKernelError
 from ..compat import vllm_folders, vllm_version
 
@@ -43,13 +42,13 @@ class Definition:
     op: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Defined:
-    """A definition that torch has been given, and the plans of the engines that need it."""
+    """A definition that torch has been given, and how many engines need it."""
 
     definition: Definition
     library: torch.library.Library
-    users: set[Plan] = field(default_factory=set)
+    engines: int = 0
 
 
 _defined: dict[str, _Defined] = {}
@@ -119,13 +118,13 @@ def _numbers(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def define(plan: Plan, wanted: Iterable[Definition]) -> None:
-    """Define operators for the engine of `plan`, those that are not defined yet."""
+def define(wanted: Iterable[Definition]) -> None:
+    """Define operators for an engine, those that are not defined yet."""
     for definition in wanted:
         known = _defined.get(definition.name)
         if known is None:
             known = _defined[definition.name] = _Defined(definition, _library_of(definition))
-        known.users.add(plan)
+        known.engines += 1
 
 
 def _library_of(definition: Definition) -> torch.library.Library:
@@ -164,16 +163,17 @@ def _no_kernel(definition: Definition) -> NoKernelError:
     )
 
 
-def forget(plan: Plan, kept: Collection[str]) -> None:
-    """The engine of `plan` has ended: what no other one needs is undefined.
+def forget(wanted: Iterable[Definition], kept: Collection[str]) -> None:
+    """An engine has ended: what no other one needs is undefined.
 
     Args:
-        plan: the engine's.
+        wanted: what was defined for it.
         kept: operators that somebody else has overridden meanwhile, and that must stay.
     """
+    for definition in wanted:
+        _defined[definition.name].engines -= 1
     for name, known in list(_defined.items()):
-        known.users.discard(plan)
-        if not known.users and name not in kept:
+        if not known.engines and name not in kept:
             del _defined[name]
             _retire(known.definition)
             known.library._destroy()

@@ -11,10 +11,8 @@ On a plugin's device, which has none of these passes, one of ours takes their pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from ...contracts.binding import FusionPlace, OperatorPlace
 from ...dispatch.guard import Chain
@@ -26,7 +24,7 @@ from ...logs import get_logger
 from ...plugins.types import OpImpl
 from ...text import quote
 from ..places import installed_bindings, places, stock_form
-from ..serving import plan_now
+from ..serving import Serving, Sites, now
 from .ir import ir_ops
 from .lookups import named
 
@@ -37,16 +35,13 @@ __all__ = [
     "VLLMS_MANAGER",
     "Sites",
     "by_range",
-    "counted",
     "is_by_range",
     "layers",
     "left",
     "notes",
     "operator_of",
     "operators",
-    "ours",
     "say",
-    "sites",
     "switch",
     "taken_whole",
     "turned_off",
@@ -59,29 +54,6 @@ log = get_logger("engine")
 VLLMS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
 """What runs vLLM's passes over a graph: one of ours finds what it leaves."""
 
-
-@dataclass
-class Sites:
-    """What a pass has done for one engine.
-
-    Args:
-        graphs: how many graphs it went through: 0 where all compiled code came from vLLM's cache,
-            and nothing is known of what it found when that was filled.
-        found: how many places it found in them.
-        launched: in how many of these a traced form took the operator's place, whose kernels the
-            graphs launch themselves.
-    """
-
-    graphs: int = 0
-    found: int = 0
-    launched: int = 0
-
-
-_counted: WeakKeyDictionary[Plan, dict[str, Sites]] = WeakKeyDictionary()
-"""Plan -> op -> what its pass has done for the plan's engine."""
-
-_ours: WeakKeyDictionary[Plan, list[Any]] = WeakKeyDictionary()
-"""Plan -> its passes of ours."""
 
 _watched: set[type] = set()
 
@@ -248,22 +220,23 @@ def switch(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any])
     entry["passes"] = sorted((ours & wanted) | added)
 
 
-def watch(plan: Plan) -> None:
+def watch(serving: Serving) -> None:
     """Count from now on what the passes of the plan's ops find, for its engine.
 
     Those of ours are made here, with the operators that they put into graphs: graphs that vLLM has
     in its cache call them, too.
     """
-    _ours[plan] = []
+    plan = serving.plan
+    serving.sites, serving.passes = {}, []
     for op, place in _planned(plan):
         if _finds_ours(plan, place):
-            known = counted(plan, op)
+            known = serving.sites[op] = Sites()
             last = stock_form(op, place.native, plan.contracts[op].consumable)
             operator = operator_of(plan, plan.chain(op, last=last))
             from .graphs import FindingPass
 
             assert place.own is not None  # none of ours finds it otherwise
-            _ours[plan].append(FindingPass(operator, place.own, known))
+            serving.passes.append(FindingPass(operator, place.own, known))
             continue
         try:
             cls = named(place.path)
@@ -271,16 +244,10 @@ def watch(plan: Plan) -> None:
             # A release may have it elsewhere: the flag may work all the same.
             log.warning("Op '%s': what vLLM's pass finds is not counted: %s", op, quote(error))
             continue
-        counted(plan, op)
+        serving.sites[op] = Sites()
         if cls not in _watched:
             cls.__call__ = _counting(cls.__call__, op)
             _watched.add(cls)
-
-
-def counted(plan: Plan, op: str) -> Sites:
-    """What is counted of the pass for an op, from now on."""
-    known = _counted.setdefault(plan, {})[op] = Sites()
-    return known
 
 
 def operator_of(plan: Plan, chain: Chain) -> Any:
@@ -296,18 +263,13 @@ def operator_of(plan: Plan, chain: Chain) -> Any:
     return next(call.target for call in calls if call.op == "call_function")
 
 
-def ours(plan: Plan) -> list[Any]:
-    """The passes of ours for the plan's engine."""
-    return _ours.get(plan, [])
-
-
 def _counting(run: Callable[..., Any], op: str) -> Callable[..., Any]:
     """A pass's `__call__`, which leaves in `matched_count` what it found in this graph."""
 
     def counted(self: Any, graph: Any) -> Any:
         result = run(self, graph)
-        plan = plan_now()
-        known = None if plan is None else _counted.get(plan, {}).get(op)
+        engine = now()
+        known = None if engine is None else engine.sites.get(op)
         if known is not None:
             known.graphs += 1
             known.found += self.matched_count
@@ -316,15 +278,11 @@ def _counting(run: Callable[..., Any], op: str) -> Callable[..., Any]:
     return counted
 
 
-def sites(plan: Plan) -> Mapping[str, Sites]:
-    """Op -> what its pass has done so far for the plan's engine, of the passes that are watched."""
-    return _counted.get(plan, {})
-
-
-def say(plan: Plan) -> None:
+def say(serving: Serving) -> None:
     """Log what the passes found, once the model is compiled: none is worth a warning."""
+    plan = serving.plan
     vllms = {op for op, place in _planned(plan) if not _finds_ours(plan, place)}
-    for op, known in sites(plan).items():
+    for op, known in serving.sites.items():
         _say(plan.entries[op].label, op, known, "vLLM's" if op in vllms else "the")
 
 

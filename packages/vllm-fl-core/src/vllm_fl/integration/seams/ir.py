@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,10 +23,10 @@ from ...engine.plan import Plan
 from ...plugins.types import OpImpl
 from ..compat import has_ir
 from ..places import installed_bindings, places, stock_form
-from ..serving import plan_now
+from ..serving import Serving, now
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    pass
 
 __all__ = [
     "PROVIDER",
@@ -44,13 +43,6 @@ PROVIDER = "vllm_fl"
 
 _bound: dict[str, Callable[..., Any]] = {}
 """IR op -> what our provider calls: what the plan made of it, for the engine that compiles next."""
-
-_eager: WeakKeyDictionary[Plan, Mapping[str, Callable[..., Any]]] = WeakKeyDictionary()
-"""The plan of an eager engine -> the same for direct calls in it."""
-
-
-_behind: WeakKeyDictionary[Plan, dict[str, list[str]]] = WeakKeyDictionary()
-"""Plan -> IR op -> the other providers, in vLLM's order: what `stock` means at some sizes."""
 
 
 def ir_ops() -> dict[str, list[IrPlace]]:
@@ -86,9 +78,9 @@ def _provider(name: str, op: Any) -> Callable[..., Any]:
     _bound[name] = native
 
     def vllm_fl(*args: Any, **named: Any) -> Any:
-        plan = plan_now() if _eager else None
-        own = _eager.get(plan) if plan is not None else None
-        return (_bound if own is None else own)[name](*args, **named)
+        engine = now()
+        own = engine.direct.get(name) if engine is not None else None
+        return (own or _bound[name])(*args, **named)
 
     vllm_fl.__signature__ = inspect.signature(native)  # type: ignore[attr-defined]
     return vllm_fl
@@ -110,11 +102,12 @@ def prioritise(default: Any, plan: Plan) -> Any:
     return default
 
 
-def reset_priorities(plan: Plan, vllm_config: VllmConfig) -> None:
+def reset_priorities(serving: Serving) -> None:
     """Give vLLM the priorities of the sealed plan: its worker installed those of the first one."""
     from vllm.platforms import current_platform
 
-    planned = ir_ops()
+    planned, plan, vllm_config = ir_ops(), serving.plan, serving.config
+    serving.behind.clear()
     if not planned:
         return
     sealed = prioritise(current_platform.vllm_fl_stock_priority(vllm_config), plan)
@@ -127,21 +120,21 @@ def reset_priorities(plan: Plan, vllm_config: VllmConfig) -> None:
             kept = [p for p in getattr(config, place.name) if p not in (PROVIDER, *first)]
             setattr(config, place.name, [*first, *kept])
             others = [name for name in (*first, *kept) if name != PROVIDER]
-            _behind.setdefault(plan, {})[place.name] = others
+            serving.behind[place.name] = others
     config.set_default()
 
 
-def bind_provider(plan: Plan, digest: str, *, by_range: bool = False) -> None:
+def bind_provider(serving: Serving, *, by_range: bool = False) -> None:
     """Let our provider call what the plan has made of each op, in the model compiled next.
 
     Args:
-        plan: the sealed plan.
-        digest: the plan's. The compiler's caches know a provider by it, since they would not see
-            that what is behind its name has changed.
+        serving: the engine. The compiler's caches know a provider by its plan's digest, since they
+            would not see that what is behind its name has changed.
         by_range: whether vLLM compiles the model for each range of token counts apart, where our
             pass inlines what can be, before vLLM asks our provider for the rest.
     """
     register_provider()
+    plan, digest = serving.plan, serving.digest
     direct: dict[str, Callable[..., Any]] = {}
     for op, of_op in ir_ops().items():
         from vllm import ir
@@ -159,9 +152,9 @@ def bind_provider(plan: Plan, digest: str, *, by_range: bool = False) -> None:
             ours.inplace = bool(ir_op.allow_inplace and run and run.consumes)
             ours.uuid = lambda: digest
         if plan.mode == "eager" and (call := plan.without_layer(op, last=last)) is not None:
-            direct |= {place.name: _direct(plan, op, place, place.route(call)) for place in of_op}
-    if direct:
-        _eager[plan] = {**_bound, **direct}
+            for place in of_op:
+                direct[place.name] = _direct(serving, op, place, place.route(call))
+    serving.direct = {**_bound, **direct} if direct else {}
 
 
 def natives() -> dict[str, Callable[..., Any] | None]:
@@ -182,18 +175,19 @@ def chain_of(plan: Plan, op: str, of_op: Iterable[IrPlace]) -> Chain:
     return plan.chain(op, grants, last=stock_form(op, natives().get(op)))
 
 
-def _direct(plan: Plan, op: str, place: IrPlace, ours: Callable[..., Any]) -> Callable[..., Any]:
+def _direct(
+    serving: Serving, op: str, place: IrPlace, ours: Callable[..., Any]
+) -> Callable[..., Any]:
     """`ours`, where no size is stock; otherwise what hands those to the provider behind ours.
 
     The contract's plain form would be slower there than what vLLM has.
     """
     from vllm import ir
 
-    is_stock = plan.stock_at(op)
+    is_stock = serving.plan.stock_at(op)
     if is_stock is None:
         return ours
-    ir_op = getattr(ir.ops, place.name)
-    behind = _behind.setdefault(plan, {})  # not the plan itself, which these functions hang on
+    ir_op, behind = getattr(ir.ops, place.name), serving.behind
 
     def by_size(*args: Any, **named: Any) -> Any:
         if not is_stock((args[0] if args else next(iter(named.values()))).shape[0]):

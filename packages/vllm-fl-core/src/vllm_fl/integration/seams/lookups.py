@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Target", "named", "target_of"]
+__all__ = ["Target", "laid_over", "named", "over_class", "path_over", "target_of"]
 
 
 def named(path: str) -> Any:
     """What a path of the form `module.name` names; whatever importing the module raises."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
+
+
+def path_over(module: str, prefix: str, path: str) -> str:
+    """Where the class over the one at `path` is looked up: only a path travels to vLLM."""
+    return f"{module}.{prefix}{path.replace('.', '__')}"
+
+
+def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
+    """The class of this name in a module, made on demand over the one whose path the name holds.
+
+    Raises:
+        AttributeError: the name does not begin so.
+    """
+    if not name.startswith(prefix):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return laid_over(module, name, mixin, named(name.removeprefix(prefix).replace("__", ".")))
+
+
+def laid_over(module: str, name: str, mixin: type, base: type, **own: Any) -> type:
+    """A class of `mixin` and `base`, which the module has from now on; with what is its own."""
+    fields = {"__module__": module, "__qualname__": name, **own}
+    made = type(f"{base.__name__}FL", (mixin, base), fields)
+    setattr(sys.modules[module], name, made)
+    return made
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ...contracts.binding import GraphPlace
 from ...dispatch.guard import Chain
@@ -18,9 +17,10 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...plugins.types import BackendImplKind
 from ..places import installed_bindings, places, stock_form
-from .fusions import Sites, counted, operator_of, taken_whole
+from ..serving import Serving, Sites
+from .fusions import operator_of, taken_whole
 
-__all__ = ["Replaced", "by_range", "left", "notes", "replaced", "watch"]
+__all__ = ["Replaced", "by_range", "left", "notes", "watch"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,6 @@ class Replaced:
     chain: Chain
     operator: Callable[..., Any]
     sites: Sites
-
-
-_watched: WeakKeyDictionary[Plan, list[Replaced]] = WeakKeyDictionary()
-"""Plan -> what its pass puts into graphs."""
 
 
 def _planned(plan: Plan) -> Iterator[tuple[str, GraphPlace]]:
@@ -86,15 +82,11 @@ def by_range(plan: Plan) -> dict[str, Chain]:
     }
 
 
-def watch(plan: Plan) -> None:
+def watch(serving: Serving) -> None:
     """Create the operators now: graphs from vLLM's cache call them, too."""
-    _watched[plan] = [
-        Replaced(place, taken_whole(chain), operator_of(plan, chain), counted(plan, op))
-        for op, place in _planned(plan)
-        for chain in [_chain(plan, op, place)]
-    ]
-
-
-def replaced(plan: Plan) -> list[Replaced]:
-    """What the pass of the plan's engine puts into graphs."""
-    return _watched.get(plan, [])
+    plan = serving.plan
+    for op, place in _planned(plan):
+        chain = _chain(plan, op, place)
+        sites = serving.sites[op] = Sites()
+        made = Replaced(place, taken_whole(chain), operator_of(plan, chain), sites)
+        serving.replaced.append(made)

@@ -1,0 +1,218 @@
+"""Places that a process has once for all its engines: kernels of torch operators, functions.
+
+What stands in such a place for an engine's plan finds the engine by who is calling (`serving.now`).
+Who has no plan for it gets what stood there before. So do calls that are not the op, and those that
+an implementation makes itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from ...contracts.binding import Binding, FunctionPlace, OperatorPlace
+from ...engine.plan import Plan
+from ...logs import get_logger
+from ..places import stock_form
+from ..serving import Choice, Serving, now
+from .arguments import Route, known, leaving, left_to_vllm
+
+__all__ = ["Stand", "choose", "fitting", "report", "standing_at", "take"]
+
+P = TypeVar("P", OperatorPlace, FunctionPlace)
+
+log = get_logger("engine")
+
+
+class _Inside(threading.local):
+    """How the call of a place that a thread is in has come; None where it is in none."""
+
+    how: Any = None
+
+
+@dataclass(eq=False)
+class Stand(Generic[P]):
+    """What stands in one place of this process.
+
+    Args:
+        place: the place.
+        parameters: the names of all its parameters, in order.
+        defaults: the values of those that have some, by name.
+    """
+
+    place: P
+    parameters: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    engines: int = 0
+    without_engine: int = 0
+    other_arguments: int = 0
+    inside: _Inside = field(default_factory=_Inside)
+
+    def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
+        """What stood there before; `how` is what tells it of the way by which a call came."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Put that back: no engine needs what stands there."""
+        raise NotImplementedError
+
+    def told(self) -> dict[str, Any]:
+        """What a report says of it, JSON-able."""
+        raise NotImplementedError
+
+    def native(self, *args: Any, **named: Any) -> Any:
+        """What stood there before, inside a call of the place: what `stock` means in it."""
+        return self.replaced(self.inside.how, *args, **named)
+
+    def answering(self) -> Callable[..., Any]:
+        """What is called in the place's stead, as `replaced` is.
+
+        Trailing arguments that equal their parameters' defaults are left out.
+        """
+        inside, replaced, count = self.inside, self.replaced, len(self.place.parameters)
+
+        def answered(how: Any, *args: Any, **named: Any) -> Any:
+            if inside.how is not None:
+                return replaced(how, *args, **named)
+            engine = now()
+            route = None if engine is None else engine.routes.get(self)
+            if route is None:
+                self.without_engine += engine is None
+                return replaced(how, *args, **named)
+            if route.leaves is not None and route.leaves(args, named):
+                return replaced(how, *args, **named)
+            plain: Any = args
+            if named or len(args) != count:
+                plain = known(self.parameters, count, self.defaults, args, named)
+            if plain is not None:
+                inside.how = how
+                try:
+                    result = route.run(*plain)
+                finally:
+                    inside.how = None
+                if result is not NotImplemented:
+                    return result
+            self.other_arguments += 1
+            return replaced(how, *args, **named)
+
+        return answered
+
+
+_standing: dict[tuple[str, str], Stand[Any]] = {}
+"""(place, dispatch key or nothing) -> what stands there, for as long as an engine needs it."""
+
+_changing = threading.Lock()
+
+
+def standing_at(name: str, key: str = "") -> Stand[Any] | None:
+    """What stands in the place of this name; None where no engine has taken it."""
+    return _standing.get((name, key))
+
+
+def choose(
+    plan: Plan,
+    bindings: Mapping[str, Binding],
+    kind: type[P],
+    note: Callable[[str], str],
+    misfit: Callable[[P], str],
+) -> Choice:
+    """Which places of one kind the engine of `plan` takes. Changes nothing.
+
+    Args:
+        plan: the plan.
+        bindings: op -> its places.
+        kind: the kind of place.
+        note: op -> why none of its places is taken, or nothing.
+        misfit: a place -> why it is not to be taken in this vLLM, or nothing.
+    """
+    taken: dict[str, tuple[P, ...]] = {}
+    left: dict[str, dict[str, str]] = {}
+    for op, binding in bindings.items():
+        places = [place for place in binding.places if isinstance(place, kind)]
+        if not places or plan.is_stock(op):
+            continue
+        why = note(op)
+        found, problems = fitting(() if why else places, misfit)
+        if why:
+            problems = dict.fromkeys((place.name for place in places), why)
+        if found:
+            taken[op] = tuple(found)
+        if problems:
+            left[op] = problems
+    return Choice(taken, left)
+
+
+def fitting(places: Iterable[P], misfit: Callable[[P], str]) -> tuple[list[P], dict[str, str]]:
+    """(the places that are to be taken, by name why none of a place's forms is).
+
+    A binding may name a place more than once, with the parameters that it has in one release and
+    in another: the first that fits is taken.
+    """
+    found: dict[str, P] = {}
+    problems: dict[str, str] = {}
+    for place in places:
+        if place.name in found:
+            continue
+        problem = misfit(place)
+        if problem:
+            problems[place.name] = problem
+        else:
+            found[place.name] = place
+            problems.pop(place.name, None)
+    return list(found.values()), problems
+
+
+def take(
+    serving: Serving, chosen: Choice, install: Callable[[Any], Stand[Any]], key: str = ""
+) -> None:
+    """Take the places that `choose` chose, for calls of this engine, until it leaves.
+
+    Args:
+        serving: the engine.
+        chosen: what it takes.
+        install: puts something into a place in which nothing of ours stands.
+        key: the dispatch key, of operators.
+    """
+    plan = serving.plan
+    for op, places in chosen.taken.items():
+        for place in places:
+            with _changing:
+                stand = _standing.get((place.name, key))
+                if stand is None:
+                    stand = _standing[place.name, key] = install(place)
+                stand.engines += 1
+            grants = frozenset(place.grants)
+            last = stock_form(op, place.native(stand.native), grants)
+            bound = plan.without_layer(op, grants, last=last)
+            assert bound is not None  # `choose` leaves other ops to vLLM
+            serving.routes[stand] = Route(place.route(bound), leaving(place, plan.stock_at(op)))
+            serving.hold(_give_back, serving, stand, key)
+    for op, left in chosen.left.items():
+        for name, why in left.items():
+            log.debug("Op '%s': %s is left to vLLM: %s", op, name, why)
+
+
+def _give_back(serving: Serving, stand: Stand[Any], key: str) -> None:
+    """An engine has ended: what was there before is back where no other engine needs ours."""
+    with _changing:
+        del serving.routes[stand]
+        stand.engines -= 1
+        if not stand.engines:
+            del _standing[stand.place.name, key]
+            stand.remove()
+
+
+def report(serving: Serving, chosen: Choice) -> dict[str, dict[str, dict[str, Any]]]:
+    """op -> operator or function -> what became of it, JSON-able.
+
+    Returns:
+        For one that is left to vLLM `left`, why; for the others what `Stand.told` says. Calls are
+        counted for all engines of the process.
+    """
+    told = left_to_vllm(chosen.left)
+    stands = {stand.place.name: stand for stand in serving.routes}
+    for op, names in chosen.names.items():
+        told.setdefault(op, {}).update({name: stands[name].told() for name in names})
+    return told
