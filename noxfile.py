@@ -138,7 +138,7 @@ KITS: dict[str, dict[str, str]] = {
 CHOSEN = {
     REFERENCE: "bfloat16 or not float16",
     CUDA: "bfloat16 or not float16",
-    ASCEND: "(bfloat16 or not float16) and not gemma3 and not without_a_mistake",
+    ASCEND: "(bfloat16 or not float16) and not gemma3",
     FLAGGEMS: "(bfloat16 or not float) and not determinism",
 }
 """Backend -> which of its tests `nox` runs. The others, of further dtypes most of all, are left to
