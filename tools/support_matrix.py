@@ -1,18 +1,15 @@
 """Write docs/support-matrix.md from the runs of `vllm-fl verify --json` in docs/support.
 
-    python tools/support_matrix.py           # write the page
-    python tools/support_matrix.py --check   # exit with 1 where page and runs disagree
+    python tools/support_matrix.py
 
-A new file in docs/support is a new section; nothing else has to be said here. `nox -s support`
-makes those that need no device.
+tests/test_docs.py compares the page with the runs. A new file in docs/support is a new section;
+nothing else has to be said here. `nox -s support` makes those that need no device.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,8 +89,8 @@ def _section(name: str, run: Mapping[str, Any]) -> Iterator[str]:
         yield f"## Emulated: {_text(environment['emulated'])}"
         yield ""
         yield (
-            f"**No such hardware was used.** Its stand-in ran on {_text(where)}. Where bits are the "
-            "same is said of that alone."
+            f"**No such hardware was used.** Its stand-in ran on {_text(where)}. "
+            "Where bits are the same is said of that alone."
         )
     else:
         yield f"## {_text(where)}"
@@ -164,19 +161,5 @@ def _text(text: str) -> str:
     return text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
-    check = parser.parse_args(argv).check
-    wanted = page({p.name: json.loads(p.read_text("utf-8")) for p in RUNS.glob("*.json")})
-    if not check:
-        PAGE.write_text(wanted, "utf-8")
-    elif not PAGE.exists() or PAGE.read_text("utf-8") != wanted:
-        print(f"{PAGE.relative_to(ROOT)} is not what docs/support says: run {Path(__file__).name}")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page({p.name: json.loads(p.read_text("utf-8")) for p in RUNS.glob("*.json")}))
