@@ -1,9 +1,9 @@
 """How everything in this repository is run: `nox -l` lists the sessions, `nox -s NAME` runs one.
 
-`nox` alone runs every test that is not marked `slow`, on the newest vLLM; of most backends' kits
-further dtypes are left out, too. `nox -s full` runs both. Tests see built wheels,
-installed into a fresh environment that lies over a shared one (tools/envs.py), so that entry points
-are real and nothing leaks between sessions.
+`nox` alone runs every test that is not marked `slow`, on the newest vLLM; backends' kits run in
+bfloat16. `nox -s full` runs the rest, too. Tests see built wheels, installed into a fresh
+environment that lies over a shared one (tools/envs.py): entry points are real, and nothing leaks
+between sessions.
 What follows `--` goes to the session's command: `nox -s tests-core -- -k registry`.
 """
 
@@ -135,14 +135,17 @@ KITS: dict[str, dict[str, str]] = {
 }
 """Backends with operators -> the variables with which their kits run here."""
 
+BFLOAT16 = "(bfloat16 or not float)"
+
 CHOSEN = {
-    REFERENCE: "bfloat16 or not float16",
-    CUDA: "bfloat16 or not float16",
-    ASCEND: "(bfloat16 or not float16) and not gemma3 and not without_a_mistake",
-    FLAGGEMS: "(bfloat16 or not float) and not determinism",
+    REFERENCE: BFLOAT16,
+    CPU: BFLOAT16,
+    CUDA: BFLOAT16,
+    ASCEND: f"{BFLOAT16} and not gemma3",
+    FLAGGEMS: f"{BFLOAT16} and not determinism",
 }
-"""Backend -> which of its tests `nox` runs. The others, of further dtypes most of all, are left to
-`full`; of FlagGems determinism, too, since Triton's interpreter computes in order."""
+"""Backend -> which of its tests `nox` runs: those in the dtype of most models. The others are left
+to `full`; of FlagGems determinism, too, since Triton's interpreter computes in order."""
 
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 """One GiB of KV cache, and nothing fetched from or reported to anywhere."""
@@ -210,10 +213,12 @@ def tests_reference(
 
 
 @timed("tests-cpu")
-def tests_cpu(session: nox.Session, interpreter: str = sys.executable) -> None:
+def tests_cpu(
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[CPU]
+) -> None:
     """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
     env = over(session, with_vllm(session, interpreter=interpreter), CORE, OPS, REFERENCE, CPU)
-    tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
+    tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", "-k", chosen, **ENGINE)
 
 
 @timed("tests-flaggems")
@@ -360,11 +365,9 @@ def full(session: nox.Session, vllm: str) -> None:
         tests_core(session, chosen="slow")
         tests_ops(session, chosen="slow")
         tests_tools(session, chosen="slow")
-        tests_reference(session, chosen=f"not ({CHOSEN[REFERENCE]})")
-        tests_cuda(session, chosen=f"not ({CHOSEN[CUDA]})")
-        tests_ascend(session, chosen=f"not ({CHOSEN[ASCEND]})")
-        tests_flaggems(session, chosen=f"not ({CHOSEN[FLAGGEMS]})")
-        for backend in KITS:
+        backends = (tests_reference, tests_cpu, tests_cuda, tests_ascend, tests_flaggems)
+        for (backend, chosen), tests in zip(CHOSEN.items(), backends, strict=True):
+            tests(session, chosen=f"not ({chosen})")
             session.notify(f"deletions(backend='{backend}')")
         here = f"{sys.version_info.major}.{sys.version_info.minor}"
         session.notify("real")

@@ -428,6 +428,20 @@ def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> 
     assert [word for word in order if word in rooms] == wanted
 
 
+def sentences(text: str) -> list[str]:
+    """Those of the prose, without drawings, tables and headings; code is one word."""
+    prose = re.sub(r"^```.*?^```|^[|#<].*?$", "", text, flags=re.M | re.S)
+    prose = re.sub(r"`[^`]+`", "code", re.sub(r"\]\([^)]+\)", "]", prose))
+    parts = re.split(r"\n\s*\n|\n\s*(?:-|\d+\.) |[.!?][*)\"]*\s", prose)
+    return [part for part in parts if part.strip()]
+
+
+@pytest.mark.parametrize("path", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_sentence_has_twenty_words_at_most_on_average(path: Path) -> None:
+    lengths = [len(sentence.split()) for sentence in sentences(path.read_text())]
+    assert sum(lengths) <= 20 * len(lengths)
+
+
 def test_drawings_fit_a_hundred_columns() -> None:
     for path in PAGES:
         if path.parent == ROOT and path.name != "README.md":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import email
 import re
@@ -9,6 +10,8 @@ import shutil
 import subprocess
 import tomllib
 import zipfile
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -293,3 +296,50 @@ def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: 
         done = lint()
         assert done.returncode == 1 and "BROKEN" in done.stdout, room
         module.write_text(before)
+
+
+class Imports(ast.NodeVisitor):
+    """The names that a module imports, inside functions too; not those for type checkers alone."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        self.names: set[str] = set()
+        self.visit(ast.parse(path.read_text("utf-8")))
+
+    def visit_If(self, node: ast.If) -> None:
+        for part in node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else [node]:
+            self.generic_visit(part)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.names |= {alias.name for alias in node.names}
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        home = resolve_name("." * node.level + (node.module or ""), self.package)
+        self.names |= {f"{home}.{alias.name}" for alias in node.names}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_no_module_imports_one_that_imports_it(name: str) -> None:
+    """Nor by way of others."""
+    sources = DISTRIBUTIONS[name] / "src"
+    modules = {
+        ".".join(path.relative_to(sources).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources.rglob("*.py")
+        if "templates" not in path.parts
+    }
+    graph = {}
+    for module, path in modules.items():
+        names = Imports(module, path).names
+        found = {each if each in modules else each.rpartition(".")[0] for each in names}
+        graph[module] = found & modules.keys() - {module}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+
+
+def test_a_circle_is_seen_wherever_the_import_stands(tmp_path: Path) -> None:
+    path = tmp_path / "one.py"
+    path.write_text(
+        "if TYPE_CHECKING:\n    from .types import A\n"
+        "def late():\n    from .deep import b\n    from .. import c\n    import d.e\n"
+    )
+    found = Imports("ours.room.one", path).names
+    assert found == {"ours.room.deep.b", "ours.c", "d.e"}

@@ -1,14 +1,14 @@
 """Write docs/ops: a page for each op, as its contract and its binding say, and their list.
 
-python tools/op_pages.py                     # write the pages
-python tools/op_pages.py --check             # exit with 1 where one is not what it would be now
-python tools/op_pages.py --of acme-ops DIR   # write those of another distribution's ops into DIR
+    python tools/op_pages.py                     # write the pages
+    python tools/op_pages.py --of acme-ops DIR   # those of another distribution's ops into DIR
+
+tests/test_docs.py compares the pages with the ops.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -121,30 +121,19 @@ def _tolerances(spec: OpSpec) -> list[str]:
     ]
 
 
-def main() -> int:
-    """Write the pages, or compare them."""
+def main() -> None:
+    """Write the pages; those of ops that are gone go."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument("--check", action="store_true", help="write nothing, compare")
-    one.add_argument("--of", nargs=2, metavar=("DISTRIBUTION", "FOLDER"), help="of others' ops")
-    arguments = parser.parse_args()
-    if arguments.of:
-        distribution, folder = arguments.of
-        for name, text in pages(distribution).items():
-            Path(folder, name).write_text(text)
-        return 0
-    made = pages()
-    held = {path.name: path.read_text() for path in FOLDER.glob("*.md")}
-    other = sorted(name for name in made | held if made.get(name) != held.get(name))
-    if arguments.check:
-        print("\n".join(f"docs/ops/{name}: run tools/op_pages.py" for name in other))
-        return 1 if other else 0
-    FOLDER.mkdir(exist_ok=True)
-    for name in other:
-        path = FOLDER / name
-        path.write_text(made[name]) if name in made else path.unlink()
-    return 0
+    parser.add_argument("--of", nargs=2, metavar=("DISTRIBUTION", "FOLDER"), help="of others' ops")
+    distribution, folder = parser.parse_args().of or (OPS, FOLDER)
+    made = pages(distribution)
+    for name, text in made.items():
+        Path(folder, name).write_text(text)
+    if folder == FOLDER:
+        for path in FOLDER.glob("*.md"):
+            if path.name not in made:
+                path.unlink()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

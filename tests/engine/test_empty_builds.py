@@ -99,23 +99,27 @@ def test_this_vllm_has_no_compiled_operator() -> None:
     assert list(Path(spec.origin).parent.rglob("*.so")) == []
 
 
-@pytest.mark.parametrize(("family", "eager"), [("qwen3", True), ("gemma3", True), ("qwen3", False)])
-def test_a_model_is_served_as_stock_serves_it(family: str, eager: bool, start: Runner) -> None:
-    ours, stock = start(family, eager), start(family, stock=True)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_model_is_served_as_stock_serves_it(family: str, start: Runner) -> None:
+    ours, stock = start(family), start(family, stock=True)
 
     (report,) = ours["report"]
     impls = {op: told["impl"] for op, told in report["ops"].items()}
     assert impls.pop("attention_backend") == "vendor.bare_cpu"
-    assert impls.pop("qk_norm_rope") == "stock"  # no pass of vLLM's puts it into graphs here
-    assert impls.pop("linear") == "stock"  # eager code and graphs have PyTorch's own already
+    assert impls.pop("qk_norm_rope") == "stock"  # a pass puts it into graphs
+    assert impls.pop("linear") == "stock"  # eager code has PyTorch's own already
     assert set(impls.values()) == {"reference.torch"}
-    mode = "eager" if eager else "compiled"
-    assert f"attention_backend=vendor.bare_cpu ({mode}; " in ours["log"]
+    assert "attention_backend=vendor.bare_cpu (eager; " in ours["log"]
     assert "Cannot access accelerator" not in ours["log"]  # at shutdown
-    assert report["demotions"] == report["fallbacks"] == {}
-    for op in CALLED[family]:
-        assert report["calls"][op]["reference.torch"] > 0
+    assert_the_same(stock, ours, CALLED[family])
 
+
+def assert_the_same(stock: dict[str, Any], ours: dict[str, Any], called: set[str]) -> None:
+    """It answered as stock does, in as many steps, and called the reference for these ops."""
+    (report,) = ours["report"]
+    assert report["demotions"] == report["fallbacks"] == {}
+    for op in called:
+        assert report["calls"][op]["reference.torch"] > 0
     assert ours["tokens"] == stock["tokens"]
     assert ours["cached"] == stock["cached"] == [*[0] * 8, 128]
     assert ours["steps"] == stock["steps"]
@@ -132,20 +136,16 @@ def one_kernel() -> dict[str, str]:
 def test_passes_of_ours_put_kernels_in_the_place_of_what_they_find(start: Runner) -> None:
     one = "qk_norm_rope=vendor:one;linear=vendor:one"
     ours = start("qwen3", eager=False, VLLM_FL_PER_OP=one, **one_kernel())
-    stock = start("qwen3", stock=True)
+    assert "attention_backend=vendor.bare_cpu (compiled; " in ours["log"]
+    assert_the_same(start("qwen3", stock=True), ours, {"rms_norm", "silu_and_mul"})
 
     (report,) = ours["report"]
-    assert report["demotions"] == report["fallbacks"] == {}
     # Two layers; of products each has those of q, k and v, of the output, of gate and up, and down.
     for op, found in (("qk_norm_rope", 2), ("linear", 8)):
         assert report["ops"][op]["impl"] == "vendor.one"
         assert report["fusions"][op]["found"] == found
         assert f"Op '{op}': {found} places, by 'vendor.one'" in ours["log"]
         assert report["calls"][op]["vendor.one"] >= found * ours["steps"]
-
-    assert ours["tokens"] == stock["tokens"]
-    worst, magnitude = largest_difference(stock, ours)
-    assert worst <= 1e-4 * magnitude
 
 
 ROWS = """\

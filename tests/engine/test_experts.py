@@ -56,19 +56,13 @@ def assert_near_transformers(mixture: Path, answer: dict[str, Any]) -> None:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
-def test_vllms_own_kernel_is_bit_equal_to_stock(mixture: Path, stock: dict[str, Any]) -> None:
-    ours = served_by("stock", mixture)
-    assert_same_bits(stock, ours)
-    (report,) = ours["report"]
-    assert "fused_experts" not in report["operators"]
-
-
 @pytest.mark.slow
 def test_a_vendor_that_calls_the_kernel_leaves_it_and_its_weights_to_vllm(
     mixture: Path, stock: dict[str, Any]
 ) -> None:
     ours = served_by("vendor:cpu|reference", mixture)
     assert_same_bits(stock, ours)
+    assert_near_transformers(mixture, stock)  # the control of the test below
     (report,) = ours["report"]
     left = {"left": "vendor.cpu calls it itself"}
     assert {KERNEL: left, PACKING: left}.items() <= report["operators"]["fused_experts"].items()
@@ -78,13 +72,10 @@ def test_a_vendor_that_calls_the_kernel_leaves_it_and_its_weights_to_vllm(
     "eager",
     [pytest.param(True, id="eager"), pytest.param(False, id="compiled", marks=pytest.mark.slow)],
 )
-def test_experts_in_torch_get_weights_that_are_not_packed(
-    mixture: Path, stock: dict[str, Any], eager: bool
-) -> None:
+def test_experts_in_torch_get_weights_that_are_not_packed(mixture: Path, eager: bool) -> None:
     ours = served_by("reference", mixture, eager=eager)
     (report,) = ours["report"]
     assert report["ops"]["fused_experts"]["impl"] == "reference.torch"
     assert report["calls"]["fused_experts"]["reference.torch"] >= LAYERS * ours["steps"]
     assert not report["fallbacks"] and not report["demotions"]
-    assert_near_transformers(mixture, stock)
     assert_near_transformers(mixture, ours)

@@ -100,6 +100,7 @@ def test_the_reference_plan_is_stock_bit_for_bit(served: Runner, family: str) ->
     assert_same_bits(stock, ours)
     (report,) = ours["report"]
     assert {report["ops"][op]["impl"] for op in LEFT if op in report["ops"]} == {"stock"}
+    assert "fused_experts" not in report["operators"]
     assert report["calls"]["rms_norm"]["reference.torch"] >= 2 * ours["steps"]
     assert not report["fallbacks"] and not report["demotions"]
 

@@ -24,7 +24,7 @@ def test_the_reference_plan_is_stock_in_plain_torch_bit_for_bit(both: Pair, eage
 
 def test_where_no_plugin_is_loaded_vllm_is_stock(both: Pair) -> None:
     """Without ops, too: the model's layers, ropes above all, are its own."""
-    stock, ours = both("qwen3", "stock", "no plugin", True)
+    stock, ours = both("llama", "stock", "no plugin", True)
     assert_same_bits(stock, ours)
     assert set(ours["report"][0]["ops"]) == {"attention_backend"}
 

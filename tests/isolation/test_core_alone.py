@@ -40,9 +40,7 @@ def test_plugins_lists_the_ops_alone_and_says_what_to_install(install: Install) 
 
 
 def test_ops_lists_every_contract_without_a_candidate(install: Install) -> None:
-    done = install().command("ops", "--json")
-    assert done.returncode in (0, 1), done.stderr
-    ops = install().ops(status=done.returncode)
+    ops = install().ops()
     contracts = install().script(
         "import json; from vllm_fl.contracts import contracts; print(json.dumps([*contracts()]))"
     )

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import random
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import emulated
@@ -206,19 +206,19 @@ def config(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(speculative_config=None, **fields)
 
 
-def layer(module: ModuleType, case: Case, **others: Any) -> Any:
+def layer(case: Case, **others: Any) -> Any:
     """The implementation for one layer."""
-    return module.AscendAttentionImpl(
+    return attention.AscendAttentionImpl(
         case.heads, case.size, SCALE, case.kv_heads, sliding_window=case.window, **others
     )
 
 
-def metadata(module: ModuleType, common: CommonAttentionMetadata) -> Any:
-    builder = module.AscendMetadataBuilder(None, ["layer"], config(), torch.device("cpu"))
+def metadata(common: CommonAttentionMetadata) -> Any:
+    builder = attention.AscendMetadataBuilder(None, ["layer"], config(), torch.device("cpu"))
     return builder.build(0, common)
 
 
-def check(module: ModuleType, case: Case, seed: int = 0) -> None:
+def check(case: Case, seed: int = 0) -> None:
     """The layer's output is right to the last bit but one, and the cache holds what it should."""
     step = made(case, seed)
     want_cache = step.planes.clone()
@@ -227,7 +227,7 @@ def check(module: ModuleType, case: Case, seed: int = 0) -> None:
     for plane, new in zip(want_cache, (step.key, step.value), strict=True):
         plane[slots] = new[written]
     output = torch.full_like(step.query, 7.0)
-    impl = layer(module, case)
+    impl = layer(case)
     with emulated.against_oracle():
         got = impl.forward(
             None,
@@ -235,7 +235,7 @@ def check(module: ModuleType, case: Case, seed: int = 0) -> None:
             step.key,
             step.value,
             step.cache,
-            metadata(module, step.common),
+            metadata(step.common),
             output,
         )
         assert got is output
@@ -252,25 +252,25 @@ def check(module: ModuleType, case: Case, seed: int = 0) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_is_attention_over_the_cache(case: Case) -> None:
-    check(attention, case)
+    check(case)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_batch(seed: int) -> None:
-    check(attention, drawn(seed), seed)
+    check(drawn(seed), seed)
 
 
 def forward(impl: Any, step: Step, cache: Tensor | None = None, **others: Any) -> Tensor:
     cache = step.cache if cache is None else cache
     output = torch.zeros_like(step.query)
-    made = metadata(attention, step.common)
+    made = metadata(step.common)
     return impl.forward(None, step.query, step.key, step.value, cache, made, output, **others)
 
 
 def stored(case: Case) -> Tensor:
     """The cache after a step."""
     step = made(case)
-    forward(layer(attention, case), step)
+    forward(layer(case), step)
     return step.cache
 
 
@@ -281,22 +281,22 @@ def test_slots_of_padding_may_stand_anywhere() -> None:
     lost = slots[140:150].clone()
     slots[140:150] = -1
     want.view_as(step.planes)[:, lost] = step.planes[:, lost]
-    forward(layer(attention, MIXED), step)
+    forward(layer(MIXED), step)
     assert torch.equal(step.cache[:, 1:], want[:, 1:])  # block 0 belongs to nobody
 
 
 def test_a_layer_may_get_another_cache() -> None:
-    impl = layer(attention, MIXED)
+    impl = layer(MIXED)
     forward(impl, made(MIXED))
     step = made(MIXED, seed=1)
-    want = forward(layer(attention, MIXED), made(MIXED, seed=1))
+    want = forward(layer(MIXED), made(MIXED, seed=1))
     assert torch.equal(forward(impl, step), want)
 
 
 def test_a_step_reads_nothing_from_the_device() -> None:
     step = made(MIXED)
-    found = metadata(attention, step.common)  # seq_lens lies on meta: nobody can read it
-    impl = layer(attention, MIXED)
+    found = metadata(step.common)  # seq_lens lies on meta: nobody can read it
+    impl = layer(MIXED)
     masks.template(torch.device("cpu"))  # made once, and not in the mode below
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(t) for t in (step.query, step.key, step.value, step.cache)]
@@ -314,35 +314,35 @@ def test_where_tokens_are_drafted_ahead_the_device_tells_the_lengths() -> None:
     builder = attention.AscendMetadataBuilder(None, ["layer"], drafting, device)
     assert builder.build(0, step.common).seq_lens == lengths.tolist()
     step.common.seq_lens_cpu_upper_bound = None
-    assert metadata(attention, step.common).seq_lens == lengths.tolist()
+    assert metadata(step.common).seq_lens == lengths.tolist()
 
 
 def test_sequences_that_differ_in_causality_are_refused() -> None:
     step = made(CHUNKS)
     with pytest.raises(NotImplementedError, match="some sequences are causal"):
-        metadata(attention, step.common.replace(causal=torch.tensor([True, False, True])))
+        metadata(step.common.replace(causal=torch.tensor([True, False, True])))
 
 
 def test_a_layer_that_shares_a_cache_writes_none() -> None:
     step = made(DECODE)
-    want = forward(layer(attention, DECODE), step)
+    want = forward(layer(DECODE), step)
     before = step.cache.clone()
     step.key.fill_(9.0)
-    sharing = layer(attention, DECODE, kv_sharing_target_layer_name="earlier")
+    sharing = layer(DECODE, kv_sharing_target_layer_name="earlier")
     assert torch.equal(forward(sharing, step), want)
     assert torch.equal(step.cache, before)
     step.key = step.value = None
-    assert torch.equal(forward(layer(attention, DECODE), step), want)
+    assert torch.equal(forward(layer(DECODE), step), want)
 
 
 def test_views_of_one_projection_are_taken() -> None:
     case = dataclasses.replace(MIXED, kv_heads=4)
     step = made(case)
-    want = forward(layer(attention, case), made(case))
+    want = forward(layer(case), made(case))
     packed = torch.stack([step.query, step.key, step.value], 1)
     step.query, step.key, step.value = packed.unbind(1)
     assert not step.query.is_contiguous()
-    assert torch.equal(forward(layer(attention, case), step), want)
+    assert torch.equal(forward(layer(case), step), want)
 
 
 def test_vllm_lays_its_cache_out_as_the_kernels_need_it() -> None:
@@ -367,8 +367,8 @@ def test_vllm_lays_its_cache_out_as_the_kernels_need_it() -> None:
     )
     first, second = interface.create_kv_cache_views(raw, spec, blocks, layout, place)
     second.copy_(step.cache.flatten(3).transpose(0, 1))
-    got = forward(layer(attention, case), step, second)
-    assert torch.equal(got, forward(layer(attention, case), made(case)))
+    got = forward(layer(case), step, second)
+    assert torch.equal(got, forward(layer(case), made(case)))
     assert torch.equal(second.transpose(0, 1).reshape(step.cache.shape), stored(case))
     assert not first.any()
 
@@ -412,12 +412,12 @@ def test_keys_and_values_of_two_sizes_are_refused() -> None:
 )
 def test_a_cache_of_another_form_is_refused(cache: Tensor) -> None:
     with pytest.raises(RuntimeError, match=r"in one piece each, in blocks of 128 .*--block-size"):
-        forward(layer(attention, DECODE), made(DECODE), cache)
+        forward(layer(DECODE), made(DECODE), cache)
 
 
 def test_while_vllm_measures_memory_the_output_is_zero() -> None:
     step = made(DECODE)
-    impl = layer(attention, DECODE)
+    impl = layer(DECODE)
     output = torch.full_like(step.query, torch.nan)
     empty = torch.empty(0)
     assert impl.forward(None, step.query, step.key, step.value, empty, None, output) is output
@@ -426,9 +426,9 @@ def test_while_vllm_measures_memory_the_output_is_zero() -> None:
 
 def test_a_quantised_output_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="quantised output"):
-        forward(layer(attention, DECODE), made(DECODE), output_scale=torch.ones(1))
+        forward(layer(DECODE), made(DECODE), output_scale=torch.ones(1))
     with pytest.raises(NotImplementedError, match="quantised output"):
-        forward(layer(attention, DECODE), made(DECODE), output_block_scale=torch.ones(1))
+        forward(layer(DECODE), made(DECODE), output_block_scale=torch.ones(1))
 
 
 @pytest.mark.parametrize(
@@ -444,11 +444,11 @@ def test_a_quantised_output_is_refused() -> None:
 )
 def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotImplementedError, match=f"has no {reason}"):
-        layer(attention, DECODE, **asked)
+        layer(DECODE, **asked)
 
 
 def test_what_a_layer_does_not_ask_for_is_no_reason() -> None:
-    layer(attention, DECODE, logits_soft_cap=0.0, sinks=None, kv_cache_dtype="bfloat16")
+    layer(DECODE, logits_soft_cap=0.0, sinks=None, kv_cache_dtype="bfloat16")
     with pytest.raises(NotImplementedError, match="no window that is not causal"):
         masks.sight(False, 5, torch.device("cpu"))
 

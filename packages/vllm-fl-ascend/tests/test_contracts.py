@@ -8,7 +8,6 @@ import emulated
 import pytest
 import torch
 
-from vllm_fl import OpImpl
 from vllm_fl.contracts import contracts
 from vllm_fl.engine.verification import compare
 from vllm_fl_ascend.impl import activation, normalization, rotary
@@ -83,7 +82,7 @@ REFUSED_IN_FP32 = {"quant_int8": "takes float16 and bfloat16"}
 """Ops whose kernel takes no fp32, with a part of the reason."""
 
 
-def mistakes(impls: dict[str, OpImpl], op: str, dtype: torch.dtype) -> list[str]:
+def mistakes(op: str, dtype: torch.dtype) -> list[str]:
     """The samples of an op that come out otherwise than they should."""
     found = []
     for sample in contracts()[op].samples(dtype, CPU):
@@ -94,7 +93,7 @@ def mistakes(impls: dict[str, OpImpl], op: str, dtype: torch.dtype) -> list[str]
             reason = REFUSED_IN_FP32.get(op, reason)
         if op in BFLOAT16_ALONE and dtype is not torch.bfloat16:
             reason = "takes bfloat16 alone"
-        result = compare(impls[op], contracts()[op], sample, dtype)
+        result = compare(IMPLS[op], contracts()[op], sample, dtype)
         as_wanted = result.status == ("refused" if reason else "ok")
         if not as_wanted or (reason and reason not in (result.reason or "")):
             found.append(f"{sample.name}: {result.status} {result.reason}")
@@ -105,7 +104,7 @@ def mistakes(impls: dict[str, OpImpl], op: str, dtype: torch.dtype) -> list[str]
 @pytest.mark.parametrize("op", sorted(IMPLS))
 def test_samples_are_right_or_refused(op: str, dtype: torch.dtype) -> None:
     with emulated.against_oracle():
-        assert mistakes(IMPLS, op, dtype) == []
+        assert mistakes(op, dtype) == []
 
 
 X, ROWS = torch.ones(2, 16), torch.ones(2, 3, 16)
@@ -152,36 +151,24 @@ UNSUITABLE = [
 """Calls that no kernel takes, with a part of the reason."""
 
 
-def unseen(impls: dict[str, OpImpl]) -> list[str]:
-    """What of UNSUITABLE `supports` takes, or refuses for another reason."""
-    found = []
-    for op, args, reason in UNSUITABLE:
-        impl = impls.get(op)
-        if impl is not None and impl.supports is not None:
-            verdict = impl.supports(*args)
-            if verdict is True or reason not in verdict:
-                found.append(f"{op}: {verdict}, not: {reason}")
-    return found
-
-
-def test_what_no_kernel_takes_is_refused_with_its_reason() -> None:
-    assert unseen(IMPLS) == []
-
-
-def one_row(impls: dict[str, OpImpl]) -> list[str]:
-    """What is wrong of a norm of one dimension, which the kernels do not take as it is."""
-    if "rms_norm" not in impls:
-        return []
-    x, weight = torch.randn(32), torch.randn(32)
-    wanted = impls["rms_norm"].fn(x[None], x[None], weight, 1e-6)
-    found = impls["rms_norm"].fn(x, x, weight, 1e-6)
-    alone = impls["rms_norm"].fn(x, None, weight, 1e-6)
-    same = [torch.equal(f, w[0]) for f, w in zip(found, wanted, strict=True)]
-    return [] if all(same) and alone.shape == x.shape else ["one dimension"]
+@pytest.mark.parametrize(("op", "args", "reason"), UNSUITABLE)
+def test_what_no_kernel_takes_is_refused_with_its_reason(
+    op: str, args: tuple[object, ...], reason: str
+) -> None:
+    supports = IMPLS[op].supports
+    assert supports is not None
+    verdict = supports(*args)
+    assert verdict is not True and reason in verdict
 
 
 def test_a_row_of_one_dimension_is_normed() -> None:
-    assert one_row(IMPLS) == []
+    """The kernels do not take one as it is."""
+    norm = IMPLS["rms_norm"].fn
+    x, weight = torch.randn(32), torch.randn(32)
+    wanted = norm(x[None], x[None], weight, 1e-6)
+    for found, row in zip(norm(x, x, weight, 1e-6), wanted, strict=True):
+        assert torch.equal(found, row[0])
+    assert norm(x, None, weight, 1e-6).shape == x.shape
 
 
 def test_what_is_refused_are_samples() -> None:

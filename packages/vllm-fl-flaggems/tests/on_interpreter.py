@@ -24,7 +24,7 @@ def register_ops() -> Iterable[OpImpl]:
     """Nothing: what the installed plugin brings finds FlagGems on the interpreter."""
     from vllm_fl_flaggems import loading
 
-    loading._outcome[:] = [triton_interpreter.install()]
+    loading.loaded[:] = [triton_interpreter.install()]
     _look_for_positions()
     _exponentials_by_name()
     return ()

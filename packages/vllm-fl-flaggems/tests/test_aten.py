@@ -43,7 +43,7 @@ class Gems(types.ModuleType):
 @pytest.fixture
 def gems(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gems]:
     module = Gems()
-    monkeypatch.setattr(loading, "_outcome", [module])
+    monkeypatch.setattr(loading, "loaded", [module])
     monkeypatch.setattr(aten, "_replaced", [])
     yield module
 
@@ -123,7 +123,7 @@ def test_a_fused_op_in_a_whitelist_is_named_as_without_effect(gems: Gems, tmp_pa
 def test_a_flaggems_that_does_not_load_is_a_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(loading, "_outcome", ["FlagGems does not import: RuntimeError: no device"])
+    monkeypatch.setattr(loading, "loaded", ["FlagGems does not import: RuntimeError: no device"])
     report = aten.start(context(tmp_path))
     assert report is not None
     assert "no device" in report.lines[0]

@@ -29,7 +29,7 @@ def anew() -> Iterator[None]:
 def holding(monkeypatch: pytest.MonkeyPatch, parameters: str | None, vendor: str) -> Any:
     """FlagGems with one kernel of these parameters; the kernel."""
     gems = types.SimpleNamespace(vendor_name=vendor, __version__="5.1.0")
-    monkeypatch.setattr(loading, "_outcome", [gems])
+    monkeypatch.setattr(loading, "loaded", [gems])
     module, _ = kernels.KERNELS[NORM]
     kernel = types.SimpleNamespace(arg_names=(parameters or "").split())
     held = {} if parameters is None else {NORM: types.SimpleNamespace(jit_function=kernel)}

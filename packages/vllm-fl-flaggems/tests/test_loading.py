@@ -17,7 +17,7 @@ from vllm_fl_flaggems.plugin import attention_backend, register_ops
 @pytest.fixture(autouse=True)
 def no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test finds FlagGems not imported yet."""
-    monkeypatch.setattr(loading, "_outcome", [])
+    monkeypatch.setattr(loading, "loaded", [])
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -173,7 +173,7 @@ def test_vllms_extensions_are_imported_before_flaggems(monkeypatch: pytest.Monke
 def test_tensors_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gems = types.ModuleType("flag_gems")
     gems.device = "cuda"  # type: ignore[attr-defined]
-    monkeypatch.setattr(loading, "_outcome", [gems])
+    monkeypatch.setattr(loading, "loaded", [gems])
     assert "runs on cuda" in str(loading.unsuitable("x", torch.zeros(2)))
     gems.device = "cpu"  # type: ignore[attr-defined]
     assert loading.unsuitable("x", torch.zeros(2)) is None

@@ -62,7 +62,7 @@ HALVES_ALONE = {"fused_experts", "linear"}
 def test_what_has_no_kernel_is_refused_and_nothing_else(
     impl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="cpu")])
+    monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device="cpu")])
     spec = contracts()[impl.op_name]
     for dtype in spec.dtypes:
         samples = list(spec.samples(getattr(torch, dtype), torch.device("cpu")))
@@ -77,7 +77,7 @@ def test_blocks_of_rows_are_refused_for_other_ids_and_maps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (impl,) = (impl for impl in register_ops() if impl.op_name == "moe_align_block_size")
-    monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="cpu")])
+    monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device="cpu")])
     ids, here = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     for args, reason in (
         ((ids.short(), 16, 8), "torch.int16"),
@@ -95,7 +95,7 @@ def test_products_are_refused_where_the_kernels_would_read_beyond(
     (impl,) = (impl for impl in register_ops() if impl.op_name == "linear")
 
     def verdict(device: str = "cpu", **change: torch.Tensor) -> object:
-        monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device=device)])
+        monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device=device)])
         good = {
             "x": torch.ones(2, 64, dtype=torch.bfloat16, device=device),
             "weight": torch.ones(32, 64, dtype=torch.bfloat16, device=device),
@@ -169,7 +169,7 @@ def test_heads_are_refused_beyond_one_program_and_where_cuda_launches_nothing(
     (impl,) = (impl for impl in register_ops() if impl.op_name == "qk_norm_rope")
 
     def verdict(size: int, device: str = "cpu") -> object:
-        monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device=device)])
+        monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device=device)])
         qkv, weight = torch.ones(2, 3 * size, device=device), torch.ones(size, device=device)
         table = torch.ones(4, 2, device=device)
         at = torch.arange(2, device=device)
@@ -184,7 +184,7 @@ def test_caches_of_other_layouts_are_refused_where_cuda_launches_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (impl,) = (impl for impl in register_ops() if impl.op_name == "reshape_and_cache")
-    monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="meta")])
+    monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device="meta")])
     samples = contracts()["reshape_and_cache"].samples(torch.float16, torch.device("meta"))
     verdicts = {sample.name: impl.supports(*sample.args) for sample in samples}
     assert verdicts["16 tokens"] is True
@@ -195,11 +195,11 @@ def test_groups_are_refused_beyond_32_bits_and_where_triton_has_no_fp8(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (impl,) = (impl for impl in register_ops() if impl.op_name == "quant_fp8_group")
-    monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="meta")])
+    monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device="meta")])
     assert impl.supports(torch.empty(2**23 - 1, 256, device="meta")) is True
     assert "more elements" in str(impl.supports(torch.empty(2**23, 256, device="meta")))
 
-    monkeypatch.setattr(loading, "_outcome", [SimpleNamespace(device="cuda")])
+    monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device="cuda")])
     on_gpu = SimpleNamespace(
         ndim=2,
         shape=(4, 256),

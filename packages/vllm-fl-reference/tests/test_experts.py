@@ -44,7 +44,3 @@ def test_on_a_cpu_the_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.Tensor, "nonzero", uncounted)
     with pytest.raises(AssertionError, match="waits for a count"):
         experts.fused_experts(*sample.args)
-
-
-def test_on_a_cpu_nothing_is_captured() -> None:
-    assert experts._is_captured(torch.zeros(1)) is False

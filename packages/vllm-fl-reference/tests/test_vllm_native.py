@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +29,6 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
@@ -130,14 +127,11 @@ def multimodal_rotary_embedding(
 ) -> Any:
     if not query.shape[0]:  # as in rotary_embedding
         return torch.empty_like(query), torch.empty_like(key)
-    layer: Any = object.__new__(MRotaryEmbedding)
-    torch.nn.Module.__init__(layer)
-    layer.head_size, layer.rotary_dim = query.shape[-1], 2 * cos.shape[-1]
-    layer.mrope_section, layer.mrope_interleaved = mrope_section, mrope_interleaved
-    layer.cos_sin_cache, layer.use_aiter = torch.cat((cos, sin), dim=-1), False
-    layer.apply_rotary_emb = SimpleNamespace(
-        forward_native=partial(ApplyRotaryEmb.forward_static, is_neox_style=not rotary_interleaved)
-    )
+    sizes = (query.shape[-1], 2 * cos.shape[-1], len(cos), 10000.0)
+    sections = {"mrope_section": mrope_section, "mrope_interleaved": mrope_interleaved}
+    with set_current_vllm_config(VllmConfig()):
+        layer: Any = MRotaryEmbedding(*sizes, not rotary_interleaved, cos.dtype, **sections)
+    layer.cos_sin_cache = torch.cat((cos, sin), dim=-1)
     q, k = layer.forward_native(position_ids.t(), query.flatten(1), key.flatten(1))
     return q.view(query.shape), k.view(key.shape)
 

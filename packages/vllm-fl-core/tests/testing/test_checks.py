@@ -6,12 +6,14 @@ import ctypes
 import dataclasses
 import inspect
 import itertools
+import os
+import time
 from typing import Any
 
 import pytest
 import torch
-from mutants import sound
 from oracle_mutants import oracle_impl
+from wrong_kernels import right
 
 from vllm_fl.contracts import ModelSizes, Sample, contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -29,6 +31,29 @@ def only(*dtypes: torch.dtype) -> Any:
 
 def found(impl: Any, *checks: str) -> list[Failure]:
     return list(failures(impl, without=CHECKS.keys() - set(checks)))
+
+
+def on_cpu(*args: Any) -> bool | str:
+    """`supports` of a kernel that reads memory of the CPU."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return all(tensor.device.type == "cpu" for tensor in tensors) or "not all on the CPU"
+
+
+def sound(op: str, **fields: Any) -> OpImpl:
+    """A right implementation."""
+    fn = right.of(op)
+    fields = {"supports": with_signature(on_cpu, fn)} | fields
+    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
+
+
+def with_signature(fn: Any, other: Any) -> Any:
+    """A function like `fn` with the parameters of another, by which a registry takes it."""
+
+    def same(*args: Any) -> Any:
+        return fn(*args)
+
+    vars(same)["__signature__"] = inspect.signature(other)
+    return same
 
 
 def test_a_dtype_that_is_refused_with_a_reason_is_no_failure() -> None:
@@ -62,6 +87,47 @@ def test_a_dtype_that_is_accepted_and_wrong_still_fails_in_preflight() -> None:
     impl = sound("silu_and_mul", supports=only(torch.float32))
     wrong = dataclasses.replace(impl, fn=lambda x: impl.fn(x) + 1)
     assert [one.case.dtype for one in found(wrong, "preflight")] == ["float32"]
+
+
+@pytest.mark.parametrize(
+    "supports",
+    [
+        lambda x, *_: len(x) < 5 or "many tokens",
+        lambda x, *_: len(x) % 4 == 0 or "an odd batch",
+        lambda x, *_: not x.isnan().any() or "not a number",
+        lambda x, *_: x.ndim > 2 or x.abs().sum() < 1e3 or "slow",
+    ],
+)
+def test_a_refusal_by_values_or_by_the_batch_fails(supports: Any) -> None:
+    def asked(*args: Any) -> bool | str:
+        there = on_cpu(*args)
+        return supports(*args) if there is True else there
+
+    impl = sound("rms_norm", supports=with_signature(asked, right.rms_norm))
+    assert found(sound("rms_norm"), "serving", "refusals") == []
+    assert found(impl, "serving", "refusals")
+
+
+@pytest.mark.parametrize(("op", "name"), [("rms_norm", "weight"), ("silu_and_mul", "x")])
+def test_an_argument_that_no_contract_gives_up_is_none_to_consume(op: str, name: str) -> None:
+    (told,) = found(sound(op, consumes=frozenset({name})), "declaration")
+    assert told.case.check == "declaration"
+
+
+@pytest.mark.parametrize(
+    "in_child", [lambda: os._exit(3), lambda: time.sleep(60)], ids=["ends", "hangs"]
+)
+def test_a_kernel_that_ends_or_hangs_in_a_child_fails(in_child: Any) -> None:
+    here = os.getpid()
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != here:
+            in_child()
+        return right.silu_and_mul(x)
+
+    wrong = dataclasses.replace(sound("silu_and_mul"), fn=kernel)
+    (told,) = failures(wrong, without=CHECKS.keys() - {"fork"}, deadline=2.0)
+    assert told.case.check == "fork"
 
 
 def norm(self: Any, x: torch.Tensor, residual: Any = None) -> Any:
@@ -166,12 +232,6 @@ def test_a_fresh_process_holds_no_op_to_account_for_another(
     assert isinstance(there["gelu_and_mul"], dict) and there["gelu_and_mul"]
 
 
-def with_signature(fn: Any, other: Any) -> Any:
-    """`fn` with the parameters of another function, by which a registry takes it."""
-    fn.__signature__ = inspect.signature(other)
-    return fn
-
-
 def reading(op: str, *names: str, **fields: Any) -> OpImpl:
     """The sound implementation as a kernel that reads these arguments' memory, wherever it is."""
     impl = sound(op)
@@ -216,7 +276,12 @@ def test_a_kernel_that_computes_without_an_argument_that_is_elsewhere_fails() ->
 
 
 def test_a_weight_of_integers_is_a_bad_input() -> None:
-    told = [one.case for one in found(sound("rms_norm", supports=None), "bad_inputs")]
+    def takes_them(x: Any, residual: Any, weight: Any, *rest: Any) -> Any:
+        return right.rms_norm(x, residual, None if weight is None else weight.float(), *rest)
+
+    silent = with_signature(takes_them, right.rms_norm)
+    wrong = dataclasses.replace(sound("rms_norm", supports=None), fn=silent)
+    told = [one.case for one in found(wrong, "bad_inputs")]
     dtypes = [case.dtype for case in told if case.sample == "weight of int64"]
     assert dtypes == ["float32", "float16", "bfloat16"]
     assert found(sound("rms_norm"), "bad_inputs") == []

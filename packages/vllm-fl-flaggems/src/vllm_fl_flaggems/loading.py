@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,7 @@ __all__ = [
     "block_pointers_work",
     "flag_gems",
     "flag_gems_module",
+    "loaded",
     "problem",
     "unsuitable",
 ]
@@ -59,7 +60,7 @@ def available() -> Availability:
     From metadata, without importing it: that takes seconds and initialises the device, after which
     a process can no longer fork its workers. What only the import tells is told by `problem`.
     """
-    if _outcome:
+    if loaded:
         return problem() or True
     try:
         version("flag-gems")
@@ -91,8 +92,9 @@ def _devices(name: str) -> int:
     return int(count()) if count else 0
 
 
-_outcome: list[ModuleType | str] = []
-"""Empty until FlagGems was imported once: then the module, or why it cannot be."""
+loaded: list[ModuleType | str] = []
+"""Empty until FlagGems was imported once: then the module, what stands in for it, or why it cannot
+be used."""
 
 
 def problem() -> str | None:
@@ -100,10 +102,9 @@ def problem() -> str | None:
 
     Only for where the device exists: in a worker, or in a script that computes.
     """
-    if not _outcome:
-        _outcome.append(_load())
-    outcome = _outcome[0]
-    return outcome if isinstance(outcome, str) else None
+    if not loaded:
+        loaded.append(_load())
+    return loaded[0] if isinstance(loaded[0], str) else None
 
 
 def flag_gems() -> Any:
@@ -112,12 +113,9 @@ def flag_gems() -> Any:
     Raises:
         NotImplementedError: it cannot be used; the next candidate is then taken.
     """
-    if not _outcome:
-        problem()
-    outcome = _outcome[0]
-    if isinstance(outcome, str):
-        raise NotImplementedError(outcome)
-    return outcome
+    if reason := problem():
+        raise NotImplementedError(reason)
+    return loaded[0]
 
 
 def flag_gems_module(name: str) -> Any:
@@ -138,7 +136,7 @@ def unsuitable(name: str, x: torch.Tensor, dtypes: Collection[torch.dtype] = DTY
     reason = problem()
     if reason:
         return reason
-    device = cast("ModuleType", _outcome[0]).device
+    device = flag_gems().device
     if x.device.type != device:
         return f"{name} is on {x.device}, and FlagGems runs on {device}"
     if x.dtype not in dtypes:
@@ -214,8 +212,8 @@ def _repair_block_pointers() -> None:
 
 
 def _forget_failure() -> None:
-    if _outcome and isinstance(_outcome[0], str):
-        _outcome.clear()
+    if loaded and isinstance(loaded[0], str):
+        loaded.clear()
 
 
 # A child has its own device: what failed in the parent may work there.

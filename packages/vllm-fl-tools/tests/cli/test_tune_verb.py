@@ -19,7 +19,7 @@ from commands import HEAD, Command, Plugin
 from vllm_fl.cli.common import ReportFile, UsageError
 from vllm_fl.settings.table import Row, Table, read_table
 from vllm_fl_tools.cli import _part, _tuning, tune
-from vllm_fl_tools.engine import tuning
+from vllm_fl_tools.engine import bench, tuning
 from vllm_fl_tools.engine.timing import Measured
 
 CLOCKED = """
@@ -54,7 +54,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
-    monkeypatch.setattr(tuning, "cold_bytes", lambda device: 1024)
+    for module in (bench, tuning):
+        monkeypatch.setattr(module, "cold_bytes", lambda device: 1024)
     monkeypatch.setattr(tune, "worker_threads", lambda: None)
     return work
 
@@ -363,9 +364,9 @@ class TestInterrupted:
         code = (
             "import sys\n"
             "from vllm_fl.cli import _progress, main\nfrom vllm_fl_tools.cli import tune\n"
-            "from vllm_fl_tools.engine import tuning\n"
+            "from vllm_fl_tools.engine import bench, tuning\n"
             "_progress.GRACE = 1.0\n"
-            "tuning.cold_bytes = lambda device: 1024\n"
+            "bench.cold_bytes = tuning.cold_bytes = lambda device: 1024\n"
             "tune.worker_threads = lambda: None\n"
             "sys.exit(main(sys.argv[1:]))"
         )

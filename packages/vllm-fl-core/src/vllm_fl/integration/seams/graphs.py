@@ -9,13 +9,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ...contracts.binding import new_node
-from .fusions import Sites
+
+if TYPE_CHECKING:
+    from .fusions import Sites
 
 __all__ = ["FindingPass"]
 

@@ -1,0 +1,39 @@
+"""The kit is worth what it catches: an oracle passes it, and one with a mistake fails."""
+
+from __future__ import annotations
+
+import pytest
+from oracle_mutants import CHANGES, oracle_impl, oracle_mutants
+
+from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.testing import CHECKS, failures
+
+pytestmark = pytest.mark.slow
+
+BUT_VALUES = CHECKS.keys() - {"values"}
+
+
+@pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)
+def test_the_oracle_itself_passes(spec: OpSpec) -> None:
+    assert list(failures(oracle_impl(spec), without=BUT_VALUES)) == []
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=f"{spec.name}: {what}")
+        for spec in contracts().values()
+        for what, mutant in oracle_mutants(spec)
+    ],
+)
+def test_every_mutant_of_an_oracle_fails(mutant: OpImpl) -> None:
+    """No contract has to bring these: whoever adds one adds them."""
+    assert next(failures(mutant, without=BUT_VALUES), None) is not None
+
+
+def test_every_contract_has_mutants_of_its_results_arguments_and_options() -> None:
+    for spec in contracts().values():
+        names = [what for what, _ in oracle_mutants(spec)]
+        assert len(names) > len(CHANGES) and len(set(names)) == len(names)
+        assert any(what.endswith("overwritten") for what in names)
